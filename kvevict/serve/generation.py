@@ -30,11 +30,11 @@ from .options import AUTO
 from .prefixes import Prefixes, key_of, mark_in
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
+from .sampling import Chooser
 from .scheduler import Scheduler
 from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Numbered, Written
 
-OLDER = 2  # the work of a token that the older reader reads over the newer one's: it reads twice
 LAST = 4  # turns of a chat: another server may have stored their ends
 WRITTEN = 1024  # tokens of a beginning: slots of so many are written to disk when they are read
 
@@ -159,12 +159,7 @@ class Generation:
             cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
             cut = self.sharing.cut(call.owner, prompt, call.reader, cuts, self._stored(call, cuts or ()))
             call.whole = followed(call.policy, call.reader, cut)
-        call.keys, call.stored_tokens, left = self._keys(call, call.reader)
-        older = call.reader.older
-        if older is not None and len(prompt.ids) <= older.longest:
-            keys, stored, more = self._keys(call, older)
-            if OLDER * more < left:
-                call.reader, call.keys, call.stored_tokens = older, keys, stored
+        call.keys, call.stored_tokens = self._keys(call, call.reader)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
         self._matcher(call)  # refuses a schema
@@ -211,8 +206,10 @@ class Generation:
             ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
             custom_generate=take,
         )  # fmt: skip
-        seed = None if call.seed is None else call.seed + at
-        return Row(call, at, answer, made[0], config.do_sample, seed, give)
+        noise = torch.Generator() if config.do_sample else None
+        if noise is not None:
+            noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
+        return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
     def _read(self, call: Call) -> tuple:
         """The result of `_through` after a call's whole prompt."""
@@ -292,14 +289,11 @@ class Generation:
             return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
 
     def _keys(self, call: Call, reader) -> tuple:
-        """(keys of a prompt's beginnings by their reader, tokens of the longest that is on disk, tokens of the longest
-        of all that are not stored)."""
+        """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""
         ends = call.whole.ends
         policies = reader.policies(ends) if ends else []
         keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
-        stored = max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
-        known = (end for key, end in zip(keys, ends, strict=True) if self.prefixes.knows(key))
-        return keys, stored, max(ends, default=0) - max((stored, *known))
+        return keys, max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
 
     def _key(self, call: Call, policy, end: int) -> str:
         prompt = call.whole

@@ -14,6 +14,7 @@ from ..engine.hook.installed import using
 from ..engine.slots.adopt import EvictionCache
 from ..families import base_model, find_decoder
 from ..patch import Patch
+from ..writing import step
 from .call import Call
 from .errors import Refused
 from .prefixes import Prefixes
@@ -201,10 +202,7 @@ class Group:
         rows = self.batch.rows
         try:
             with using(base_model(self.model), find_decoder(self.model), self.patch):
-                logits = self.batch.step([row.token for row in rows])
-            for row, each in zip(rows, logits, strict=True):
-                row.take(each)
-            self.batch.keep([row for row in rows if not row.ended])
+                step(self.batch)
         except Exception as error:
             for row in rows:
                 row.fail(error)

@@ -35,7 +35,6 @@ class Reader:
     least   slots of a beginning at least, where the budget is a share
     most    slots that memory holds
     longest tokens of a beginning after which the model has positions left that the policy needs
-    older   read before this one; its stored beginnings are still used
     """
 
     policy: Policy
@@ -43,7 +42,6 @@ class Reader:
     least: int = 1
     most: int = PLENTY
     longest: int = PLENTY
-    older: "Reader | None" = None
 
     def slots(self, tokens: int) -> int:
         """Of a beginning of so many tokens, at most."""

@@ -16,7 +16,6 @@ from tiny import FAMILIES
 import kvevict
 from kvevict import families
 from kvevict.lookahead import passes, training, validation
-from kvevict.lookahead.repetition import repeated
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
          for i in range(7)]  # fmt: skip
@@ -73,7 +72,7 @@ def test_the_target_of_a_repetition(family, length):
     """The numbers by which kvzip+ ranks the prompt's slots, divided by their sum; keys and values are those of the
     other target."""
     made, ids, none = tiny.shared(family), torch.arange(3, 3 + length), torch.zeros(0, dtype=torch.long)
-    found = repeated(made.get_decoder(), ids, none)
+    found = passes.repeated(made.get_decoder(), ids, none)
     with kvevict.evicting(made, "kvzip+", budget=80, schedule="prompt"), torch.no_grad():
         layers = made(ids[None], use_cache=True).past_key_values.layers
     want = {i: layer.carry[0, :, :length] for i, layer in enumerate(layers) if hasattr(layer, "carry")}

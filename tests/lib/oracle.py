@@ -280,7 +280,7 @@ class Row:
     def _selection(self, order):
         for start, stop, select in self.o["select_by_layer"]:
             if start <= order and (stop is None or order < stop):
-                return "token" if type(select).__name__ == "Token" else "chunk"
+                return "token" if type(select).__name__ == "Selection" else "chunk"
         return self.o["select"]
 
     def _run_length(self, order):

@@ -20,7 +20,7 @@ from kvevict.engine.measure.observation import Observation
 from kvevict.engine.measure.quantities import measured, quantity
 from kvevict.engine.read.layer import LayerCall
 from kvevict.policy import build
-from kvevict.policy.needs import need
+from kvevict.policy.inputs import need
 from kvevict.policy.refinements import REFINEMENTS
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)

@@ -81,8 +81,18 @@ def load(folder: Any, model: Any) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
     ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
     decoder = families.find_decoder(model)
-    kinds = families.layer_kinds(decoder.config)
-    return _read(folder, decoder, [i for i, kind in enumerate(kinds) if kind in families.EVICTS])
+    return _read(folder, decoder, _layers(decoder))
+
+
+def use(folder: Any, model: Any) -> None:
+    """Make a folder's gates those of a model, for every policy that names none. Raises ValueError as `load`."""
+    decoder = families.find_decoder(model)
+    loaded(folder, decoder, _layers(decoder))
+
+
+def _layers(decoder: Any) -> list[int]:
+    """The layers that have gates."""
+    return [i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind in families.EVICTS]
 
 
 def loaded(folder: Any, decoder: Any, order: Any) -> Gates:

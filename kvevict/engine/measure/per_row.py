@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ... import _ops
-from ...policy.types import Observers, Slots
+from ...policy.inputs import Observers, Slots
 from .slots import REDUCE
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ...policy.inputs import Policy
 from ...policy.rows import Rows
 from ...policy.selections import Selection
-from ...policy.types import Policy
 from ..measure.inputs import Source, rope_of
 from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
@@ -43,8 +43,8 @@ class Attended(NamedTuple):
         return 0 if self.step.decoding else max(self.k.shape[2] - self.step.appended, 0)
 
 
-def attend(seen: Attended, tap: Any = None) -> Attended:
-    """The layer with its attention's results. tap: a `kvevict.engine.hook.replay.Call` that may know a chunk's."""
+def attend(seen: Attended) -> Attended:
+    """The layer with its attention's results."""
     step, layer, module, q, k, v, new, options = seen[:8]
     patch = step.patch
     if step.decoding:
@@ -57,12 +57,8 @@ def attend(seen: Attended, tap: Any = None) -> Attended:
             carry_newest(layer, patch.of_tokens.tokens(*inputs))
         return seen._replace(out=out, lse=lse, probs=probs if patch.wants_probs else None)
     held = layer.slots(module)
-
-    def run():
-        return unseen.attend(step, q, k, v, held, layer.longest(), options)
-
     with step.meter.clock("attend"):
-        out, lse = run() if tap is None else tap.attended(run)
+        out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)
     layer.advance(*step.seen)
     if step.seen[0] != seen.rows_to_store:
         layer.removable = 0  # slots are fewer than columns

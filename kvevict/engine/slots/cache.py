@@ -14,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin
 from ... import _ops, compat
 from ...context import current
 from ...policy import kv
-from . import host
 from .carried import of_layer
 from .fork import Fork, fork
 from .ranks import Ranks
@@ -276,7 +275,7 @@ class EvictionLayer(CacheLayerMixin):
         least, most = int(np.min(tokens)), int(np.max(tokens))
         self.columns += columns
         self.removable = self.removable + columns if least == columns else least  # crop cannot go back past padding
-        self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
+        self.seen = self.seen + (most if least == most else _ops.upload(tokens, self.device, torch.int32))
 
 
 def _needs_own(storage, step) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ... import _ops
 from ..._ops import Held
 from ...policy import kv
-from . import host
 from .pool import Pool
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
@@ -89,7 +88,7 @@ class Storage(Held):
     ) -> Storage:
         """A storage of flat buffers without room between heads; counts [B, Hkv] on the host."""
         flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1))
-        return _laid_out(flat, counts)._holding(host.upload(counts, k.device, torch.int32), counts)
+        return _laid_out(flat, counts)._holding(_ops.upload(counts, k.device, torch.int32), counts)
 
     buffers = property(lambda self: (self.k, self.v, self.pos))  # a row per slot
     device = property(lambda self: self.k.device)
@@ -175,7 +174,7 @@ class Storage(Held):
     def centred_at(self, centre: Tensor, known: np.ndarray) -> Storage:
         """These slots, with centre fp32 [B, Hkv, D] for the keys of batch rows that had none. known: bool [B] on the
         host, the rows that have one in `centre`."""
-        old = host.upload(self.centred, self.device, torch.bool)[:, None, None]
+        old = _ops.upload(self.centred, self.device, torch.bool)[:, None, None]
         both = torch.where(old, self.centre, centre)  # type: ignore[arg-type]  # packed keys have one
         return replace(self, centre=both, centred=self.centred | known)
 
@@ -215,7 +214,7 @@ class Storage(Held):
             batch, heads = counts.shape
             none = source.like.new_empty(batch, heads, 0, source.dim)
             new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
-        length = host.upload(counts, self.device, torch.int32)
+        length = _ops.upload(counts, self.device, torch.int32)
         _ops.compact(source, *new, index, length, self)
         return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
@@ -285,4 +284,4 @@ class Storage(Held):
 def _laid_out(storage, capacity, start=0):
     """Heads lie one after the other, from row `start` on."""
     starts = start + (capacity.cumsum() - capacity.ravel()).reshape(capacity.shape)
-    return replace(storage, capacity=capacity, starts=starts, offset=host.upload(starts, storage.device))
+    return replace(storage, capacity=capacity, starts=starts, offset=_ops.upload(starts, storage.device))

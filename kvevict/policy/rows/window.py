@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..checks import count
-from ..types import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, Part, Rows, last
 
 
