@@ -29,7 +29,7 @@ from .outgoing import Stream, together, unless_gone
 from .policies import Chosen, Policies
 from .prefixes import Prefixes, mark_of
 from .prompt import Prompt, parts
-from .sampling import Sampling
+from .sampling import Decoding
 from .scheduler import Scheduler
 from .sharing import said
 from .texts import Texts, checked
@@ -125,7 +125,7 @@ class Server:
             seed=body.get("seed"), stop=check.stops(body), tools=tools, single=single,
             schema=calls or schema_of(body), forced=calls is not None,
             usage=body.get("stream_options", {}).get("include_usage", False),
-            sampling=Sampling.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
+            sampling=Decoding.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
             template=template, prompts=prompts, prompt=prompts[0],
         )  # fmt: skip
 

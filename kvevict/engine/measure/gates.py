@@ -96,7 +96,7 @@ def _layers(decoder: Any) -> list[int]:
 
 
 def loaded(folder: Any, decoder: Any, order: Any) -> Gates:
-    """`load`, once for a decoder; folder None: the result of `own`. A named folder becomes that result."""
+    """`load` gates once per decoder. folder None: the one that `own` finds; from a named folder on, that is this."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
         known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
@@ -137,7 +137,7 @@ def inner_of(folder: Any) -> int:
 
 
 def mark_of(folder: Any, decoder: Any) -> str:
-    """Tells the gates in a folder from others; folder None: the model's. "" without gates."""
+    """A text that tells the gates in a folder (None: the model's) from others; "" without gates."""
     folder = own(decoder) if folder is None else Path(folder)
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return ""
