@@ -145,6 +145,8 @@ def _generate(self, run, *args, **kwargs):
 
 def _top_forward(self, run, *args, **kwargs):
     """Stands in for the forward of the model around the decoder."""
+    if "past_key_values" in kwargs and compat.CACHE in inspect.signature(type(self).forward).parameters:
+        kwargs = compat.named(kwargs)
     return contextvars.copy_context().run(_call, self, run, args, kwargs)
 
 
