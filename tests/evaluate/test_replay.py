@@ -16,7 +16,7 @@ from kvevict.policy.layers import tada
 
 POLICIES = (
     "snapkv", "h2o", "tova", "adakv", "edie", "edie+tada", "edie+tada:cd=layer", "take", "laq", "fastkv:tsp_len=64",
-    "cake", "chunkkv+reuse", "pyramidkv", "oracle", "snapkv+caote", "paasvn", "random",
+    "cake", "chunkkv:n_reuse=2", "pyramidkv", "oracle", "snapkv+caote", "paasvn", "random",
 )  # fmt: skip
 
 
