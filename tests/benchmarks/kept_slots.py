@@ -12,8 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
-import random_gates
 import tiny
+import untrained
 
 import kvevict
 from kvevict.policy.adapter import Adapter
@@ -85,7 +85,7 @@ def run(model, preset: str, situation: str, options: dict):
 def main():
     model = tiny.model(num_hidden_layers=4)
     with tempfile.TemporaryDirectory() as folder:
-        random_gates.written(folder, model)
+        untrained.written(folder, model)
         for preset in kvevict.PRESETS:
             options = given(preset, model, folder)
             for situation in SITUATIONS:

@@ -226,3 +226,12 @@ def streaming_sees(length, new, size, sink, budget):
 def short_parts(tokens):
     """LagKV's score with parts of so many tokens, in place of 128."""
     return type("ShortParts", (kvevict.SCORES["lagkv"],), dict(lag=tokens))()
+
+
+def snapshot(model):
+    """Every module's attributes by identity, containers one level deep."""
+
+    def one(value):
+        return (id(value), {k: id(v) for k, v in value.items()}) if isinstance(value, dict) else id(value)
+
+    return {name: {key: one(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens
+from policy_cases import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens
 
 import kvevict
 
@@ -140,7 +140,7 @@ def test_errors_give_shares():
 
 def with_oracle(policy, rows, mine, theirs):
     import oracle
-    from test_policies import NEAR
+    from policy_cases import NEAR
 
     for seed in range(30):
         try:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tiny
 import torch
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
+from policy_cases import BUDGET, CHUNK, compare, compare_in_chunks, model, ours
 
 import kvevict
 from kvevict.engine.read.choosers import Deciding

@@ -10,29 +10,16 @@ import oracle
 import pytest
 import tiny
 import torch
+from caches import kept
 from fuzzing import one_in
-from test_patch import snapshot
-from test_policies import VOCAB, kept, model, ours, tokens
+from policy_cases import VOCAB, Slots, model, ours, read, tokens
+from tiny import snapshot
 
 import kvevict
 from kvevict.policy import PARTS, Policy, build
 from kvevict.policy.apportion import apportion
 from kvevict.policy.layers import layer_slots
 from kvevict.policy.parts import as_part
-
-
-class Slots:
-    """A layer of one row as head budgets and selections see it: every head has all slots, its last `window` are
-    protected."""
-
-    decoding, device = False, torch.device("cpu")
-
-    def __init__(self, heads, columns, window=0, select="token", **options):
-        self.n = torch.full((1, heads), columns, dtype=torch.int32)
-        self.least, self.past = torch.full_like(self.n, window), torch.zeros_like(self.n)
-        self.columns, self.select = columns, PARTS["select"][0][select](**options)
-        self.competing = (torch.arange(columns) < columns - window).expand(1, heads, -1)
-        self.positions = torch.arange(columns, dtype=torch.int32).expand(1, heads, -1)
 
 
 def keep(budget, score, slots, window=0):
@@ -579,12 +566,6 @@ def check_decoding(made, batch, mask, most):
         answers.append(out.sequences)
         assert all(sum(int(layer.len[row].sum()) for layer in out.past_key_values.layers) <= most for row in range(2))
     assert torch.equal(*answers)
-
-
-def read(made, ids, mask=None):
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
-    made(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True)
-    return kvevict.report(made, positions=True)["positions"]
 
 
 REFUSED = [

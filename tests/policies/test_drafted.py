@@ -6,7 +6,7 @@ import itertools
 import pytest
 import tiny
 import torch
-from test_policies import VOCAB, alone_and_batched, compare, model, ours, tokens
+from policy_cases import VOCAB, alone_and_batched, compare, model, ours, tokens
 
 import kvevict
 from kvevict.engine.hook.installed import patch_of

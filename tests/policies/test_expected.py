@@ -3,7 +3,8 @@
 import pytest
 import tiny
 import torch
-from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
+from caches import kept
+from policy_cases import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, model, tokens
 
 import kvevict
 from kvevict.engine.measure import moments

@@ -7,8 +7,8 @@ import pytest
 import tiny
 import torch
 import zoo
-from test_choices import Slots
-from test_policies import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, kept, model, tokens
+from caches import kept
+from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, compare_in_chunks, model, tokens
 
 import kvevict
 from kvevict.answer import room_of, within_positions

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_policies import BUDGET, CHUNK, compare, kept, model, ours, tokens
+from caches import kept
+from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens
 
 import kvevict
 from kvevict.policy import Policy, build

@@ -11,8 +11,7 @@ import ref
 import torch
 from fuzzing import one_in
 from helpers import FP32
-from test_choices import read
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
+from policy_cases import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, read, tokens, truth
 
 import kvevict
 from kvevict import ROWS, SCORES

@@ -1,5 +1,6 @@
 """The observing rows are an independent choice: every score, refinement and layer budget over every choice of rows,
-against the float64 oracle; refusals; and every part and preset is in the tests' tables."""
+against the float64 oracle; refusals; and every part and preset is in the tests' tables,
+for which their modules are imported."""
 
 import itertools
 
@@ -17,7 +18,7 @@ import test_output_errors
 import test_policies
 import test_values_and_keys
 import tiny
-from test_policies import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
+from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
 from test_values_and_keys import short_parts  # noqa: F401  # a fixture
 
 import kvevict

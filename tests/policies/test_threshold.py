@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_choices import Slots
-from test_policies import BUDGET, CHUNK, compare, kept, model, tokens
+from caches import kept
+from policy_cases import BUDGET, CHUNK, Slots, compare, model, tokens
 
 import kvevict
 from kvevict.lab.analysis.slots import Layers

@@ -3,13 +3,13 @@
 import itertools
 
 import oracle
+import policy_cases
 import pytest
-import test_policies
 import tiny
 import torch
 import transformers
-from test_choices import Slots
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, kept, model, tokens
+from caches import kept
+from policy_cases import BUDGET, CHUNK, Slots, compare, compare_in_chunks, model, tokens
 
 import kvevict
 from kvevict import families
@@ -49,7 +49,7 @@ any_choice = pytest.mark.parametrize("name", CHOICES)
 def near(monkeypatch, request):
     """Logits that are not scaled (Compactor) magnify the rounding of float32."""
     if any(name in request.node.name for name in ("compactor", "read-once")):
-        monkeypatch.setattr(test_policies, "NEAR", 1e-4)
+        monkeypatch.setattr(policy_cases, "NEAR", 1e-4)
 
 
 @pytest.fixture(autouse=True)
