@@ -131,7 +131,7 @@ def test_oracle(net, tmp_path):
     ("policy", "budget", "option", "value"),
     [
         ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
-        ("h2o/kvcf", 12, "recent", 6), ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
+        ("laq", 12, "window", 6), ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
     ],
 )  # fmt: skip
 def test_small_budgets_have_small_windows(net, tmp_path, policy, budget, option, value):
