@@ -33,8 +33,17 @@ def model():
     return AutoModelForCausalLM.from_pretrained(kvevict.small_llama()).eval()
 
 
-def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, response_template=None, **changes):
-    """A `kvevict.serve.server.Server`. folder: of its store; of: another model with the same tokenizer."""
+def server(
+    folder=None,
+    memory=1 << 28,
+    disk=1 << 28,
+    template=TEMPLATE,
+    of=None,
+    tokenizer=None,
+    response_template=None,
+    **changes,
+):
+    """A `kvevict.serve.server.Server`. folder: of its store; of: another model, with the same tokenizer or another."""
     from kvevict.patch import patch
     from kvevict.serve.policies import Policies
     from kvevict.serve.prefixes import Prefixes
@@ -43,10 +52,12 @@ def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None
 
     options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never", context=2048)
     options |= {
-        name: changes.pop(name) for name in list(changes) if name in (*options, "share_budget", "share_kv", "most")
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in (*options, "kv", "share_budget", "share_kv", "most")
     }
     options.setdefault("share_budget", options["budget"])
-    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template, of = template, of or model()
     if response_template is not None:
         tokenizer.response_template = response_template

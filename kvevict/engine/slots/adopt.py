@@ -14,7 +14,7 @@ from ... import families
 from ...weights import Owner, differ, form, identity
 from .cache import EvictionLayer
 from .latent import LatentLayer
-from .layers import SlidingLayer, StatefulLayer
+from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
 
 
@@ -96,7 +96,11 @@ class EvictionCache(DynamicCache):
             self.next_position = self.next_position - (before - self.get_seq_length())
 
     def batch_select_indices(self, indices: Any) -> None:
-        super().batch_select_indices(indices)
+        for layer in self.layers:
+            if hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(indices)
+            else:
+                select_states(layer, indices)
         self._select(indices)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -104,9 +108,9 @@ class EvictionCache(DynamicCache):
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.next_position is not None:
-            self.next_position = self.next_position.repeat_interleave(repeats)
+        seen = next(layer.seen for layer in self.layers if isinstance(layer, EvictionLayer))
+        if seen is not None:
+            self.batch_select_indices(torch.arange(len(seen), device=seen.device).repeat_interleave(repeats))
 
     def _select(self, rows) -> None:
         if self.next_position is not None:
