@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ... import families
-from ...weights import Owner, differ, form, identity
+from ...weights import Owner, form, identity
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
@@ -64,11 +64,9 @@ class EvictionCache(DynamicCache):
             return
         _check_depth(self.layers, kinds, exact=True)
         known = self.owner.identity()
-        if known is not None and differ(known, identity(decoder)):
-            raise ValueError(
-                f"past_key_values was filled by another model, whose weights are {known!r}, this one's are "
-                f"{identity(decoder)!r}: read the prompt with this model"
-            )
+        differs = known and known.difference(identity(decoder))
+        if differs:
+            raise ValueError(f"past_key_values was filled by another model: {differs}: read the prompt with this model")
         if known is not None:
             self.owner = Owner(decoder, known)
 
