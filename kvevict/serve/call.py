@@ -3,6 +3,7 @@ generates."""
 
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..engine.read.step import Step
 from ..engine.watch.watcher import Watcher
 from .options import NEVER
 from .prompt import Prompt
-from .sampling import Sampling
+from .sampling import Decoding
 
 COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "shared_tokens", "read_tokens"
 
@@ -49,7 +50,7 @@ class Call:
     schema: dict | None = None  # of JSON that an answer is
     forced: bool = False  # whether that JSON is calls
     usage: bool = False  # whether a stream counts tokens
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
@@ -58,6 +59,7 @@ class Call:
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
     keys: list = field(default_factory=list)  # of its stored beginnings
     parser: Any = lambda: None  # makes a parser of an answer to them
+    identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     prompt_tokens: int = 0

@@ -4,23 +4,22 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from .call import Call
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
 OTHER = "other"  # the endpoint of a request to none that there is
-GATES = "off", "waiting", "training", "used", "failed"  # of `--gates`
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def progress(call: Call, identity: str) -> dict[str, Any]:
+def progress(call: Call) -> dict[str, Any]:
     """How far a call is."""
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
     return dict(
-        id=identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
+        id=call.identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
         seconds=round(time.monotonic() - call.began, 3), prompt_tokens=whole, cached_tokens=cached,
         tokens_to_read=max(whole - cached, 0), tokens_read=read, tokens_written=written,
     )  # fmt: skip
@@ -42,7 +41,6 @@ class Metrics:
         self.left = Gauge("kvevict_tokens_to_read", "Prompt tokens that requests have still to read", **own)
         self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
         self.cache = Gauge("kvevict_cache_bytes", "Bytes of stored prefixes", ["place"], **own)
-        self.gates = Enum("kvevict_gates", "What became of --gates", states=GATES, **own)
         self.first = Histogram(
             "kvevict_first_token_seconds", "From a request to its first token", buckets=SECONDS, **own
         )
@@ -63,7 +61,7 @@ class Metrics:
     def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
-        every = [progress(call, "") for call in calls]
+        every = [progress(call) for call in calls]
         self.left.set(sum(each["tokens_to_read"] - each["tokens_read"] for each in every))
         self.cache.labels("memory").set(prefixes.live_bytes)
         self.cache.labels("disk").set(prefixes.file_bytes)

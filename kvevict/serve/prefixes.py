@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import files, sealed
 from ..engine.slots.adopt import EvictionCache
+from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.layers import tensors_of
 from ..policy.policy import Policy
 from ..store import FORMAT, load_cache, save_cache
@@ -55,6 +56,17 @@ def bytes_of(cache: EvictionCache) -> int:
             else:
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) + lent
+
+
+def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
+    """By which share of all layers' heads a cache of one row keeps each of the positions start..stop-1."""
+    counts, heads = np.zeros(stop), 0
+    for layer in cache.layers:
+        if isinstance(layer, EvictionLayer):
+            for positions in layer.positions()[0]:
+                counts[positions.cpu().numpy()] += 1
+                heads += 1
+    return counts[start:] / max(heads, 1)
 
 
 class Prefixes:

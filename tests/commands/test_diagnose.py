@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from helpers import FP32
-from test_policies import NEAR, POLICIES, model, options, tokens
+from policy_cases import NEAR, POLICIES, model, options, tokens
 
 import kvevict
 from kvevict.cli import main

@@ -10,9 +10,9 @@ from collections import Counter
 from functools import partial
 
 import pytest
-import random_gates
 import tiny
 import torch
+import untrained
 from tiny import prompt, shared
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import JambaConfig, LlamaConfig, MistralConfig
@@ -89,7 +89,7 @@ NOBODY_WAITS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    NEEDS["gate"] = dict(recent=2, gates=random_gates.written(tmp_path_factory.mktemp("gates"), shared()))
+    NEEDS["gate"] = dict(recent=2, gates=untrained.written(tmp_path_factory.mktemp("gates"), shared()))
 
 
 def needs(name, model):
@@ -587,7 +587,7 @@ def test_command(path, tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_gates(kind, tmp_path):
     """Bytes and FLOPs of a token, of the gates that are there."""
-    model, folder = shared(), random_gates.written(tmp_path, shared(), kind)
+    model, folder = shared(), untrained.written(tmp_path, shared(), kind)
     got = gates(shape_of(model.config), folder, Hardware(), None)
     made, x = kvevict.gates.load(folder, model), torch.zeros(1, 7, 64)
     assert got["bytes"] == sum(4 * t.numel() for layer in made.layers.values() for pair in layer for t in pair)

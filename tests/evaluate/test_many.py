@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_eval import line, tokenizer
 from tiny import model as tiny_model
+from toy_task import line, tokenizer
 from transformers import AutoTokenizer
 
 import kvevict
@@ -32,12 +32,10 @@ def toy_many(settings):
             yield Case("toy-many", id, context, asked, (answer,), "contains_any", 5, dict(text=text), likelihood=True)
 
 
-def lines_of(
-    net, out, policies=("streaming", "kvzip"), modes=("agnostic",), batch_size=1, share_reads=False, **changes
-):
+def lines_of(net, out, policies=("streaming", "kvzip"), modes=("agnostic",), batch_size=1, **changes):
     usual = dict(budgets=(0.25,), chunk_sizes=(None, 32), modes=modes, cases=2)
     plan = Plan(("toy-many",), (80,), policies, **usual | changes)
-    evaluate(net, tokenizer(), plan, out, share_reads=share_reads, batch_size=batch_size)
+    evaluate(net, tokenizer(), plan, out, batch_size=batch_size)
     return read(out)[1]
 
 
@@ -95,8 +93,6 @@ def test_questions_asked_together(tmp_path, family, temperature, monkeypatch):
         [line["nats"] for line in sorted(alone, key=key_of)], rel=1e-3
     )
     assert timeless(both) == timeless(alone)
-    shared = lines_of(net, tmp_path / "shared", batch_size=3, share_reads=True, **what)
-    assert all((line["read_seconds"] is None) == (line["policy"] != "full") for line in shared)
 
 
 def test_likelihood_and_bytes(tmp_path):

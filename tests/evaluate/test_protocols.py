@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from test_eval import tokenizer
+from toy_task import tokenizer
 
 from kvevict import families
 from kvevict.cli import main

@@ -341,4 +341,4 @@ def test_the_default_of_shared_slots():
         (dict(share_kv="model"), "model", "model"),
     ):
         policies = server_of(**given).policies
-        assert (policies.built(policies.policy).kv, policies.reader().policy.kv) == (kv, shared)
+        assert (policies.built(None).kv, policies.reader().policy.kv) == (kv, shared)

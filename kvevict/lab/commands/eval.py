@@ -45,13 +45,6 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
         "--haystack", help="text to hide things in (.txt, a folder of them, .jsonl, .jsonl.xz); default: generated"
     )
     parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
-    parser.add_argument(
-        "--share-reads",
-        action="store_true",
-        help="compute a prompt that is read in one pass, or the first of its chunks, once for all policies: several "
-        "times faster in one pass, the same answers; needs memory for all layers' activations, and leaves out the "
-        "seconds of reading",
-    )
     parser.add_argument("--batch-size", type=int, default=1, metavar="N",
                         help="ask up to N questions about a text at once, if it was read without them (tasks many, "
                         "--mode agnostic); seconds are a question's share; default 1")  # fmt: skip
@@ -128,7 +121,7 @@ def _evaluate(args) -> None:
     check_file("--out", args.out)
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    evaluate(model, tokenizer, plan, args.out, name, args.share_reads, args.batch_size)
+    evaluate(model, tokenizer, plan, args.out, name, args.batch_size)
 
 
 def _protocol(args) -> None:

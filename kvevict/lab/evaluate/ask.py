@@ -26,7 +26,6 @@ import torch
 
 from ...answer import continued, rows_of
 from ...compat import CACHE, cache_of
-from ...engine.hook.replay import Replay
 from ...families import device_of
 from ...patch import evicting, slot_bytes
 from ...policy.checks import byte_count
@@ -168,14 +167,14 @@ class Reading:
     held         `kept`, `cache_bytes` and `peak_cache_bytes` of a line
     policy       None: the unpatched model
     options      the policy's options, for the line
-    seconds      of the read; None: other runs share it
+    seconds      of the read
     """
 
     out: Any
     held: dict
     policy: Policy | None
     options: dict | None
-    seconds: float | None
+    seconds: float
 
     def fork(self) -> Any:
         """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
@@ -190,9 +189,7 @@ def reads_alone(run: Run) -> bool:
 
 
 @torch.no_grad()
-def read(
-    model: Any, tokenizer: Any, asked: Asked, run: Run, replay: Replay | None = None, alone: bool = True
-) -> Reading:
+def read(model: Any, tokenizer: Any, asked: Asked, run: Run, alone: bool = True) -> Reading:
     """A run's read of a case's context or, with alone=False, of context and question in one call."""
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
@@ -209,28 +206,25 @@ def read(
         options.pop("ids", None)
     with _patched(model, policy):
         start = _now(model)
-        with nullcontext() if replay is None else replay.during():
-            out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
-        seconds: Any = _now(model) - start if replay is None or policy is None else None
+        out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
+        seconds = _now(model) - start
         held = _held_by_all(cache_of(out)) if policy is None else _held(model)
     return Reading(out, held, policy, options, seconds)
 
 
 @torch.no_grad()
-def ask(
-    model: Any, tokenizer: Any, asked: Asked, run: Run, replay: Replay | None = None, text: Reading | None = None
-) -> dict[str, Any]:
-    """One run of one case. Returns the fields of its line beside the key. replay: a `Replay` for reads to share. text:
-    the run's `read` of the case's context, to ask a fork of; None: the case is read here.
+def ask(model: Any, tokenizer: Any, asked: Asked, run: Run, text: Reading | None = None) -> dict[str, Any]:
+    """One run of one case. Returns the fields of its line beside the key. text: the run's `read` of the case's context,
+    to ask a fork of; None: the case is read here.
 
-    Seconds are those of reading (with an appended question; None if reads are shared) and of decoding. For a fork,
-    read_seconds are the text's, ask_seconds those of question and answer, and ask_bytes the bytes added to the cache.
-    kept ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are those after the read under the
-    policy. nats: the mean negative log likelihood of a token of the right answer, if the case asks for it.
+    Seconds are those of reading (with an appended question) and of decoding. For a fork, read_seconds are the text's,
+    ask_seconds those of question and answer, and ask_bytes the bytes added to the cache. kept ([layer][kv head] slots,
+    None for sliding-window layers) and cache_bytes are those after the read under the policy. nats: the mean negative
+    log likelihood of a token of the right answer, if the case asks for it.
     """
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
     alone = run.mode == "agnostic" or text is not None
-    own = text or read(model, tokenizer, asked, run, replay, alone)
+    own = text or read(model, tokenizer, asked, run, alone)
     result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
     policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else text.fork()
     if policy is not None:
@@ -260,8 +254,7 @@ def ask(
     if text is not None:
         result |= dict(ask_seconds=asking + decoding, ask_bytes=_bytes(cache) - before)
         asking = decoding = 0.0
-    seconds = None if own.seconds is None else own.seconds + asking
-    return result | dict(read_seconds=seconds, decode_seconds=decoding, **own.held)
+    return result | dict(read_seconds=own.seconds + asking, decode_seconds=decoding, **own.held)
 
 
 @torch.no_grad()

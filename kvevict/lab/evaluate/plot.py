@@ -74,7 +74,7 @@ def budget(lines: list[dict[str, Any]]) -> Figure:
 
 
 def families(lines: list[dict[str, Any]]) -> Figure:
-    """As `budget`, with a panel per family of policies: snapkv, snapkv/kvcf, snapkv+caote and snapkv:window=8 are one.
+    """As `budget`, with a panel per family of policies: snapkv, snapkv+caote and snapkv:window=8 are one.
     Policies without a family share panels; the references are in all. For one task and mode, or few."""
     curves = _Curves(lines)
     references = [name for name in curves.names if is_reference(name[0])]

@@ -15,7 +15,6 @@ from tqdm import tqdm
 from ... import families
 from ...answer import together
 from ...compat import cache_of
-from ...engine.hook.replay import Replay
 from ...patch import find_decoder
 from ...processes import Processes
 from ...weights import fingerprint
@@ -74,20 +73,16 @@ def evaluate(
     plan: Plan,
     out: str | Path,
     name: str = "",
-    share_reads: bool = False,
     batch_size: int = 1,
 ) -> None:
     """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
-    first one writes the file. share_reads: a case's runs share the equal parts of their reads (`Replay`), at the cost
-    of memory for all layers' activations; lines differ only in the seconds of reading. batch_size: most questions about
-    a text that was read once that are asked together; the full cache's are asked one by one.
+    first one writes the file. batch_size: most questions about a text that was read once that are asked together; the
+    full cache's are asked one by one.
 
     Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
     than the model's context.
     """
-    decoder = find_decoder(model)
-    layers = families.layer_kinds(decoder.config).count(families.FULL_ATTENTION)
-    replay = Replay(decoder) if share_reads else None
+    layers = families.layer_kinds(find_decoder(model).config).count(families.FULL_ATTENTION)
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
@@ -118,7 +113,7 @@ def evaluate(
                 for case in text:
                     case.tags.setdefault("length", settings.length)
                 wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
-                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, replay, batch_size)
+                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, batch_size)
 
             texts = [text for text in _texts(cases) if any(missing[case.id] for case in text)]
             for line in processes.lines(texts, measure):
@@ -131,7 +126,7 @@ def _texts(cases) -> list:
     return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
 
 
-def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch_size):
+def _lines(model, tokenizer, cases, wanted, responses, seed, plan, batch_size):
     """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
     runs. Runs that need only one read of the context come first."""
     asked = {
@@ -143,7 +138,7 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch
     }  # fmt: skip
 
     def line(each, run, text=None):
-        measured = ask(model, tokenizer, each, run, replay, text)
+        measured = ask(model, tokenizer, each, run, text)
         each.response = measured.get("response", each.response)
         return told(each.case, run, measured)
 
@@ -151,12 +146,10 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
 
-    if replay is not None:
-        replay.clear()
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
         mine = [each for case, each in asked.items() if case in wanted[run]]
-        text = read(model, tokenizer, mine[0], run, replay)
+        text = read(model, tokenizer, mine[0], run)
         alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
         if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
             yield from (line(each, run, text) for each in mine)
@@ -167,6 +160,4 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch
             for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
                 yield told(each.case, run, measured)
     for case, each in asked.items():
-        if replay is not None:
-            replay.clear()
         yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)
