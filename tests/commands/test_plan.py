@@ -10,9 +10,9 @@ from collections import Counter
 from functools import partial
 
 import pytest
-import random_gates
 import tiny
 import torch
+import untrained
 from tiny import prompt, shared
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import JambaConfig, LlamaConfig, MistralConfig
@@ -70,18 +70,17 @@ TAKE = [
     (dict(budget=20, probe=(-12, -4), warmup_budget=30, chunk_size=16), (200,)),
 ]
 DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
-NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "chunkkv/kvpress": dict(exact=True)}
-NEEDS |= {"lagkv": dict(lag=2)} | {name: dict(sink=2, recent=2) for name in ("compactor", "read-once")}
-NEEDS |= {name: dict(draft_model=DRAFT) for name in ("speckv", "speckv/paper")}
+NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "lagkv": dict(score=tiny.short_parts(2))}
+NEEDS |= {"speckv": dict(draft_model=DRAFT)} | {name: dict(sink=2, recent=2) for name in ("compactor", "read-once")}
+REUSE, CRITICAL, RANKED = "chunkkv:n_reuse=2", "adakv:refine=critical", "defensive:heads=flat,layers=pool"
 REPEATED = ("kvzip", "kvzip+", "read-twice")
 NOBODY_WAITS = (
-    "chunkkv+reuse",
+    REUSE,
+    RANKED,
     "edie+tada",
-    "edie+tada/chunked",
     "cake",
     "fastkv",
     "take+edie/half",
-    "defensive/pool",
     "gate",
     *REPEATED,
 )
@@ -89,7 +88,7 @@ NOBODY_WAITS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    NEEDS["gate"] = dict(recent=2, gates=random_gates.written(tmp_path_factory.mktemp("gates"), shared()))
+    NEEDS["gate"] = dict(recent=2, gates=untrained.written(tmp_path_factory.mktemp("gates"), shared()))
 
 
 def needs(name, model):
@@ -97,22 +96,21 @@ def needs(name, model):
     return dict(adapter=kvevict.lookahead.Adapter(model, tokens=9)) if name == "lookahead" else NEEDS.get(name, {})
 
 
-CASES = [(name, *case) for name in PRESETS for case in SLOTS
+CASES = [(name, *case) for name in (*PRESETS, REUSE, CRITICAL, RANKED) for case in SLOTS
          if not (name in NOBODY_WAITS and "warmup_layers" in case[0])
          and not (name in REPEATED and "schedule" in case[0])]  # fmt: skip
-CASES += [("take", *case) for case in TAKE] + [("snapkv/kvcf", dict(budget=9, chunk_size=1), (30,))]
+CASES += [("take", *case) for case in TAKE] + [("snapkv", dict(budget=9, window=8, chunk_size=1), (30,))]
 
 
 MATRICES = (
+    RANKED,
+    CRITICAL,
     "gate",
     "rkv",
     "tri",
     "defensive",
-    "defensive/pool",
     "compactor",
     "read-once",
-    "snapkv+critical",
-    "adakv+critical",
 )  # no op multiplies these
 
 
@@ -300,7 +298,7 @@ def test_flops_of_other_matrices():
     pairs = rows * n - rows * (rows - 1) // 2
     output = 2 * n * heads * dim * hidden
     for name, each in {
-        "snapkv+critical": 2 * pairs * heads * dim + output,
+        "snapkv:refine=critical": 2 * pairs * heads * dim + output,
         "defensive": 2 * 2 * pairs * heads * dim + output,  # attention's mean, and each row's
         "compactor": 2 * n * 256 * heads * dim + 2 * n * kv * 48 * (dim + 2 * 48),
     }.items():
@@ -310,7 +308,7 @@ def test_flops_of_other_matrices():
 ANY_ROWS = {"window": {}, "probe": dict(probe=12), "given": dict(ids=tuple(range(2, 9))), "drafted": {}, "last": {},
             "all": {}}  # fmt: skip
 ANY_SCORE = {"edie": {}, "edie-exact": {}, "snapkv": dict(refine="caote"), "h2o": dict(recent=8),
-             "cake": dict(layers="uniform"), "take/no-delay": dict(refine="fastcaote")}  # fmt: skip
+             "cake": dict(layers="uniform"), "take:warmup_layers=none": dict(refine="fastcaote")}  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", ANY_ROWS)
@@ -397,7 +395,7 @@ def test_nothing_to_evict():
 
 DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", dict(decode=True, rows="last")),
            ("edie+tada", dict(decode=True, interval=3)), ("take", dict(decode=True, chunk_size=80, probe=16)),
-           ("chunkkv+reuse", dict(decode=True, interval=5)), ("laq", dict(decode=True)), ("speckv", dict(decode=True)),
+           (REUSE, dict(decode=True, interval=5)), ("laq", dict(decode=True)), ("speckv", dict(decode=True)),
            *((name, {}) for name in ("h2o", "vatp", "tova", "streaming", "snapkv+caote", "oracle"))]  # fmt: skip
 
 
@@ -480,7 +478,7 @@ def test_slots_of_take(options):
         delayed_slots=64 + p + relaxed, other_slots=64 + p + 60,
         between_bytes=shape.slot_bytes * (wait * relaxed + (4 - wait) * 60),
     )  # fmt: skip
-    assert plan(shape, build("take/no-delay", budget=60), 1000)["waiting"] is None
+    assert plan(shape, build("take", budget=60, warmup_layers=None), 1000)["waiting"] is None
 
 
 def test_memory_of_take(llama):
@@ -587,7 +585,7 @@ def test_command(path, tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_gates(kind, tmp_path):
     """Bytes and FLOPs of a token, of the gates that are there."""
-    model, folder = shared(), random_gates.written(tmp_path, shared(), kind)
+    model, folder = shared(), untrained.written(tmp_path, shared(), kind)
     got = gates(shape_of(model.config), folder, Hardware(), None)
     made, x = kvevict.gates.load(folder, model), torch.zeros(1, 7, 64)
     assert got["bytes"] == sum(4 * t.numel() for layer in made.layers.values() for pair in layer for t in pair)
@@ -706,4 +704,4 @@ def test_probe_rows():
     take = build("take", budget=40, chunk_size=80)
     assert [appended(take, n) for n in (40, 81, 160)] == [[0], [32, 0], [32, 0]]
     assert [take.rows.appended(n, 80, False) for n in (41, 63, 64, 65, 999)] == [20, 31, 32, 32, 32]
-    assert not any(sum(appended(build(name, budget=40, chunk_size=80), 999)) for name in ("take/no-probe", "h2o"))
+    assert not any(sum(appended(build(name, budget=40, chunk_size=80), 999)) for name in ("take:append=false", "h2o"))

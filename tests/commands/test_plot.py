@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from test_eval import line
+from toy_task import line
 
 from kvevict.cli import main
 from kvevict.lab.analysis import plot
@@ -97,7 +97,7 @@ def test_budget():
 
 
 def test_families():
-    policies = ("snapkv", "take:kernel=9", "snapkv/kvcf", "h2o", "take+chunkkv", "oracle",
+    policies = ("snapkv", "take:kernel=9", "snapkv:window=9", "h2o", "take+chunkkv", "oracle",
                 "snapkv:rows=probe,decode=false,window=8", "edie-exact", "edie", "tova",
                 "random", "cake", "knorm", "vatp", "streaming")  # fmt: skip
     lines = [line("full", 1.0, id=i) for i in range(4)]
@@ -108,7 +108,7 @@ def test_families():
         for title, axes in panels(figure).items()
     }
     assert shown == {
-        "snapkv": ["snapkv", "snapkv/kvcf", "snapkv:rows=probe,decode=false,window=8", "oracle"],
+        "snapkv": ["snapkv", "snapkv:window=9", "snapkv:rows=probe,decode=false,window=8", "oracle"],
         "take": ["take:kernel=9", "take+chunkkv", "oracle"],
         "edie": ["edie-exact", "edie", "oracle"],
         "others": ["h2o", "tova", "random", "cake", "knorm", "vatp", "oracle"],

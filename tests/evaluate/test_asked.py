@@ -75,7 +75,7 @@ def test_what_asks_observes(make):
     plain = analysis.encode(tok, "Some text.", "Why not?", opening="So")
     start, stop = plain.observed("asked")
     assert tok.decode((plain.context + plain.question)[start:stop]).strip() == "Why not?"
-    for policy, options in (("take", {}), ("take", dict(probe=9)), ("snapkv", {}), ("take/no-probe", {})):
+    for policy, options in (("take", {}), ("take", dict(probe=9)), ("snapkv", {}), ("take", dict(append=False))):
         chosen = build(policy, budget=100, chunk_size=64, **options)
         rows = analysis.observe(chosen, (7, 12), 500, options).rows
         observes = policy == "take" and not options

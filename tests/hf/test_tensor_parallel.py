@@ -31,8 +31,8 @@ CASES = {  # name -> policy and options
     "cake": ("cake", CHUNKS | dict(window=4)),
     "cake ada": ("cake", CHUNKS | dict(window=4, heads="ada")),
     "chunkkv": ("chunkkv", CHUNKS | dict(window=4, c=4)),
-    "chunkkv/kvpress": ("chunkkv/kvpress", dict(budget=17, window=4, c=4)),
-    "chunkkv/edie": ("chunkkv/edie", CHUNKS | dict(window=4, c=4, exact=False)),
+    "chunkkv whole": ("chunkkv", dict(budget=17, window=4, c=4, exact=False, pool="avg", reduce="mean")),
+    "edie runs": ("edie", CHUNKS | dict(window=4, pool="none", select="chunk", per_head=True, c=4, exact=False)),
     "take+chunkkv": ("take+chunkkv", CHUNKS | dict(probe=4, c=4)),
     "take+caote": ("take+caote", CHUNKS | dict(probe=4)),
     "tova": ("tova", CHUNKS),
@@ -45,17 +45,17 @@ CASES = {  # name -> policy and options
     "random": ("random", dict(budget=15)),
     "laq": ("laq", dict(budget=16, window=4)),
     "speckv": ("speckv", dict(budget=16, n_d=3, window=4)),
-    "expected": ("expected", CHUNKS | dict(span=7)),
+    "expected": ("expected", CHUNKS),
     "kvzip": ("kvzip", CHUNKS),
     "kvzip whole": ("kvzip", CHUNKS | dict(schedule="prompt", part=20)),
     "kvzip+": ("kvzip+", CHUNKS),
     "threshold": ("kvzip", dict(chunk_size=16, threshold=0.08, keep_last=4)),
-    "threshold whole": ("expected", dict(budget=40, threshold=0.12, keep_last=4, span=7)),
+    "threshold whole": ("expected", dict(budget=40, threshold=0.12, keep_last=4)),
     "gate": ("gate", CHUNKS | dict(recent=2)),
     "gate, decoding": ("gate", CHUNKS | dict(recent=2, layers="uniform", decode=True, interval=3)),
     "defensive": ("defensive", CHUNKS | dict(window=4, heads="equal")),
-    "adakv+critical": ("adakv+critical", CHUNKS | dict(window=4)),
-    "lagkv": ("lagkv", CHUNKS | dict(lag=4)),
+    "adakv critical": ("adakv", CHUNKS | dict(window=4, refine="critical")),
+    "lagkv": ("lagkv", CHUNKS | dict(score=tiny.short_parts(4))),
     "compactor": ("compactor", CHUNKS | dict(sink=2, recent=2)),
     "packed": ("adakv", CHUNKS | dict(window=4, kv="k8v4")),
     "diagnose": ("adakv", CHUNKS | dict(window=4, diagnose=True)),
@@ -179,7 +179,7 @@ def of_rank(heads: list, rank: int) -> list:
 
 @pytest.mark.slow
 def test_in_two_processes(tmp_path):
-    from random_gates import written  # the processes cannot import it
+    from untrained import written  # the processes cannot import it
 
     whole = {name: tiny.model(name, **SIZES) for name in ("llama", "gemma3", "phi3")}
     for name, model in [*whole.items(), ("few", tiny.model(**SIZES | dict(num_key_value_heads=1)))]:

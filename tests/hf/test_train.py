@@ -5,13 +5,14 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from exact import spread
-from test_lookahead import adapter
 from tiny import FAMILIES
+from untrained import adapter
 
 import kvevict
 from kvevict import families
@@ -284,7 +285,7 @@ def test_answers_itself_once(tmp_path):
 
 SCRIPT = """
 import sys
-sys.path[:0] = ["tests/lib", "tests/hf", "tests/policies"]
+sys.path[:0] = ["tests/lib", "tests/hf"]
 import tiny, torch
 torch.set_num_threads(1)
 from test_train import FAST, PAIRS
@@ -296,7 +297,7 @@ kvevict.lookahead.train(tiny.model("llama"), PAIRS, sys.argv[1], **FAST)
 @pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     """Adapters alike to rounding, one log."""
-    script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
+    script, root = tmp_path / "script.py", Path(tiny.__file__).parents[2]
     script.write_text(SCRIPT)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines"]
     launch += ["1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from caches import ids, kept, tokens_of
 from tiny import model, prompt, relative
 
 import kvevict
@@ -13,25 +14,6 @@ import kvevict
 def no_grad():
     with torch.no_grad():
         yield
-
-
-def ids(batch, length, seed=1):
-    return prompt(batch, length, seed)["input_ids"]
-
-
-def kept(cache):
-    """Positions of every layer, row and head."""
-    return [
-        [[layer.pos[rows].tolist() for b, h, rows in layer.segments() if b == row] for row in range(layer.len.shape[0])]
-        for layer in cache.layers
-    ]
-
-
-def tokens_of(net, cache, first, count):
-    out = [net(first, past_key_values=cache).logits]
-    for _ in range(count - 1):
-        out.append(net(out[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
-    return torch.cat(out, 1)
 
 
 TURNS = {
@@ -219,17 +201,17 @@ def test_layers_that_share_a_choice_must_hold_the_same_slots():
     net = kvevict.patch(model(), "snapkv", budget=20, window=4)
     cache = net(ids(1, 60)).past_key_values
     before = kept(cache)
-    for policy, more in (("take", dict(probe=5, chunk_size=20)), ("chunkkv+reuse", dict(window=4)), ("tova", {})):
+    for policy, more in (("take", dict(probe=5, chunk_size=20)), ("chunkkv:n_reuse=2", dict(window=4)), ("tova", {})):
         kvevict.patch(net, policy, budget=20, **more)
         with pytest.raises(ValueError, match="hold different slots; read the prompt again"):
             net(ids(1, 30, 2), past_key_values=cache)
         assert kept(cache) == before
 
 
-TAKES, LAYERS = {"take", "take/no-probe", "take+caote"}, {"tova", "chunkkv", "chunkkv/kvpress"}
-SHARED = {"take+chunkkv", "chunkkv+reuse", "streaming"}
+TAKES, LAYERS = {"take", "take:append=false", "take+caote"}, {"tova", "chunkkv", "chunkkv:exact=false"}
+SHARED = {"take+chunkkv", "chunkkv:n_reuse=2", "streaming"}
 FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)  # the table of docs/usage.md
-FOLLOW |= {"take+chunkkv": SHARED, "chunkkv+reuse": SHARED - {"take+chunkkv"}}
+FOLLOW |= {"take+chunkkv": SHARED, "chunkkv:n_reuse=2": SHARED - {"take+chunkkv"}}
 
 
 def test_which_policies_may_follow_which():
@@ -257,7 +239,7 @@ def test_which_policies_may_follow_which():
 def test_a_reuse_group_that_keeps_everything_follows_no_other():
     """exact=False fills groups at different times: a follower must not take another group's choice."""
     options = dict(budget=40, window=8, n_reuse=2, decode=True, interval=1)
-    net = kvevict.patch(model(), "chunkkv/kvpress", **options)
+    net = kvevict.patch(model(), "chunkkv", c=20, exact=False, **options)
     cache = net(ids(1, 80)).past_key_values
     tokens_of(net, cache, ids(1, 1, 3), 30)
     held = kept(cache)

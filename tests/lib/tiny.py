@@ -7,6 +7,8 @@ import tokenizers
 import torch
 import transformers
 
+import kvevict
+
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 BASE = dict(
@@ -219,3 +221,17 @@ def streaming_sees(length, new, size, sink, budget):
         alive = [*alive, *range(start, end)]
         alive = alive[:sink] + alive[sink:][-(budget - sink) :]
     return mask
+
+
+def short_parts(tokens):
+    """LagKV's score with parts of so many tokens, in place of 128."""
+    return type("ShortParts", (kvevict.SCORES["lagkv"],), dict(lag=tokens))()
+
+
+def snapshot(model):
+    """Every module's attributes by identity, containers one level deep."""
+
+    def one(value):
+        return (id(value), {k: id(v) for k, v in value.items()}) if isinstance(value, dict) else id(value)
+
+    return {name: {key: one(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}

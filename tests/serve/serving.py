@@ -1,6 +1,7 @@
 """A server with the bundled model, asked in this process."""
 
 import asyncio
+import contextlib
 import functools
 import json
 
@@ -12,12 +13,16 @@ for _package in ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx", "
     pytest.importorskip(_package, reason="the extra `serve` is not installed")
 
 import httpx  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 # The bundled model continues text; these turns are what it knows.
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
     "{% elif m['role'] == 'user' %}{{ m['content'] }}\nAnswer:{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
 )
 FILLER = "The baker counted the boats in the harbour and went home before it rained. "
 FACTS = {"Naislet": 364735, "Orshan": 118204, "Velmora": 907142}
@@ -33,34 +38,54 @@ def model():
     return AutoModelForCausalLM.from_pretrained(kvevict.small_llama()).eval()
 
 
-def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, response_template=None, **changes):
-    """A `kvevict.serve.server.Server`. folder: of its store; of: another model with the same tokenizer."""
+@functools.cache
+def qwen():
+    """The bundled model's weights in a type that has a response template in Transformers."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+        "tie_word_embeddings", "eos_token_id", "bos_token_id",
+    )  # fmt: skip
+    made = Qwen2ForCausalLM(Qwen2Config(**{name: getattr(model().config, name) for name in names}))
+    made.load_state_dict(model().state_dict(), strict=False)
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            weight.data.zero_()
+    return made.eval()
+
+
+def server(
+    folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, tokenizer=None, response_template=None,
+    **changes,
+):  # fmt: skip
+    """A `kvevict.serve.server.Server`. folder: of its store; of: another model; tokenizer: another one; changes: of its
+    options, the model's context and the slots that memory holds."""
     from kvevict.patch import patch
+    from kvevict.serve.options import Options
     from kvevict.serve.policies import Policies
     from kvevict.serve.prefixes import Prefixes
     from kvevict.serve.server import Server
     from kvevict.serve.texts import Texts
 
-    options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never", context=2048)
-    options |= {
-        name: changes.pop(name) for name in list(changes) if name in (*options, "share_budget", "share_kv", "most")
-    }
-    options.setdefault("share_budget", options["budget"])
-    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    given = {name: changes.pop(name) for name in ("context", "most") if name in changes}
+    options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never") | changes
+    options = Options(**dict(share_budget=options["budget"]) | options)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template, of = template, of or model()
     if response_template is not None:
         tokenizer.response_template = response_template
-    policies = Policies(**options)
-    patch(of, policies.built(policies.policy), tokenizer=tokenizer)
+    policies = Policies(options, **dict(context=2048) | given)
+    patch(of, policies.built(None), tokenizer=tokenizer)
     texts = Texts(disk, folder and folder / "texts")
     prefixes = Prefixes(of, memory, folder and folder / "prefixes", lambda: disk - texts.bytes, texts.gone)
-    return Server("small", of, tokenizer, policies, prefixes, texts, **changes)
+    return Server("small", of, tokenizer, policies, prefixes, texts, options)
 
 
 @pytest.fixture(autouse=True)
 def unpatched():
     yield
     kvevict.unpatch(model())
+    kvevict.unpatch(qwen())
 
 
 class Client:
@@ -112,3 +137,22 @@ def events(response) -> list:
     """The data of server-sent events."""
     found = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     return [json.loads(each) for each in found if each != "[DONE]"]
+
+
+@contextlib.contextmanager
+def saying(of, ids: list):
+    """A model that answers with these ids."""
+    at = 0
+
+    def forced(module, args, kwargs, output):
+        nonlocal at
+        at = 0 if (args[0] if args else kwargs["input_ids"]).shape[1] > 1 else at
+        if at < len(ids):
+            output.logits[:], output.logits[..., ids[at]] = -1e4, 1e4
+        at += 1
+
+    hook = of.register_forward_hook(forced, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
