@@ -65,7 +65,7 @@ defines the methods, [results.md](results.md) compares them.
 
 **To choose:** For a prompt that asks a question: `take+edie`, the default of `patch` and of the commands, in chunks or
 in one pass. For a text that the model continues: `paasvn`, read in one pass. For a text that is asked about later:
-`read-twice` or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode agnostic`.
+`read-twice` or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode later`.
 
 - **evicts**: after the prompt, or after every chunk of so many tokens; some policies also while decoding.
 - **choices** lists those that differ from the default: rows `window`, layers `uniform`, heads `equal`, select `token`.

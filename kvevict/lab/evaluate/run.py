@@ -15,7 +15,6 @@ from tqdm import tqdm
 from ... import families
 from ...answer import together
 from ...compat import cache_of
-from ...engine.hook.replay import Replay
 from ...patch import find_decoder
 from ...processes import Processes
 from ...weights import fingerprint
@@ -40,8 +39,7 @@ class Plan:
     depths: tuple[float, ...] = Settings.depths
     haystack: str | None = None
     data: str | None = None
-    observe: int | str | None = None  # as in `kvevict.lab.evaluate.ask.Asked`
-    temperature: float | None = None  # likewise
+    temperature: float | None = None  # as in `kvevict.lab.evaluate.ask.Asked`
     protocol: str | None = None  # evaluate its policies and chunk sizes, not the plan's
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
@@ -74,20 +72,16 @@ def evaluate(
     plan: Plan,
     out: str | Path,
     name: str = "",
-    share_reads: bool = False,
     batch_size: int = 1,
 ) -> None:
     """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
-    first one writes the file. share_reads: a case's runs share the equal parts of their reads (`Replay`), at the cost
-    of memory for all layers' activations; lines differ only in the seconds of reading. batch_size: most questions about
-    a text that was read once that are asked together; the full cache's are asked one by one.
+    first one writes the file. batch_size: most questions about a text that was read once that are asked together; the
+    full cache's are asked one by one.
 
     Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
     than the model's context.
     """
-    decoder = find_decoder(model)
-    layers = families.layer_kinds(decoder.config).count(families.FULL_ATTENTION)
-    replay = Replay(decoder) if share_reads else None
+    layers = families.layer_kinds(find_decoder(model).config).count(families.FULL_ATTENTION)
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
@@ -118,7 +112,7 @@ def evaluate(
                 for case in text:
                     case.tags.setdefault("length", settings.length)
                 wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
-                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, replay, batch_size)
+                return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, batch_size)
 
             texts = [text for text in _texts(cases) if any(missing[case.id] for case in text)]
             for line in processes.lines(texts, measure):
@@ -131,19 +125,18 @@ def _texts(cases) -> list:
     return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
 
 
-def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch_size):
+def _lines(model, tokenizer, cases, wanted, responses, seed, plan, batch_size):
     """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
     runs. Runs that need only one read of the context come first."""
     asked = {
         case.id: Asked(
-            case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature,
-            responses.get((case.task, case.id, seed)),
+            case, encode(model, tokenizer, case), seed, plan.temperature, responses.get((case.task, case.id, seed)),
         )
         for case in cases
     }  # fmt: skip
 
     def line(each, run, text=None):
-        measured = ask(model, tokenizer, each, run, replay, text)
+        measured = ask(model, tokenizer, each, run, text)
         each.response = measured.get("response", each.response)
         return told(each.case, run, measured)
 
@@ -151,12 +144,10 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
 
-    if replay is not None:
-        replay.clear()
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
         mine = [each for case, each in asked.items() if case in wanted[run]]
-        text = read(model, tokenizer, mine[0], run, replay)
+        text = read(model, tokenizer, mine[0], run)
         alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
         if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
             yield from (line(each, run, text) for each in mine)
@@ -167,6 +158,4 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, replay, batch
             for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
                 yield told(each.case, run, measured)
     for case, each in asked.items():
-        if replay is not None:
-            replay.clear()
         yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)
