@@ -16,7 +16,7 @@ looked at, as that would wait for it. Only `kl` has a backward.
 # `op` makes the bodies.
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -56,6 +56,12 @@ class Held:
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
     """The logits that the ops make of q . k * scale, where attention is computed without an op."""
     return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def upload(numbers: Any, device: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Put numbers of the host on a device, without waiting for it. Reading one from a GPU tensor waits for all of the
+    GPU's queued work, so the counts that decide launches are kept on the host too, as NumPy arrays."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 @op

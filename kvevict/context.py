@@ -14,7 +14,6 @@ from typing import Any
 class Context:
     outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's
     step: Any = None  # the kvevict.engine.read.step.Step that runs
-    tap: Any = None  # the kvevict.engine.hook.replay.Call that records attention, or replays it
     question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
     note: Any = None  # note(module, query, key): called in unpatched attention

@@ -349,6 +349,18 @@ def counts_tokens(decoder: Any) -> bool:
     return decoder.config.model_type == "opt"
 
 
+def context_of(config: Any) -> int | None:
+    """The most tokens that a decoder's configuration speaks of, as its rotary embedding stretches them; None: it names
+    none. A scaled one may say only how long the texts of its first training were."""
+    most = _get(config, "max_position_embeddings")
+    if most is None:
+        return None
+    ropes = _get(config, "rope_parameters") or {}
+    found = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
+    stretched = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
+    return int(max(most, *stretched))
+
+
 def rope_depends_on_length(decoder: torch.nn.Module) -> bool:
     """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
     kind = getattr(rotary_of(decoder), "rope_type", "default")

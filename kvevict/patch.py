@@ -94,7 +94,8 @@ def patch(
 ) -> Any:
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
-    policy      a preset's name (`kvevict.policies()` lists them) or a `kvevict.Policy`; default "take+edie"
+    policy      a preset's name (`kvevict.policies()` lists them), a text NAME:OPTION=VALUE,... or a `kvevict.Policy`;
+                default "take+edie"
     budget      slots kept per kv head and layer, window and sinks included (int), the fraction kept, in (0, 1), or the
                 bytes of a sequence's slots in all layers ("64MiB")
     chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
@@ -212,7 +213,7 @@ def evicting(model: Any, policy: str | Policy = DEFAULT, **options: Any) -> Iter
 
 def _warn_of_learned_tokens(model, made, stacklevel) -> None:
     learned, policy = _learned_tokens(model), made.policy
-    most = getattr(find_decoder(model).config, "max_position_embeddings", None)
+    most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
         warnings.warn(

@@ -5,7 +5,6 @@ import contextlib
 import math
 import numbers
 import re
-import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from .cautions import once
 from .context import within
 from .engine.hook.arguments import Arguments
 from .policy.policy import Policy
 from .policy.rows import Question, Rows
-from .prompts import MARK, rendered
+from .turns import Turns
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 FEW = 8  # tokens after a question that do not yet begin an answer: a template's, "Answer:"
@@ -90,22 +90,8 @@ class Finder:
     tokenizer: Any = None
 
     @cached_property
-    def _marks(self) -> tuple:
-        """(the text that opens a user's turn, the text that ends it, the text that ends the last turn and opens the
-        answer) in the chat template; "" for unknown."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            return "", "", ""
-        one, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
-        try:
-            head, tail = rendered(self.tokenizer, [one], "a user's turn").split(MARK)
-        except ValueError:
-            return "", "", ""
-        try:
-            _, end, begin, _ = rendered(self.tokenizer, [one, answer, one], "a second turn").split(MARK)
-        except ValueError:  # it has one turn
-            return head, tail, tail
-        opened, ends = shared(head[::-1], begin[::-1])[::-1], shared(tail, end)
-        return tuple(mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space of its own
+    def _turns(self) -> Turns:
+        return Turns.of(self.tokenizer)
 
     def rows(self, arguments: Arguments, prompt: int) -> Rows:
         """The policy's rows for the first `prompt` columns of a call's `kvevict.engine.hook.arguments.Arguments`."""
@@ -139,7 +125,7 @@ class Finder:
             starts: list[Any] = []
             if ids is not None and callable(self.tokenizer):
                 before = ids[: span[0]]
-                starts = [start_of(self.tokenizer, before, mark, self._marks[0]) for mark in (PARAGRAPH, LINE)]
+                starts = [start_of(self.tokenizer, before, mark, self._turns.opened) for mark in (PARAGRAPH, LINE)]
             starts = [start for start in (*starts, span[0]) if start is not None]
             found.append(tuple(dict.fromkeys(n - start for start in starts)))
             warn_if_long(arguments.policy, n - starts[-2:][0], arguments.columns + n)
@@ -193,7 +179,8 @@ class Asked(Finder):
 
 @dataclass(frozen=True)
 class LastTurn(Finder):
-    """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one.
+    """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one. A tool's
+    result is not the user's, wherever the template writes it.
 
     It is the last sentence with a question mark near the turn's end, or else the first near its start; a short turn
     without one is itself the question. If a longer question stands before the text and the last has few words, both
@@ -233,16 +220,19 @@ class LastTurn(Finder):
 
     def _begins(self, ids, span) -> bool:
         """Whether the answer's first words follow the question."""
-        rest, (_, _, tail) = self.tokenizer.decode(ids[span[1] :]), self._marks
-        ends = bool(tail) and "".join(rest.split()).endswith("".join(tail.split()))
-        return len(ids) - span[1] > FEW and not ends
+        rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
+        return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
     def _found(self, ids, columns: int = 0):
         """((span, ..) that ask, in order, and the question before the text, (start, stop, whether nothing repeats it),
         or None) of a prompt after `columns` tokens."""
-        turn = self.request or self._turn(ids)
+        turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if not turn or squeezed(self.request) in squeezed(turn):
+            turn = self.request or turn
         asked, opens = question_of(turn), question_before(turn)
-        span = find(self.tokenizer, ids, asked) if asked else None
+        echo = asked and squeezed(asked) in squeezed(rest)  # a tool was called with it, or its result has it
+        after = find(self.tokenizer, ids, rest) if echo else None
+        span = find(self.tokenizer, ids[: after[0]] if after else ids, asked) if asked else None
         if span is None:
             return (), None
         before = find(self.tokenizer, ids[: span[0]], opens) if opens else None
@@ -252,15 +242,6 @@ class LastTurn(Finder):
             return (span,), (*before, False)
         short = len(asked.split()) <= min(SHORT, len(opens.split()) - 1)
         return ((before, span), (*before, True)) if short else ((span,), self.before(ids, span, len(ids), columns))
-
-    def _turn(self, ids) -> str:
-        """The last user's turn; "" if the prompt has none."""
-        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        opened, ends, _ = self._marks
-        if opened and opened not in text:
-            return ""
-        turn = text.rpartition(opened)[2] if opened else text
-        return turn.partition(ends)[0] if ends else turn
 
 
 def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
@@ -288,22 +269,18 @@ def start_of(tokenizer: Any, ids: list[int], mark: str, opened: str = "") -> int
     return first
 
 
-_warned: set = set()  # budgets that were too small for a request
-
-
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
     """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
     seen so many tokens."""
     budget = policy.slots(seen)
-    if 2 * needed <= budget or seen <= budget or policy.budget in _warned:
+    if 2 * needed <= budget or seen <= budget:
         return
-    _warned.add(policy.budget)
     share = math.ceil(200 * needed / seen) / 100
-    warnings.warn(
+    once(
+        ("request", policy.budget),
         f"the prompt's question and the text around it take {needed} tokens, more than half of the {budget} slots that "
         f"each head keeps, so that some of their words are evicted: give budget={2 * needed}"
         + (f", or budget={share}" if share < 1 else ""),
-        stacklevel=2,
     )
 
 
@@ -331,11 +308,6 @@ def near_end(policy: Policy, questions: list[Question], tokens: list[int], befor
 def reads_last_rows(policy: Policy) -> bool:
     """Whether a policy measures the call's last rows as its observers."""
     return policy.diagnose or policy.layers.measures
-
-
-def shared(a: str, b: str) -> str:
-    """The longest common beginning of both texts."""
-    return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]
 
 
 def question_of(turn: str) -> str:
@@ -370,8 +342,8 @@ def same(asked: str, opens: str) -> bool:
 
 
 def questions(text: str) -> list:
-    """The sentences with a question mark, those that follow each other, or after a few words, as one. A question mark
-    before a closing quotation mark is a speaker's."""
+    """Sentences that ask. Questions at most LINK words apart are joined. A question mark before a closing quotation
+    mark does not count."""
     found, between = [], None  # sentences since the last question
     for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
         asks = bool(ASKS.search(sentence))
@@ -393,22 +365,20 @@ def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:
 
 def find(tokenizer: Any, ids: list[int], text: str) -> tuple[int, int] | None:
     """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: not found."""
-    wanted = "".join(text.split())
+    wanted = squeezed(text)
 
     def has(start, stop):
-        return wanted in "".join(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False).split())
+        return wanted in squeezed(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False))
 
     start, size = len(ids), 64
     while start > 0 and not has(start, len(ids)):
         start, size = max(start - size, 0), 2 * size
     if not has(start, len(ids)):
         return None
-    beyond = len(ids)
-    while beyond - start > 1:
-        middle = (start + beyond) // 2
-        start, beyond = (middle, beyond) if has(middle, len(ids)) else (start, middle)
-    before, stop = start, len(ids)
-    while stop - before > 1:
-        middle = (before + stop) // 2
-        before, stop = (before, middle) if has(start, middle) else (middle, stop)
-    return start, stop
+    start += bisect_left(range(start, len(ids)), True, key=lambda at: not has(at, len(ids))) - 1
+    return start, start + bisect_left(range(start, len(ids)), True, key=lambda at: has(start, at))
+
+
+def squeezed(text: str) -> str:
+    """A text without its white space."""
+    return "".join(text.split())

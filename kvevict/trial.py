@@ -55,7 +55,7 @@ def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractCont
     except Exception as error:
         return f"it does not run on token ids alone ({type(error).__name__}: {error})"
     try:
-        with quiet(model), patched("take", dict(budget=SEEN - 1, chunk_size=7, probe=4, ema_space="literal")):
+        with quiet(model), patched("take", dict(budget=SEEN - 1, chunk_size=7, probe=4, ema_alpha=0.0)):
             part = valid[:, :SEEN]
             read = _rows(model(input_ids=ids[:, :SEEN], attention_mask=mask[:, :SEEN], use_cache=True))[part]
         with quiet(model), patched("snapkv", dict(budget=4 * SEEN, chunk_size=7)):
@@ -144,7 +144,7 @@ def rotating(model: Any, decoder: Any, order: Collection[int]) -> dict[int, bool
     found = _rotates[decoder]
     if isinstance(found, str):
         raise ValueError(
-            f"{found}; kvevict cannot rotate its queries or keys: pass ema_space='literal' with rows='probe', and no "
+            f"{found}; kvevict cannot rotate its queries or keys: pass ema_alpha=0.0 with rows='probe', and no "
             "score that rotates them (compactor, expected)"
         )
     return found

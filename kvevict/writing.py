@@ -3,7 +3,8 @@ generation_config are ignored."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ class Sampling:
         count("sampling_seed", self.seed, 0)
 
     def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], int]:
-        """A function from logits [vocabulary] to the next token of the answer to a question's ids. Its noise is of the
-        seed and the question."""
+        """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine its noise."""
         temperature = self.temperature
         if temperature is None:
             return lambda row: int(row.argmax())
@@ -49,7 +49,7 @@ class Sampling:
 
 
 def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> int:
-    """A token drawn of logits [vocabulary] by Gumbel noise of a generator on the CPU; of equal logits, the same one."""
+    """Draw a token by logits [vocabulary] with Gumbel noise of a generator on the CPU, so on all devices alike."""
     row = row.float().cpu() / temperature
     if top_p < 1:
         chances, order = row.softmax(0).sort(descending=True)
@@ -63,6 +63,31 @@ def ends_of(model: Any, tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
+@dataclass(eq=False)
+class Answer:
+    """One answer while the model writes it: a row of a `Batch`."""
+
+    choose: Callable[[torch.Tensor], int]  # from logits [vocabulary] to the next token
+    ends: Callable[[list[int]], bool]  # True if the last of the ids so far ends the answer; called after each
+    ids: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Choose the next token by logits [vocabulary]."""
+        self.ids.append(self.choose(logits))
+        self.ended = self.ends(self.ids)
+
+
+def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
+    """Write the next token of each `Answer` in a batch; answers that have ended leave it. logits: [B, vocabulary] of
+    their last tokens; None: the model reads these."""
+    if logits is None:
+        logits = batch.step([answer.ids[-1] for answer in batch.rows])
+    for answer, row in zip(batch.rows, logits, strict=True):
+        answer.take(row)
+    batch.keep([answer for answer in batch.rows if not answer.ended])
+
+
 @torch.no_grad()
 def written(
     model: Any,
@@ -73,26 +98,21 @@ def written(
     choosers: Sequence[Callable[[torch.Tensor], int]],
     one_line: bool = False,
 ) -> list[list[int]]:
-    """The ids after the tokens of each row of a cache, up to and with the first that ends them: a list of ids per row.
-    A row that has ended leaves the cache.
+    """Write an answer after each row of a cache. Returns a list of ids per row, with the one that ends it.
 
     logits    [B, T, vocabulary] of the cache's last tokens
     most      the number of ids per row at most
-    choosers  a function per row, from logits [vocabulary] to the next token
+    choosers  `Answer.choose` per row
     one_line  stop at the end of a line that is not empty
     """
-    ends, batch = ends_of(model, tokenizer), Batch(model, range(len(choosers)), cache)
-    texts: list = [[] for _ in choosers]
+    eos = ends_of(model, tokenizer)
 
-    def goes_on(row):
-        tokens = texts[row]
-        return len(tokens) < most[row] and tokens[-1] not in ends and not (one_line and line_ended(tokenizer, tokens))
+    def ends(most, ids):
+        return len(ids) >= most or ids[-1] in eos or (one_line and line_ended(tokenizer, ids))
 
-    last = logits[:, -1]
-    while True:
-        for row, each in zip(batch.rows, last, strict=True):
-            texts[row].append(choosers[row](each))
-        batch.keep([row for row in batch.rows if goes_on(row)])
-        if not batch.rows:
-            return texts
-        last = batch.step([texts[row][-1] for row in batch.rows])
+    answers = [Answer(choose, partial(ends, number)) for choose, number in zip(choosers, most, strict=True)]
+    batch = Batch(model, answers, cache)
+    step(batch, logits[:, -1])
+    while batch.rows:
+        step(batch)
+    return [answer.ids for answer in answers]

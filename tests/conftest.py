@@ -13,6 +13,7 @@ import pytest
 import torch
 import touched
 
+pytest.register_assert_rewrite("caches", "op_cases", "policy_cases")  # their asserts print what differs
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
 
 OPS = {f"test_{op}" for op in (

@@ -27,10 +27,8 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
         help="reads stored texts, and parts that requests share; default gate if the model has gates, else read-twice",
     )
     parser.add_argument("--gates", metavar="FOLDER",
-                        help="gates, with which what requests share is read once; where the folder has none they are "
-                        "trained, by a process beside the server, and until then --unasked is read-twice")  # fmt: skip
-    parser.add_argument("--gates-data", metavar="FILE",
-                        help="text to train them on; default: Python's own documentation")  # fmt: skip
+                        help="gates for the policy gate, which --unasked then is by default: a folder that `kvevict "
+                        "train --kind gates` wrote for the model")  # fmt: skip
     add_budget(parser, Options.budget, Options.chunk_size)
     parser.add_argument("--share", choices=SHARES, default=Options.share,
                         help="what --unasked reads once for all requests that begin with it: auto, all before a chat's "
@@ -111,7 +109,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host), memory=memory, disk=disk)
     given |= dict(budget=number(args.budget), share_budget=number(args.share_budget, "--share-budget"))
     options = Options(**given)
-    from ..serve.hosts import name_of
+    from ..serve.app import name_of
     from ..serve.start import start
 
     for each in args.allow_host:

@@ -15,6 +15,7 @@ from .. import _ops, compat
 from .._ops import Held
 from ..context import context, within
 from ..policy.adapter import Adapter
+from ..repeated import numbers
 
 NAME = "kvevict_lookahead"
 
@@ -52,6 +53,20 @@ def truth(decoder: torch.nn.Module, prompt: torch.Tensor, response: torch.Tensor
 
     with _attention(decoder, attend):
         decoder(input_ids=ids, use_cache=False)
+    return found
+
+
+def repeated(decoder: Any, prompt: torch.Tensor, response: torch.Tensor) -> Truth:
+    """The first pass over ids [N] of a prompt whose questions are not known yet (METHODS section 9). A query head's
+    target is its kv head's numbers of `kvzip+`, divided by their sum. The response, ids [0], is not used."""
+    found = truth(decoder, prompt, response)
+    heads = decoder.config.num_attention_heads
+
+    def take(index, score):
+        share = score / score.sum(-1, keepdim=True)
+        found.target[index] = share.repeat_interleave(heads // len(share), 0)[None].contiguous()
+
+    numbers(decoder, "kvzip+", prompt, take)
     return found
 
 

@@ -21,8 +21,7 @@ from ..patch import is_patched
 from ..policy.adapter import Adapter, targets_of
 from ..policy.checks import at_least_0, count, installed, one_of
 from .data import Limits, Responses, pairs
-from .passes import loss, truth
-from .repetition import repeated
+from .passes import loss, repeated, truth
 from .validation import similarity
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"

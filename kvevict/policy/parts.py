@@ -1,11 +1,13 @@
 """The parts of a policy that have options: by name, as objects, and in JSON."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
-from .checks import builtin, one_of
+from .checks import builtin, unknown
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
+from .peers import check_gone
 from .refinements import REFINEMENTS, Refinement
 from .registry import Registry
 from .rows import ROWS, Rows
@@ -55,5 +57,30 @@ def from_plain(value: Any, kind: str) -> Any:
     part = PARTS[kind][0].find(value["name"])
     options = {name: from_plain(option, name) for name, option in value.items() if name != "name"}
     for name in options:
-        one_of(f"option of {value['name']}", name, [f.name for f in dataclasses.fields(part)])
+        check_option(name, option_names(part), f"option of {value['name']}")
     return part(**options)
+
+
+def option_names(part: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(part) if f.init}
+
+
+def written(kind: str, part: Any) -> str:
+    """A part as an option, by the name that one writes; by its class if it is not registered."""
+    known = (repr(name) for name, each in PARTS[kind][0].items() if each is type(part))
+    return f"{kind}={next(known, type(part).__name__)}"
+
+
+def check_option(name: str, known: Collection[str], kind: str = "option", parts: dict[str, Any] | None = None) -> None:
+    """Raise ValueError for an option that is not `known`. The error says what to write instead of an option that is
+    gone. For another part's option it says which options the policy's part has; parts: the policy's, by kind."""
+    if name in known:
+        return
+    check_gone(name, kind)
+    text = unknown(kind, name, known)
+    for each, part in (parts or {}).items() if "did you mean" not in text else ():
+        owners = [repr(owner) for owner, other in PARTS[each][0].items() if name in option_names(other)]
+        if owners:
+            own = ", ".join(sorted(option_names(part))) or "none"
+            text = f"unknown {kind} {name!r}: it is of {each}={', '.join(owners)}; {written(each, part)} has {own}"
+    raise ValueError(text)

@@ -1,8 +1,10 @@
-"""The names of our options in other libraries (kvpress, KVCache-Factory, AdaKV)."""
+"""Names that are not ours: those of other libraries (kvpress, KVCache-Factory, AdaKV), and those that are gone. Of each
+the table says what to write instead; docs/migrating.md has them too."""
 
 from typing import Any
 
 BUDGET = "budget=, the slots kept per kv head (int)"
+SINKS = "sink= of streaming, keep_first= of every policy"
 NAMES = {
     "compression_ratio": "budget=, the fraction that is kept: 1 - compression_ratio",
     "max_capacity_prompt": BUDGET,
@@ -17,14 +19,46 @@ NAMES = {
     "recent_size": "recent=",
     "kernel_size": "kernel=",
     "pooling": "pool=",
-    "n_sink": "sink=",
-    "num_sinks": "sink=",
-    "start_size": "sink=",
+    "n_sink": SINKS,
+    "num_sinks": SINKS,
+    "start_size": SINKS,
     "chunk_length": "chunk_size=, the tokens that are read at once",
     "block_size": "chunk_size=, the tokens that are read at once",
     "alpha_safeguard": "f=",
     "floor_alpha": "f=",
     "epsilon": "eps=",
+}
+KVPRESS = "window=64,kernel=5,pool=avg,reduce=mean"
+DRAFTS = "n_d=32,window=32,draft_keys=true"
+PRESETS = {  # name: the text that does the same
+    "h2o/kvcf": "h2o:recent=8",
+    "snapkv/kvcf": "snapkv:window=8",
+    "snapkv/kvpress": f"snapkv:{KVPRESS}",
+    "adakv/kvpress": f"adakv:{KVPRESS},floor=all",
+    "chunkkv/kvpress": f"chunkkv:{KVPRESS},c=20,exact=false",
+    "keydiff/kvpress": "keydiff:unit=true",
+    "take/no-probe": "take:append=false",
+    "take/no-delay": "take:warmup_layers=none",
+    "take/chunk-only": "take:append=false,warmup_layers=none",
+    "laq/paper": f"laq:{DRAFTS}",
+    "speckv/paper": f"laq:{DRAFTS},draft_model=FOLDER",
+    "adakv/edie": "adakv:pool=avg",
+    "chunkkv+reuse": "chunkkv:n_reuse=2",
+    "chunkkv/edie": "edie:pool=none,select=chunk,per_head=true",
+    "snapkv+critical": "snapkv:refine=critical",
+    "adakv+critical": "adakv:refine=critical",
+    "defensive/pool": "defensive:heads=flat,layers=pool",
+    "edie+tada/chunked": "edie+tada:own=true,chunk_size=4096",
+}
+OPTIONS = {  # that no part has any more, or not every part that had it
+    "ema_space": "the accumulated probe is always rotated; ema_alpha=0.0 takes each chunk's probe alone",
+    "group": "each method has its own: speckv the largest, fastkv the sum, the others the mean",
+    "lag": "a part has 128 tokens",
+    "most": "all of a chunk is repeated",
+    "reduce": "each method has its own; score='snapkv' has the option, with any rows",
+    "sink": "write keep_first=, which every policy has",
+    "span": "it is 512 positions",
+    "support": "the softmax is over the chunk, its repetition and the first slots",
 }
 
 
@@ -35,3 +69,9 @@ def check(names: Any) -> None:
             raise ValueError(
                 f"unknown option {name!r}: here it is {NAMES[name]}; docs/migrating.md has other libraries' names"
             )
+
+
+def check_gone(option: str, kind: str = "option") -> None:
+    """Raise ValueError, with the value that it has now, for an option that is gone."""
+    if option in OPTIONS:
+        raise ValueError(f"unknown {kind} {option!r}; {OPTIONS[option]}")

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 
 from . import peers, rules
-from .checks import PLENTY, builtin, byte_count, count, finite, flag, one_of, parsed, unknown
+from .checks import PLENTY, builtin, byte_count, count, finite, flag, one_of, parsed
 from .heads import HeadBudget
 from .kv import KINDS
 from .layers import LayerBudget
 from .parts import PARTS as PARTS
-from .parts import as_part, from_plain, to_plain
+from .parts import as_part, check_option, from_plain, option_names, to_plain
 from .presets import PRESETS as PRESETS
 from .refinements import Refinement
 from .rows import Rows
 from .scores import Score
 from .selections import Selection
+from .text import parse_policy
 
 CARRIES = ("none", "sum", "keep", "max")
 
@@ -351,21 +352,19 @@ def _as_range(entry: Any) -> tuple[Any, ...]:
     return start, stop, as_part("select", select)
 
 
-def _option_names(part: Any) -> set[str]:
-    return {f.name for f in dataclasses.fields(part) if f.init}
-
-
 def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options: Any) -> Policy:
-    """A `Policy` from a preset's name or another policy, with options by keyword.
+    """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,... or another policy, with options by keyword.
 
     Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
     an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
     peers.check(options)
     if isinstance(policy, str):
-        name, colon, given = policy.partition(":")
-        if colon and name in PRESETS:
-            raise ValueError(f"policy {policy!r}: give options by keyword, as in {name!r}, {given.split(',')[0]}")
+        if ":" in policy:
+            name, given = parse_policy(policy)
+            given |= {} if budget is None else {"budget": budget}
+            given |= {} if chunk_size is None else {"chunk_size": chunk_size}
+            return build(name, **given | options)
         choices = dict(PRESETS.find(policy))
         if budget is None and options.get("threshold") is None:
             raise ValueError(
@@ -394,12 +393,11 @@ def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options:
     parts = {kind: options.pop(kind, choices.get(kind, defaults[kind])) for kind in PARTS}
     parts["score"] = as_part("score", parts["score"])
     parts = {kind: as_part(kind, parts["score"].rows if part is None else part) for kind, part in parts.items()}
-    own = {kind: _option_names(part) for kind, part in parts.items()}
+    own = {kind: option_names(part) for kind, part in parts.items()}
     general = set(defaults) - {*PARTS, "budget", "chunk_size"}
     known = general.union(*own.values())
     for option in options:
-        if option not in known:
-            raise ValueError(unknown("option", option, known | {*PARTS, "budget", "chunk_size"}))
+        check_option(option, known | {*PARTS, "budget", "chunk_size"}, parts=parts)
     for kind, part in parts.items():
         mine = {name: options[name] for name in own[kind] & options.keys()}
         choices[kind] = dataclasses.replace(part, **mine) if mine else part

@@ -5,13 +5,14 @@ from typing import Any
 
 from .heads import HEADS
 from .layers import LAYERS
+from .peers import PRESETS as GONE
 from .refinements import REFINEMENTS
 from .registry import Registry
 from .rows import ROWS
 from .scores import SCORES
 from .selections import SELECTIONS
 
-PRESETS: Registry = Registry("policy")
+PRESETS: Registry = Registry("policy", gone=GONE)
 
 
 def preset(name: str, remark: str = "", **choices: Any) -> None:
@@ -29,25 +30,12 @@ def describe(name: str) -> str:
 
 _remarks = {}
 _Z = 4096  # chunk size of the methods that evict chunk by chunk
-_KVPRESS = dict(score=SCORES["snapkv"](kernel=5, pool="avg", reduce="mean"), rows=ROWS["window"](64))
 _KVZIP = dict(score=SCORES["kvzip"](), heads=HEADS["flat"](), layers=LAYERS["pool"]())
-_CHUNK_WINDOW = ROWS["probe"](append=False)
 
 preset("streaming", score=SCORES["streaming"](), chunk_size=_Z)
 preset("h2o", score=SCORES["h2o"](), chunk_size=_Z)
-preset(
-    "h2o/kvcf", "H2O as KVCache-Factory runs it: the recent 8 slots are kept, not the recent half.",
-    score=SCORES["h2o"](recent=8), chunk_size=_Z,
-)  # fmt: skip
 preset("tova", score=SCORES["tova"](), chunk_size=_Z)
 preset("snapkv", score=SCORES["snapkv"]())
-preset(
-    "snapkv/kvcf", "SnapKV as KVCache-Factory runs it: a window of 8 rows.",
-    score=SCORES["snapkv"](), rows=ROWS["window"](8),
-)  # fmt: skip
-preset(
-    "snapkv/kvpress", "SnapKV as kvpress has it: the mean of 64 rows, average pooling over 5 slots.", **_KVPRESS,
-)  # fmt: skip
 preset("fastkv", score=SCORES["fastkv"](), tsp="half")
 preset("random", score=SCORES["random"]())
 preset(
@@ -56,25 +44,9 @@ preset(
 )  # fmt: skip
 preset("knorm", score=SCORES["knorm"]())
 preset("keydiff", score=SCORES["keydiff"]())
-preset(
-    "keydiff/kvpress", "KeyDiff as its paper and kvpress have it: the mean is of keys scaled to length 1.",
-    score=SCORES["keydiff"](unit=True),
-)  # fmt: skip
 preset("tri", score=SCORES["tri"](), decode=True, interval=128, keep_prompt=True)
 preset("rkv", score=SCORES["rkv"](), decode=True, interval=128)
 preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
-preset(
-    "take/no-probe", "TAKE without its probe (table 2): a chunk's last 32 rows score it.",
-    score=SCORES["take"](), rows=_CHUNK_WINDOW, chunk_size=_Z, warmup_layers="half",
-)  # fmt: skip
-preset(
-    "take/no-delay", "TAKE without delay (table 2): no layer waits for another's choice.",
-    score=SCORES["take"](), chunk_size=_Z,
-)  # fmt: skip
-preset(
-    "take/chunk-only", "TAKE with neither probe nor delay (table 2): a chunk's last 32 rows, in every layer.",
-    score=SCORES["take"](), rows=_CHUNK_WINDOW, chunk_size=_Z,
-)  # fmt: skip
 preset("oracle", score=SCORES["oracle"]())
 preset("lookahead", score=SCORES["lookahead"]())
 preset("laq", score=SCORES["laq"]())
@@ -82,26 +54,9 @@ preset(
     "speckv", "SpecKV (Galim et al. 2025): a smaller model's draft and the prompt's last 32 rows observe.",
     score=SCORES["speckv"](), rows=ROWS["drafted"](n_d=9, window=32, draft_model=None),  # 8 drafts, and one more row
 )  # fmt: skip
-_PAPER = dict(n_d=32, window=32, draft_keys=True)
-preset(
-    "laq/paper", "LAQ as LookaheadKV ran it (app. F): 32 drafted rows and a window of 32 observe together.",
-    score=SCORES["laq"](), rows=ROWS["drafted"](**_PAPER),
-)  # fmt: skip
-preset(
-    "speckv/paper", "SpecKV as LookaheadKV ran it (app. F): 32 drafted rows and a window of 32, mean over the group.",
-    score=SCORES["laq"](), rows=ROWS["drafted"](**_PAPER, draft_model=None),
-)  # fmt: skip
 preset(
     "adakv", "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
     score=SCORES["snapkv"](), heads=HEADS["ada"](),
-)  # fmt: skip
-preset(
-    "adakv/edie", "AdaKV as in EDIE's tables: mean pooling.",
-    score=SCORES["snapkv"](pool="avg"), heads=HEADS["ada"](),
-)  # fmt: skip
-preset(
-    "adakv/kvpress", "AdaKV as kvpress has it: every head keeps its best fifth of the average, window included.",
-    **_KVPRESS, heads=HEADS["ada"](floor="all"),
 )  # fmt: skip
 preset(
     "pyramidkv", "PyramidKV (Cai et al. 2024): SnapKV's scores; slots decrease from the first layer to the last.",
@@ -114,14 +69,6 @@ preset(
 preset(
     "chunkkv", "ChunkKV (Liu et al. 2025): SnapKV's scores over runs of 10 tokens, the last cut; one choice per layer.",
     score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](),
-)  # fmt: skip
-preset(
-    "chunkkv+reuse", "ChunkKV with index reuse (algorithm 3): two layers share the choice of the first.",
-    score=SCORES["snapkv"](pool="none"), select=SELECTIONS["chunk"](), n_reuse=2,
-)  # fmt: skip
-preset(
-    "chunkkv/kvpress", "ChunkKV as kvpress has it: whole runs of 20 tokens by its SnapKV's scores.",
-    **_KVPRESS, select=SELECTIONS["chunk"](c=20, exact=False),
 )  # fmt: skip
 preset(
     "kvzip", "KVzip (Kim et al. 2025) in bounded memory, ours: each chunk is read twice; questions may come later.",
@@ -145,20 +92,8 @@ preset(
 )  # fmt: skip
 preset("expected", score=SCORES["expected"](), heads=HEADS["ada"]())
 preset("defensive", score=SCORES["defensive"](), heads=HEADS["ada"]())
-preset(
-    "defensive/pool", "Layer-DefensiveKV (Feng et al. 2025): DefensiveKV's numbers in one ranking of all layers.",
-    score=SCORES["defensive"](), heads=HEADS["flat"](), layers=LAYERS["pool"](),
-)  # fmt: skip
 preset("compactor", score=SCORES["compactor"]())
 preset("lagkv", score=SCORES["lagkv"]())
-preset(
-    "snapkv+critical", "CriticalKV (Feng et al. 2025) over snapkv: half of the slots by how W_O weighs their values.",
-    score=SCORES["snapkv"](), refine=REFINEMENTS["critical"](),
-)  # fmt: skip
-preset(
-    "adakv+critical", "CriticalKV (Feng et al. 2025) over adakv: heads compete by SnapKV's scores alone.",
-    score=SCORES["snapkv"](), refine=REFINEMENTS["critical"](), heads=HEADS["ada"](),
-)  # fmt: skip
 preset("vatp", score=SCORES["vatp"]())
 preset(
     "paasvn", "PAASVN (EDIE eq. 4): SnapKV's sums times the value's 1-norm, pooled; heads compete as in AdaKV.",
@@ -171,18 +106,10 @@ preset(
     score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](),
 )  # fmt: skip
 preset(
-    "edie+tada/chunked", "EDIE+TADA (eq. 9-18) in chunks, ours: a prompt's earlier chunks set the layer budgets.",
-    score=SCORES["edie"](), heads=HEADS["flat"](), layers=LAYERS["tada"](own=True), chunk_size=_Z,
-)  # fmt: skip
-preset(
-    "chunkkv/edie", "ChunkKV's runs over EDIE's scores (eq. 9-11), ours: every head ranks its runs, and heads compete.",
-    score=SCORES["edie"](pool="none"), heads=HEADS["flat"](), select=SELECTIONS["chunk"](per_head=True),
-)  # fmt: skip
-preset(
     "take+chunkkv", "TAKE's probe and delay with ChunkKV's runs of 10 tokens, one choice per layer, ours.",
     score=SCORES["take"](), select=SELECTIONS["chunk"](), chunk_size=_Z, warmup_layers="half",
 )  # fmt: skip
-_ASKED = dict(score=SCORES["edie"](kernel="digits", pool="avg", sink=4), rows=ROWS["probe"]())
+_ASKED = dict(score=SCORES["edie"](kernel="digits", pool="avg"), rows=ROWS["probe"](), keep_first=4)
 preset(
     "take+edie", "TAKE's probe asks, EDIE's error (eq. 9-11) answers, the mean of 31 digits; first tokens stay, ours.",
     **_ASKED, chunk_size=_Z,

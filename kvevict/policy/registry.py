@@ -2,18 +2,20 @@
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from .checks import unknown
 
 
 class Registry(dict[str, Any]):
-    """Names to objects. Raises on a duplicate name, and names the nearest ones when a name is unknown, or, if it is
-    `listed`, all of them."""
+    """Names to objects. Raises on a duplicate name. Of an unknown name the error has what to write instead (`gone`),
+    or the nearest names, or, if the registry is `listed`, all of them."""
 
-    def __init__(self, kind: str, listed: bool = False) -> None:
+    def __init__(self, kind: str, listed: bool = False, gone: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
-        self.kind, self.listed = kind, listed
+        self.kind, self.listed, self.gone = kind, listed, gone
 
     def add(self, name: str) -> Any:
         def register(value: Any) -> Any:
@@ -27,6 +29,8 @@ class Registry(dict[str, Any]):
     def find(self, name: str) -> Any:
         if name in self:
             return self[name]
+        if name in self.gone:
+            raise ValueError(f"unknown {self.kind} {name!r}; write {self.gone[name]!r}")
         raise ValueError(unknown(self.kind, name, self, self.listed))
 
     def name_of(self, value: Any) -> str:

@@ -3,10 +3,9 @@
 from typing import Any
 
 from .heads.flat import Flat
-from .needs import as_needs
-from .parts import PARTS
+from .inputs import Policy, as_needs
+from .parts import PARTS, written
 from .rows.window import All, NoRows
-from .types import Policy
 
 
 def _waits(policy: Policy) -> bool:
@@ -91,16 +90,12 @@ RULES = (
      "or layers='uniform'"),
     (lambda p: p.rows.repeats and (p.tsp is not None or p.layers.measures),
      "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),
-    (lambda p: "repetition" in _needs(p) and not p.rows.repeats,
-     "support='chunk' is of rows that repeat the chunk: rows='repeat', or support='all'"),
-    (lambda p: "repetition" in _needs(p) and p.decode,
-     "decoded tokens are not read again, so their worth is not known: decode=False, or support='all'"),
+    (lambda p: {"repetition", "repeated_output"} & {*_needs(p)} and not p.rows.repeats,
+     "this score is of rows that repeat the chunk: rows='repeat'"),
+    (lambda p: {"repetition", "repeated_output"} & {*_needs(p)} and p.decode,
+     "decoded tokens are not read again, so their worth is not known: decode=False"),
     (lambda p: {"expected_attention", "trigonometric"} & {*_needs(p)} and p.rows.needs_full_prompt,
      "a draft comes after all layers, and these statistics are of every row when its layer is read: rows='none'"),
-    (lambda p: "repeated_output" in _needs(p) and not p.rows.repeats,
-     "these scores weigh repeated rows by their inputs: rows='repeat', or kvzip with support='all'"),
-    (lambda p: "repeated_output" in _needs(p) and p.decode,
-     "decoded tokens are not read again, so their worth is not known: decode=False, or kvzip with support='all'"),
     (lambda p: "gate" in _needs(p) and p.rows.repeats,
      "a token has its number when it is first read, so nothing is to be read again: rows='none'"),
     (lambda p: "gate" in _needs(p) and p.carry != "keep",
@@ -130,13 +125,4 @@ def check(policy: Policy) -> None:
     """Raise ValueError, with the reason, for choices that cannot go together."""
     for excluded, reason in RULES:
         if excluded(policy):
-            raise ValueError(f"{_parts(policy)}: {reason}")
-
-
-def _parts(policy: Policy) -> str:
-    """A policy's parts by the names that one writes."""
-
-    def name(registry: Any, part: Any) -> Any:
-        return next((repr(name) for name, known in registry.items() if known is part), part.__name__)
-
-    return ", ".join(f"{kind}={name(known, type(getattr(policy, kind)))}" for kind, (known, _) in PARTS.items())
+            raise ValueError(f"{', '.join(written(kind, getattr(policy, kind)) for kind in PARTS)}: {reason}")

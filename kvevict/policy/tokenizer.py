@@ -8,8 +8,8 @@ import torch
 
 from ..families import base_model
 from ..prompts import ids_of
+from .inputs import Policy
 from .scores import DIGITS
-from .types import Policy
 
 
 def _open(policy: Policy) -> tuple[Any, ...]:

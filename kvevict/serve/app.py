@@ -1,15 +1,17 @@
-"""The routes of a server, whom they answer, and the errors that a client sees."""
+"""The routes of a server, the Hosts that they answer to, and the errors that a client sees."""
 
 import contextlib
+import functools
+import ipaddress
+import re
 from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import StarletteHTTPException as HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from . import log
 from .errors import Refused, refused
-from .hosts import Hosts
 from .metrics import OTHER
 from .server import ENDPOINTS, Server
 
@@ -19,6 +21,8 @@ OWN = (
     "frame-ancestors 'none'"
 )
 HEADERS = {429: {"Retry-After": "1"}, 504: {"x-should-retry": "false"}, 413: {"Connection": "close"}}
+LOCAL = "localhost", "127.0.0.1", "::1"
+HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]*))(?::[0-9]*)?")
 
 
 def application(server: Server) -> FastAPI:
@@ -26,14 +30,20 @@ def application(server: Server) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        if server.gates is not None:
-            server.gates.begin(server)
         yield
-        if server.gates is not None:
-            server.gates.end()
         server.scheduler.submit(server.prefixes.flush).result()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    allowed = {name_of(each) for each in (*LOCAL, *server.hosts)}
+
+    async def own_host(request: Request) -> None:
+        """Refuse a page of another site: that site's name may have this machine's address (DNS rebinding), but the
+        browser sends the name as Host. A request without a Host (HTTP/1.0) is no browser's. Starlette's
+        TrustedHostMiddleware does not know the address that a request came to, and writes no log."""
+        host, here = request.headers.get("host"), request.scope.get("server")
+        if host is not None and name_of(host) not in allowed | {here and name_of(here[0])} - {None}:
+            raise Refused(421, "this server does not answer for that Host: start it with --allow-host NAME")
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, dependencies=[Depends(own_host)])
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(Refused)
@@ -44,38 +54,22 @@ def application(server: Server) -> FastAPI:
         known = refused(error)
         if known.status == 500 and not isinstance(error, Refused):
             log.failed(error)
-        return _response(server, request, known)
+        if not getattr(request.state, "noted", False):  # no call was made, which would count and log it
+            endpoint = getattr(request.scope.get("route"), "path", OTHER)
+            server.metrics.refused(endpoint, known.status)
+            log.refused(endpoint, known.status, request.client)
+        return JSONResponse(known.body(), known.status, HEADERS.get(known.status))
 
-    def other_host(scope):
-        sentence = "this server does not answer for that Host: start it with --allow-host NAME"
-        return _response(server, Request(scope), Refused(421, sentence))
-
-    app.add_middleware(Hosts, allowed=server.hosts, refusal=other_host)
     for each in (ValueError, TypeError, TimeoutError):
         app.add_exception_handler(each, said)
     for path in ENDPOINTS:
-        app.add_api_route(path, _bound(server.answer, path), methods=["POST"])
-
-    @app.post("/v1/kvevict/texts")
-    async def store(request: Request):
-        return await server.store(request)
-
-    @app.get("/v1/kvevict/texts")
-    def texts(request: Request):  # in a thread: it looks at files
-        found = server.texts.of(server.owner(request))
-        return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
-
-    @app.delete("/v1/kvevict/texts/{name}")
-    async def remove(request: Request, name: str):
-        return await server.remove(request, name)
-
-    @app.get("/v1/kvevict/queue")
-    async def queue(request: Request):
-        return server.queue(request)
-
-    @app.get("/v1/kvevict/texts/{name}/kept")
-    async def kept(request: Request, name: str):
-        return await server.kept(request, name)
+        app.add_api_route(path, functools.partial(server.answer, path), methods=["POST"], response_model=None)
+    for path, method, function in (
+        ("/v1/kvevict/texts", "POST", server.store), ("/v1/kvevict/texts", "GET", server.list_texts),
+        ("/v1/kvevict/texts/{name}", "DELETE", server.remove), ("/v1/kvevict/texts/{name}/kept", "GET", server.kept),
+        ("/v1/kvevict/queue", "GET", server.queue),
+    ):  # fmt: skip
+        app.add_api_route(path, function, methods=[method], response_model=None)
 
     @app.get("/")
     async def page():
@@ -98,7 +92,7 @@ def application(server: Server) -> FastAPI:
         return {"status": "ok"}
 
     @app.get("/metrics")
-    def metrics(request: Request):  # likewise
+    def metrics(request: Request):  # in a thread: it looks at files
         server.owner(request)
         return Response(
             server.metrics.text(server.scheduler, server.prefixes, list(server.calls.values())),
@@ -108,17 +102,11 @@ def application(server: Server) -> FastAPI:
     return app
 
 
-def _response(server, request, refusal) -> JSONResponse:
-    """A refusal, which is counted and logged where no call was."""
-    if not getattr(request.state, "noted", False):
-        endpoint = getattr(request.scope.get("route"), "path", OTHER)
-        server.metrics.refused(endpoint, refusal.status)
-        log.refused(endpoint, refusal.status, request.client)
-    return JSONResponse(refusal.body(), refusal.status, HEADERS.get(refusal.status))
-
-
-def _bound(answer, path):
-    async def route(request: Request):
-        return await answer(path, request)
-
-    return route
+def name_of(host: str) -> str | None:
+    """The name or the address in a Host, without a port, as it is compared; None for anything else."""
+    found = HOST.fullmatch(host)
+    six, name = found.groups("") if found else (host, "")
+    try:
+        return str(ipaddress.ip_address(six or name))
+    except ValueError:
+        return None if six or "/" in name else name.lower().rstrip(".")

@@ -10,7 +10,7 @@ from ..engine.read.step import Step
 from ..engine.watch.watcher import Watcher
 from .options import NEVER
 from .prompt import Prompt
-from .sampling import Sampling
+from .sampling import Decoding
 
 COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "shared_tokens", "read_tokens"
 
@@ -49,7 +49,7 @@ class Call:
     schema: dict | None = None  # of JSON that an answer is
     forced: bool = False  # whether that JSON is calls
     usage: bool = False  # whether a stream counts tokens
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")
     messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template

@@ -12,7 +12,7 @@ from . import messages
 from .call import Call
 from .errors import Refused
 from .events import Items
-from .outgoing import DATA, error_of
+from .outgoing import DATA, Stream, error_of
 from .sharing import said as shared
 from .written import HALF, Numbered, Part, Token, Written, joined
 
@@ -33,19 +33,9 @@ class _Handler:
         """The answers, of all (number of an answer, parts of it)."""
         raise NotImplementedError
 
-    def stream(self, identity: str) -> str | Items:
-        """A stream before its first event, for `events` and `failed`."""
-        return identity
-
-    def events(
-        self, call: Call, stream: Any, answers: list[Written], parts: AsyncIterator[Numbered]
-    ) -> AsyncGenerator[str, None]:
-        """The events of answers; their parts come one list after the other."""
+    def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
+        """The answers as a stream; their parts come one list after the other."""
         raise NotImplementedError
-
-    def failed(self, stream: Any, refusal: Refused) -> str:
-        """The events of an error. They end the stream."""
-        return error_of(refusal)
 
     def _chats(self) -> None:
         if not self.tokenizer.chat_template:
@@ -76,9 +66,10 @@ class _Choices(_Handler):
             choices.append(dict(index=index, finish_reason=answer.finish) | found)
         return self._said(self.kind, identity, choices, call)
 
-    async def events(
-        self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]
-    ) -> AsyncGenerator[str, None]:
+    def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
+        return Stream(self._events(call, identity, answers, parts), call, error_of)
+
+    async def _events(self, call, identity, answers, parts) -> AsyncGenerator[str, None]:
         calls: dict = {}  # number of an answer -> tool calls that it has had
         async for at, each in parts:
             if at not in calls:
@@ -184,23 +175,20 @@ class Responses(_Handler):
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
-        return items.response(call).model_dump(exclude_none=True) | _ours(call)
+        return items.response(call) | _ours(call)
 
-    def stream(self, identity: str) -> Items:
-        return Items(self.name, identity)
+    def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
+        items = Items(self.name, identity)
+        events = self._events(call, items, answers, parts)
+        return Stream(events, call, lambda refusal: items.error(refusal.message))
 
-    async def events(
-        self, call: Call, items: Items, answers: list[Written], parts: AsyncIterator[Any]
-    ) -> AsyncGenerator[str, None]:
+    async def _events(self, call, items, answers, parts) -> AsyncGenerator[str, None]:
         yield items.begin()
         async for _, each in parts:
             for part in each or ():
                 yield items.add(part)
         yield items.close(answers[0].finish)
         yield items.last(call)
-
-    def failed(self, items: Items, refusal: Refused) -> str:
-        return items.error(refusal.message)
 
 
 def _event(value: dict) -> str:

@@ -4,14 +4,13 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from .call import Call
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
 OTHER = "other"  # the endpoint of a request to none that there is
-GATES = "off", "waiting", "training", "used", "failed"  # of `--gates`
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -42,7 +41,6 @@ class Metrics:
         self.left = Gauge("kvevict_tokens_to_read", "Prompt tokens that requests have still to read", **own)
         self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
         self.cache = Gauge("kvevict_cache_bytes", "Bytes of stored prefixes", ["place"], **own)
-        self.gates = Enum("kvevict_gates", "What became of --gates", states=GATES, **own)
         self.first = Histogram(
             "kvevict_first_token_seconds", "From a request to its first token", buckets=SECONDS, **own
         )

@@ -33,5 +33,4 @@ class Options:
     stall: float = 0.5
     timeout: float = 600.0
     gates: str | None = None
-    gates_data: str | None = None
     hosts: tuple[str, ...] = ()

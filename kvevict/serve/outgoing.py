@@ -25,10 +25,13 @@ def error_of(refusal: Refused) -> str:
 
 class Stream(StreamingResponse):
     """The events of a call, and comments while there are none: proxies and clients end a connection that is silent.
-    `end` is called once, with how the call came to its end; failed: the events of an error."""
 
-    def __init__(self, events, call: Call):
-        self.events, self.call, self.failed, self.end = events, call, error_of, lambda status: None
+    failed  makes the events of an error, which are the last
+    end     is called once, with the status of the call's end
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], call: Call, failed: Callable[[Refused], str]):
+        self.events, self.call, self.failed, self.end = events, call, failed, lambda status: None
         self.status = 499  # until all was sent
         self._next: asyncio.Future | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
@@ -57,13 +60,14 @@ class Stream(StreamingResponse):
         finally:
             self.call.cancel()
             if self._next is not None:
-                await stopped(self._next)
+                await _stopped(self._next)
             await self.events.aclose()
             self.end(self.status)
 
 
 async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:
-    """The result of a coroutine; it is cancelled, and so is the call, when the client leaves. Raises Refused then."""
+    """The result of a coroutine. When the client leaves before that, the coroutine and the call are cancelled, and
+    Refused is raised."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -74,8 +78,7 @@ async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any
         gone.cancel()
         if not task.done():
             call.cancel()
-            task.cancel()
-            await asyncio.wait((task,))
+            await _stopped(task)
 
 
 async def _gone(request) -> None:
@@ -88,22 +91,12 @@ async def _next(events):
     return await anext(events, None)
 
 
-async def stopped(task: asyncio.Future[Any]) -> None:
+async def _stopped(task: asyncio.Future[Any]) -> None:
     """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
         task.exception()  # known
-
-
-async def soon(task: asyncio.Future[Any]) -> Any:
-    """The result of a task; None where it takes longer than a stream may be silent."""
-    try:
-        await asyncio.wait((task,), timeout=PAUSE)
-        return task.result() if task.done() else None
-    except BaseException:
-        await stopped(task)
-        raise
 
 
 async def together(
@@ -121,16 +114,6 @@ async def together(
                     yield number * answers + found[0], found[1]
     finally:
         for task in waiting:
-            await stopped(task)
+            await _stopped(task)
         for stream in streams:
             await stream.aclose()
-
-
-async def late(task: asyncio.Future[Stream]) -> AsyncGenerator[str, None]:
-    """The events of the stream that a task results in."""
-    stream = await task
-    try:
-        async for event in stream.events:
-            yield event
-    finally:
-        await stream.events.aclose()

@@ -1,7 +1,7 @@
 """The policy that reads a request."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..answer import room_of
@@ -40,7 +40,6 @@ class Policies:
     context       the model's, in tokens; a request may not keep more of that many than the server's own budget
     most          slots that memory holds
     kv            how slots are stored; share_kv: those of shared beginnings, None: likewise
-    older         as text, read shared texts before `unasked`; None: nothing did
     fitted        a policy -> the same for the model, its budget in slots
     """
 
@@ -54,7 +53,6 @@ class Policies:
     most: int = PLENTY
     kv: str = "model"
     fitted: Callable[[Policy], Policy] = lambda policy: policy
-    older: str | None = None
     share_kv: str | None = None
 
     def __post_init__(self):
@@ -72,11 +70,7 @@ class Policies:
 
     def reader(self, name: str | None = None, budget: int | float | str | None = None) -> Reader:
         """By a request's policy and budget, where it gives them."""
-        reader = self._reader(name or self.unasked, budget)
-        return reader if name or self.older is None else replace(reader, older=self._reader(self.older, budget))
-
-    def _reader(self, text: str, budget) -> Reader:
-        policy = self.built(text, self.share_budget if budget is None else budget, self.share_kv)
+        policy = self.built(name or self.unasked, self.share_budget if budget is None else budget, self.share_kv)
         known = self.built(self.policy)
         least = 1 if budget is not None or known.budget is None else known.slots(0)
         longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY

@@ -14,11 +14,13 @@ LEAST = -9999.0  # of a logarithm of a probability: JSON has nothing infinite
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """changes    of the model's `GenerationConfig`
+class Decoding:
+    """How a request wants its answers' tokens chosen.
+
+    changes    fields of the model's `GenerationConfig` and their values
     frequency  penalty of a token for each time that it was written
     presence   penalty of a token that was written
-    top        alternatives of each token in the answer, with their probabilities; None: no probabilities
+    top        number of alternatives that come with each token's probability; None: no probabilities
     """
 
     changes: dict = field(default_factory=dict)
@@ -27,8 +29,8 @@ class Sampling:
     top: int | None = None
 
     @classmethod
-    def of(cls, body: dict[str, Any], said: dict[str, Any]) -> "Sampling":
-        """By the fields of a checked body; said: by its `generation_config`."""
+    def of(cls, body: dict[str, Any], said: dict[str, Any]) -> "Decoding":
+        """Read the fields of a checked body. said: the changes that its `generation_config` asks for."""
         changes = said | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
         changes |= next((dict(max_new_tokens=body[name]) for name in LENGTHS if name in body), {})
         if "temperature" in body:
@@ -59,7 +61,7 @@ class Sampling:
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: they are subtracted from a token's logit."""
+    """OpenAI's penalties, which are subtracted from a token's logit."""
 
     def __init__(self, start: int, frequency: float, presence: float):
         self.start, self.frequency, self.presence = start, frequency, presence
@@ -84,3 +86,35 @@ class Probabilities(LogitsProcessor):
         """A token's number, and {token: number} of the likeliest."""
         logs, ids = self.logs.topk(self.top)
         return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))
+
+
+class Chooser:
+    """Chooses the tokens of one answer.
+
+    prompt      ids; `most` of the answer follow at most
+    processors  Transformers' `LogitsProcessorList`
+    noise       the generator of the draws; None: the likeliest token is taken
+    """
+
+    def __init__(self, prompt: list[int], most: int, processors: LogitsProcessorList, noise: torch.Generator | None):
+        self.processors, self.noise = processors, noise
+        self.probabilities = next((each for each in processors if isinstance(each, Probabilities)), None)
+        self._ids: Any = torch.tensor([prompt + [0] * most])
+        self._length = len(prompt)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        scores = logits[None].float()
+        if self.processors:
+            self._ids = self._ids.to(scores.device)  # with the first scores
+            scores = self.processors(self._ids[:, : self._length], scores)
+        if self.noise is None:
+            token = int(scores.argmax())
+        else:
+            token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self.noise))
+        self._ids[0, self._length] = token
+        self._length += 1
+        return token
+
+    def likely(self, token: int) -> tuple[float, dict[int, float]] | None:
+        """`Probabilities.of` the newest token; None: the request does not ask for them."""
+        return None if self.probabilities is None else self.probabilities.of(token)

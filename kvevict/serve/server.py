@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from . import check, fields, log, prompt
 from .call import Call
 from .errors import Refused, refused
-from .fields import CHAT, COMPLETIONS, RESPONSES
+from .fields import CHAT, COMPLETIONS, RESPONSES, TEXTS
 from .generation import Generation
 from .grammar import schema_of, schema_of_calls
 from .handlers import Chat, Completions, Responses
@@ -28,18 +28,16 @@ from .kept import parts
 from .messages import tools_of
 from .metrics import Metrics, progress
 from .options import Options
-from .outgoing import Stream, late, soon, together, unless_gone
+from .outgoing import Stream, together, unless_gone
 from .policies import Chosen, Policies
 from .prefixes import Prefixes, mark_of
-from .sampling import Sampling
+from .sampling import Decoding
 from .scheduler import Scheduler
 from .sharing import said
 from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
-STORE = "/v1/kvevict/texts"
-TEXT = "policy", "budget"  # of a stored text
 ENDPOINTS = {  # path: handler, its check
     CHAT: (Chat, check.chat),
     COMPLETIONS: (Completions, check.completion),
@@ -56,14 +54,13 @@ class Server:
     stall     seconds that a token of these waits, about, while a chunk is read
     queue     requests that may wait beside them
     hosts     names by which requests may call the server, beside those of this machine
-    gates     of `--gates`
     """
 
     def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
                  batch=Options.batch, queue=Options.queue, stall=Options.stall, timeout=Options.timeout, most=1 << 24,
-                 hosts=(), gates=None):  # fmt: skip
+                 hosts=()):  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
-        self.keys, self.timeout, self.most, self.hosts, self.gates = keys, timeout, most, hosts, gates
+        self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.scheduler, self.metrics = Scheduler(model, prefixes, batch, queue, stall), Metrics()
@@ -117,7 +114,7 @@ class Server:
         ENDPOINTS[path][1](body)
         if body.get("model", self.name) != self.name:
             raise self.other_model(body["model"])
-        return body, check.ours(body)
+        return body, body.pop("kvevict", {})
 
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
         """Of a request that is checked, and of the text that it opens."""
@@ -136,7 +133,7 @@ class Server:
             seed=body.get("seed"), stop=check.stops(body), tools=tools, single=single,
             schema=calls or schema_of(body), forced=calls is not None,
             usage=body.get("stream_options", {}).get("include_usage", False),
-            sampling=Sampling.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
+            sampling=Decoding.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
             template=template, prompts=prompts, prompt=prompts[0],
         )  # fmt: skip
 
@@ -150,15 +147,11 @@ class Server:
             asked = own | asked
         made = functools.partial(self._call, path, owner, body, asked, text)
         call = await self._aside(made) if request.state.large else made()
-        handler = self.handlers[path]
-        stream = handler.stream(identity) if body.get("stream") else None
-        failed = None if stream is None else functools.partial(handler.failed, stream)
-        large = request.state.large or len(call.text or "") > SMALL
-        work = self._answer(handler, call, body, identity, stream, large)
-        return await self._ended(call, identity, request, work, failed)
+        large = request.state.large or len(text or "") > SMALL
+        return await self._ended(call, identity, request, self._answer(call, body, identity, large))
 
-    async def _answer(self, handler, call, body, identity, stream, large):
-        calls = call.of_prompts()
+    async def _answer(self, call, body, identity, large):
+        handler, calls = self.handlers[call.endpoint], call.of_prompts()
 
         def prepare(tokenizer):
             for each in calls:
@@ -170,30 +163,23 @@ class Server:
         streams = [self.manager.write(each, own) for each, own in zip(calls, of_each, strict=True)]
         parts = streams[0] if calls == [call] else together(streams, call.answers, lambda: call.gather(calls))
         answers = [answer for own in of_each for answer in own]
-        first = await anext(parts)  # an error before the first token is raised here
-        if stream is None:
-            every = [first] + [each async for each in parts]
-            return JSONResponse(handler.whole(call, identity, answers, every))
-        return Stream(handler.events(call, stream, answers, _begun(first, parts)), call)
+        if body.get("stream"):
+            return handler.stream(call, identity, answers, parts)
+        return JSONResponse(handler.whole(call, identity, answers, [each async for each in parts]))
 
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
         owner, body = self.owner(request), await self.body(request)
-        if unknown := set(body) - {"name", "text", "replace", *TEXT}:
-            raise Refused(400, f"a text has no field {min(unknown)[:200]!r}", "unknown_parameter", min(unknown)[:200])
-        name, text = checked(body.get("name")), body.get("text")
-        if not (isinstance(text, str) and text.strip()):
-            raise Refused(400, "text must be a text, and not empty")
+        fields.known(TEXTS, dict(text="") | body)
+        name, text = checked(body.get("name")), body["text"]
         if text.startswith("%PDF-"):
             raise Refused(400, "text is a PDF file: give the words in it")
         replace = body.get("replace", True)
-        if not isinstance(replace, bool):
-            raise Refused(400, "replace must be true or false")
         if not replace:
             await self._aside(self.texts.free, owner, name, text)
         await self._aside(self.texts.fits, owner, name, text)
-        asked = check.ours({"kvevict": {k: v for k, v in body.items() if k in TEXT}})
-        call = self._of_text(STORE, owner, self.policies.of(asked, True), text)
+        asked = {name: value for name, value in body.items() if name in ("policy", "budget")}
+        call = self._of_text(TEXTS, owner, self.policies.of(asked, True), text)
         return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))
 
     async def _store(self, call, name, replace, asked):
@@ -202,6 +188,11 @@ class Server:
         await self._forget(await self._aside(self.texts.put, call.owner, name, call.text, replace, asked))
         tokens = dict(tokens=whole.text[1] - whole.text[0])
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
+
+    def list_texts(self, request: Request) -> dict[str, Any]:
+        """GET /v1/kvevict/texts: the names of a key's texts. It looks at files, so it is called in a thread."""
+        found = self.texts.of(self.owner(request))
+        return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
 
     async def remove(self, request: Request, name: str) -> dict[str, Any]:
         """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
@@ -254,7 +245,7 @@ class Server:
         deadline = time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
-    def queue(self, request: Request) -> dict[str, Any]:
+    async def queue(self, request: Request) -> dict[str, Any]:
         """GET /v1/kvevict/queue: how far the requests of a key are; those of others are counted."""
         owner, calls = self.owner(request), list(self.calls.items())
         data = [progress(call, identity) for identity, call in calls if call.owner == owner]
@@ -280,44 +271,34 @@ class Server:
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
-    async def _ended(self, call, identity, request, work, failed=None) -> Response:
-        """The response of `work`; the call's outcome is counted and logged. failed: the events of an error, of a
-        stream; that begins before `work` ends where this takes long."""
-        status, entered, streams = 500, False, False
-        request.state.noted, self.calls[identity] = True, call
+    async def _ended(self, call, identity, request, work) -> Response:
+        """The response of `work`. The call's outcome is counted and logged."""
+        request.state.noted, self.calls[identity], entered = True, call, False
 
         def end(status: int) -> None:
-            work.close()
             call.cancel()
             if entered:
                 self.scheduler.leave()
-            self._note(call, identity, status)
+            self.calls.pop(identity)
+            goes_on = call.endpoint == TEXTS and status in (499, 504)  # the next request continues this read
+            if not goes_on:
+                self._tidied(call)
+            self.metrics.note(call, status)
+            log.served(call, identity, status)
 
         try:
             self.scheduler.enter()
             entered = True
-            task = asyncio.ensure_future(work)
-            response = await unless_gone(request, call, task if failed is None else soon(task))
-            if response is None:
-                response = Stream(late(task), call)
-            status, streams = response.status_code, isinstance(response, Stream)
-            if streams:
-                response.end, response.failed = end, failed
-            return response
+            response = await unless_gone(request, call, work)
         except BaseException as error:
-            status = _status(error)
+            work.close()
+            end(_status(error))
             raise
-        finally:
-            if not streams:
-                end(status)
-
-    def _note(self, call, identity, status) -> None:
-        self.calls.pop(identity, None)
-        goes_on = call.endpoint == STORE and status in (499, 504)  # the next request continues this read
-        if not goes_on:
-            self._tidied(call)
-        self.metrics.note(call, status)
-        log.served(call, identity, status)
+        if isinstance(response, Stream):
+            response.end = end
+        else:
+            end(response.status_code)
+        return response
 
     def model(self) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
@@ -326,16 +307,6 @@ class Server:
     def other_model(self, name: str) -> Refused:
         sentence = f"there is no model {name[:200]!r}: this server has {self.name!r}"
         return Refused(404, sentence, "model_not_found", "model")
-
-
-async def _begun(first, parts):
-    """The first item, and those that follow."""
-    try:
-        yield first
-        async for each in parts:
-            yield each
-    finally:
-        await parts.aclose()
 
 
 def _status(error) -> int:

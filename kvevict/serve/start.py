@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from .. import families
 from ..answer import unasked
+from ..engine.measure import gates
 from ..families import find_decoder
 from ..models import load_model, small_llama
 from ..patch import check_kv, in_slots, patch, slot_bytes
@@ -18,7 +19,6 @@ from ..policy.checks import PLENTY
 from . import log
 from .app import application
 from .connections import Serving
-from .gates import Gates, check
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
@@ -59,19 +59,17 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
         os.environ.setdefault(name, entries)
     told, where = Options(**options), model or small_llama()
-    check(told.gates, told.gates_data, told.unasked)
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     context = getattr(loaded.config, "max_position_embeddings", None)
-    hidden, gates, older = told.unasked or unasked(find_decoder(loaded)), None, None
     if told.gates is not None:
-        gates = Gates(loaded, told.gates, told.gates_data, told.unasked, where, told.dtype, told.device)
-        hidden, older = gates.reads, gates.older
+        gates.use(told.gates, loaded)
+    hidden = told.unasked or unasked(find_decoder(loaded))
     plain = told.kv != "model" or families.is_latent(find_decoder(loaded).config)
     share_kv = told.share_kv or (told.kv if plain else "int8")
     policies = Policies(
         told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
         min(told.memory // slot_bytes(loaded, share_kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
-        older, share_kv,
+        share_kv,
     )  # fmt: skip
     check_kv(share_kv, loaded)
     patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
@@ -86,4 +84,4 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     limits = dict(
         batch=told.batch, queue=told.queue, stall=told.stall, timeout=told.timeout, most=most, hosts=told.hosts
     )
-    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, gates=gates, **limits)
+    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, **limits)

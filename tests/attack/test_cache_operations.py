@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from fuzzing import expect, fuzz
-from test_properties import policy_of
+from fuzzing import expect, fuzz, policy_of
 
 import kvevict
 from kvevict.engine.hook import attention

@@ -8,9 +8,9 @@ import shutil
 
 import fuzzing
 import pytest
-import random_gates
 import tiny
 import torch
+import untrained
 from fuzzing import changed, damaged, text
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -125,7 +125,7 @@ def beside(model, folder):
     """Files for a model, one of each kind that is for one model only: {a file: (policy, options)}."""
     kvevict.lookahead.Adapter(model, tokens=3, rank=1).save(folder / "adapter")
     kvevict.measure_queries(model, prompt(1, 60)["input_ids"][0], folder / "queries")
-    random_gates.written(folder / "gates", model)
+    untrained.written(folder / "gates", model)
     adapter, gates = (dict(adapter=str(folder / "adapter")), dict(gates=str(folder / "gates")))
     return {
         folder / "queries": ("expected", dict(stats=str(folder / "queries"))),

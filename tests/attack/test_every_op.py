@@ -5,19 +5,9 @@ from itertools import pairwise
 
 import fuzzing
 import helpers
-import test_attend
-import test_compact
-import test_decode
-import test_error
-import test_kl
-import test_norm
-import test_peak
-import test_quadratic
-import test_refine
-import test_score
-import test_select
 import torch
 from helpers import DTYPES, ERRORS, call, same_bits
+from op_cases import attend, compact, decode, error, kl, norm, peak, quadratic, refine, score, select
 
 from kvevict import _native
 from kvevict import _ops as ops
@@ -38,39 +28,39 @@ def problem(rng, **fixed):
 
 
 def scored(rng):
-    p = test_score.prepared(problem(rng), rng.random() < 0.5, rng.choice(test_score.REDUCE), rng.randrange(4))
-    return p | {"group": rng.choice(test_score.GROUP)}
+    p = score.prepared(problem(rng), rng.random() < 0.5, rng.choice(score.REDUCE), rng.randrange(4))
+    return p | {"group": rng.choice(score.GROUP)}
 
 
 def errors(rng):
-    return test_error.prepared(
-        problem(rng), rng.choice(test_error.KINDS), rng.random() < 0.5, rng.randrange(99), rng.randrange(4),
-        group=rng.choice(test_error.GROUP),
+    return error.prepared(
+        problem(rng), rng.choice(error.KINDS), rng.random() < 0.5, rng.randrange(99), rng.randrange(4),
+        group=rng.choice(error.GROUP),
     )  # fmt: skip
 
 
 OPS = {  # name: (its tests, arguments drawn)
-    "attend": (test_attend, lambda rng: problem(rng) | {"stop": None}),
-    "score": (test_score, scored),
-    "peak": (test_peak, lambda rng: test_peak.prepared(problem(rng), rng.randrange(99), rng.random() < 0.5)),
-    "error": (test_error, errors),
-    "kl": (test_kl, lambda rng: test_kl.prepared(problem(rng), rng.randrange(99), rng.random() < 0.7)),
-    "refine": (test_refine, lambda rng: test_refine.prepared(
+    "attend": (attend, lambda rng: problem(rng) | {"stop": None}),
+    "score": (score, scored),
+    "peak": (peak, lambda rng: peak.prepared(problem(rng), rng.randrange(99), rng.random() < 0.5)),
+    "error": (error, errors),
+    "kl": (kl, lambda rng: kl.prepared(problem(rng), rng.randrange(99), rng.random() < 0.7)),
+    "refine": (refine, lambda rng: refine.prepared(
         problem(rng), rng.randrange(99), rng.randrange(4), fast=rng.random() < 0.5, squared=rng.random() < 0.5)),
-    "norm": (test_norm, lambda rng: test_norm.prepared(problem(rng), rng.choice("kv"), rng.choice((1, 2)))),
-    "quadratic": (test_quadratic, lambda rng: test_quadratic.prepared(
+    "norm": (norm, lambda rng: norm.prepared(problem(rng), rng.choice("kv"), rng.choice((1, 2)))),
+    "quadratic": (quadratic, lambda rng: quadratic.prepared(
         problem(rng), rng.choice("kv"), rng.randrange(99))),
-    "select": (test_select, lambda rng: test_select.drawn(rng.randrange(10**6), C=rng.choice((1, 2, 7, 64, 200)))),
-    "compact": (test_compact, lambda rng: test_compact.prepared(problem(rng), rng.randrange(99))),
-    "decode": (test_decode, lambda rng: test_decode.prepared(problem(rng) | one_row(rng), rng.random() < 0.7)),
+    "select": (select, lambda rng: select.drawn(rng.randrange(10**6), C=rng.choice((1, 2, 7, 64, 200)))),
+    "compact": (compact, lambda rng: compact.prepared(problem(rng), rng.randrange(99))),
+    "decode": (decode, lambda rng: decode.prepared(problem(rng) | one_row(rng), rng.random() < 0.7)),
 }  # fmt: skip
-WRITTEN = {"compact": test_compact.DST, "decode": test_decode.SLOTS}
+WRITTEN = {"compact": compact.DST, "decode": decode.SLOTS}
 WORDS = dict(reduce="avg", group="all", term="b", kind="l3")
 
 
 def check(name, tests, p):
     """Of a few slots the terms of kl's gradient cancel, so that it is off by more of itself."""
-    tests.check(p, *([100 * test_kl.GRAD[p["q"].dtype]] if name == "kl" else []))
+    tests.check(p, *([100 * kl.GRAD[p["q"].dtype]] if name == "kl" else []))
 
 
 def overlapping(name, p) -> bool:

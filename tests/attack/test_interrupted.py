@@ -15,8 +15,8 @@ import pytest
 import tiny
 import torch
 from fuzzing import SEED, count
-from test_padding import build
 from transformers import DynamicCache
+from zoo import build
 
 import kvevict
 from kvevict.engine.slots.cache import HALF_READ

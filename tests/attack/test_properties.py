@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import zoo
+from fuzzing import policy_of
 from hypothesis import example
 from hypothesis import strategies as st
 from transformers import DynamicCache
@@ -18,7 +19,6 @@ from kvevict.engine.slots.cache import EvictionLayer
 HYBRID = "lfm2", "Lfm2ForCausalLM"  # full attention and convolutions
 PRESETS = [name for name in kvevict.PRESETS if "speckv" not in name and name not in ("lookahead", "gate")]
 SHARES = [share / 20 for share in range(1, 20)]
-TASK = "properties"  # its history is reset before every read
 
 
 OPTIONS = [(option, value) for option, values in dict(
@@ -44,37 +44,13 @@ def make(family, heads, layers, seed):
     return tiny.model(family, seed=seed, num_attention_heads=heads[0], num_key_value_heads=heads[1], **more)
 
 
-def policy_of(name, options):
-    """The policy of the options that its parts have; small windows, where none are named."""
-    options, most = dict(options), 60
-    for option, least in (
-        ("window", 4),
-        ("probe", 4),
-        ("n_d", 2),
-        ("recent", 3),
-        ("tsp_len", 20),
-        ("task", TASK),
-        ("part", 3),
-    ):
-        options.setdefault(option, least)
-    for _ in range(most):
-        try:
-            return kvevict.policy.build(name, **options)
-        except ValueError as error:
-            unknown = str(error).split("'")[1] if str(error).startswith("unknown option") else None
-            if unknown not in options:
-                raise
-            del options[unknown]
-    raise AssertionError(f"{most} options are unknown")
-
-
 def positions(mask):
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 
 def read(model, inputs, new=3):
     """The last logits of a prompt and of each of `new` greedy tokens after it, the kept slots, and the report."""
-    kvevict.history(TASK).reset()
+    kvevict.history(fuzzing.TASK).reset()
     mask, cache, logits, step = inputs["attention_mask"], DynamicCache(config=model.config), [], inputs["input_ids"]
     reported = None
     for _ in range(new + 1):

@@ -12,11 +12,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
-import random_gates
 import tiny
+import untrained
 
 import kvevict
 from kvevict.policy.adapter import Adapter
+from kvevict.policy.scores.lagkv import LagKV
 
 LENGTH, NEW, BUDGET = 301, 6, 96
 SITUATIONS = {
@@ -27,6 +28,10 @@ SITUATIONS = {
     "decoding": dict(budget=BUDGET, chunk_size=64, decode=True, interval=2),
     "forks": dict(budget=BUDGET, chunk_size=64),
 }
+
+
+class ShortParts(LagKV):
+    lag = 16
 
 
 def digest(x) -> str:
@@ -55,7 +60,9 @@ def given(preset: str, model, folder: str) -> dict:
         return dict(adapter=adapter)
     if preset.startswith("speckv"):
         return dict(draft_model=tiny.model(seed=2, num_hidden_layers=2))
-    return {"gate": dict(gates=folder), "oracle": dict(ids=(7, 11, 13)), "lagkv": dict(lag=16)}.get(preset, {})
+    return {"gate": dict(gates=folder), "oracle": dict(ids=(7, 11, 13)), "lagkv": dict(score=ShortParts())}.get(
+        preset, {}
+    )
 
 
 def run(model, preset: str, situation: str, options: dict):
@@ -83,7 +90,7 @@ def run(model, preset: str, situation: str, options: dict):
 def main():
     model = tiny.model(num_hidden_layers=4)
     with tempfile.TemporaryDirectory() as folder:
-        random_gates.written(folder, model)
+        untrained.written(folder, model)
         for preset in kvevict.PRESETS:
             options = given(preset, model, folder)
             for situation in SITUATIONS:

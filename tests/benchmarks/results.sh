@@ -37,13 +37,14 @@ many() { # NAME CHUNKS POLICY... ARGUMENTS: a text read once, many questions; mo
     --chunk-size ${chunks//,/ } --policies "$@"
 }
 
-presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake laq laq/paper chunkkv"
-presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
-presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
+laq=laq:n_d=32,window=32,draft_keys=true # LookaheadKV's appendix F
+presets="oracle snapkv adakv adakv:pool=avg pyramidkv cake laq $laq chunkkv chunkkv:n_reuse=2 edie edie-exact edie+tada"
+presets+=" edie:pool=none,select=chunk,per_head=true paasvn vatp take take:append=false take+caote h2o tova streaming"
+presets+=" knorm keydiff random"
 all="$presets take+chunkkv take+edie take+edie:pool=max"
 all+=" snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
-chunks="take+edie take+edie:pool=max take take/no-delay take/no-probe take+chunkkv snapkv:rows=probe edie:rows=probe"
-chunks+=" edie+tada/chunked edie snapkv streaming oracle"
+chunks="take+edie take+edie:pool=max take take:warmup_layers=none take:append=false take+chunkkv snapkv:rows=probe"
+chunks+=" edie:rows=probe edie+tada:own=true edie snapkv streaming oracle"
 fidelity="take+edie take+edie:pool=max snapkv paasvn"
 without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the first four tokens
 

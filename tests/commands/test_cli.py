@@ -40,12 +40,12 @@ def test_a_reader_that_leaves():
     ("text", "want"),
     [
         ("take", ("take", {})),
-        ("take/no-probe:alpha=0.3", ("take/no-probe", dict(alpha=0.3))),
+        ("edie-exact:alpha=0.3", ("edie-exact", dict(alpha=0.3))),
         ("take:probe=[0, 32],alpha=0.3", ("take", dict(probe=(0, 32), alpha=0.3))),
         ("take:alpha=1,probe=[-9,-1]", ("take", dict(alpha=1, probe=(-9, -1)))),
         ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
-        ("take:ema-space=literal,decode=true,warmup_layers=null",
-         ("take", dict(ema_space="literal", decode=True, warmup_layers=None))),
+        ("take:warmup-budget=90,decode=true,warmup_layers=null",
+         ("take", dict(warmup_budget=90, decode=True, warmup_layers=None))),
         ("edie+tada:task=7", ("edie+tada", dict(task="7"))),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_inspect import data_of, opened
+from kept_page import data_of, opened
 from tiny import byte_tokenizer, save
 
 import kvevict

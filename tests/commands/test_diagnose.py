@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from helpers import FP32
-from test_policies import NEAR, POLICIES, model, options, tokens
+from policy_cases import NEAR, POLICIES, model, options, tokens
 
 import kvevict
 from kvevict.cli import main
@@ -197,7 +197,7 @@ OTHERS = {"gemma2": dict(attn_logit_softcapping=2.0), "gpt_oss": {}}
 MORE = {
     "adakv": dict(window=4),
     "edie": dict(window=4),
-    "chunkkv+reuse": dict(window=4, c=4),
+    "chunkkv": dict(window=4, c=4, n_reuse=2),
     "pyramidkv": dict(window=4, beta=3),
     "take": dict(probe=5, heads="flat"),
 }

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from test_eval import line
+from toy_task import line
 
 from kvevict.cli import main
 from kvevict.lab.evaluate import plot

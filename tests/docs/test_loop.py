@@ -1,5 +1,6 @@
 """The loop's own parts: a red test that is run again, marks of slow tests, the tests that a change touches."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -104,3 +105,15 @@ def test_what_a_change_touches(path, nearest, monkeypatch):
         assert touched.chosen_of([f"{nearest}::test_x", "tests/docs/nothing.py::test_y"]) == {f"{nearest}::test_x"}
     finally:
         touched.nearest.cache_clear()
+
+
+def test_no_test_module_imports_another():
+    """What two need is in tests/lib. test_wide.py runs tests of others again; test_rows.py reads all tables."""
+
+    def imports(file):
+        return re.search(rf"^(from|import) test_(?!{file.stem[5:]}\b)", file.read_text(encoding="utf-8"), re.M)
+
+    assert {file.name for file in touched.ROOT.glob("tests/*/test_*.py") if imports(file)} == {
+        "test_wide.py",
+        "test_rows.py",
+    }

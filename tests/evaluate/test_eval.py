@@ -1,92 +1,32 @@
 """The evaluation runner, its file, and its tables. The toy task asks a tiny random model about random letters."""
 
-import functools
 import json
 import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
+import toy_task
 from tiny import model as tiny_model
+from toy_task import NEW, NORMAL, plan, results, tokenizer, toy, toy_metric, toy_perplexity, untimed
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvevict import PRESETS, evicting, small_llama
 from kvevict.cli import main
 from kvevict.lab.evaluate import ask, intervals, summary, table
-from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
 from kvevict.lab.evaluate.tasks import TASKS, Case
 from kvevict.prompts import ids_of
-
-NEW = 6
-NORMAL = statistics.NormalDist().inv_cdf(0.975)
-
-
-@METRICS.add("toy")
-def toy_metric(prediction, answers):
-    return len(set(prediction) & set(answers[0])) / len(set(answers[0]))
-
-
-def letters(rng, count):
-    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(count))
-
-
-@TASKS.add("toy")
-def toy(settings):
-    for i in range(settings.cases):
-        rng = settings.rng("toy", settings.length, i)
-        text, question = letters(rng, settings.length - 9), "\nWhere is "[:9]
-        yield Case("toy", f"toy/{settings.length}/{i}", text, question, (text,), "toy", NEW, {"depth": i % 2})
-
-
-@TASKS.add("toy-perplexity")
-def toy_perplexity(settings):
-    for i in range(settings.cases):
-        rng = settings.rng("toy-perplexity", i)
-        text, rest = letters(rng, settings.length - 20), letters(rng, 20)
-        yield Case("toy-perplexity", f"{settings.length}/{i}", text[:-5], text[-5:], (rest,), "perplexity", 0)
-
-
-@functools.cache
-def tokenizer():
-    """One id per character."""
-    vocabulary = {char: i for i, char in enumerate(["\u0000", "\n", *map(chr, range(32, 127))])}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="\u0000"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 @pytest.fixture(scope="module")
 def net():
     return tiny_model()
-
-
-def plan(**changes):
-    usual = dict(tasks=("toy",), lengths=(60,), policies=("snapkv", "streaming"), budgets=(16,), cases=2)
-    return Plan(**usual | changes)
-
-
-def results(net, out, **changes):
-    name = changes.pop("name", "")
-    evaluate(net, tokenizer(), plan(**changes), out, name)
-    return read(out)[1]
-
-
-def untimed(lines):
-    """Lines by key, without the fields that differ from run to run."""
-    names = "task", "id", "seed", "policy", "budget", "chunk_size", "mode"
-    found = {tuple(line[name] for name in names): line for line in lines}
-    assert len(found) == len(lines), "a case was repeated"
-    return {k: {n: v for n, v in line.items() if not n.endswith("_seconds")} for k, line in found.items()}
 
 
 def toy_ids(case):
@@ -191,7 +131,7 @@ def test_oracle(net, tmp_path):
     ("policy", "budget", "option", "value"),
     [
         ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
-        ("h2o/kvcf", 12, "recent", 6), ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
+        ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
     ],
 )  # fmt: skip
 def test_small_budgets_have_small_windows(net, tmp_path, policy, budget, option, value):
@@ -241,7 +181,8 @@ def command(folder, out):
 
 
 KILLED = """
-import os, signal, sys, torch, test_eval
+import os, signal, sys, torch, toy_task
+from kvevict.cli import main
 from kvevict.lab.evaluate.results import Results
 
 torch.set_num_threads(1)
@@ -257,7 +198,7 @@ def written(self, line):
     write(self, line)
 
 Results.write = written
-test_eval.main(sys.argv[2:])
+main(sys.argv[2:])
 """
 
 
@@ -292,7 +233,7 @@ def test_processes_share_the_cases(net, tmp_path):
     assert main(command(folder, whole)) == 0
     data = whole.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:13]))
-    (tmp_path / "go.py").write_text("import sys, test_eval; sys.exit(test_eval.main(sys.argv[1:]))")
+    (tmp_path / "go.py").write_text("import sys, toy_task; from kvevict.cli import main; sys.exit(main(sys.argv[1:]))")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launch, str(tmp_path / "go.py"), *command(folder, out)], capture_output=True, text=True, timeout=300,
@@ -359,13 +300,6 @@ def test_what_cannot_work_fails_before_anything_is_measured(net, tmp_path):
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def line(policy, score, mode=None, id=0, budget=None, task="toy", metric="toy", **tags):
-    return dict(
-        task=task, id=str(id), seed=0, policy=policy, budget=budget, chunk_size=None, mode=mode, metric=metric,
-        score=score, tags=tags,
-    )  # fmt: skip
-
-
 def test_intervals():
     # 8 of 10: centre (0.8 + z^2 / 20) / (1 + z^2 / 10), half z / (1 + z^2 / 10) * sqrt(0.016 + z^2 / 400), z = 1.95996
     assert intervals.of_scores([1] * 8 + [0] * 2) == pytest.approx((0.8, 0.490162, 0.943318), abs=1e-6)
@@ -376,9 +310,9 @@ def test_intervals():
 
 
 def test_summary():
-    full = [line("full", s, id=i, depth=i % 2) for i, s in enumerate((1, 1, 1, 0))]
-    known = [line("take", s, "known", i, 64, depth=i % 2) for i, s in enumerate((1, 0, 1))]
-    blind = [line("take", s, "later", i, 64, depth=i % 2) for i, s in enumerate((0, 0, 1, 0))]
+    full = [toy_task.line("full", s, id=i, depth=i % 2) for i, s in enumerate((1, 1, 1, 0))]
+    known = [toy_task.line("take", s, "known", i, 64, depth=i % 2) for i, s in enumerate((1, 0, 1))]
+    blind = [toy_task.line("take", s, "later", i, 64, depth=i % 2) for i, s in enumerate((0, 0, 1, 0))]
     got = summary.summarize(full + known + blind)
     take = got["take", 64, None]
     assert list(got) == [("full", None, None), ("take", 64, None)]
@@ -394,8 +328,8 @@ def test_summary():
 
 def test_perplexity_in_tables():
     about = dict(task="text", metric="perplexity")
-    full = [line("full", s, id=i, **about) for i, s in enumerate((2.0, 3.0))]
-    lines = [line("h2o", s, "known", i, 8, **about) for i, s in enumerate((3.0, 3.2))]
+    full = [toy_task.line("full", s, id=i, **about) for i, s in enumerate((2.0, 3.0))]
+    lines = [toy_task.line("h2o", s, "known", i, 8, **about) for i, s in enumerate((3.0, 3.2))]
     cell = summary.summarize(full + lines)["h2o", 8, None]["text", (), "known"]
     half = NORMAL * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
     assert (cell.mean, cell.low, cell.high) == pytest.approx([math.exp(3.1 + d) for d in (0, -half, half)])
@@ -403,8 +337,8 @@ def test_perplexity_in_tables():
 
 
 def test_rendered():
-    lines = [line("full", 1, depth=0.5), line("full", 1, task="other", depth=0.5)]
-    lines += [line("take", 0, mode, budget=64, depth=0.5) for mode in ("known", "later")]
+    lines = [toy_task.line("full", 1, depth=0.5), toy_task.line("full", 1, task="other", depth=0.5)]
+    lines += [toy_task.line("take", 0, mode, budget=64, depth=0.5) for mode in ("known", "later")]
     text = table.render(lines).splitlines()[3:]
     assert text[0].split("  ")[0] == "policy"
     assert [word.strip() for word in text[0].split("  ") if word][-4:] == [

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from test_eval import NORMAL, line, plan, results, tokenizer, toy, untimed
 from tiny import model as tiny_model
 from tiny import save
+from toy_task import NORMAL, line, plan, results, tokenizer, toy, untimed
 
 from kvevict import writing
 from kvevict.cli import main

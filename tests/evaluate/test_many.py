@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_eval import line, tokenizer
 from tiny import model as tiny_model
+from toy_task import line, tokenizer
 from transformers import AutoTokenizer
 
 import kvevict

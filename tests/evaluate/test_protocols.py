@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from test_eval import tokenizer
+from toy_task import tokenizer
 
 from kvevict import families
 from kvevict.cli import main
@@ -46,7 +46,7 @@ def test_only_what_can_be_told_apart():
 def test_claims_of_drafts_need_one():
     without, given = (protocols.runs("lookaheadkv", (64,), "known", 4, None, draft) for draft in (None, "folder"))
     assert {run.policy for run in given} - {run.policy for run in without} == {
-        "speckv:draft_model=folder", "speckv/paper:draft_model=folder",
+        "speckv:draft_model=folder", "laq:n_d=32,window=32,draft_keys=true,draft_model=folder",
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from test_turns import ids
+from caches import ids
 from tiny import relative, shared
 
 import kvevict

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import safetensors.torch
 import torch
-from random_gates import published
-from test_policies import model, tokens
+from policy_cases import model, tokens
+from untrained import published
 
 import kvevict
 

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from offload import both, cpu, disk
 
 import kvevict
 from kvevict.engine.read.step import Step
@@ -13,24 +14,6 @@ OPTIONS = dict(
     cake=dict(budget=16, window=4, chunk_size=16), laq=dict(budget=16, window=4),
 )  # fmt: skip
 OPTIONS["edie+tada"] = dict(budget=16, window=4, chunk_size=16)
-
-
-def cpu(model, folder):
-    pytest.importorskip("accelerate").cpu_offload(model, execution_device="cpu")
-
-
-def disk(model, folder):
-    pytest.importorskip("accelerate").disk_offload(model, str(folder), execution_device="cpu")
-
-
-def both(model, folder):
-    """As device_map leaves them: the embedding and two layers in memory, the others on the disk."""
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu"}
-    places |= dict.fromkeys(("model.layers.2", "model.layers.3", "model.norm", "lm_head"), "disk")
-    places["model.rotary_emb"] = "cpu"
-    pytest.importorskip("accelerate").dispatch_model(
-        model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True
-    )
 
 
 @pytest.mark.parametrize("offload", [cpu, disk, both])

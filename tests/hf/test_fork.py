@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from test_turns import ids, tokens_of
+from caches import held, ids, same, tokens_of
 from tiny import model, prompt, relative, shared
 
 import kvevict
@@ -56,26 +56,6 @@ def goes_on(net, cache, seed, tokens=14, batch=1):
     """Logits of a question and of the tokens decoded after it."""
     first = net(ids(batch, 7, seed), past_key_values=cache).logits
     return torch.cat([first, tokens_of(net, cache, first[:, -1:].argmax(-1), tokens)], 1)
-
-
-def held(cache):
-    """All that a cache holds, by layers of tensors. Looking changes nothing."""
-    layers = []
-    for layer in cache.layers:
-        if isinstance(layer, EvictionLayer):
-            slots = layer.storage.gathered()
-            rows = [rows for _, _, rows in slots.segments()]
-            kinds = [t[at].clone() for t in (slots.k, slots.v, slots.pos) for at in rows]
-            layers.append(
-                [*kinds, layer.seen, torch.tensor(layer.columns), *([] if layer.carry is None else [layer.carry])]
-            )
-        else:
-            layers.append([layer.keys, layer.values, torch.tensor(layer.cumulative_length)])
-    return layers
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for mine, other in zip(a, b, strict=True) for x, y in zip(mine, other, strict=True))
 
 
 def shares(fork, cache):

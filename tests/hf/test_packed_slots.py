@@ -4,8 +4,8 @@ numbers that the stored bytes stand for."""
 
 import copy
 
+import offload
 import pytest
-import test_devices
 import tiny
 import torch
 import zoo
@@ -84,7 +84,7 @@ def test_other_decoders(kind, name):
     assert layers and all(layer.k.dtype == torch.uint8 for layer in layers)
 
 
-@pytest.mark.parametrize("offload", [test_devices.cpu, test_devices.disk, test_devices.both])
+@pytest.mark.parametrize("offload", [offload.cpu, offload.disk, offload.both])
 def test_offloaded_weights(offload, tmp_path):
     """Tokens, and the stored bytes, are those of the model in memory."""
     model, away, inputs = tiny.model(), tiny.model(), prompt(2, 70, pad=(0, 40))

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import tiny
 import torch
-import zoo
 from transformers import DynamicCache
+from zoo import build
 
 import kvevict
 from kvevict.engine.slots.cache import EvictionLayer
@@ -19,14 +19,6 @@ POLICIES = [
     ("edie", dict(budget=12, window=4)),
     ("h2o", dict(budget=12, chunk_size=16)),
 ]
-
-
-def build(family):
-    if family != "qwen3_next":
-        return tiny.model(family)
-    if tiny.VERSION == (5, 4):
-        pytest.skip("Qwen3-Next is refused there")
-    return zoo.make("qwen3_next", "Qwen3NextForCausalLM")
 
 
 def rows(*counts, seed=1):

@@ -7,21 +7,12 @@ import sys
 import pytest
 import tiny
 import torch
-from tiny import generate, prompt, shared
+from tiny import generate, prompt, shared, snapshot
 
 import kvevict
 
 TAKE = dict(budget=16, probe=6, chunk_size=16)
 MIXED = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-
-
-def snapshot(model):
-    """Every module's attributes by identity, containers one level deep."""
-
-    def one(value):
-        return (id(value), {k: id(v) for k, v in value.items()}) if isinstance(value, dict) else id(value)
-
-    return {name: {key: one(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}
 
 
 @MIXED

@@ -5,7 +5,7 @@ from contextvars import Context
 import pytest
 import torch
 import zoo
-from test_turns import ids
+from caches import ids
 from tiny import shared
 
 import kvevict

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 import zoo
-from test_fork import held, same
+from caches import held, same
 
 import kvevict
 from kvevict.engine.slots.cache import EvictionLayer

@@ -179,7 +179,7 @@ def of_rank(heads: list, rank: int) -> list:
 
 @pytest.mark.slow
 def test_in_two_processes(tmp_path):
-    from random_gates import written  # the processes cannot import it
+    from untrained import written  # the processes cannot import it
 
     whole = {name: tiny.model(name, **SIZES) for name in ("llama", "gemma3", "phi3")}
     for name, model in [*whole.items(), ("few", tiny.model(**SIZES | dict(num_key_value_heads=1)))]:

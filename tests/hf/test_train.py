@@ -5,18 +5,18 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from exact import spread
-from test_lookahead import adapter
 from tiny import FAMILIES
+from untrained import adapter
 
 import kvevict
 from kvevict import families
 from kvevict.lookahead import passes, training, validation
-from kvevict.lookahead.repetition import repeated
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
          for i in range(7)]  # fmt: skip
@@ -73,7 +73,7 @@ def test_the_target_of_a_repetition(family, length):
     """The numbers by which kvzip+ ranks the prompt's slots, divided by their sum; keys and values are those of the
     other target."""
     made, ids, none = tiny.shared(family), torch.arange(3, 3 + length), torch.zeros(0, dtype=torch.long)
-    found = repeated(made.get_decoder(), ids, none)
+    found = passes.repeated(made.get_decoder(), ids, none)
     with kvevict.evicting(made, "kvzip+", budget=80, schedule="prompt"), torch.no_grad():
         layers = made(ids[None], use_cache=True).past_key_values.layers
     want = {i: layer.carry[0, :, :length] for i, layer in enumerate(layers) if hasattr(layer, "carry")}
@@ -285,7 +285,7 @@ def test_answers_itself_once(tmp_path):
 
 SCRIPT = """
 import sys
-sys.path[:0] = ["tests/lib", "tests/hf", "tests/policies"]
+sys.path[:0] = ["tests/lib", "tests/hf"]
 import tiny, torch
 torch.set_num_threads(1)
 from test_train import FAST, PAIRS
@@ -297,7 +297,7 @@ kvevict.lookahead.train(tiny.model("llama"), PAIRS, sys.argv[1], **FAST)
 @pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     """Adapters alike to rounding, one log."""
-    script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
+    script, root = tmp_path / "script.py", Path(tiny.__file__).parents[2]
     script.write_text(SCRIPT)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines"]
     launch += ["1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]

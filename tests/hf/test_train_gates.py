@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from test_policies import VOCAB, model
+from policy_cases import VOCAB, model
 
 import kvevict
 from kvevict import sealed
@@ -123,7 +124,7 @@ def each_process(folder):
 
 SCRIPT = """
 import sys
-sys.path[:0] = ["tests/lib", "tests/hf", "tests/policies"]
+sys.path[:0] = ["tests/lib", "tests/hf"]
 import torch
 torch.set_num_threads(1)
 import test_train_gates
@@ -137,7 +138,7 @@ def test_two_processes_are_one(tmp_path):
     """To the rounding of sums in float64; interrupted and gone on with, in the process group that there is then."""
     made = model()
     one = kvevict.gates.train(made, TEXTS, tmp_path / "one", **FAST)
-    script, root = tmp_path / "script.py", tiny.__file__.split("/tests/")[0]
+    script, root = tmp_path / "script.py", Path(tiny.__file__).parents[2]
     script.write_text(SCRIPT)
     env = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", OMP_NUM_THREADS="1")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from caches import ids, kept, tokens_of
 from tiny import model, prompt, relative
 
 import kvevict
@@ -13,25 +14,6 @@ import kvevict
 def no_grad():
     with torch.no_grad():
         yield
-
-
-def ids(batch, length, seed=1):
-    return prompt(batch, length, seed)["input_ids"]
-
-
-def kept(cache):
-    """Positions of every layer, row and head."""
-    return [
-        [[layer.pos[rows].tolist() for b, h, rows in layer.segments() if b == row] for row in range(layer.len.shape[0])]
-        for layer in cache.layers
-    ]
-
-
-def tokens_of(net, cache, first, count):
-    out = [net(first, past_key_values=cache).logits]
-    for _ in range(count - 1):
-        out.append(net(out[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
-    return torch.cat(out, 1)
 
 
 TURNS = {

@@ -18,7 +18,7 @@ UPLOADS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # torch.tensor and torc
 
 
 class Waits(TorchDispatchMode):
-    """Counts by kind, except for `host.upload` (it does not wait) and `layer_slots` (its tensors are always on the
+    """Counts by kind, except for `_ops.upload` (it does not wait) and `layer_slots` (its tensors are always on the
     CPU)."""
 
     def __init__(self, monkeypatch):
@@ -30,7 +30,7 @@ class Waits(TorchDispatchMode):
             return tolist(tensor)
 
         monkeypatch.setattr(torch.Tensor, "tolist", counted)
-        for module, name in ((kvevict.engine.slots.host, "upload"), (kvevict.engine.read.budgets, "layer_slots")):
+        for module, name in ((kvevict._ops, "upload"), (kvevict.engine.read.budgets, "layer_slots")):
             monkeypatch.setattr(module, name, functools.partial(self.uncounted, getattr(module, name)))
 
     def __enter__(self):

@@ -11,12 +11,15 @@ import random
 import string
 from collections import Counter
 
+import kvevict
+
 FACTOR = float(os.environ.get("KVEVICT_FUZZ", 1))
 SEED = int(os.environ.get("KVEVICT_SEED", 1))
 MOST = os.environ.get("KVEVICT_MOST", "")
 ALL = MOST == "all"
 NIGHTLY = os.environ.get("KVEVICT_TESTS") == "all"
 HUGE = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**32 + 3, 2**63 - 1, 2**63, 10**30)
+TASK = "properties"  # whose history is reset before every read
 ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308, float("nan"), float("inf"), [], {})
 
 
@@ -173,3 +176,21 @@ def text(rng, data) -> bytes:
         data = changed(rng, data)
     made = json.dumps(data).encode()
     return damaged(rng, made) if rng.random() < 0.4 else made
+
+
+def policy_of(name, options):
+    """The policy of the options that its parts have; small windows, where none are named."""
+    options, most = dict(options), 60
+    for option, least in (
+        ("window", 4), ("probe", 4), ("n_d", 2), ("recent", 3), ("tsp_len", 20), ("task", TASK), ("part", 3),
+    ):  # fmt: skip
+        options.setdefault(option, least)
+    for _ in range(most):
+        try:
+            return kvevict.policy.build(name, **options)
+        except ValueError as error:
+            unknown = str(error).split("'")[1] if str(error).startswith("unknown option") else None
+            if unknown not in options:
+                raise
+            del options[unknown]
+    raise AssertionError(f"{most} options are unknown")

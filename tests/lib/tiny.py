@@ -219,3 +219,12 @@ def streaming_sees(length, new, size, sink, budget):
         alive = [*alive, *range(start, end)]
         alive = alive[:sink] + alive[sink:][-(budget - sink) :]
     return mask
+
+
+def snapshot(model):
+    """Every module's attributes by identity, containers one level deep."""
+
+    def one(value):
+        return (id(value), {k: id(v) for k, v in value.items()}) if isinstance(value, dict) else id(value)
+
+    return {name: {key: one(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}

@@ -1,23 +1,9 @@
 import pytest
-import ref
 import torch
-from helpers import DTYPES, ERRORS, FP32, NAN, alive_counts, call, fuzz, i32, matrix, opcheck, problem, same_for_threads
+from helpers import DTYPES, ERRORS, NAN, alive_counts, call, fuzz, i32, matrix, opcheck, problem, same_for_threads
+from op_cases.norm import check, prepared
 
 from kvevict import _ops as ops
-
-
-def prepared(p, of, norm, extra=3):
-    rows = {"held_k": p[f"held_{of}"], "x": p[of], "p": norm, "columns": int(alive_counts(p).max()) + extra}
-    return {**{name: p[name] for name in ("held_offset", "held_len", "first", "stop")}, **rows}
-
-
-def check(p):
-    """Slot by slot; at most 256 / 8 terms are added one after the other, none is negative."""
-    got, want = call(ops.norm, p), call(ref.norm, p)
-    assert got.dtype == torch.float32 and torch.equal(got.isnan(), want.isnan())
-    assert not ((got - want).abs() > FP32 * want).any()
-    assert (got[torch.arange(p["columns"]) >= alive_counts(p)[..., None]] == 0).all()
-    return got
 
 
 @pytest.mark.quick(case=0)

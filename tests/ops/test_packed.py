@@ -6,14 +6,6 @@ import random
 import helpers
 import pytest
 import ref
-import test_attend
-import test_error
-import test_kl
-import test_norm
-import test_peak
-import test_quadratic
-import test_refine
-import test_score
 import torch
 from helpers import (
     DTYPES,
@@ -31,15 +23,16 @@ from helpers import (
     same_bits,
     same_for_threads,
 )
-from test_compact import DST
-from test_compact import prepared as moving
-from test_decode import SLOTS, forked
-from test_decode import prepared as decoding
+from op_cases import attend, error, kl, norm, peak, quadratic, refine, score
+from op_cases.compact import DST
+from op_cases.compact import prepared as moving
+from op_cases.decode import SLOTS, forked
+from op_cases.decode import prepared as decoding
 
 from kvevict import _ops as ops
 
 KINDS = [(8, 8), (8, 4), (4, 4), (0, 8), (4, 0)]  # bits of keys and of values; 0: as computed
-CHECKED = (test_attend, test_error, test_kl, test_peak, test_quadratic, test_refine, test_score)
+CHECKED = (attend, error, kl, peak, quadratic, refine, score)
 
 # Where processors multiply pairs of bf16, a packed row is rounded to bf16 as it is read: by 2^-9 of each number, so by
 # at most this of a logit. The model's rows in bf16 have the same error.
@@ -83,14 +76,14 @@ def rounded(monkeypatch, p):
     """Widens the checks where the kernels round packed rows to 16 bits."""
     dtype = p["q"].dtype
     if dtype == torch.float32 or not (by_cuda() or (dtype == torch.bfloat16 and ops.cpu_isa().endswith("bf16"))):
-        monkeypatch.setattr(test_attend, "FP32", WORDS)
-        monkeypatch.setattr(test_attend, "OUT", {dtype: error + WORDS for dtype, error in OUT.items()})
+        monkeypatch.setattr(attend, "FP32", WORDS)
+        monkeypatch.setattr(attend, "OUT", {dtype: bound + WORDS for dtype, bound in OUT.items()})
         return
     size = OF_TILES[dtype] * (1.0 if p["held_centre"] is None else 4.0)  # of a key's numbers
     for module in CHECKED:
         monkeypatch.setattr(module, "FP32", size)
-    monkeypatch.setattr(test_attend, "OUT", {**OUT, dtype: 2 * size})
-    monkeypatch.setattr(test_kl, "GRAD", {**test_kl.GRAD, dtype: 8 * size})
+    monkeypatch.setattr(attend, "OUT", {**OUT, dtype: 2 * size})
+    monkeypatch.setattr(kl, "GRAD", {**kl.GRAD, dtype: 8 * size})
 
 
 def as_stored(x, rows, bits, centre=None):
@@ -134,28 +127,28 @@ def test_matches(case, dtype, kinds, monkeypatch):
     """Every op that reads slots; odd cases without a centre."""
     p = pack(matrix(case, dtype, T=17), kinds, case, case % 2 == 0)
     rounded(monkeypatch, p)
-    test_attend.check(p | {"stop": None})
-    test_score.check(test_score.prepared(p, case % 2 == 0, test_score.REDUCE[case % 3]) | dict(group="mean"))
-    test_peak.check(test_peak.prepared(p, case, case % 2 == 0))
-    test_error.check(test_error.prepared(p, test_error.KINDS[case % 3], case % 2 == 0, case))
-    of_kl = test_kl.prepared(p, case, case % 2 == 0)
+    attend.check(p | {"stop": None})
+    score.check(score.prepared(p, case % 2 == 0, score.REDUCE[case % 3]) | dict(group="mean"))
+    peak.check(peak.prepared(p, case, case % 2 == 0))
+    error.check(error.prepared(p, error.KINDS[case % 3], case % 2 == 0, case))
+    of_kl = kl.prepared(p, case, case % 2 == 0)
     if by_cuda():  # the gradient reads slots as computed
-        close(call(ops.kl, of_kl), call(ref.kl, of_kl).double(), 4 * test_kl.FP32, least=0.1)
+        close(call(ops.kl, of_kl), call(ref.kl, of_kl).double(), 4 * kl.FP32, least=0.1)
     else:
-        test_kl.check(of_kl)
-    test_refine.check(test_refine.prepared(p, case, fast=case % 2 == 0, squared=case % 3 == 0))
+        kl.check(of_kl)
+    refine.check(refine.prepared(p, case, fast=case % 2 == 0, squared=case % 3 == 0))
     of = "kv"[case // 2 % 2]
     centre = dict(held_centre=p["held_centre"] if of == "k" else None)
-    test_norm.check(test_norm.prepared(p, of, 1 + case % 2) | centre)
-    test_quadratic.check(test_quadratic.prepared(p, of, case) | centre)
+    norm.check(norm.prepared(p, of, 1 + case % 2) | centre)
+    quadratic.check(quadratic.prepared(p, of, case) | centre)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_attend_fuzz(seed, monkeypatch):
     p = pack(fuzz(seed), KINDS[seed % len(KINDS)], seed, seed % 4 > 1)
     rounded(monkeypatch, p)
-    test_attend.check(p | {"stop": None})
-    test_score.check(test_score.prepared(p, seed % 2 == 0, "sum") | dict(group="none"))
+    attend.check(p | {"stop": None})
+    score.check(score.prepared(p, seed % 2 == 0, "sum") | dict(group="none"))
 
 
 def decoded(p, kinds):
@@ -174,16 +167,16 @@ def decoded(p, kinds):
     grown, none = p | {"held_len": p["held_len"] + 1}, torch.zeros(B, dtype=torch.int32)
     grown |= {"k": p["k"][:, :, :0], "v": p["v"][:, :, :0], "first": none, "stop": none, "row_first": none}
     want, want_lse = call(ref.attend, grown | {"stop": None})
-    error = WORDS
+    bound = WORDS
     if by_cuda() and p["q"].shape[1] > 4 * Hkv:  # more heads a group than lanes compute
-        error = OF_TILES[out.dtype] * (1.0 if p["held_centre"] is None else 4.0)
+        bound = OF_TILES[out.dtype] * (1.0 if p["held_centre"] is None else 4.0)
     seen = grown | dict(causal=False, reduce="sum", group="mean", lse=want_lse)
 
     def check(out, lse, probs):
-        close(out, want, OUT[out.dtype] + error)
-        close(lse, want_lse, error, least=1.0)
+        close(out, want, OUT[out.dtype] + bound)
+        close(lse, want_lse, bound, least=1.0)
         if p["columns"]:
-            close(probs, call(ref.score, seen), 2 * error)
+            close(probs, call(ref.score, seen), 2 * bound)
 
     check(out, lse, probs)
     results = call(ops.decode, shared)
@@ -362,7 +355,7 @@ def test_the_largest_head_dimension(monkeypatch):
     for kinds in KINDS:
         p = pack(problem(5, B=1, D=512, T=3, lens=40, first=0), kinds)
         rounded(monkeypatch, p)
-        test_attend.check(p | {"stop": None})
+        attend.check(p | {"stop": None})
         decoded(decoding(pack(problem(5, B=1, D=512, T=1, lens=40, first=0), kinds)), kinds)
 
 

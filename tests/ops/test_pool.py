@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers import call, problem, same_bits
-from test_compact import DST, prepared
-from test_decode import SLOTS, forked, step
+from op_cases.compact import DST, prepared
+from op_cases.decode import SLOTS, forked, step
 
 from kvevict import _ops as ops
 

@@ -1,4 +1,5 @@
-"""Heads wider than 256, which the CPU's kernels take: the ops' own comparisons at such dimensions."""
+"""Heads wider than 256, which the CPU's kernels take: the ops' own tests, run again at such dimensions, so that the
+modules of tests are imported."""
 
 import helpers
 import pytest

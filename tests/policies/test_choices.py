@@ -10,29 +10,16 @@ import oracle
 import pytest
 import tiny
 import torch
+from caches import kept
 from fuzzing import one_in
-from test_patch import snapshot
-from test_policies import VOCAB, kept, model, ours, tokens
+from policy_cases import VOCAB, Slots, model, ours, read, tokens
+from tiny import snapshot
 
 import kvevict
 from kvevict.policy import PARTS, Policy, build
 from kvevict.policy.apportion import apportion
 from kvevict.policy.layers import layer_slots
 from kvevict.policy.parts import as_part
-
-
-class Slots:
-    """A layer of one row as head budgets and selections see it: every head has all slots, its last `window` are
-    protected."""
-
-    decoding, device = False, torch.device("cpu")
-
-    def __init__(self, heads, columns, window=0, select="token", **options):
-        self.n = torch.full((1, heads), columns, dtype=torch.int32)
-        self.least, self.past = torch.full_like(self.n, window), torch.zeros_like(self.n)
-        self.columns, self.select = columns, PARTS["select"][0][select](**options)
-        self.competing = (torch.arange(columns) < columns - window).expand(1, heads, -1)
-        self.positions = torch.arange(columns, dtype=torch.int32).expand(1, heads, -1)
 
 
 def keep(budget, score, slots, window=0):
@@ -213,11 +200,6 @@ def test_runs_of_one_token_are_tokens(name, heads):
     one = ours(model(), name, rows, 3, **given)
     other = ours(model(), name, rows, 3, select="chunk", c=1, per_head=True, **given)
     assert [[row[1] for row in call] for call in one] == [[row[1] for row in call] for call in other]
-
-
-def test_reuse_of_one_is_no_reuse():
-    assert build("chunkkv+reuse", n_reuse=1, budget=64) == build("chunkkv", budget=64)
-    assert build("chunkkv", budget=64).groups(5) == [[0], [1], [2], [3], [4]]
 
 
 def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
@@ -450,9 +432,9 @@ SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
     "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
     "cake": {}, "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
-    "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": dict(span=7), "defensive": {},
+    "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": {}, "defensive": {},
     "tri": dict(sink=1), "rkv": dict(kernel=3),
-    "lagkv": dict(lag=2, sink=1), "compactor": dict(sink=2, recent=1),
+    "lagkv": dict(sink=1), "compactor": dict(sink=2, recent=1),
 }  # fmt: skip
 ROWS = {
     "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),
@@ -534,9 +516,10 @@ def legal(name, rows, given):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_every_combination(name, task):
+def test_every_combination(name, task, monkeypatch):
     """It runs with the same result twice, keeps the budget exactly, and a padded row keeps the same slots as alone; or
     it is refused. One in `DRAWN` of the legal ones is drawn."""
+    monkeypatch.setattr(kvevict.SCORES["lagkv"], "lag", 2)
     made, past = model(num_hidden_layers=3), kvevict.history(task)
     past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0], True
     data = tokens([[38], [31]], 5)
@@ -585,12 +568,6 @@ def check_decoding(made, batch, mask, most):
     assert torch.equal(*answers)
 
 
-def read(made, ids, mask=None):
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
-    made(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True)
-    return kvevict.report(made, positions=True)["positions"]
-
-
 REFUSED = [
     (dict(policy="tova", heads="flat"), "per_head=True"),
     (dict(policy="chunkkv", heads="ada"), "per_head=True"),
@@ -634,7 +611,7 @@ def test_sums_over_a_probe():
     as the mean does."""
     made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
     kept = []
-    for policy in (dict(policy="take/no-delay", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
+    for policy in (dict(policy="take:warmup_layers=none", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
         with kvevict.evicting(made, budget=48, **policy), torch.no_grad():
             kept.append(read(made, ids))
     assert kept[0] == kept[1]
@@ -666,7 +643,7 @@ def test_layers_that_share_a_choice_must_hold_as_much():
     with torch.no_grad():
         kvevict.patch(made, "pyramidkv", budget=16, window=4)
         cache = made(ids).past_key_values
-        for policy in ("take", "chunkkv+reuse"):
+        for policy in ("take", "chunkkv:n_reuse=2"):
             kvevict.patch(made, policy, budget=40, chunk_size=34)
             with pytest.raises(ValueError, match="hold different slots"):
                 made(ids, past_key_values=cache)

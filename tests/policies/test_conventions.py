@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import NearTie
-from test_policies import NEAR, model, ours, tokens
+from policy_cases import NEAR, model, ours, tokens
 from transformers import DynamicCache
 
 import kvevict

@@ -8,9 +8,10 @@ import oracle
 import pytest
 import tiny
 import torch
+from caches import kept
 from oracle_fastkv import FastRow
-from test_patch import snapshot
-from test_policies import NEAR, VOCAB, check_report, kept, model, tokens
+from policy_cases import NEAR, VOCAB, check_report, model, tokens
+from tiny import snapshot
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 

@@ -7,8 +7,9 @@ import pytest
 import tiny
 import torch
 import zoo
-from random_gates import written
-from test_policies import BUDGET, CHUNK, VOCAB, compare, kept, model, tokens
+from caches import kept
+from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, tokens
+from untrained import written
 
 import kvevict
 from kvevict import sealed

@@ -16,8 +16,8 @@ import subprocess
 
 import pytest
 import torch
-from random_gates import published
-from test_policies import model, ours, tokens, truth
+from policy_cases import model, ours, tokens, truth
+from untrained import published
 
 import kvevict
 from kvevict.engine.measure.quantities.compactor import sketch

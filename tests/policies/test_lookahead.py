@@ -12,6 +12,7 @@ import torch
 import transformers
 from tiny import FAMILIES, prompt, shared
 from transformers.cache_utils import DynamicCache
+from untrained import adapter
 
 import kvevict
 from kvevict import sealed
@@ -22,17 +23,6 @@ from kvevict.models import load_model
 
 families = pytest.mark.parametrize("family", FAMILIES)
 ALL = 4096
-
-
-def adapter(model, tokens=6, seed=0, **options):
-    """One that is not zero."""
-    torch.manual_seed(seed)
-    made = Adapter(model, tokens=tokens, rank=2, **options)
-    with torch.no_grad():
-        for name, weight in made.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.3)
-    return made
 
 
 def zero(model, like):

@@ -11,8 +11,7 @@ import ref
 import torch
 from fuzzing import one_in
 from helpers import FP32
-from test_choices import read
-from test_policies import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, tokens, truth
+from policy_cases import BUDGET, CHUNK, compare, compare_in_chunks, model, ours, read, tokens, truth
 
 import kvevict
 from kvevict import ROWS, SCORES
@@ -20,7 +19,7 @@ from kvevict.engine.measure.observation import Observation
 from kvevict.engine.measure.quantities import measured, quantity
 from kvevict.engine.read.layer import LayerCall
 from kvevict.policy import build
-from kvevict.policy.needs import need
+from kvevict.policy.inputs import need
 from kvevict.policy.refinements import REFINEMENTS
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)

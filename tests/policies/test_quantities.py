@@ -90,40 +90,9 @@ def test_memory_goes_from_chunk_to_chunk_and_into_forks(tmp_path):
         kvevict.save_cache(cache, tmp_path / "cache")
 
 
-def accumulate(self, rows):
-    rows.layer.numbers = rows.columns
-
-
-def tokens(self, step, module, x):
-    return x
-
-
-@pytest.mark.parametrize("member, fix", [
-    (dict(hidden=True), r'hidden has an earlier version\'s form; write needs = \("hidden",\)'),
-    (dict(rotates=True), r'write needs = \("rope",\)'),
-    (dict(accumulate=accumulate, remembers="x"), r"accumulate\(self, rows, past\), which returns a tensor"),
-    (dict(accumulate=lambda self, rows, past: past), "`remembers` names nothing to keep"),
-    (dict(tokens=tokens), r"tokens\(self, \*inputs\)"),
-], ids=lambda x: " ".join(x) if isinstance(x, dict) else "")  # fmt: skip
-def test_earlier_forms_are_refused(member, fix):
-    with pytest.raises(TypeError, match=fix):
-        type("Old", (kvevict.Quantity,), member)
-
-
-def test_handles_of_the_engine_are_refused():
-    @kvevict.register_quantity("by_handle")
-    @dataclass(frozen=True)
-    class ByHandle(kvevict.Quantity):
-        observes = False
-
-        def measure(self, slots, observation):
-            return slots.kv.module.o_proj
-
-    score("handled", "by_handle")
-    model = tiny.model()
-    kvevict.patch(model, "snapkv", score="handled", budget=20)
-    with pytest.raises(AttributeError, match=r"KV has no module: parts .* values alone.* in `needs`"):
-        model(**tiny.prompt(1, 40))
+def test_what_accumulates_names_what_it_keeps():
+    with pytest.raises(TypeError, match="`remembers` names nothing to keep"):
+        type("Nameless", (kvevict.Quantity,), dict(accumulate=lambda self, rows, past: past))
 
 
 def test_an_unknown_input_is_refused_when_a_model_is_patched():
@@ -135,24 +104,3 @@ def test_an_unknown_input_is_refused_when_a_model_is_patched():
     score("hungry", "unfed")
     with pytest.raises(ValueError, match="unknown input of a quantity 'ropes'; did you mean 'rope'"):
         kvevict.patch(tiny.model(), "snapkv", score="hungry", budget=20)
-
-
-def test_rows_get_no_handles():
-    """An attribute of earlier versions is refused with the values that there are."""
-
-    class Old(type(kvevict.ROWS["window"]())):
-        def observe(self, call, past):
-            return call.step
-
-    class Older(type(kvevict.ROWS["repeat"]())):
-        def observing(self, step):
-            return step.chunk.rows
-
-    for rows, handle, value in (
-        (Old(), "LayerRows has no step", "next_position"),
-        (Older(), "CallRows has no chunk", "tokens"),
-    ):
-        model = tiny.model()
-        kvevict.patch(model, kvevict.Policy(score="snapkv", rows=rows, budget=40))
-        with pytest.raises(AttributeError, match=f"{handle}: parts of a policy get values alone, here .*{value}"):
-            model(**tiny.prompt(1, 80))

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import inspect
 import io
+import json
 import pickle
 import types
 import warnings
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 
 import oracle
 import pytest
+import templates
 import tiny
 import torch
-from test_policies import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
+from policy_cases import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
 from transformers import AutoModelForCausalLM
 
 import kvevict
-import kvevict.question
+import kvevict.cautions
 from kvevict.cli import COMMANDS
 from kvevict.context import within
 from kvevict.families import base_model
@@ -26,6 +28,7 @@ from kvevict.lab.analysis.run import encode
 from kvevict.policy.rows import Question
 from kvevict.policy.rows.probe import Probe
 from kvevict.question import Finder, LastTurn, find, question_of
+from kvevict.turns import Turns
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
 ASKED = "When is the lantern lit?"
@@ -327,7 +330,7 @@ def test_what_a_command_or_the_server_is_asked(net, name):
 
 def test_a_budget_that_does_not_hold_the_request(net, monkeypatch):
     """A warning names one that does, once."""
-    monkeypatch.setattr(kvevict.question, "_warned", set())
+    monkeypatch.setattr(kvevict.cautions, "_given", set())
     tok, ids = tiny.byte_tokenizer(), row(f"{TEXT * 3}\n\n{TAIL}")
     with pytest.warns(UserWarning, match=f"give budget={2 * len(TAIL)}, or budget=0.2"):
         slots(net, ids, patched=tok, budget=2 * len(TAIL) - 1)
@@ -537,6 +540,87 @@ def test_it_is_looked_for_in_the_last_turn():
     (((start, stop),), _) = LastTurn(tok)._found(ids)
     assert tok.decode(ids[start:stop]) == ASKED
     assert LastTurn(tok)._found(tok(ASKED)["input_ids"]) == ((), None)  # not in the template
+
+
+# -- tools ----------------------------------------------------------------------------------------------------------
+
+PAGE = "The baker counted the boats. " * 9
+RESULTS = {  # of one call or of two
+    "with a question": [f"{PAGE}Who owns the boats? The baker. {PAGE}"],
+    "a page": [f"{PAGE}\n\n{PAGE * 4}\n\nThe end."],
+    "short": ["ok"],
+    "JSON": ['{"status": "ok", "is it?": ["Who is it?", null]}'],
+    "two": ["Who is it?", f"Nobody. Why?\n\n{PAGE}"],
+    "an echo": [json.dumps(dict(query=ASKED, hits=0))],
+    "one like a turn": ["user: Who is it?\n\nuser\nWho is it?"],
+}
+SCHEMA = dict(type="object", properties=dict(url=dict(type="string", description="Which page?")))
+SCHEMAS = [dict(type="function", function=dict(name="fetch", description="Why fetch?", parameters=SCHEMA))]
+WITH_TOOLS = {name: getattr(templates, name) for name in ("QWEN", "NAMED", "HERMES", "LLAMA", "MISTRAL")}
+
+
+def agent(template, said, results, **more):
+    """(tokenizer, ids) of a chat whose user says something, upon which a tool is called until there are no results."""
+    tok = tiny.byte_tokenizer()
+    tok.chat_template = template
+    if template == templates.MISTRAL:
+        tok.add_special_tokens(dict(additional_special_tokens=["<s>", "</s>"]))
+    messages = list(said) if isinstance(said, list) else [dict(role="user", content=said)]
+    written = json.dumps if template == templates.NAMED else dict
+    for at, result in enumerate(results):
+        function = dict(name="fetch", arguments=written({"url": "u", "for": ASKED}))
+        calls = [dict(id=f"call{at:05}", type="function", function=function)]
+        if at % 2 == 0:  # two results answer one turn
+            messages.append(dict(role="assistant", content="Shall I look?", tool_calls=calls))
+        messages.append(dict(role="tool", name="fetch", tool_call_id=f"call{at:05}", content=result))
+    text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+    return tok, tok(text, add_special_tokens=False)["input_ids"]
+
+
+def asking(tok, ids, request=""):
+    """The texts that observe, and where the first begins."""
+    spans, _ = LastTurn(tok, request)._found(ids)
+    return [tok.decode(ids[start:stop]) for start, stop in spans], spans[0][0] if spans else None
+
+
+@pytest.mark.parametrize("results", RESULTS)
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_a_tools_result_does_not_ask(template, results):
+    """What the user said does, wherever the words come again; the server, which knows what the user said, finds the
+    same tokens, and so it does in a completion's prompt."""
+    earlier = [dict(role="user", content="Who is it?"), dict(role="assistant", content="Who knows?")]
+    for asked in (ASKED, "Name the hour."):
+        said = f"{'Read the page.' if asked == ASKED else ''} {asked}".strip()
+        turns = [*earlier, dict(role="user", content=said)]
+        for chat, more in ((said, {}), (said, dict(tools=SCHEMAS * 3)), (turns, dict(tools=SCHEMAS))):
+            tok, ids = agent(WITH_TOOLS[template], chat, RESULTS[results], **more)
+            before = tok.decode(ids).partition(said)[0] + said.partition(asked)[0]
+            first = len(tok(before, add_special_tokens=False)["input_ids"])
+            assert asking(tok, ids) == asking(tok, ids, said) == asking(tok, ids, tok.decode(ids)) == ([asked], first)
+
+
+def test_results_alone_do_not_ask():
+    """As in a turn after a cache that has the user's."""
+    tok, ids = agent(templates.QWEN, ASKED, RESULTS["with a question"])
+    cut = len(tok(tok.decode(ids).partition("\n</tool_call>")[0], add_special_tokens=False)["input_ids"])
+    assert asking(tok, ids[cut:]) == ([], None)
+    assert asking(tok, ids)[0] == [ASKED]
+
+
+def test_a_template_without_tools():
+    """It refuses their results, and its turns are found as before."""
+    tok, ids = agent(templates.GEMMA, f"{TEXT} {ASKED}", [])
+    assert asking(tok, ids)[0] == [ASKED] and not Turns.of(tok).result
+
+
+@pytest.mark.parametrize("results", ["with a question", "a page", "JSON"])
+def test_the_users_question_observes_a_tools_result(net, results):
+    """With the slots that it keeps where it is named."""
+    tok, ids = agent(templates.QWEN, f"Read the page. {ASKED}", [TEXT * 2 + RESULTS[results][0]])
+    _, start = asking(tok, ids)
+    ids = torch.tensor([ids])
+    named = slots(net, ids, (start, start + len(ASKED)), tok, budget=100)
+    assert slots(net, ids, patched=tok, budget=100) == named != slots(net, ids, budget=100)
 
 
 def test_other_rows_are_left_alone(net):

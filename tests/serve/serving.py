@@ -1,6 +1,7 @@
 """A server with the bundled model, asked in this process."""
 
 import asyncio
+import contextlib
 import functools
 import json
 
@@ -12,12 +13,16 @@ for _package in ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx", "
     pytest.importorskip(_package, reason="the extra `serve` is not installed")
 
 import httpx  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 # The bundled model continues text; these turns are what it knows.
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
     "{% elif m['role'] == 'user' %}{{ m['content'] }}\nAnswer:{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
 )
 FILLER = "The baker counted the boats in the harbour and went home before it rained. "
 FACTS = {"Naislet": 364735, "Orshan": 118204, "Velmora": 907142}
@@ -31,6 +36,22 @@ def asks(name: str) -> str:
 @functools.cache
 def model():
     return AutoModelForCausalLM.from_pretrained(kvevict.small_llama()).eval()
+
+
+@functools.cache
+def qwen():
+    """The bundled model's weights in a type that has a response template in Transformers."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+        "tie_word_embeddings", "eos_token_id", "bos_token_id",
+    )  # fmt: skip
+    made = Qwen2ForCausalLM(Qwen2Config(**{name: getattr(model().config, name) for name in names}))
+    made.load_state_dict(model().state_dict(), strict=False)
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            weight.data.zero_()
+    return made.eval()
 
 
 def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, response_template=None, **changes):
@@ -61,6 +82,7 @@ def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None
 def unpatched():
     yield
     kvevict.unpatch(model())
+    kvevict.unpatch(qwen())
 
 
 class Client:
@@ -112,3 +134,22 @@ def events(response) -> list:
     """The data of server-sent events."""
     found = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     return [json.loads(each) for each in found if each != "[DONE]"]
+
+
+@contextlib.contextmanager
+def saying(of, ids: list):
+    """A model that answers with these ids."""
+    at = 0
+
+    def forced(module, args, kwargs, output):
+        nonlocal at
+        at = 0 if (args[0] if args else kwargs["input_ids"]).shape[1] > 1 else at
+        if at < len(ids):
+            output.logits[:], output.logits[..., ids[at]] = -1e4, 1e4
+        at += 1
+
+    hook = of.register_forward_hook(forced, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,23 +1,17 @@
 """An answer: its text, its end, its tool calls and usage, at every endpoint, whole and as a stream."""
 
-import contextlib
-import functools
 import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import FILLER, TEMPLATE, Client, asks, events, model, server
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from serving import CHATML, FILLER, TEMPLATE, Client, asks, events, model, qwen, saying, server
+from transformers import AutoTokenizer
 
 import kvevict
 
 QUESTION = f"The code of Naislet is 364735. {FILLER}\n\n{asks('Naislet')}"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{{ '<|im_start|>assistant\n' }}"
-)
 PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PLAIN = {
     "defaults": {"role": "assistant"}, "start_anchor": "\nAnswer:",
@@ -26,48 +20,6 @@ PLAIN = {
 TOOL = dict(name="f", parameters=dict(type="object", properties=dict(x=dict(type="string"))))
 TOOLS = [dict(type="function", function=TOOL)]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a.b"}}\n</tool_call>'
-
-
-@functools.cache
-def qwen():
-    """The bundled model's weights in a type that has a response template in Transformers."""
-    names = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
-        "tie_word_embeddings", "eos_token_id", "bos_token_id",
-    )  # fmt: skip
-    made = Qwen2ForCausalLM(Qwen2Config(**{name: getattr(model().config, name) for name in names}))
-    made.load_state_dict(model().state_dict(), strict=False)
-    for name, weight in made.named_parameters():
-        if name.endswith("bias"):
-            weight.data.zero_()
-    return made.eval()
-
-
-@pytest.fixture(autouse=True)
-def unpatched():
-    yield
-    kvevict.unpatch(model())
-    kvevict.unpatch(qwen())
-
-
-@contextlib.contextmanager
-def saying(of, ids: list):
-    """A model that answers with these ids."""
-    at = 0
-
-    def forced(module, args, kwargs, output):
-        nonlocal at
-        at = 0 if (args[0] if args else kwargs["input_ids"]).shape[1] > 1 else at
-        if at < len(ids):
-            output.logits[:], output.logits[..., ids[at]] = -1e4, 1e4
-        at += 1
-
-    hook = of.register_forward_hook(forced, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def answered(client, path, stream=False, question=QUESTION, system=None, most=12, **body) -> dict:

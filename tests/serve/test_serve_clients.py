@@ -9,8 +9,7 @@ import time
 
 import httpx
 import pytest
-from serving import FILLER, Client, asks, events, model, server
-from test_serve_answers import CHATML, qwen, saying, unpatched  # noqa: F401
+from serving import CHATML, FILLER, Client, asks, events, model, qwen, saying, server, unpatched  # noqa: F401
 from transformers import AutoTokenizer
 
 import kvevict

@@ -8,8 +8,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from serving import Client, events, server
-from test_serve_answers import qwen, saying, unpatched  # noqa: F401
+from serving import Client, events, qwen, saying, server, unpatched  # noqa: F401
 from transformers import AutoTokenizer
 
 import kvevict

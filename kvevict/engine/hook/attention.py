@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ... import _ops, compat
-from ...context import context
+from ...context import context, current
 from ..read import unseen
 from ..read.layer import Attended, attend, decide
 from ..slots.cache import fit
@@ -31,17 +31,15 @@ def attention(
 
     The model's original function runs outside a call of the patched decoder with a cache (training, use_cache=False).
     """
-    now = context()
-    if now.step is None:
+    step = current()
+    if step is None:
         return _unpatched(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
-    step, tap = now.step.on(query.device), now.tap
+    step = step.on(query.device)
     for watcher in step.watchers:
         watcher.layer(step)
     hidden = step.hidden.pop(module.layer_idx, None)
-    if tap is not None:
-        tap.called(module, query, key, value, attention_mask, dict(scaling=scaling, softcap=softcap, s_aux=s_aux))
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.patch.readers:
         return _read(step, module, query, key, value, options), None
@@ -58,13 +56,14 @@ def attention(
         chunk = key.shape[2] - step.appended
         first = step.first.clamp_max(chunk)  # a row of padding alone
         layer.represent(step.patch.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.patch.ranks)
-    seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden), tap)
+    seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden))
     decide(seen)
     return seen.out[..., :width], None
 
 
 def _stored_form(layer, *tensors):
-    """Query, keys and values in the dtype of the layer's first keys (autocast may use another), padded to one width."""
+    """Cast query, keys and values to the dtype of the layer's first keys (autocast may change it), and pad them to one
+    width."""
     return fit(*(x if x.dtype == layer.dtype else x.to(layer.dtype) for x in tensors))
 
 

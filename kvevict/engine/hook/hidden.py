@@ -6,7 +6,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ... import families
-from ...context import context
+from ...context import current
 
 
 def install(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHandle]:
@@ -17,9 +17,6 @@ def install(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHan
 
 
 def _note(module, args, kwargs=None):
-    now = context()
-    if now.step is None or not now.step.patch.wants_hidden:
-        return
-    now.step.hidden[module.layer_idx] = x = args[0] if args else kwargs["hidden_states"]
-    if now.tap is not None:
-        now.tap.attention_input = x
+    step = current()
+    if step is not None and step.patch.wants_hidden:
+        step.hidden[module.layer_idx] = args[0] if args else kwargs["hidden_states"]

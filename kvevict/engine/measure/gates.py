@@ -81,12 +81,22 @@ def load(folder: Any, model: Any) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
     ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
     decoder = families.find_decoder(model)
-    kinds = families.layer_kinds(decoder.config)
-    return _read(folder, decoder, [i for i, kind in enumerate(kinds) if kind in families.EVICTS])
+    return _read(folder, decoder, _layers(decoder))
+
+
+def use(folder: Any, model: Any) -> None:
+    """Make a folder's gates those of a model, for every policy that names none. Raises ValueError as `load`."""
+    decoder = families.find_decoder(model)
+    loaded(folder, decoder, _layers(decoder))
+
+
+def _layers(decoder: Any) -> list[int]:
+    """The layers that have gates."""
+    return [i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind in families.EVICTS]
 
 
 def loaded(folder: Any, decoder: Any, order: Any) -> Gates:
-    """`load`, once for a decoder; folder None: the result of `own`. A named folder becomes that result."""
+    """`load` gates once per decoder. folder None: the one that `own` finds; from a named folder on, that is this."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
         known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
@@ -127,7 +137,7 @@ def inner_of(folder: Any) -> int:
 
 
 def mark_of(folder: Any, decoder: Any) -> str:
-    """Tells the gates in a folder from others; folder None: the model's. "" without gates."""
+    """A text that tells the gates in a folder (None: the model's) from others; "" without gates."""
     folder = own(decoder) if folder is None else Path(folder)
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import families
-from ...policy.needs import as_needs
+from ...policy.inputs import as_needs
 from ...policy.registry import Registry
 from . import gates, moments, projection
 from .rope import Rope

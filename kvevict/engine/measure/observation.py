@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..slots import host
-from .slots import no_handle
+from ... import _ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +24,7 @@ class Observers:
     own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
     until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
     unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
-    of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first repeated one; how many
+    of: tuple | None = None  # (tokens of the prompt, all stored; first repeated token; number repeated), int32 [B] each
 
 
 def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -71,9 +70,6 @@ class CallRows:
         """int [B] rows without padding, appended ones included; on the host."""
         return self.positions.shape[1] - self.padding
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_handle(CallRows, name)
-
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
@@ -106,9 +102,6 @@ class LayerRows:
     prepared = property(lambda self: self.rows.prepared)
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_handle(LayerRows, name)
-
     @property
     def next_position(self) -> torch.Tensor:
         """[B] the position after the last stored row."""
@@ -131,7 +124,7 @@ class LayerRows:
 
     def upload(self, numbers: Any) -> torch.Tensor:
         """The host's numbers [B] as an int32 tensor on the layer's device."""
-        return host.upload(numbers, self.first.device, torch.int32)
+        return _ops.upload(numbers, self.first.device, torch.int32)
 
     def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
         """Queries [B, H, p, D] rotated by the model's rotary angle between two positions [B]. Only for rows with

@@ -1,11 +1,11 @@
-"""Decoded rows that may have lost their slots, because these are not protected (given rows)."""
+"""Attention of decoded rows that may have lost their slots: a policy with given rows does not protect these slots."""
 
 from typing import Any
 
 import torch
 
 from ... import _ops
-from ...policy.types import Observers, Slots
+from ...policy.inputs import Observers, Slots
 from .slots import REDUCE
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ... import _ops, families
-from ...policy.types import Slots
+from ...policy.inputs import Slots
 
 
 def check(module: Any) -> None:

@@ -9,17 +9,8 @@ import torch
 
 from ... import _ops
 from ...policy.rows import FREE, Bounds
-from ..slots import host
 
 REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
-
-
-def no_handle(of: Any, name: str) -> AttributeError:
-    """The error for an attribute that policies of earlier versions read."""
-    handles = "step", "layer", "module", "hidden", "read", "chunk", "patch", "decoder", "cache", "meter"
-    known = ", ".join(each for each in (*of.__annotations__, *vars(of)) if not each.startswith("_"))
-    hint = f": parts of a policy get values alone, here {known}; a quantity names others in `needs`"
-    return AttributeError(f"{of.__name__} has no {name}{hint if name in handles else ''}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +54,6 @@ class KV:
     options: dict[str, Any]  # scale, softcap, sinks of attention
     appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_handle(KV, name)
-
     @property
     def end(self) -> torch.Tensor:
         """[B] the new columns' end."""
@@ -105,7 +93,7 @@ class Slots:
         """int32 [B, Hkv] prompt slots that each head keeps beside its budget; 0 if prompts are cut too."""
         if self.prompt is None:
             return torch.zeros_like(self.n)
-        return host.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
+        return _ops.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
 
     @cached_property
     def first(self) -> torch.Tensor:
@@ -156,8 +144,8 @@ class Slots:
         return ((at >= 0) & (at < limits.T[..., None, None])).sum(-1, dtype=torch.int32)
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
-        """bool [B, Hkv, C]: the competing slots past the limit of `bounds`, used up by protected ones and better
-        `ranks`."""
+        """bool [B, Hkv, C]: the competing slots beyond the limit of `bounds`, after protected slots and slots of better
+        `ranks` have used it up."""
         start, most = self.bounds.limited[:, :, None, None].unbind(1)
         limited = self.positions >= start
         inside = limited & self.competing
@@ -185,7 +173,7 @@ class Slots:
         """The slots of all ranks' heads, for parts that compare heads. shared: all heads hold the same slots."""
         if self.heads.ranks.size == 1:
             return self
-        n, counts = host.upload(self.all_counts, self.device, torch.int32), self.all_counts
+        n, counts = _ops.upload(self.all_counts, self.device, torch.int32), self.all_counts
         return _AllRanks(
             self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, bounds=self.bounds, own=self,
             shared=shared,
@@ -209,7 +197,7 @@ class _AllRanks(Slots):
 
     @cached_property
     def past(self) -> torch.Tensor:
-        return torch.zeros_like(self.n) if self.prompt is None else host.upload(self.prompt, self.device, torch.int32)
+        return torch.zeros_like(self.n) if self.prompt is None else _ops.upload(self.prompt, self.device, torch.int32)
 
     @cached_property
     def positions(self) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...policy.checks import PLENTY
+from ...policy.inputs import Policy
 from ...policy.layers import layer_slots
-from ...policy.types import Policy
 from . import schedule
 from .decisions import Cascade, Decisions, Pooled
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ... import _ops
 from ..measure import quantities
-from ..slots import host
 from ..slots.carried import join, of_layer
 from . import evict, propagate
 from .layer import Attended, LayerCall
@@ -124,7 +124,7 @@ class Deciding(Chooser):
                 each.call.slots.heads.gather(each.ranked, whole.columns)
                 for each, whole in zip(waiting, layers, strict=True)
             ]
-            keep = policy.layers.keep(layers, scores, host.upload(slots, device))
+            keep = policy.layers.keep(layers, scores, _ops.upload(slots, device))
             keep = [evict.within(*each, self.decisions.bar) for each in zip(keep, layers, scores, strict=True)]
         return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...policy.checks import PLENTY
-from ...policy.types import Policy
+from ...policy.inputs import Policy
 from .schedule import follows, overfull, waits
 
 

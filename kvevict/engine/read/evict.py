@@ -10,10 +10,9 @@ from ... import _ops
 from ...policy.heads import above
 from ...policy.heads.equal import Equal, shares
 from ...policy.scores import Score
-from ...policy.selections.token import Token
+from ...policy.selections import Selection
 from ..measure.observation import LayerRows
 from ..measure.slots import Slots
-from ..slots import host
 from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
 from .layer import LayerCall, protected
@@ -47,15 +46,15 @@ def numbers(call: LayerCall) -> Numbers:
 
 
 def _of_parts(call, score):
-    """The largest number of every slot over this part of a prompt and the parts before; NaN: none yet."""
+    """Each slot's largest number over the prompt's parts so far; NaN: none yet."""
     known, index = call.step.read.numbers, call.slots.index
     known[index] = torch.fmax(known[index], score) if index in known else score
     return known.pop(index) if call.step.chunk.last else known[index]
 
 
 def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
-    """The numbers that slots are chosen by, [B, Hkv, C]: scores pooled, refined, and per run if the policy selects
-    runs; those that stay wherever they stand come first, those past a limit last."""
+    """Rank values [B, Hkv, C]: scores that are pooled, refined and, if the policy selects runs, of runs. Slots in
+    `bounds.kept` are +inf, slots beyond `bounds.limited` -inf."""
     slots, ranks = call.slots, _ranked(call, score)
     if slots.bounds.limited is not None:
         ranks = ranks.masked_fill(slots.beyond(ranks), -torch.inf)
@@ -91,11 +90,11 @@ def choose(
     """Choose the surviving slots: the best slots[b] by `ranked` score, dropping any below bar[b]. With final=False keep
     a few spare, so that a later, smaller choice equals one made from all slots."""
     heads, select, ranks = call.policy.heads, call.select, call.slots.heads.ranks
-    wanted = host.upload(slots, call.slots.device)
+    wanted = _ops.upload(slots, call.slots.device)
     with call.step.meter.clock("select"):
         counts = _equal(call, slots) if bar is None else None
         if counts is not None:
-            return take(call, score, host.upload(counts, call.slots.device, torch.int32), counts)
+            return take(call, score, _ops.upload(counts, call.slots.device, torch.int32), counts)
         whole = call.slots.all_ranks(call.policy.shared)
         every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
         if final:
@@ -107,9 +106,9 @@ def choose(
 
 
 def _equal(call, slots):
-    """Slots that the heads keep if all can keep equally many, found without the device; None: ask the device."""
+    """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
     policy, counts = call.policy, call.slots.all_counts
-    if type(policy.heads) is not Equal or type(call.select) is not Token or call.slots.prompt is not None:
+    if type(policy.heads) is not Equal or type(call.select) is not Selection or call.slots.prompt is not None:
         return None
     keep = shares(slots, np.arange(counts.shape[1]))
     return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
@@ -119,7 +118,7 @@ def within(keep: torch.Tensor, slots: Slots, score: torch.Tensor, bar: np.ndarra
     """keep [B, Hkv], but at most the slots that reach the bar [B] of a threshold; bar None: no threshold."""
     if bar is None:
         return keep
-    return torch.minimum(keep, above(slots, score, host.upload(bar, slots.device, torch.float32)).to(keep.device))
+    return torch.minimum(keep, above(slots, score, _ops.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
 def take(call: LayerCall, score: torch.Tensor, keep: torch.Tensor, counts: np.ndarray | None = None) -> Choice:
@@ -175,7 +174,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
         budget, none = (layer.budget, step.patch.kv_heads), step.first.clamp_max(0)
         rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
         first, last = protected(policy, step.rows, policy.select, rows, counts.max(1))
-        wanted = host.upload(keep, sums.device, torch.int32)
+        wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
         level = keep.min() == keep.max()  # the index has no -1
@@ -188,4 +187,4 @@ def _drops_smallest(policy) -> bool:
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
     apart = apart and not policy.keep_prompt
     plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
-    return apart and plain and type(policy.select) is Token and not policy.select_by_layer
+    return apart and plain and type(policy.select) is Selection and not policy.select_by_layer

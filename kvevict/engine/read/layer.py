@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from ... import _ops
+from ...policy.inputs import Policy
 from ...policy.rows import Rows
 from ...policy.selections import Selection
-from ...policy.types import Policy
 from ..measure.inputs import Source, rope_of
 from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
@@ -43,8 +43,8 @@ class Attended(NamedTuple):
         return 0 if self.step.decoding else max(self.k.shape[2] - self.step.appended, 0)
 
 
-def attend(seen: Attended, tap: Any = None) -> Attended:
-    """The layer with its attention's results. tap: a `kvevict.engine.hook.replay.Call` that may know a chunk's."""
+def attend(seen: Attended) -> Attended:
+    """The layer with its attention's results."""
     step, layer, module, q, k, v, new, options = seen[:8]
     patch = step.patch
     if step.decoding:
@@ -57,12 +57,8 @@ def attend(seen: Attended, tap: Any = None) -> Attended:
             carry_newest(layer, patch.of_tokens.tokens(*inputs))
         return seen._replace(out=out, lse=lse, probs=probs if patch.wants_probs else None)
     held = layer.slots(module)
-
-    def run():
-        return unseen.attend(step, q, k, v, held, layer.longest(), options)
-
     with step.meter.clock("attend"):
-        out, lse = run() if tap is None else tap.attended(run)
+        out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)
     layer.advance(*step.seen)
     if step.seen[0] != seen.rows_to_store:
         layer.removable = 0  # slots are fewer than columns
@@ -139,7 +135,7 @@ class LayerCall:
         return replace(part, out=out, lse=lse)
 
     def waiting(self) -> "LayerCall":
-        """This call while it waits for another layer's choice: keys and values, and the watched rows."""
+        """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         return replace(self, slots=self._unread(), rows=self._waiting(watched), known={}, hidden=None)
 
@@ -158,12 +154,12 @@ class LayerCall:
         return q[:, :, -count:]
 
     def drafting(self, rows: int) -> "LayerCall":
-        """This call while tokens are drafted: keys and values, and the last rows."""
+        """A smaller copy of this call, to wait while tokens are drafted: keys, values and the last rows."""
         last = self.rows.last(rows, self.step.patch.wants_outputs)
         return replace(self, slots=self._unread(), rows=last, known={}, hidden=None)
 
     def _unread(self) -> Slots:
-        """The slots without latents that this call has expanded."""
+        """The slots, without the keys and values that this call has expanded from latents."""
         kv: Any = self.slots.kv
         return replace(self.slots, kv=replace(kv, stored=self.layer.slots(self.module)))
 

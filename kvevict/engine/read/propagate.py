@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import _ops, families
 from ...context import current, enter
-from ...policy.types import Policy
-from ..slots import host
+from ...policy.inputs import Policy
 
 if TYPE_CHECKING:
     from ...patch import Patch
@@ -93,7 +92,7 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     rows, device = kv.k.shape[2], call.slots.device
     tokens = rows - kv.first
     kept = policy.propagated(rows - kv.padding)
-    most, keep = int(kept.max()), host.upload(kept, device, torch.int32)
+    most, keep = int(kept.max()), _ops.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
     first = slots.protected[0] - (call.layer.seen - tokens)  # first slots in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)

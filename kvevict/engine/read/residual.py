@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ... import families
-from ...context import context, current
-from ..slots import host
+from ... import _ops, families
+from ...context import current
 from .layer import LayerCall
 from .step import Step
 
@@ -44,7 +43,7 @@ class Errors:
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
         counts = step.rows.observing(step.call_rows)
-        rows, counts = max(int(counts.max()), 1), host.upload(counts, after.device)
+        rows, counts = max(int(counts.max()), 1), _ops.upload(counts, after.device)
         distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
         inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
         total, number = (distance.clamp_min(0) * inside).sum(1), counts
@@ -100,17 +99,14 @@ def _enter(index, module, args, kwargs=None):
 
 
 def _after_attention(index, module, args):
-    tap = context().tap
-    if tap is not None:
-        tap.after_attention = args[0]
-    note(index, args[0], "attention")
+    _note(index, args[0], "attention")
 
 
 def _after_layer(index, module, args, output):
-    note(index, output[0] if isinstance(output, tuple) else output, "layer")
+    _note(index, output[0] if isinstance(output, tuple) else output, "layer")
 
 
-def note(index: int, after: torch.Tensor, until: str) -> None:
+def _note(index: int, after: torch.Tensor, until: str) -> None:
     """If the running step measures there, note the residual stream after a layer's attention, or after the layer."""
     step = _measuring(until)
     if step is not None:

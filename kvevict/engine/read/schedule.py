@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...policy.types import Policy
+from ...policy.inputs import Policy
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .ranks import ALONE, Ranks
 
 
 class EvictionCache(DynamicCache):
-    """The class that a patched model gives a `DynamicCache`, in place."""
+    """A `DynamicCache` that a patched model fills: `adopt` changes the class of the caller's object."""
 
     half_read = False  # a call that changes the cache has not ended
     record_past = False  # tokens may be taken back (assisted decoding rolls back rejected ones)

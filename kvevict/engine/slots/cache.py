@@ -14,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin
 from ... import _ops, compat
 from ...context import current
 from ...policy import kv
-from . import host
 from .carried import of_layer
 from .fork import Fork, fork
 from .ranks import Ranks
@@ -184,7 +183,7 @@ class EvictionLayer(CacheLayerMixin):
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
 
     def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
-        """The tensors to store for the keys and values that `module` attends with after the update; None: these."""
+        """The tensors to store in place of the keys and values that `module` attends with; None: these themselves."""
         pending, self.pending_kv = self.pending_kv, None
         if pending is None or pending[0] is not key or pending[1] is not value:
             raise RuntimeError(
@@ -276,7 +275,7 @@ class EvictionLayer(CacheLayerMixin):
         least, most = int(np.min(tokens)), int(np.max(tokens))
         self.columns += columns
         self.removable = self.removable + columns if least == columns else least  # crop cannot go back past padding
-        self.seen = self.seen + (most if least == most else host.upload(tokens, self.device, torch.int32))
+        self.seen = self.seen + (most if least == most else _ops.upload(tokens, self.device, torch.int32))
 
 
 def _needs_own(storage, step) -> bool:

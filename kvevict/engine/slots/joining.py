@@ -82,7 +82,7 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
 
 
 def join(caches: Sequence[EvictionCache]) -> EvictionCache:
-    """One cache with the batch rows of all. They go on in it, and the single caches may not be used any more.
+    """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -126,7 +126,7 @@ def next_positions(cache: EvictionCache) -> torch.Tensor:
 
 
 def _joined(layers):
-    """The rows of one layer of several caches. The columns of a shorter row count as padding at its left."""
+    """Concatenate the rows of one layer of several caches. A shorter row counts as padded at its left."""
     first = layers[0]
     whole = copy.copy(first)
     whole.storage = joined([layer.storage for layer in layers])

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ... import compat
-from ...context import context
+from ...context import current
 from .cache import EvictionLayer
 
 
@@ -63,9 +63,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        step, tap = context().step, context().tap
-        if tap is not None:
-            tap.slid(key_states, value_states)
+        step = current()
         appended = 0 if step is None else step.appended
         if not appended:
             return super().update(key_states, value_states, *args, **kwargs)

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
+from ..inputs import Policy, Slots
 from ..registry import Registry, load_folder
-from ..types import Policy, Slots
 
 HEADS: Registry = Registry("head budget")
 LOWEST = torch.iinfo(torch.int64).min

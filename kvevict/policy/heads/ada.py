@@ -4,7 +4,7 @@ import torch
 
 from ..apportion import apportion
 from ..checks import fraction, one_of
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots
 from . import HEADS, LOWEST, HeadBudget, best, order, winners
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..apportion import apportion
-from ..types import Slots
+from ..inputs import Slots
 from . import HEADS, HeadBudget
 
 

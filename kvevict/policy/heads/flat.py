@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..types import Slots
+from ..inputs import Slots
 from . import HEADS, HeadBudget, order, winners
 
 

@@ -13,14 +13,17 @@ import torch
 
 from ..apportion import apportion
 from ..checks import PLENTY
+from ..inputs import Policy, Slots
 from ..registry import Registry, load_folder
-from ..types import Policy, Slots
 
 LAYERS: Registry = Registry("layer budget")
 
 
+@LAYERS.add("uniform")
 @dataclass(frozen=True)
 class LayerBudget:
+    """Every layer gets B."""
+
     needs: ClassVar[tuple[Any, ...]] = ()  # quantities that `preference` gets, as a score's
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
     beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
@@ -35,7 +38,7 @@ class LayerBudget:
         """Each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured: the
         layers' mean errors over the row's earlier chunks, if there were any; for a cascade their preferences, 0 for a
         layer that was not read yet."""
-        raise NotImplementedError
+        return [1.0] * layers
 
     def preference(self, slots: Slots, *quantities: Any) -> torch.Tensor:
         """For a cascade: a layer's share, relative to the others', by a chunk's attention: fp64 [B]."""

@@ -3,8 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..needs import need
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots, need
 from . import LAYERS, LayerBudget
 
 

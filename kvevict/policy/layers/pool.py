@@ -1,12 +1,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ..checks import count
 from ..heads import LOWEST, best, order, winners
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots
 from . import LAYERS, LayerBudget
 
 
@@ -25,9 +25,6 @@ class Pool(LayerBudget):
 
     def check(self, policy: Policy) -> None:
         count("least", self.least, 0)
-
-    def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[float]:
-        return [1.0] * layers
 
     def keep(self, layers: list[Slots], scores: list[torch.Tensor], wanted: torch.Tensor) -> Sequence[torch.Tensor]:
         heads = [slots.n.shape[1] for slots in layers]

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import count
-from ..types import Policy
+from ..inputs import Policy
 from . import LAYERS, LayerBudget
 
 

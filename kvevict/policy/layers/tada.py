@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from ...files import write
 from ..checks import at_least_0, count, flag, one_of, parsed
-from ..types import Policy
+from ..inputs import Policy
 from . import LAYERS, LayerBudget
 
 UNTIL = ("attention", "layer", "off")

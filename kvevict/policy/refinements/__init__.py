@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..inputs import Policy, Slots
 from ..registry import Registry, load_folder
-from ..types import Policy, Slots
 
 REFINEMENTS: Registry = Registry("refinement")
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..heads import best, order
-from ..types import Slots
+from ..inputs import Slots
 from . import REFINEMENTS, Refinement
 
 EPSILON = 1e-4  # a slot without a score is worth something, by its value

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from ..registry import Registry, load_folder
-from ..types import CallRows, Chunk, LayerRows, Observation, Policy
 
 ROWS: Registry = Registry("rows")
 
@@ -76,8 +76,8 @@ class Rows:
     n_d: ClassVar[int] = 0  # tokens that are drafted
 
     @property
-    def most(self) -> int | float | None:
-        """How many rows observe at most: a number, a fraction of a chunk's, or None: no limit."""
+    def most(self) -> int | None:
+        """How many rows observe at most; None: no limit."""
         raise NotImplementedError
 
     @property
@@ -90,6 +90,11 @@ class Rows:
         """Whether the prompt's last tokens observe because a question is expected there. A question found elsewhere
         takes their place."""
         return False
+
+    @property
+    def needs_question(self) -> bool:
+        """Whether the prompt's last rows alone observe, so that its question must be there, or be named."""
+        return bool(self.decoded)
 
     @property
     def decoded(self) -> int:

@@ -9,7 +9,7 @@ from ... import families
 from ...compat import CACHE, cache_of
 from ...models import pretrained
 from ..checks import count, flag
-from ..types import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, Part, Rows, last
 from .given import after
 

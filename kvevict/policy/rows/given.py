@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..types import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
 
 

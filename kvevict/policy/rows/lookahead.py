@@ -12,7 +12,7 @@ from ... import families
 from ...weights import differ, fingerprint
 from ..adapter import Adapter, base_of, bundled, config_of, load
 from ..checks import count
-from ..types import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
 from .probe import Probe
 

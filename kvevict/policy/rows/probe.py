@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checks import count, flag, fraction, one_of
-from ..types import CallRows, LayerRows, Observation, Policy
+from ..checks import count, flag, fraction
+from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import FREE, ROWS, AppendedRows, Bounds, Part, Question, Rows, last
 
-SPACES = ("aligned", "literal")
 ENDING = 8  # last slots of a prompt that are kept if a span observes
 UNLIMITED = 2**30  # slots of a head: more than there are
 
@@ -22,9 +21,8 @@ class Probe(Rows):
 
     probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
                of a shorter prompt
-    ema_alpha  eq. 9's weight of earlier chunks' probe; the paper uses 0.2, and 0.32 for retrieval
-    ema_space  "aligned" rotates the accumulated probe by the distance it moved before it is averaged, "literal" is
-               eq. 9 as printed
+    ema_alpha  eq. 9's weight of earlier chunks' probe, which is rotated by the distance it moved; the paper uses 0.2,
+               and 0.32 for retrieval. 0.0: each chunk's probe alone, which rotates nothing
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
     The probe attends to all alive slots except its slots. Always kept at the prompt's end, at most half the prompt: the
@@ -34,7 +32,6 @@ class Probe(Rows):
 
     probe: int | tuple[int, int] = 32
     ema_alpha: float = 0.2
-    ema_space: str = "aligned"
     append: bool = True
 
     @property
@@ -53,7 +50,7 @@ class Probe(Rows):
 
     @property
     def rotates(self) -> bool:
-        return self.append and self.ema_space == "aligned"
+        return self.append and self.ema_alpha > 0
 
     def check(self, policy: Policy) -> None:
         if isinstance(self.probe, tuple):
@@ -69,7 +66,6 @@ class Probe(Rows):
         else:
             count("probe", self.probe, 1)
         fraction("ema_alpha", self.ema_alpha)
-        one_of("ema_space", self.ema_space, SPACES)
         flag("append", self.append)
         if isinstance(policy.chunk_size, int) and 0 < policy.chunk_size <= self.most:
             raise ValueError(
@@ -131,11 +127,10 @@ class Probe(Rows):
             return None
         queries, position = self._queries(call, count)
         queries, started = queries.float(), call.has_tokens
-        if past is None:
+        if past is None or not self.rotates:
             return queries, position, started
         before, was_at, had_started = past
-        if self.ema_space == "aligned":
-            before = call.rotate(before, was_at, position)
+        before = call.rotate(before, was_at, position)
         alpha = (self.ema_alpha * had_started)[:, None, None, None]
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 

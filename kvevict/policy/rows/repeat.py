@@ -5,11 +5,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ... import families
 from ..checks import count
-from ..types import CallRows, Chunk, LayerRows, Observation, Policy
+from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
-
-RUN = 32  # tokens that are repeated together where not all are
 
 
 @ROWS.add("repeat")
@@ -19,8 +18,6 @@ class Repeat(Rows):
 
     instruction   token ids between a chunk and its repetition; they observe too; or their text, if the tokenizer
                   is at hand (`kvevict.read`, `answer`, `Pipeline`, commands that answer)
-    most          how many of a chunk's tokens are repeated: a number, or a fraction in (0, 1); in runs of 32 tokens,
-                  spread evenly. None: all
     part          tokens per part when schedule="prompt" repeats a prompt; scores that are not the largest number
                   over rows repeat it in one part
 
@@ -31,8 +28,8 @@ class Repeat(Rows):
     """
 
     instruction: tuple[int, ...] | str = ()
-    most: int | float | None = None
     part: int = 2048
+    most: ClassVar[None] = None
     newest: ClassVar[bool] = True
     repeats: ClassVar[bool] = True
 
@@ -41,11 +38,6 @@ class Repeat(Rows):
         valid = isinstance(ids, tuple) and all(isinstance(i, numbers.Integral) and int(i) >= 0 for i in ids)
         if not valid and not isinstance(ids, str):
             raise ValueError(f"instruction must be a tuple of token ids or a text, or () for none, got {ids!r}")
-        whole = self.most is None or isinstance(self.most, numbers.Integral)
-        if not whole and not (isinstance(self.most, numbers.Real) and 0 < self.most < 1):
-            raise ValueError(f"most must be a number of tokens or a fraction in (0, 1), or None for all: {self.most!r}")
-        if self.most is not None and whole:
-            count("most", self.most, 1)
         count("part", self.part, 1)
 
     def ready(self, decoder: Any) -> None:
@@ -55,16 +47,8 @@ class Repeat(Rows):
                 "pass its token ids, instruction=tuple(tokenizer(text, add_special_tokens=False).input_ids)"
             )
 
-    def chosen(self, tokens: Any) -> Any:
-        """How many of tokens [..] are repeated."""
-        if self.most is None:
-            return tokens
-        if isinstance(self.most, numbers.Integral):
-            return np.minimum(tokens, self.most)
-        return np.ceil(self.most * np.asarray(tokens)).astype(np.int64)
-
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        return len(self.instruction) + int(self.chosen(rows))
+        return len(self.instruction) + rows
 
     def prepare(self, arguments: Any, read: Any) -> Any:
         largest, known = max(self.instruction, default=0), arguments.decoder.config.vocab_size
@@ -78,7 +62,7 @@ class Repeat(Rows):
         longest = min(policy.chunk_size or read.prompt, read.prompt)
         if policy.schedule == "prompt":
             longest = min(self.part if policy.score.largest else read.prompt, max(read.tokens))
-        context = getattr(arguments.decoder.config, "max_position_embeddings", None)
+        context = families.context_of(arguments.decoder.config)
         if not read.evicts or context is None or seen > context:
             return
         room = context - seen
@@ -86,17 +70,16 @@ class Repeat(Rows):
             size = "part" if policy.schedule == "prompt" else "chunk_size"
             raise ValueError(
                 f"{seen} tokens and the {self.appended(0, longest, True)} rows that repeat the last of them end after "
-                f"the model's {context} positions: {room} are left to repeat with, so give a {size} or most= of at "
-                f"most {max(room - len(self.instruction), 0)}, or a shorter prompt"
+                f"the model's {context} positions: {room} are left to repeat with, so give a {size} of at most "
+                f"{max(room - len(self.instruction), 0)}, or a shorter prompt"
             )
 
     def rows_for(self, chunk: Chunk, arguments: Any, read: Any) -> AppendedRows:
         """A row with fewer tokens has rows after its repetition that no token sees."""
         first, again = arguments.first.long(), chunk.again
         begin = first.clamp(chunk.start, chunk.end) if again is None else first + again.start
-        tokens = (chunk.end - begin).clamp_min(0) if again is None else (chunk.end - begin).clamp(0, len(again))
-        columns = begin[:, None] + self._spread(tokens, chunk.appended - len(self.instruction))
-        columns = columns.clamp_max(chunk.end - 1)
+        number = torch.arange(chunk.appended - len(self.instruction), device=begin.device)
+        columns = (begin[:, None] + number).clamp_max(chunk.end - 1)
         rows, after = arguments.tokens_at(columns), None
         if again is not None:
             last = arguments.positions()[:, read.prompt - 1 : read.prompt]
@@ -105,16 +88,6 @@ class Repeat(Rows):
             return AppendedRows(rows, after, columns)
         ids = torch.tensor(self.instruction, device=arguments.device).expand(arguments.batch, -1)
         return AppendedRows(torch.cat([arguments.embedded(ids), rows], 1), after)
-
-    def _spread(self, tokens: Any, rows: int) -> torch.Tensor:
-        """[B, rows] indices of the repeated tokens among each row's tokens [B], ascending."""
-        number = torch.arange(rows, device=tokens.device)
-        if self.most is None:
-            return number
-        chosen = torch.as_tensor(self.chosen(tokens.cpu().numpy()), device=tokens.device)
-        runs = (-(-chosen // RUN)).clamp_min(1)[:, None]
-        run = number * runs // chosen.clamp_min(1)[:, None]
-        return number + run * (tokens - chosen)[:, None] // runs
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         return call.repeated_rows(self.observing(call.rows))
@@ -126,7 +99,7 @@ class Repeat(Rows):
         tokens, again = rows.tokens - rows.appended, rows.again
         if again is not None:
             tokens = np.minimum(rows.prompt_tokens - again.start, len(again))
-        return np.where(tokens > 0, len(self.instruction) + self.chosen(np.maximum(tokens, 0)), 0)
+        return np.where(tokens > 0, len(self.instruction) + tokens, 0)
 
     def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
         return [Part(appended, stored + rows, False, True)]

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, one_of
-from ..needs import need
+from ..inputs import LayerRows, Policy, Slots, need
 from ..registry import Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
-from ..types import LayerRows, Policy, Slots
 
 SCORES: Registry = Registry("score")
 
@@ -83,12 +82,10 @@ class Pooled(Score):
 
     kernel   an odd number; "digits": as many slots as hold `DIGITS` digits of a number, by the model's tokenizer, and
              `DIGITS` without a tokenizer
-    sink     first slots that are always kept
     """
 
     kernel: int | str = 7
     pool: str = "max"
-    sink: int = 0
     rows: ClassVar[Rows] = Window()
 
     def check(self, policy: Policy) -> None:
@@ -112,13 +109,8 @@ class Pooled(Score):
 class Attention(Pooled):
     """Attention of the observers, reduced over rows, then over the query heads of a group ("sum", "mean" or "max")."""
 
-    reduce: str = "sum"
-    group: str = "mean"
-
-    def check(self, policy: Policy) -> None:
-        super().check(policy)
-        for name in ("reduce", "group"):
-            one_of(name, getattr(self, name), ("sum", "mean", "max"))
+    reduce: ClassVar[str] = "sum"
+    group: ClassVar[str] = "mean"
 
     @property
     def needs(self) -> tuple[Any, ...]:

@@ -1,19 +1,18 @@
 """Attention of the observers, as methods that differ in their rows and in how they reduce and pool it."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ..needs import need
+from ..checks import one_of
+from ..inputs import Policy, Slots, need
 from ..rows.drafted import Drafted
 from ..rows.given import Given
 from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
 from ..rows.window import Window
-from ..types import Slots
 from . import SCORES, Attention
 
 
@@ -22,6 +21,12 @@ from . import SCORES, Attention
 class SnapKV(Attention):
     """SnapKV (Li et al. 2024): attention of the last `window` rows, pooled; the window's slots are kept."""
 
+    reduce: str = "sum"
+
+    def check(self, policy: Policy) -> None:
+        super().check(policy)
+        one_of("reduce", self.reduce, ("sum", "mean", "max"))
+
 
 @SCORES.add("take")
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Take(Attention):
     """TAKE (eq. 10-13): mean attention of the prompt's last tokens, the probe, which is appended to every chunk."""
 
     pool: str = "avg"
-    reduce: str = "mean"
+    reduce: ClassVar[str] = "mean"
     rows: ClassVar = Probe()
 
 
@@ -38,7 +43,7 @@ class Take(Attention):
 class Oracle(Attention):
     """The true response's attention to the prompt (LookaheadKV eq. 2): a reference, since it needs the response."""
 
-    reduce: str = "mean"
+    reduce: ClassVar[str] = "mean"
     rows: ClassVar = Given()
 
 
@@ -47,7 +52,7 @@ class Oracle(Attention):
 class LookaheadKV(Attention):
     """LookaheadKV (eq. 4, algorithm 2): mean attention of learned rows after the prompt; no slot is protected."""
 
-    reduce: str = "mean"
+    reduce: ClassVar[str] = "mean"
     rows: ClassVar = Lookahead()
 
 
@@ -67,20 +72,19 @@ class Laq(Attention):
 class SpecKV(Attention):
     """SpecKV (Galim et al. 2025): tokens drafted by a smaller model are appended to every chunk and score it."""
 
-    reduce: str = "max"
-    group: str = "max"
+    reduce: ClassVar[str] = "max"
+    group: ClassVar[str] = "max"
     rows: ClassVar = Drafted(draft_model=None)
 
 
 @SCORES.add("fastkv")
 @dataclass(frozen=True)
 class FastKV(Attention):
-    """FastKV (Jo et al. 2025): attention of the last 8 rows, pooled per query head before the group is reduced.
+    """FastKV (Jo et al. 2025): attention of the last 8 rows, pooled per query head before the group is summed.
 
     Its token-selective propagation is the policy's: `tsp`, `tsp_len`.
     """
 
-    group: str = "sum"
     rows: ClassVar = Window(8)
     per_query_head: ClassVar[bool] = True
 
@@ -89,16 +93,10 @@ class FastKV(Attention):
         return (need("attention", reduce=self.reduce, group="none"),)
 
     def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        return self._reduced(_heads(slots, score))
+        return sum(_heads(slots, score))  # type: ignore[return-value]
 
     def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        return self._reduced([Attention.pooled(self, slots, head) for head in _heads(slots, score)])
-
-    def _reduced(self, heads: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.group == "max":
-            return functools.reduce(torch.maximum, heads)
-        total: Any = sum(heads)
-        return total / (len(heads) if self.group == "mean" else 1)
+        return sum(Attention.pooled(self, slots, head) for head in _heads(slots, score))  # type: ignore[return-value]
 
 
 def _heads(slots: Slots, score: torch.Tensor) -> Sequence[torch.Tensor]:

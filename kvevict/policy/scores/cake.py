@@ -3,7 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..types import Slots
+from ..inputs import Slots
 from . import SCORES, Pooled
 
 GAMMA = 200.0  # the paper's weight of the variance

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import at_least_0, count
-from ..needs import need
+from ..inputs import Policy, Slots, need
 from ..rows.window import All
-from ..types import Policy, Slots
 from . import SCORES, Score
 
 

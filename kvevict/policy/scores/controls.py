@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import count, flag
-from ..needs import need
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
 

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import count
-from ..needs import need
+from ..inputs import Policy, Slots, need
 from ..rows.window import Window
-from ..types import Policy, Slots
 from . import SCORES, Score
 
 COVER = 0.9  # share of all attention that the slots that come first get, as in the authors' code
@@ -19,14 +18,12 @@ class Defensive(Score):
     """DefensiveKV (Feng et al. 2025): the largest attention of any row and head, not below its mean, times |W_O v|_1.
 
     kernel   each row's attention is averaged over so many neighbouring slots
-    sink     first slots that are always kept
 
     First come the slots of largest mean attention: with those that are kept anyway they get 0.9 of the attention to all
     alive slots.
     """
 
     kernel: int = 5
-    sink: int = 0
     rows: ClassVar = Window()
     ordinal: ClassVar[bool] = True
     comparable: ClassVar[bool] = True

@@ -4,8 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import at_least_0, one_of
-from ..needs import need
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots, need
 from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..checks import at_least_0, count
-from ..needs import need
-from ..types import Policy, Slots
+from ..checks import at_least_0
+from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
 
@@ -15,14 +14,12 @@ from . import SCORES, Score
 class Expected(Score):
     """Expected Attention (Devoto et al. 2025): the expected attention of queries like those so far, times ||v_i||_2.
 
-    span    the queries' rotation is averaged over so many positions after the last one read
     eps     is added to the attention, so that a slot that nothing will attend to is worth its value's norm
     sink    first slots that are always kept; they, and the queries at these positions, take no part
     stats   file with the mean and the covariance of the model's queries, from `kvevict statistics`; None: those of the
             text read so far
     """
 
-    span: int = 512
     eps: float = 0.01
     sink: int = 4
     stats: object = None
@@ -34,14 +31,13 @@ class Expected(Score):
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
-        count("span", self.span, 1)
         at_least_0("eps", self.eps)
         if not isinstance(self.stats, (str, type(None))):
             raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
 
     @property
     def needs(self) -> tuple[Any, ...]:
-        own = need("expected_attention", span=self.span, sink=self.sink, stats=self.stats)
+        own = need("expected_attention", sink=self.sink, stats=self.stats)
         return own, need("value_norm", p=2)
 
     def score(self, slots: Slots, attention: torch.Tensor, size: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import count
+from ..inputs import LayerRows, Policy, Slots
 from ..rows.window import All
-from ..types import LayerRows, Policy, Slots
 from . import SCORES, Score
 
 
@@ -19,7 +19,7 @@ class H2O(Score):
     """
 
     recent: int | None = None
-    sink: int = 0
+    sink: ClassVar[int] = 0
     rows: ClassVar = All()
     needs: ClassVar[tuple[Any, ...]] = ("attention",)
     carry: ClassVar[str] = "sum"

@@ -3,13 +3,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..checks import one_of
-from ..needs import need
+from ..inputs import Slots, need
 from ..rows.repeat import Repeat
-from ..types import Policy, Slots
 from . import SCORES, Score
-
-SUPPORTS = ("chunk", "all")
 
 
 @SCORES.add("kvzip")
@@ -17,27 +13,21 @@ SUPPORTS = ("chunk", "all")
 class KVzip(Score):
     """KVzip (Kim et al. 2025): the largest attention that a slot gets when its chunk is read again; question unknown.
 
-    sink      first slots that are always kept
-    support   slots in a repeated row's softmax: "chunk", those first slots, the chunk (or the part of a whole prompt)
-              and the repetition itself, so that numbers of different chunks compare; "all", all that it sees
+    sink   first slots that are always kept
+
+    The softmax of a repeated row spans those first slots, the chunk (or the part of a whole prompt) and the repetition
+    itself, so that numbers of different chunks compare.
     """
 
     sink: int = 4
-    support: str = "chunk"
     rows: ClassVar = Repeat()
     carry: ClassVar[str] = "keep"
     comparable: ClassVar[bool] = True
     largest: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
-        super().check(policy)
-        one_of("support", self.support, SUPPORTS)
-
     @property
     def needs(self) -> tuple[Any, ...]:
-        if self.support == "chunk":
-            return (need("repetition", sink=self.sink),)
-        return (need("attention", reduce="max", group="max"),)
+        return (need("repetition", sink=self.sink),)
 
     def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
         return attention
@@ -54,4 +44,4 @@ class KVzipPlus(KVzip):
 
     @property
     def needs(self) -> tuple[Any, ...]:
-        return (need("repeated_output", sink=self.sink, support=self.support),)
+        return (need("repeated_output", sink=self.sink),)

@@ -3,9 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..checks import count
-from ..needs import need
-from ..types import LayerRows, Policy, Slots
+from ..inputs import LayerRows, Slots, need
 from . import SCORES, Score
 
 
@@ -14,14 +12,14 @@ from . import SCORES, Score
 class LagKV(Score):
     """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
 
-    lag     tokens of a part; the last whole one and all tokens after it are kept, until the next part is there
-    sink    first slots that are always kept; parts begin after them
+    sink   first slots that are always kept; parts begin after them
 
-    A slot's number is its rank in its part, so that every part keeps as many.
+    A part has 128 tokens. A slot's number is its rank in its part, so that every part keeps as many. The last whole
+    part and all tokens after it are kept, until the next part is there.
     """
 
-    lag: int = 128
     sink: int = 4
+    lag: ClassVar[int] = 128  # the paper's
     carry: ClassVar[str] = "keep"
     ordinal: ClassVar[bool] = True
 
@@ -31,10 +29,6 @@ class LagKV(Score):
 
     def protect(self, call: LayerRows) -> Any:
         return self.sink, self.lag + (call.next_position - self.sink) % self.lag
-
-    def check(self, policy: Policy) -> None:
-        super().check(policy)
-        count("lag", self.lag, 2)
 
     @property
     def needs(self) -> tuple[Any, ...]:

@@ -3,8 +3,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..inputs import Slots
 from ..rows.window import Window
-from ..types import Slots
 from . import SCORES, Pooled
 
 MIX = 0.1  # the paper's lambda, the weight of the importance

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import torch
 
-from ..types import Slots
+from ..inputs import Slots
 from . import SCORES, Score
 
 

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import flag
+from ..inputs import Policy, Slots
 from ..rows.window import Last
-from ..types import Policy, Slots
 from . import SCORES, Score
 
 

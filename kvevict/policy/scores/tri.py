@@ -4,9 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..checks import count
-from ..needs import need
-from ..types import Policy, Slots
+from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
 
@@ -15,13 +13,11 @@ from . import SCORES, Score
 class Tri(Score):
     """TriAttention (2604.04921): a key's products with the mean query at distances 1, 2, 4 .. 65536, for long answers.
 
-    sink     first slots that are always kept; the queries at these positions are not in the mean
-    recent   last slots that are always kept
-    stats    file with the means of the model's queries, from `kvevict statistics`; None: those of the prompts read
+    sink    first slots that are always kept; the queries at these positions are not in the mean
+    stats   file with the means of the model's queries, from `kvevict statistics`; None: those of the prompts read
     """
 
     sink: int = 4
-    recent: int = 0
     stats: object = None
     ordinal: ClassVar[bool] = True
     own_interval: ClassVar[int] = 128
@@ -30,13 +26,8 @@ class Tri(Score):
         if isinstance(self.stats, os.PathLike):
             object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
 
-    @property
-    def protected(self) -> Any:
-        return self.sink, self.recent
-
     def check(self, policy: Policy) -> None:
         super().check(policy)
-        count("recent", self.recent, 0)
         if not isinstance(self.stats, (str, type(None))):
             raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
 

@@ -10,14 +10,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..inputs import LayerRows, Policy, Slots
 from ..registry import Registry, load_folder
-from ..types import LayerRows, Policy, Slots
 
 SELECTIONS: Registry = Registry("selection")
 
 
+@SELECTIONS.add("token")
 @dataclass(frozen=True)
 class Selection:
+    """The best slots per kv head."""
+
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     run: ClassVar[int] = 1  # tokens that stay together
     spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused

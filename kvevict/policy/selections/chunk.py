@@ -5,7 +5,7 @@ import torch
 
 from ..checks import count, flag
 from ..heads import LOWEST, order
-from ..types import LayerRows, Policy, Slots
+from ..inputs import LayerRows, Policy, Slots
 from . import SELECTIONS, Selection
 
 

@@ -9,16 +9,13 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import Parameter, signature
-from math import inf
 from typing import Any, ClassVar
 
 import torch
 
 from .... import _ops
-from ....policy.needs import as_needs
+from ....policy.inputs import LayerRows, Observers, Policy, Slots, as_needs
 from ....policy.registry import Registry, load_folder
-from ....policy.types import LayerRows, Observers, Policy, Slots
 from .. import per_row
 from ..inputs import INPUTS
 
@@ -34,20 +31,9 @@ class Quantity:
     of_tokens: ClassVar[bool] = False  # depends on a token's hidden state alone; decoded tokens have it too (`tokens`)
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for the forms of earlier versions."""
+        """Raise TypeError if the class accumulates and has no name to keep the result under."""
         super().__init_subclass__()
-        fix = {
-            "hidden": 'needs = ("hidden",)', "rotates": 'needs = ("rope",)',
-            "accumulate": "accumulate(self, rows, past), which returns a tensor, and remembers = NAME",
-            "tokens": "tokens(self, *inputs), of the values that it `needs`",
-        }  # fmt: skip
-        own = vars(cls)
-        old = [name for name in ("hidden", "rotates") if own.get(name) is True]
-        old += ["accumulate"] if "accumulate" in own and _arguments(cls.accumulate) < 3 else []
-        old += ["tokens"] if "tokens" in own and [*signature(cls.tokens).parameters][1:3] == ["step", "module"] else []
-        if old:
-            raise TypeError(f"quantity {cls.__name__}: {old[0]} has an earlier version's form; write {fix[old[0]]}")
-        if "accumulate" in own and not cls.remembers:
+        if "accumulate" in vars(cls) and not cls.remembers:
             raise TypeError(f"quantity {cls.__name__} accumulates, and `remembers` names nothing to keep: give a name")
 
     def ready(self, decoder: Any, modules: Any) -> None:
@@ -102,12 +88,6 @@ class Quantity:
         """FLOPs of a layer's other matrix products, after a chunk of `rows` rows, over its `slots` alive slots per
         head; shape: a `kvevict.lab.analysis.shape.Shape`."""
         return 0
-
-
-def _arguments(function: Any) -> float:
-    """How many positional arguments a function takes at most."""
-    kinds = [each.kind for each in signature(function).parameters.values()]
-    return inf if Parameter.VAR_POSITIONAL in kinds else len(kinds)
 
 
 @functools.cache

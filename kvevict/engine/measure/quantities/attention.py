@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from .... import _ops
-from ....policy.types import Observation, Observers, Slots
+from ....policy.inputs import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, observed
 
 

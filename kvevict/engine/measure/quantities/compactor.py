@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots
 from ..rope import Rope
 from ..slots import Heads
 from . import QUANTITIES, Quantity

@@ -4,8 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from .... import _ops
-from ....policy.needs import need
-from ....policy.types import LayerRows, Observation, Slots
+from ....policy.inputs import LayerRows, Observation, Slots, need
 from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, Quantity

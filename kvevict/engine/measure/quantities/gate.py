@@ -3,8 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....policy.needs import need
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots, need
 from .. import gates
 from . import QUANTITIES, Quantity
 

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import torch
 
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots
 from . import QUANTITIES, Quantity, each_head
 
 

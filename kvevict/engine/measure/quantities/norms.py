@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .... import _ops
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots
 from . import QUANTITIES, Quantity, per_head
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from .... import families
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots
 from . import QUANTITIES, Quantity, each_head
 
 BLOCK = 1024  # slots at once, so that their product with W_O is a small matrix

@@ -4,7 +4,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots
 from . import QUANTITIES, Quantity, per_head
 from .worst_attention import logits
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 import torch
 
 from .... import _ops
-from ....policy.types import Observation, Observers, Slots
+from ....policy.inputs import Observation, Observers, Slots
 from .. import projection
 from ..observation import rolled
 from . import QUANTITIES, Quantity, observed
@@ -86,23 +86,13 @@ def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: 
 @dataclass(frozen=True)
 class RepeatedOutput(Repetition):
     """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
-    and Jeblick 2026, section 2.2): slot i's contribution at row j, relative to the attention block's input there.
+    and Jeblick 2026, section 2.2): slot i's contribution at row j, relative to the attention block's input there."""
 
-    support   the span of a's softmax: "chunk", as in `repetition`, or "all" slots seen by a row
-    """
-
-    support: str = "chunk"
     needs: ClassVar[tuple[Any, ...]] = ("hidden", "output_gram")
 
     def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
             projection.check(module)
-
-    def looks_at(self, alive: int, again: int) -> int:
-        return super().looks_at(alive, again) if self.support == "chunk" else alive
-
-    def attended(self, tokens: int, stored: int, appended: int) -> int:
-        return super().attended(tokens, stored, appended) if self.support == "chunk" else 0
 
     def scans(self) -> int:
         return 1
@@ -111,8 +101,8 @@ class RepeatedOutput(Repetition):
         return slots
 
     def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-        (part,), chunk = observation.parts, self.support == "chunk"
-        part = self.spanning(slots, part) if chunk else part
+        (part,) = observation.parts
+        part = self.spanning(slots, part)
         size = hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
         size = rolled(size[:, None], part.skip)  # [B, 1, R], in the observers' order
         counts = torch.arange(size.shape[2], device=size.device) >= part.skip[:, None, None]
@@ -120,7 +110,7 @@ class RepeatedOutput(Repetition):
         weighed = replace(part, lse=part.lse + size.log())  # a / ||x|| = exp(logit - lse - ln ||x||)
         a = observed(_ops.score, slots, weighed, reduce="max", group="none", columns=slots.columns)
         found = slots.heads.reduce(torch.minimum(a, most) * projection.norms(slots, gram), "max")
-        if not chunk or part.of is None:
+        if part.of is None:
             return found
         prompt, start, count = (x[:, None, None] for x in part.of)
         place = torch.arange(found.shape[2], device=found.device) - (slots.n[..., None] - prompt)

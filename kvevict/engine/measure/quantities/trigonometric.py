@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....policy.types import Observation, Slots
+from ....policy.inputs import Observation, Slots
 from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, each_head

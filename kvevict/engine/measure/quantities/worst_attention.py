@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .... import _ops
-from ....policy.types import Observation, Observers, Slots
+from ....policy.inputs import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, each_head
 
 

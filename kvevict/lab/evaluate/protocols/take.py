@@ -3,17 +3,20 @@ from collections.abc import Iterator
 from . import PROTOCOLS, Claim, Protocol, each
 
 Z = (256, 256)
+NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe; no layer waits; neither
+NO_DELAY = "take:warmup_layers=none"
+NEITHER = NO_PROBE + ",warmup_layers=none"
 RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup of the paper's proportion to the budget
 LARGEST = "edie:rows=probe,heads=equal,kernel=31"
 MEAN = LARGEST + ",pool=avg"
 
 
 def claims() -> Iterator[Claim]:
-    yield Claim("table 2: the probe helps", "take", "take/no-probe", chunks=Z)
-    yield Claim("table 2: the probe helps without delay", "take/no-delay", "take/chunk-only", chunks=Z)
-    yield Claim("table 2: delay helps", RELAXED + "{L2}", "take/no-delay", chunks=Z, layers=4)
+    yield Claim("table 2: the probe helps", "take", NO_PROBE, chunks=Z)
+    yield Claim("table 2: the probe helps without delay", NO_DELAY, NEITHER, chunks=Z)
+    yield Claim("table 2: delay helps", RELAXED + "{L2}", NO_DELAY, chunks=Z, layers=4)
     says = "table 2: delay without probe neither helps nor harms"
-    yield Claim(says, "take/no-probe:warmup_budget={B20}", "take/chunk-only", 0.05, Z, layers=4)
+    yield Claim(says, NO_PROBE + ",warmup_budget={B20}", NEITHER, 0.05, Z, layers=4)
     for fewer, more, said in (("{L4}", "{L2}", "L/4 beats L/2"), ("{L2}", "{L34}", "L/2 beats 3L/4"),
                               ("{L34}", "{L}", "3L/4 beats L")):  # fmt: skip
         yield Claim(f"figure 7: W = {said}", RELAXED + fewer, RELAXED + more, chunks=Z)
@@ -27,7 +30,7 @@ def claims() -> Iterator[Claim]:
         "table 1: no worse than SnapKV, which reads the prompt in one pass", "take", "snapkv", 0.05, (256, None)
     )
     yield Claim("ours: runs of 10 tokens help", "take+chunkkv", "take", chunks=Z)
-    yield Claim("ours: EDIE's error instead of attention", "edie:rows=probe,heads=equal", "take/no-delay", chunks=Z)
+    yield Claim("ours: EDIE's error instead of attention", "edie:rows=probe,heads=equal", NO_DELAY, chunks=Z)
     yield Claim("ours: pooling over 31 slots instead of 7", LARGEST, "edie:rows=probe,heads=equal", chunks=Z)
     yield Claim("ours: their mean instead of the largest", MEAN, LARGEST, chunks=Z)
     yield Claim("ours: the first four tokens are kept", "take+edie", MEAN, chunks=Z)

@@ -1,4 +1,4 @@
-"""Gates that nobody trained."""
+"""Gates and adapters that nobody trained."""
 
 import json
 from itertools import pairwise
@@ -9,6 +9,7 @@ import torch
 from kvevict import families
 from kvevict.engine.measure import gates
 from kvevict.engine.measure.moments import model_of
+from kvevict.lookahead import Adapter
 
 
 def written(folder, made, kind="linear", seed=0):
@@ -49,3 +50,14 @@ def published(folder, made, kind="linear", dtype=torch.bfloat16, seed=0):
     tensors = {f"layers.{name}": x for name, x in layers.state_dict().items()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return layers
+
+
+def adapter(model, tokens=6, seed=0, **options):
+    """One that is not zero."""
+    torch.manual_seed(seed)
+    made = Adapter(model, tokens=tokens, rank=2, **options)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    return made

@@ -1,0 +1,111 @@
+"""How a chat template writes a user's turn, and what else it writes into one: tools' results and schemas."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .prompts import rendered
+
+MARK = "\ue000"  # a message's content in the chats that a template is tried with: JSON leaves it as it is
+
+
+def _tool(name: str) -> dict[str, Any]:
+    schema = dict(type="object", properties={name: dict(type="string", description=name)}, required=[name])
+    return dict(type="function", function=dict(name=name, description=name, parameters=schema))
+
+
+TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # what is common to the texts around them is the template's
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The texts of a chat template; "" for unknown ones, and without a template.
+
+    opened   opens a user's turn
+    ends     ends it
+    tail     ends the last turn and opens the answer
+    result   begins a turn, after `opened`, that is a tool's result and not the user's
+    schemas  begin and end what stands before the user's words where the chat has tools
+    """
+
+    opened: str = ""
+    ends: str = ""
+    tail: str = ""
+    result: str = ""
+    schemas: tuple[str, str] = "", ""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "Turns":
+        if not getattr(tokenizer, "chat_template", None):
+            return cls()
+        user, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
+        try:
+            head, tail = rendered(tokenizer, [user], "a user's turn").split(MARK)
+        except ValueError:
+            return cls()
+        try:
+            _, end, begin, _ = rendered(tokenizer, [user, answer, user], "a second turn").split(MARK)
+        except ValueError:  # it has one turn
+            opened, ends = head, tail
+        else:
+            # In tokens: "<s>[INST]" and "</s>[INST]" share letters of two different tokens.
+            both = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (head, begin))
+            opened = tokenizer.decode(common(*both, last=True), clean_up_tokenization_spaces=False)
+            ends = common(tail, end)
+        opened, ends, tail = (mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space
+        if not opened:
+            return cls(opened, ends, tail)
+        schemas = _before(tokenizer, opened, [[user]] * len(TOOLS))
+        for written in (dict, json.dumps):  # templates take a call's arguments as an object, or as text
+            result, _ = _before(tokenizer, opened, [[user, *_called(tool, written)] for tool in TOOLS])
+            if result.strip():
+                break
+        return cls(opened, ends, tail, result.strip(), schemas if schemas[0].strip() else ("", ""))
+
+    def last(self, text: str) -> tuple[str, str]:
+        """(the user's last turn, the text after it) of a prompt; of a prompt without one "" twice."""
+        turns = text.split(self.opened) if self.opened else ["", text]
+        results = (bool(self.result) and turn.lstrip().startswith(self.result) for turn in turns[:0:-1])
+        at = next((len(turns) - 1 - n for n, result in enumerate(results) if not result), 0)
+        if not at:
+            return "", ""
+        turn, _, rest = turns[at].partition(self.ends) if self.ends else (turns[at], "", "")
+        begin, end = self.schemas
+        if begin and turn.startswith(begin):
+            turn = turn.rpartition(end)[2]
+        return turn, self.opened.join([rest, *turns[at + 1 :]])
+
+
+def _called(tool: dict[str, Any], written: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """The messages of a call of a tool, and of its result."""
+    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's templates want ids of nine letters
+    call = dict(id=known, type="function", function=dict(name=name, arguments=written({name: name})))
+    return [
+        dict(role="assistant", content="", tool_calls=[call]),
+        dict(role="tool", name=name, tool_call_id=known, content=MARK),
+    ]
+
+
+def _before(tokenizer: Any, opened: str, chats: list[list[Any]]) -> tuple[str, str]:
+    """(the beginning, the end) that these chats, each with one of `TOOLS`, have in common of what stands before their
+    last content in its turn; "" where a template refuses one or does not write it into a user's turn."""
+    found = []
+    for chat, tool in zip(chats, TOOLS, strict=True):
+        try:
+            *_, before, _ = rendered(tokenizer, chat, "a tool", tools=[tool]).split(MARK)
+        except ValueError:
+            return "", ""
+        _, here, text = before.rpartition(opened)
+        if not here:
+            return "", ""
+        found.append(text)
+    a, b = found
+    return common(a, b), common(a, b, last=True)
+
+
+def common(a: Any, b: Any, last: bool = False) -> Any:
+    """The longest beginning, or end, of both texts or lists."""
+    if last:
+        return common(a[::-1], b[::-1])[::-1]
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]
