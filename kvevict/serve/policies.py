@@ -50,7 +50,7 @@ class Policies:
         self.built(self.options.unasked)
         self.reader()
 
-    def built(self, text: str | None, budget: int | float | str | None = None, kv: str | None = None) -> Policy:
+    def built(self, text: str | None, budget: int | float | str | None = None, kv: str | None = None) -> Any:
         """Build a policy by its text; None: that of a prompt with a known question."""
         options = self.options
         name, own = parse_policy(text or options.policy)

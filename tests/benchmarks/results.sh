@@ -44,13 +44,15 @@ opened() { # NAME MODEL BOOKS TEXTS SHARE SEED: the question anywhere, the answe
   echo "$name $((SECONDS - start)) s" >>"$out/seconds.txt"
 }
 
-presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake laq laq/paper chunkkv"
-presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
-presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
+paper=laq:n_d=32,window=32,draft_keys=true # LAQ as LookaheadKV ran it
+runs=edie:pool=none,select=chunk,per_head=true # ChunkKV's runs over EDIE's scores
+presets="oracle snapkv snapkv:window=8 adakv adakv:pool=avg pyramidkv cake laq $paper chunkkv chunkkv:n_reuse=2"
+presets+=" edie edie-exact edie+tada $runs paasvn vatp take take:append=false take+caote h2o h2o:recent=8 tova"
+presets+=" streaming knorm keydiff keydiff:unit=true random"
 all="$presets take+chunkkv take+edie take+edie:pool=max"
 all+=" snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
-chunks="take+edie take+edie:pool=max take take/no-delay take/no-probe take+chunkkv snapkv:rows=probe edie:rows=probe"
-chunks+=" edie+tada/chunked edie snapkv streaming oracle"
+chunks="take+edie take+edie:pool=max take take:warmup_layers=none take:append=false take+chunkkv snapkv:rows=probe edie:rows=probe"
+chunks+=" edie+tada:own=true edie snapkv streaming oracle"
 fidelity="take+edie take+edie:pool=max snapkv paasvn"
 without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the first four tokens
 
