@@ -54,8 +54,11 @@ def qwen():
     return made.eval()
 
 
-def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, response_template=None, **changes):
-    """A `kvevict.serve.server.Server`. folder: of its store; of: another model with the same tokenizer; changes: of its
+def server(
+    folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, tokenizer=None, response_template=None,
+    **changes,
+):  # fmt: skip
+    """A `kvevict.serve.server.Server`. folder: of its store; of: another model; tokenizer: another one; changes: of its
     options, the model's context and the slots that memory holds."""
     from kvevict.patch import patch
     from kvevict.serve.options import Options
@@ -67,7 +70,7 @@ def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None
     given = {name: changes.pop(name) for name in ("context", "most") if name in changes}
     options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never") | changes
     options = Options(**dict(share_budget=options["budget"]) | options)
-    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template, of = template, of or model()
     if response_template is not None:
         tokenizer.response_template = response_template

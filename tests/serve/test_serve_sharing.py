@@ -125,7 +125,7 @@ def test_a_plain_prompt_that_begins_as_another():
 def test_a_long_message_after_what_is_shared():
     """It is kept in full; a longer one is read by the policy with all that is before it."""
     system, longer = dict(role="system", content=TEXT + TEXT), FILLER * 15 + asks("Orshan")
-    for policy in ("take", "chunkkv+reuse"):
+    for policy in ("take", "chunkkv:n_reuse=2"):
         client, alone = automatic(policy=policy), Client(server(policy=policy))
 
         def asked(client, content):
