@@ -210,7 +210,7 @@ def test_layers_that_share_a_choice_must_hold_the_same_slots():
 
 TAKES, LAYERS = {"take", "take:append=false", "take+caote"}, {"tova", "chunkkv", "chunkkv:exact=false"}
 SHARED = {"take+chunkkv", "chunkkv:n_reuse=2", "streaming"}
-FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)  # the table of docs/usage.md
+FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)
 FOLLOW |= {"take+chunkkv": SHARED, "chunkkv:n_reuse=2": SHARED - {"take+chunkkv"}}
 
 
