@@ -10,10 +10,12 @@ import dataclasses
 import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from kvevict import known
 from kvevict.cli import COMMANDS
+from kvevict.engine.measure import quantities
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy, build
 from kvevict.policy.presets import PRESETS, describe
@@ -59,24 +61,38 @@ def policies_page() -> str:
     text = f"""{NOTE}
 # Policies
 
-`kvevict.patch(model, NAME, budget=512)` takes each of these names. A policy is a combination of the choices in
-[options.md](options.md), listed here; any option can be changed by keyword. [methods.md](methods.md)
-defines the methods, [results.md](results.md) compares them.
+For who looks for another policy than the README's four. `kvevict.patch(model, NAME, budget=512)` takes each of these
+names. A policy is a combination of the choices in [options.md](options.md); any option can be changed by keyword or in
+a text, `NAME:OPTION=VALUE,...`, and `kvevict policies` lists each policy's. [methods.md](methods.md) defines the
+methods, [results.md](results.md) compares them.
 
-**To choose:** For a prompt that asks a question: `take+edie`, the default of `patch` and of the commands, in chunks or
-in one pass. For a text that the model continues: `paasvn`, read in one pass. For a text that is asked about later:
-`read-twice` or, at 1/4 of the slots and more, `read-once`; compare with `kvevict eval --mode agnostic`.
+**To choose:** For a known question: `take+edie`, the default of `patch` and of the commands, in chunks or in one pass.
+For later questions: `read-twice` or, at 1/4 of the slots and more, `read-once`; `gate` for a model with gates. For none
+(the model continues a text): `paasvn`, read in one pass. Compare with `kvevict eval --mode known` and `--mode later`.
 
+- **question**: `known`: the prompt ends with it, and its tokens decide what is kept; `later`: it is asked after the
+  text was read, so what is kept does not depend on it; `none`: the model continues the text.
 - **evicts**: after the prompt, or after every chunk of so many tokens; some policies also while decoding.
-- **choices** lists those that differ from the default: rows `window`, layers `uniform`, heads `equal`, select `token`.
 
-| policy | method | evicts | choices |
+| policy | question | method | evicts |
 |---|---|---|---|
 """
     for name in PRESETS:
         policy = build(name, budget=0.5)
-        text += f"| `{name}` | {cell(describe(name))} | {when(policy)} | {choices(policy)} |\n"
+        text += f"| `{name}` | {question(policy)} | {cell(describe(name))} | {when(policy)} |\n"
     return text
+
+
+ENDS = ("window", "probe", "given", "drafted", "lookahead")  # rows that are the prompt's last or follow it
+CONTINUING = ("streaming", "h2o", "vatp", "tova", "random", "tri", "rkv")  # scores for text that goes on
+
+
+def question(policy) -> str:
+    """What a policy assumes of the question: known, later or none."""
+    rows, score = (PARTS[kind][0].name_of(type(getattr(policy, kind))) for kind in ("rows", "score"))
+    if score == "paasvn":
+        return "known, none"
+    return "none" if score in CONTINUING else "known" if rows in ENDS else "later"
 
 
 def when(policy) -> str:
@@ -86,24 +102,6 @@ def when(policy) -> str:
     return f"{reading}, each " + ("decoded token" if policy.interval == 1 else f"{policy.interval} decoded tokens")
 
 
-def choices(policy) -> str:
-    """The parts of a policy that differ from the default, with the options that do."""
-    usual, made = dict(rows="window", refine="none", layers="uniform", heads="equal", select="token"), []
-    for kind, (registry, _) in PARTS.items():
-        part = getattr(policy, kind)
-        name, options = registry.name_of(type(part)), changed(part)
-        if options or usual.get(kind) != name:
-            made.append(f"{kind} `{name}`" + (f" ({options})" if options else ""))
-    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None, "tsp_len": 2048, "keep_prompt": False}
-    return "; ".join(made + [f"`{k}={getattr(policy, k)!r}`" for k, v in own.items() if getattr(policy, k) != v])
-
-
-def changed(part) -> str:
-    """Options of a part that differ from the defaults."""
-    fields = [f for f in dataclasses.fields(part) if f.init and getattr(part, f.name) != f.default]
-    return ", ".join(f"`{f.name}={getattr(part, f.name)!r}`" for f in fields)
-
-
 # -- options.md -------------------------------------------------------------------------------------------------------
 
 
@@ -111,9 +109,9 @@ def options_page() -> str:
     text = f"""{NOTE}
 # Options
 
-`kvevict.patch(model, "snapkv", budget=512, window=16, heads="ada", f=0.1)`: every option is a keyword, whichever part
-of the policy it belongs to. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`. Options that exclude each
-other are refused with the reason.
+For who changes a policy. `kvevict.patch(model, "snapkv", budget=512, window=16, heads="ada", f=0.1)`: every option is a
+keyword, whichever part of the policy it belongs to. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`.
+Options that exclude each other are refused with the reason.
 
 {described(Policy, "Policy")}
 """
@@ -147,7 +145,6 @@ SHARED = {
     "kernel": 'slots that pooling looks at, an odd number; or "digits": as many as hold 31 digits',
     "pool": 'the largest of them ("max"), their mean ("avg"), or "none"',
     "reduce": 'over the observing rows: "sum", "mean" or "max"',
-    "group": 'over the query heads of a kv head: "mean", "sum" or "max"',
     "sink": "first slots that are always kept",
     "recent": "last slots that are always kept; None: half the budget",
     "seed": "of the hash",
@@ -185,11 +182,11 @@ def commands_page() -> str:
     text = f"""{NOTE}
 # Commands
 
-`kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table; where standard output is not a terminal one line
-of JSON follows, and with `--json` nothing else is printed. Arguments, files and folders are checked before a model is
-loaded. Policies are written `NAME` or `NAME:OPTION=VALUE,...`, for instance `take:ema_alpha=0.32,probe=64`: names are
-in [policies.md](policies.md), options in [options.md](options.md). Exit code 2 means a mistake in the arguments, 130
-that Ctrl-C stopped the command.
+For who uses kvevict from a shell: `kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table; where
+standard output is not a terminal one line of JSON follows, and with `--json` nothing else is printed. Arguments, files
+and folders are checked before a model is loaded. Policies are written `NAME` or `NAME:OPTION=VALUE,...`, for instance
+`take:ema_alpha=0.32,probe=64`: names are in [policies.md](policies.md), options in [options.md](options.md). Exit code
+2 means a mistake in the arguments, 130 that Ctrl-C stopped the command.
 """
     for name in sorted(COMMANDS):
         text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])}\n\n| argument | |\n|---|---|\n"
@@ -216,34 +213,99 @@ def cell(text: str) -> str:
 
 # -- models.md --------------------------------------------------------------------------------------------------------
 
-MEANING = {
-    known.EQUAL: "Equal to the unpatched model with every policy",
-    known.LIMITED: "Equal, except as the last column says",
-    known.REFUSED: "Refused, with the reason",
-    known.UNTRIED: "Not compared: no tiny model that reads ids can be made of it",
+REASONS = {  # a word of the reason: what it means
+    "no text decoder": "no text decoder of layers: encoders, and models of another kind",
+    "attention interface": "attention is not computed by Transformers' attention interface",
+    "cannot be evicted from": "a cache of its own kind",
+    "uses cache of its own": "a cache of its own kind",
+    "caches for": "a cache of its own kind",
+    "changed keys or values": "attention changes keys or values after they were stored",
+    "no layer has full attention": "no layer has full attention: nothing grows with the prompt",
+    "in two calls differs": "a prompt in two calls gives another output than in one, unpatched too",
+    "ALiBi": "ALiBi: attention depends on the distance between slots",
+    "encoder-decoder": "an encoder-decoder",
+    "bidirectional": "attention is bidirectional",
+    "pictures": "layers that attend to pictures",
 }
 
 
+VERDICTS, SINCE = (known.EQUAL, known.LIMITED, known.REFUSED, known.UNTRIED), "5.23"
+
+
 def models_page() -> str:
-    text = f"""{NOTE}
+    """Types by what they do under kvevict; `kvevict models NAME` prints the error of one."""
+    some = {verdict: [each for each in known.table() if each.verdict == verdict] for verdict in VERDICTS}
+    counts = {verdict: len(types) for verdict, types in some.items()}
+    return f"""{NOTE}
 # Model types
+
+For who wants to know if a model can be patched. `kvevict models NAME` prints the same of one type, with the error of a
+refused one. A type that is not listed, remote code, and a type under an older Transformers than here are compared with
+the unpatched model on a few tokens when they are patched, and refused if they differ.
 
 `tests/hf/test_types.py` makes a tiny random model of every type in Transformers from its config alone. It runs each in
 chunks, with appended rows, left padding and beams, at tight budgets and under several policies, and compares it with
-the unpatched model. The number after a type is the oldest version of Transformers with equal outputs.
+the unpatched model. Outputs are equal with Transformers {SINCE} and newer, or since the version after the type.
 
-With an older Transformers, remote code or a type that is not listed, a model is compared on a few tokens when it is
-patched, and refused if it differs. `kvevict models` prints this list.
+## Equal to the unpatched model with every policy: {counts[known.EQUAL]}
+
+{filled(labels(some[known.EQUAL]))}
+
+## Equal, but some policies need an option or are refused: {counts[known.LIMITED]}
+
+{limits(some[known.LIMITED])}
+
+## Refused: {counts[known.REFUSED]}
+
+{refusals(some[known.REFUSED])}
+
+## Not compared: {counts[known.UNTRIED]}
+
+{filled(f"No tiny model that reads text alone can be made of them: {labels(some[known.UNTRIED])}")}
 """
-    for verdict, meaning in MEANING.items():
-        some = [each for each in known.table() if each.verdict == verdict]
-        text += f"\n## {meaning}: {len(some)}\n\n"
-        if verdict == known.EQUAL:
-            text += ",\n".join(f"`{each.label}` {each.since}" for each in some) + "\n"
-            continue
-        text += "| type | |\n|---|---|\n"
-        text += "".join(f"| `{each.label}` {each.since}".rstrip() + f" | {cell(each.note)} |\n" for each in some)
-    return text
+
+
+def labels(types) -> str:
+    return ", ".join(f"`{each.label}`" + (f" {each.since}" if each.since not in ("", SINCE) else "") for each in types)
+
+
+def filled(text: str) -> str:
+    """A paragraph, or an item of a list, in lines of 120 columns."""
+    indent = "  " * text.startswith("- ")
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def limits(types) -> str:
+    """The policies that a type's limits concern, and the types."""
+    policies = {name: build(name, budget=0.5) for name in PRESETS}
+    probes = [name for name, policy in policies.items() if policy.rows.rotates]
+    keys = [name for name, policy in policies.items() if quantities.rotates(policy, False)]
+    residual = [name for name, policy in policies.items() if policy.layers.residual == "attention"]
+    told = {
+        "no rotation": f"{quoted(probes)} need `ema_alpha=0.0`, and {quoted(keys)} are refused",
+        "residual stream": f'{quoted(residual)} needs `cd="layer"` or `cd="off"`',
+        "output embeddings": "policies that draft tokens need the causal language model, not its decoder",
+    }
+    groups = {meaning: [each for each in types if word in each.note] for word, meaning in told.items()}
+    assert {each for group in groups.values() for each in group} == set(types)
+    return grouped(groups)
+
+
+def quoted(names) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def refusals(types) -> str:
+    """Types by the meaning of their reasons."""
+    groups: dict = {}
+    for each in types:
+        meaning = next(meaning for word, meaning in REASONS.items() if word in each.note)
+        groups.setdefault(meaning, []).append(each)
+    return grouped(groups)
+
+
+def grouped(groups) -> str:
+    return "\n".join(filled(f"- **{meaning}:** {labels(types)}") for meaning, types in groups.items())
 
 
 # -- serve.md ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Prompts split over processes, in batches with left padding.
 
+pip install '.[train]'
 python examples/batch_eval.py
 accelerate launch --num_processes 2 examples/batch_eval.py
 """

@@ -1,6 +1,9 @@
-"""A chat over many turns in a cache that stays near its budget.
+"""A chat that asks about what was said long before. It is sent again each turn, or its cache is carried.
 
-python examples/chat.py [MODEL]
+python examples/chat.py [MODEL] [--carry]
+
+Sent again, the slots are chosen for each question out of all that was said. With --carry only new tokens are read, and
+what no question before asked about may be gone: for turns that follow from each other, or a budget that holds it all.
 """
 
 import sys
@@ -10,22 +13,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvevict
 
-folder = sys.argv[1] if len(sys.argv) > 1 else kvevict.small_llama()  # a folder or a name on the hub
+folder = ([word for word in sys.argv[1:] if word != "--carry"] or [kvevict.small_llama()])[0]
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = kvevict.patch(AutoModelForCausalLM.from_pretrained(folder), "snapkv", budget=96, decode=True)
+model = AutoModelForCausalLM.from_pretrained(folder)
+if not tokenizer.chat_template:  # the bundled model: its own form of questions and answers
+    turn = "'Question: ' + turn.content + '\nAnswer:' if turn.role == 'user' else turn.content"
+    tokenizer.chat_template = f"{{% for turn in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
+kvevict.patch(model, budget=256, tokenizer=tokenizer)
 
-turns = ["The code of Naislet is 364735. The baker counted the boats in the harbour. " * 3]
-turns += [f"Question: What is the code of {name}?\nAnswer:" for name in ("Naislet", "Breamuth", "Naislet", "Stithel")]
-cache = DynamicCache(config=model.config)
-for turn in turns:
-    text = "\n\n" + turn
-    if tokenizer.chat_template:  # of the turn alone: the cache has the turns before
-        said = [{"role": "user", "content": turn}]
-        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    new = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    mask = torch.ones(1, cache.get_seq_length() + new.shape[1], dtype=torch.long)  # all seen tokens, and the new ones
-    output = model.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=24, do_sample=False)
-    answer = tokenizer.decode(output[0, new.shape[1] :], skip_special_tokens=True).split("\n\n")[0]
-    kept = max(layer.longest() for layer in cache.layers)
-    print(f"{cache.get_seq_length():4} tokens seen, {kept:3} slots at most | {' '.join(answer.split())[:60]}")
-    assert kept <= 96 + 15, "it evicts every 16 tokens: the budget and 15 more"
+filler = "The baker counted the boats in the harbour and went home before it rained. " * 20
+codes = {"Naislet": 364735, "Breamuth": 906112, "Quorrin": 558240}
+text = "".join(f"{filler}The code of {name} is {code}. " for name, code in codes.items()) + filler + "\n\n"
+chat, cache, output = [], DynamicCache(config=model.config), torch.empty(1, 0, dtype=torch.long)
+for name in ("Quorrin", "Breamuth", "Naislet"):
+    chat.append({"role": "user", "content": f"{'' if chat else text}What is the code of {name}?"})
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids, seen = prompt.input_ids, cache.get_seq_length()
+    assert torch.equal(ids[:, :seen], output[:, :seen]), "the template changes earlier turns: send all again"
+    known = dict(past_key_values=cache) if "--carry" in sys.argv else {}
+    output = model.generate(**prompt, **known, max_new_tokens=32, stop_strings="\n\n", tokenizer=tokenizer)
+    said = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    chat.append({"role": "assistant", "content": said})
+    kept, verdict = kvevict.report(model)["kept"][0][0][0], "right" if str(codes[name]) in said else "wrong"
+    print(f"{ids.shape[1] - seen} tokens read, {kept} slots: {said.strip()} ({verdict})")

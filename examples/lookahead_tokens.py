@@ -1,5 +1,6 @@
 """Trains lookahead tokens on a few pairs and uses them. It takes 3 steps; `train_lookahead.py` trains a useful adapter.
 
+pip install '.[train]'
 python examples/lookahead_tokens.py
 """
 

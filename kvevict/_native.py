@@ -65,8 +65,8 @@ def places(op: str, parameters: Collection[str]) -> list[str]:
 
 
 def function(op: str, parameters: str = "") -> Callable:
-    """The op as a Python function with these parameters; without, with its arguments in their order. Written out as
-    source, so that a call costs nothing beside torch's own."""
+    """Make a Python function that calls the op, with these parameters; without, with the op's arguments in their order.
+    It is compiled from source text, so that a call costs nothing beside torch's own."""
     parameters = parameters or ", ".join(arg.name for arg in arguments(op))
     names: dict = dict(call=getattr(torch.ops.kvevict, op).default, explained=explained, note_written=note_written)
     values, written = [], []
@@ -90,8 +90,8 @@ def {op}({parameters}):
 
 
 def op(stub: Function) -> Function:
-    """A function with the signature of `stub` that calls the op of that name. To its documentation the shapes are
-    added."""
+    """Make a function with the signature of `stub` that calls the op of that name. Its documentation also has the
+    shapes."""
     code = stub.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     options = names[code.co_argcount :]
@@ -154,14 +154,14 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
 
 
 def note_written(*tensors: torch.Tensor) -> None:
-    """Lets autograd refuse tensors that an op has overwritten. Costs a microsecond; none where nothing is recorded."""
+    """Let autograd refuse tensors that an op has overwritten. Costs a microsecond; none where nothing is recorded."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
 
 def fake(op: str) -> Callable:
-    """A function that makes the results' shapes from the arguments' shapes, for torch.compile and fake tensors. It also
-    runs for real tensors if one of them is on meta."""
+    """Make a function from the arguments' shapes to empty results, for torch.compile and fake tensors. It also runs for
+    real tensors if one of them is on meta."""
 
     def results(*values):
         given = list(zip(arguments(op), values))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import families
+from . import cautions, families
 from .compat import CACHE, cache_of
 from .engine.hook.installed import patch_of, using
 from .engine.measure import gates
@@ -35,11 +35,13 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
 
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them; None: the policy that the model is patched with. For an unpatched
-                      model: "gate" if its folder has gates or gates were named for it before, else "read-twice" in
-                      chunks short enough to be repeated within the model's positions
+    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the one that
+                      the model is patched with, unless it needs the question (take+edie, snapkv, ...); else "gate" if
+                      the model's folder has gates or gates were named for it before, or "read-twice" in chunks short
+                      enough to be repeated within the model's positions, with a patched model's budget and kv
 
-    The model is left as it was. Raises ValueError for an empty text, a missing budget or a model in training mode.
+    The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
+    missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
@@ -52,8 +54,11 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     head, _, _ = frame(tokenizer, "")
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
+    _check_room(model, ids.shape[1], "the text")
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
-        return cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
+        cache = cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
+    cautions.of_text(cache.meter, cache.policy.budget, 3)
+    return cache
 
 
 def answer(
@@ -100,8 +105,9 @@ def answer(
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
     _check(model)
+    ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
+    _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
     with evicting(model, KEEPS):
-        ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
         answers = [""] * len(ids)
         for batch in together(model, context, list(map(len, ids)), batch_size):
             texts = _ask(model, tokenizer, context, [ids[at] for at in batch], max_new_tokens, one_line, sampling)
@@ -123,8 +129,7 @@ class Pipeline:
 
     def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:
         self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
-        if policy is not None or patch_of(find_decoder(model)) is None:
-            build(unasked(find_decoder(model)) if policy is None else policy, **options)
+        _built(find_decoder(model), policy, options)
 
     def __call__(
         self, context: str | EvictionCache, question: str | None = None, *, questions: Iterable[str] | None = None,
@@ -146,29 +151,38 @@ class Pipeline:
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
-def _patched(model, tokenizer, policy, options, tokens):
-    """Inside, the model is patched with this policy, or with the policy it has and these options."""
-    decoder = find_decoder(model)
+def _built(decoder, policy, options, tokens: int = 0) -> Policy:
+    """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
+    come later, or the default for these."""
     own = patch_of(decoder)
-    if policy is None and own is not None:
-        if not options:
-            return using(base_model(model), decoder, own)
+    if policy is None and own is not None and own.policy.rows.needs_question:
+        options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
+    elif policy is None and own is not None:
         policy = own.policy
-    chosen = build(unasked(decoder) if policy is None else policy, **options)
-    if policy is None and "chunk_size" not in options:
-        chosen = within_positions(chosen, decoder.config, tokens)
+    if policy is not None:
+        return build(policy, **options)
+    chosen = build(unasked(decoder), **options)
+    return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
+
+
+def _patched(model, tokenizer, policy, options, tokens):
+    """Inside, the model is patched with the policy that reads."""
+    decoder = find_decoder(model)
+    own, chosen = patch_of(decoder), _built(decoder, policy, options, tokens)
+    if policy is None and own is not None and chosen == own.policy:
+        return using(base_model(model), decoder, own)
     return evicting(model, told(chosen, tokenizer), tokenizer=False)
 
 
 def room_of(policy: Policy) -> int:
-    """Positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
+    """Number of positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
     return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
 
 
 def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     """The policy, with chunks (or parts of a prompt that was read before) short enough that their repetition fits the
     model's positions. Unchanged if that needs chunks under `SHORTEST` tokens."""
-    context = getattr(config, "max_position_embeddings", None)
+    context: Any = families.context_of(config)
     if not policy.rows.repeats or context is None:
         return policy
     room = context - tokens - room_of(policy) + SHORTEST
@@ -180,6 +194,15 @@ def _check(model) -> None:
     """Raise an error unless this is a model in evaluation mode."""
     if find_decoder(model).training:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
+
+
+def _check_room(model, tokens: int, what: str) -> None:
+    """Raise ValueError unless the model's context holds so many tokens and an answer's first one."""
+    context = families.context_of(find_decoder(model).config)
+    if context is not None and tokens >= context:
+        raise ValueError(
+            f"{what}: {tokens} tokens, and the model's context is {context}, with the answer: give a shorter one"
+        )
 
 
 def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
@@ -203,7 +226,7 @@ def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) ->
 
 
 def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
-    """A fork of a cache of one row, with so many."""
+    """Fork a cache of one row, with `rows` copies of that row."""
     fork = cache.fork()
     if rows > 1:
         fork.batch_select_indices(torch.zeros(rows, dtype=torch.long))
@@ -212,8 +235,8 @@ def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
 
 @torch.no_grad()
 def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
-    """Logits [B, keep, vocabulary] of the last tokens of texts, given as ids: one after each row of a cache, to which
-    they are appended. keep 0: of all tokens, shorter texts padded at the left."""
+    """Append a text, given as ids, to each row of a cache. Returns logits [B, keep, vocabulary] of the texts' last
+    tokens; keep 0: of all tokens, shorter texts padded at the left."""
     longest, here = max(map(len, texts)), device_of(model)
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
     known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)

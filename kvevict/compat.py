@@ -1,5 +1,5 @@
 """Every branch on the Transformers version, and every method of Transformers with an underscore that we stand in for.
-Free of Transformers until a function of it runs, so that counts need it not."""
+Only functions import Transformers here: `kvevict plan` does without it."""
 
 import functools
 import inspect

@@ -178,11 +178,6 @@ def head_dim(module: Any, config: Any) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def value_dim(module: Any, config: Any) -> int:
-    """Width of a value."""
-    return getattr(module, "v_head_dim", None) or head_dim(module, config)
-
-
 def widths(module: Any, config: Any) -> tuple[int, int]:
     """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
     read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
@@ -265,23 +260,24 @@ def output_of(module: torch.nn.Module) -> Any:
     return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
 
 
-def output_weight(module: torch.nn.Module, split: bool = False) -> torch.Tensor:
+def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = False) -> torch.Tensor:
     """W_O of an attention module, [E, H * Dv]: the weight of its output projection, without the bias.
 
     split   True: of this rank's heads only (tensor parallel)
 
-    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are measured by projecting unit vectors.
+    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are measured by projecting unit vectors of
+    this dtype.
     """
+    from transformers.pytorch_utils import Conv1D
+
     linear = output_of(module)
-    if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
+    if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
+        weight = weight.T if type(linear) is Conv1D else weight
         if hasattr(weight, "to_local"):  # a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
-    unit = torch.eye(
-        getattr(linear, "in_features", 0) or len(linear.weight), dtype=like.dtype, device=device_of(linear)
-    )
+    unit = torch.eye(getattr(linear, "in_features", 0) or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
@@ -347,6 +343,18 @@ def axes(decoder: torch.nn.Module) -> int:
 def counts_tokens(decoder: Any) -> bool:
     """Whether the decoder, called without positions, counts a row's tokens without its padding."""
     return decoder.config.model_type == "opt"
+
+
+def context_of(config: Any) -> int | None:
+    """The most tokens that a decoder's configuration speaks of, as its rotary embedding stretches them; None: it names
+    none. A scaled one may say only how long the texts of its first training were."""
+    most = _get(config, "max_position_embeddings")
+    if most is None:
+        return None
+    ropes = _get(config, "rope_parameters") or {}
+    found = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
+    stretched = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
+    return int(max(most, *stretched))
 
 
 def rope_depends_on_length(decoder: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, replace: bool = True) -> Iterator[str]:
-    """Yields the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
+    """Yield the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
     there. replace: False raises FileExistsError where there is one already.
 
     The temporary file is in a private folder beside the old one, so that processes that write the same path do not
@@ -41,7 +41,7 @@ def replacing(path: str | os.PathLike, replace: bool = True) -> Iterator[str]:
 
 
 def _place(temporary, path) -> None:
-    """Give a file its name, of which only one process succeeds where the file system has hard links."""
+    """Give a file its name. Where the file system has hard links, only one process succeeds."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -53,16 +53,15 @@ def _place(temporary, path) -> None:
 
 
 def write(path: str | os.PathLike, data: str | bytes, mode: int = 0o666, replace: bool = True) -> None:
-    """A whole new file, of bytes or of text in UTF-8, or after an error the old one; see `replacing`. mode: as of
-    `os.open`."""
+    """Write bytes, or text in UTF-8, to a file, whole or not at all (`replacing`). mode: as `os.open` takes it."""
     with replacing(path, replace) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
-    """Yields a name of a file for as long as it is read: another process, or machine, may remove `path` meanwhile. That
-    takes hard links; without them it yields `path`. Raises FileNotFoundError if `path` does not exist."""
+    """Yield a name under which a file stays while it is read, even if another process or machine removes `path`. That
+    takes hard links; without them this yields `path`. Raises FileNotFoundError if `path` does not exist."""
     folder, name = os.path.split(path)
     with contextlib.ExitStack() as stack:
         try:

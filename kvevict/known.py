@@ -17,7 +17,7 @@ class Type(NamedTuple):
     decoder   model_type of its text decoder's config
     verdict   "equal": equal to the unpatched model with every policy; "limited": so, with the exceptions in `note`;
               "refused": with the reason `note`; "untried": Transformers makes no tiny model of it that reads ids
-    since     of the equal and limited, the oldest version of Transformers that was tried, and all tried later; "5.23"
+    since     oldest version of Transformers with which, as with all later ones tried, it was equal or limited: "5.23"
     """
 
     name: str

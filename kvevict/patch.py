@@ -213,7 +213,7 @@ def evicting(model: Any, policy: str | Policy = DEFAULT, **options: Any) -> Iter
 
 def _warn_of_learned_tokens(model, made, stacklevel) -> None:
     learned, policy = _learned_tokens(model), made.policy
-    most = getattr(find_decoder(model).config, "max_position_embeddings", None)
+    most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
         warnings.warn(

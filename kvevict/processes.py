@@ -1,5 +1,5 @@
-"""Processes that share work: `accelerate launch -m kvevict eval` or `train --kind gates`, torchrun. The first one has
-the results; the others' come to it, so machines need no common disk. A launcher says so in the environment."""
+"""Processes that share work: `accelerate launch -m kvevict eval` or `train --kind gates`, torchrun. The first one
+collects all results, so machines need no common disk. Launchers put a process's number into its environment."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class Processes:
-    """All processes of this launch, of which this is number `rank` of `size`; one that no launcher started is alone.
-    They `join` before anything else, and call each method in the same order."""
+    """All processes of this launch: this one is number `rank` of `size`. A process that no launcher started is alone.
+    All processes `join` before anything else, and call the methods in the same order."""
 
     def __init__(self):
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.group = None  # torch's default one
 
     def join(self) -> Processes:
-        """Make torch's process group, where there is none and several processes are; returns self. The group stays:
-        the next one of this launch would find this one's addresses where all processes write theirs."""
+        """Make torch's process group, if there are several processes and no group yet; returns self. The group stays: a
+        later group of the same launch would find this one's addresses in the launcher's store."""
         from torch import distributed
 
         day = timedelta(days=1)  # the slowest one's share of the work is waited for
@@ -54,8 +54,8 @@ class Processes:
         return total.to(x.device)
 
     def lines(self, cases: Sequence[Any], measure: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """Yield every line that measure(case), a generator, has of every case, as soon as it is known; where there are
-        several processes, each measures every so many of the cases, and the first yields all lines."""
+        """Yield the lines of the generator measure(case) for every case, each line as soon as it is known. Several
+        processes take cases in turn, and the first of them yields all lines."""
         from torch import distributed
 
         for start in range(0, len(cases), self.size):

@@ -5,7 +5,6 @@ import contextlib
 import math
 import numbers
 import re
-import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .cautions import once
 from .context import within
 from .engine.hook.arguments import Arguments
 from .policy.policy import Policy
@@ -269,22 +269,18 @@ def start_of(tokenizer: Any, ids: list[int], mark: str, opened: str = "") -> int
     return first
 
 
-_warned: set = set()  # budgets that were too small for a request
-
-
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
     """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
     seen so many tokens."""
     budget = policy.slots(seen)
-    if 2 * needed <= budget or seen <= budget or policy.budget in _warned:
+    if 2 * needed <= budget or seen <= budget:
         return
-    _warned.add(policy.budget)
     share = math.ceil(200 * needed / seen) / 100
-    warnings.warn(
+    once(
+        ("request", policy.budget),
         f"the prompt's question and the text around it take {needed} tokens, more than half of the {budget} slots that "
         f"each head keeps, so that some of their words are evicted: give budget={2 * needed}"
         + (f", or budget={share}" if share < 1 else ""),
-        stacklevel=2,
     )
 
 

@@ -24,7 +24,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     full_cache_bytes   KV bytes of all tokens seen, as they are computed
     bits               [layer] bits of a number of stored keys and values; None for layers that do not evict
     wider_keys         layers that keep more bits for keys than the policy's kv: the expected error of a logit was above
-                       0.05, or the cache was filled under another kv
+                       1, or the cache was filled under another kv
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     overhead_bytes     bytes of all else: free room, positions, carried scores

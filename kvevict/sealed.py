@@ -50,7 +50,7 @@ def _checksum(data, before):
 
 
 def write(path: str | os.PathLike, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file of tensors and texts, whole or not at all. Raises OSError where it cannot be written."""
+    """Write tensors and texts to a safetensors file, whole or not at all. Raises OSError where that is impossible."""
     with replacing(path) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata | {NAME: EMPTY})
@@ -73,8 +73,8 @@ def texts(path: str | os.PathLike) -> dict[str, str]:
 
 
 def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, torch.Tensor]:
-    """The tensors of a file of `write`, copied out of it. Raises ValueError where its checksum is another one; verify:
-    False does not look."""
+    """The tensors of a file of `write`, copied out of it. Raises ValueError if the file does not match its checksum;
+    verify=False does not check that."""
     if verify:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if not is_whole(data):
@@ -89,8 +89,8 @@ def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, torch.Ten
 def write_pair(
     weights: str | os.PathLike, config: str | os.PathLike, tensors: dict[str, torch.Tensor], facts: dict[str, Any]
 ) -> None:
-    """Tensors to the file `weights` and facts to the JSON file `config`, with a checksum of both: each file whole or
-    not at all. Raises OSError where they cannot be written."""
+    """Write tensors to the file `weights`, and facts with a checksum of both to the JSON file `config`: each file whole
+    or not at all. Raises OSError where that is impossible."""
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
     said = bytearray(json.dumps({**facts, NAME: EMPTY}, indent=2) + "\n", "utf-8")
     seal(said, zlib.crc32(data))

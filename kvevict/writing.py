@@ -39,8 +39,7 @@ class Sampling:
         count("sampling_seed", self.seed, 0)
 
     def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], int]:
-        """A function from logits [vocabulary] to the next token of the answer to a question's ids. Its noise is of the
-        seed and the question."""
+        """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine its noise."""
         temperature = self.temperature
         if temperature is None:
             return lambda row: int(row.argmax())
@@ -50,7 +49,7 @@ class Sampling:
 
 
 def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> int:
-    """A token drawn of logits [vocabulary] by Gumbel noise of a generator on the CPU; of equal logits, the same one."""
+    """Draw a token by logits [vocabulary] with Gumbel noise of a generator on the CPU, so on all devices alike."""
     row = row.float().cpu() / temperature
     if top_p < 1:
         chances, order = row.softmax(0).sort(descending=True)

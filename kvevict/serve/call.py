@@ -3,6 +3,7 @@ generates."""
 
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +59,7 @@ class Call:
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
     keys: list = field(default_factory=list)  # of its stored beginnings
     parser: Any = lambda: None  # makes a parser of an answer to them
+    identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     prompt_tokens: int = 0

@@ -6,24 +6,15 @@ import re
 from typing import Any
 
 from .errors import Refused
-from .fields import NAMES
+from .fields import FLAG, NAMES, is_number, is_whole, number, whole
 from .messages import ITEMS
-from .options import SHARES
 
-NUMBERS = {  # name: least, most
-    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2),
-}  # fmt: skip
-LEAST = {  # of whole numbers
-    "max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "top_k": 0, "n": 1, "top_logprobs": 0,
-}  # fmt: skip
-MOST = {"n": 16, "top_logprobs": 20}
-SEED = 1 << 63
 PROMPTS = 128  # of a completion, at most
 DEEPEST = 100  # lists and objects in each other, in a field
-SAMPLING = {"temperature": (0.01, 2), "top_p": (0.01, 1), "min_p": (0, 1), "repetition_penalty": (0.1, 10)}
-COUNTS = {"max_new_tokens": 1, "top_k": 0}  # of a generation_config, too
-FLAGS = "stream", "store", "parallel_tool_calls"
-OURS = ("policy", "budget", "question", "text", "share")
+SAMPLING = {  # of a generation_config
+    "temperature": number(0.01, 2), "top_p": number(0.01, 1), "min_p": number(0, 1), "max_new_tokens": whole(1),
+    "repetition_penalty": number(0.1, 10), "top_k": whole(0), "do_sample": FLAG,
+}  # fmt: skip
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 CHOSEN = "auto", "none", "required"  # of tool_choice
 FORMATS = "text", "json_object", "json_schema"
@@ -92,26 +83,12 @@ def _finite(number) -> bool:
 def generation(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
     """Raise Refused for a body that no answer can be given to; vocabulary: ids that the model knows; template: of
     chats."""
-    for name in FLAGS:
-        _must(isinstance(body.get(name, False), bool), f"{name} must be true or false")
-    for name, (least, most) in NUMBERS.items():
-        _must(name not in body or _number(body[name], least, most), f"{name} must be a number from {least} to {most}")
-    _must(body.get("top_p", 1) != 0, "top_p must be above 0")
-    for name, least in LEAST.items():
-        _must(_counts(body.get(name, least), least, MOST.get(name)), _counted(name, least))
-    fits = _whole(body.get("seed", 0)) and abs(body.get("seed", 0)) < SEED
-    _must(fits, "seed must be a whole number below 2**63")
-    _must(isinstance(body.get("model", ""), str), "model must be a name")
-    stop = stops(body)
-    fits = len(stop) <= 4 and all(isinstance(each, str) and 0 < len(each) <= 200 for each in stop)
-    _must(fits, "stop must be a text of at most 200 letters, or up to four of them")
     _bias(body.get("logit_bias", {}), vocabulary)
     options = body.get("stream_options", {})
     _must(not options or body.get("stream"), "stream_options are of a stream: give stream as well")
-    _must(all(isinstance(each, bool) for each in options.values()), "stream_options must be true or false")
     prompt = body.get("prompt", [])
     for ids in (prompt, *(prompt if isinstance(prompt, list) else ())):
-        known = not isinstance(ids, list) or all(0 <= each < vocabulary for each in ids if _whole(each))
+        known = not isinstance(ids, list) or all(0 <= each < vocabulary for each in ids if is_whole(each))
         _must(known, "prompt has ids that the model does not know")
     _template(body, template)
     _tools(body)
@@ -123,14 +100,10 @@ def _template(body: dict, template: str | None) -> None:
     kwargs = body.get("chat_template_kwargs", {})
     fits = isinstance(kwargs, dict) and all(isinstance(value, (bool, str)) for value in kwargs.values())
     _must(fits and all(map(TEMPLATE.fullmatch, kwargs)), "chat_template_kwargs may hold enable_thinking and the like")
-    reasoning = body.get("reasoning", {})
-    efforts = {"reasoning_effort": body.get("reasoning_effort"), "reasoning.effort": reasoning.get("effort")}
-    for name, effort in efforts.items():
-        _must(effort is None or isinstance(effort, str), f"{name} must be a text")
-        _must(
-            effort is None or "reasoning_effort" in str(template),
-            f"{name} is not supported: the model's chat template does not have it",
-        )
+    efforts = body.get("reasoning_effort"), body.get("reasoning", {}).get("effort")
+    for name, effort in zip(("reasoning_effort", "reasoning.effort"), efforts, strict=True):
+        had = effort is None or "reasoning_effort" in str(template)
+        _must(had, f"{name} is not supported: the model's chat template does not have it")
 
 
 def _tools(body: dict) -> None:
@@ -174,25 +147,22 @@ def stops(body: dict[str, Any]) -> tuple:
 
 def chat(body: dict[str, Any]) -> None:
     _messages("messages", body.get("messages"), ("text",))
-    _must(isinstance(body.get("logprobs", False), bool), "logprobs must be true or false")
     _must(body.get("logprobs") or not body.get("top_logprobs"), "top_logprobs needs logprobs")
 
 
 def completion(body: dict[str, Any]) -> None:
     """Its prompt becomes a list of prompts."""
     prompt = body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt and not _whole(prompt[0]) else [prompt]
+    prompts = prompt if isinstance(prompt, list) and prompt and not is_whole(prompt[0]) else [prompt]
     body["prompt"] = prompts
     _must(len(prompts) <= PROMPTS, f"prompt must have at most {PROMPTS} prompts")
     for each in prompts:
-        ids = isinstance(each, list) and all(map(_whole, each))
+        ids = isinstance(each, list) and all(map(is_whole, each))
         _must(each and (ids or isinstance(each, str)), "prompt must be a text or its ids, or a list of such, not empty")
-    _must(_counts(body.get("logprobs", 0), 0, 5), "logprobs must be a whole number from 0 to 5")
 
 
 def response(body: dict[str, Any]) -> None:
     asked = body.get("input")
-    _must(isinstance(body.get("instructions", ""), str), "instructions must be a text")
     if not (isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked)):
         return _must(isinstance(asked, str) and asked, "input must be a text or a list of items, and not empty")
     if "role" not in asked[0] and asked[0].get("type") not in ITEMS:
@@ -214,33 +184,11 @@ def response(body: dict[str, Any]) -> None:
 def sampling(body: dict[str, Any]) -> dict[str, Any]:
     """How tokens are chosen by a Transformers' generation_config, JSON as `transformers chat` sends it."""
     text = body.get("generation_config", "{}")
-    _must(isinstance(text, str), "generation_config must be JSON in a text")
     said = parsed(text.encode("utf-8", "surrogatepass"))
-    fits = all(name not in said or _number(said[name], *ends) for name, ends in SAMPLING.items())
-    fits = fits and all(_counts(said.get(name, least), least, None) for name, least in COUNTS.items())
-    _must(fits and isinstance(said.get("do_sample", False), bool), "generation_config has numbers that cannot be")
-    return {name: said[name] for name in (*SAMPLING, *COUNTS, "do_sample") if name in said}
-
-
-def ours(body: dict[str, Any]) -> dict[str, Any]:
-    """The field `kvevict`. A question that is null differs from one that is not there."""
-    asked = body.pop("kvevict", {})
-    _must(isinstance(asked, dict) and set(asked) <= set(OURS), f"kvevict may hold {', '.join(OURS)}")
-    for name in ("policy", "text"):
-        _must(isinstance(asked.get(name, ""), str), f"kvevict.{name} must be a name")
-    question = asked.get("question")
-    _must(
-        question is None or (isinstance(question, str) and question.strip()), "kvevict.question must be a text or null"
-    )
-    share = asked.get("share")
-    _must(share is None or share in SHARES, f"kvevict.share must be {', '.join(SHARES)}")
-    budget = asked.get("budget")
-    fits = (_whole(budget) and 1 <= budget < 1 << 31) or (isinstance(budget, float) and 0 < budget < 1)
-    _must(
-        budget is None or fits or isinstance(budget, str),
-        "kvevict.budget must be a whole number of slots, a fraction between 0 and 1, or bytes such as '64MiB'",
-    )
-    return asked
+    found = {name: said[name] for name in SAMPLING if name in said}
+    fits = all(SAMPLING[name].fit(value) for name, value in found.items())
+    _must(fits, "generation_config has numbers that cannot be")
+    return found
 
 
 def _messages(name, messages, kinds) -> None:
@@ -282,28 +230,10 @@ def _arguments(name, arguments) -> None:
 
 def _bias(bias, vocabulary) -> None:
     fits = isinstance(bias, dict) and all(
-        re.fullmatch(r"0|[1-9][0-9]{0,8}", key) and int(key) < vocabulary and _number(value, -100, 100)
+        re.fullmatch(r"0|[1-9][0-9]{0,8}", key) and int(key) < vocabulary and is_number(value, -100, 100)
         for key, value in bias.items()
     )
     _must(fits, "logit_bias must give token ids numbers from -100 to 100")
-
-
-def _number(value, least, most) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-
-
-def _counts(value, least: int, most: int | None) -> bool:
-    return _whole(value) and least <= value <= (1 << 31 if most is None else most)
-
-
-def _counted(name: str, least: int) -> str:
-    return f"{name} must be a whole number of at least {least}" + (
-        f", and at most {MOST[name]}" if name in MOST else ""
-    )
-
-
-def _whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _must(holds, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -22,6 +24,8 @@ def refused(error: Exception) -> Refused:
     """The error that a client sees: the sentence of one that the request caused, nothing of any other."""
     if isinstance(error, Refused):
         return error
+    if isinstance(error, HTTPException):  # of a route that there is not, for example
+        return Refused(error.status_code, " ".join(str(error.detail).split()))
     if isinstance(error, TimeoutError):
         return Refused(504, "the request took longer than the server allows: ask for fewer tokens, or try again later")
     if isinstance(error, (ValueError, TypeError)):

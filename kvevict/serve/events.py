@@ -1,9 +1,9 @@
 """A response of /v1/responses: its items, and the events that a stream of them has."""
 
+import json
 import time
+from typing import Any
 
-from openai.types import responses as types
-from transformers.cli.serving.response import compute_usage
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from .call import Call
@@ -22,8 +22,7 @@ class Items:
         self._text = ""
 
     def begin(self) -> str:
-        created = self._event(types.ResponseCreatedEvent, "response.created", response=self._response("queued"))
-        return created + self._of_all(types.ResponseInProgressEvent)
+        return self._event("created", response=self._response("queued")) + self._of_all(self._response(self._status))
 
     def add(self, part: str | ToolCall) -> str:
         """A text, a `ReasoningText` or a `ToolCall`."""
@@ -39,46 +38,36 @@ class Items:
         opened = "" if self._kind or self.output else self._open(str)
         return opened + self._end(self._status)
 
-    def response(self, call: Call) -> types.Response:
+    def response(self, call: Call) -> dict[str, Any]:
         """The whole response, once it is closed."""
-        usage = compute_usage(call.prompt_tokens, call.new_tokens)
-        usage.input_tokens_details.cached_tokens = call.cached_tokens
+        read, wrote = call.prompt_tokens, call.new_tokens
+        usage = dict(
+            input_tokens=read, output_tokens=wrote, total_tokens=read + wrote,
+            input_tokens_details=dict(cached_tokens=call.cached_tokens, cache_write_tokens=0),
+            output_tokens_details=dict(reasoning_tokens=0),
+        )  # fmt: skip
         why = dict(incomplete_details=dict(reason="max_output_tokens")) if self._status == "incomplete" else {}
         return self._response(self._status, output=self.output, usage=usage, **why)
 
     def last(self, call: Call) -> str:
-        incomplete = self._status == "incomplete"
-        kind = types.ResponseIncompleteEvent if incomplete else types.ResponseCompletedEvent
-        return self._of_all(kind, self.response(call))
+        return self._of_all(self.response(call))
 
     def error(self, message: str) -> str:
         """The end of a response that failed, which may not have begun yet."""
         begun = "" if self._sent else self.begin()
-        self._status, error = "failed", types.ResponseError(code="server_error", message=message)
-        return (
-            begun
-            + self._event(types.ResponseErrorEvent, "error", message=message)
-            + self._of_all(types.ResponseFailedEvent, self._response("failed", error=error))
-        )
+        self._status, error = "failed", dict(code="server_error", message=message)
+        return begun + self._sent_as("error", message=message) + self._of_all(self._response("failed", error=error))
 
     # -- items ------------------------------------------------------------------------------------------------------
 
     def _call(self, part) -> str:
-        name = f"{self.identity}_tool_call_{sum(item.type == 'function_call' for item in self.output)}"
-        made = dict(id=name, call_id=name, type="function_call", name=part.name)
-        events = self._of_item("added", types.ResponseFunctionToolCall(**made, arguments="", status="in_progress"))
-        place, kind = self._place(name), "response.function_call_arguments"
-        del place["content_index"]
-        events += self._event(
-            types.ResponseFunctionCallArgumentsDeltaEvent, f"{kind}.delta", **place, delta=part.arguments
-        )
-        events += self._event(
-            types.ResponseFunctionCallArgumentsDoneEvent, f"{kind}.done", **place, arguments=part.arguments,
-            name=part.name,
-        )  # fmt: skip
-        return events + self._ended(
-            types.ResponseFunctionToolCall(**made, arguments=part.arguments, status="completed")
-        )
+        name = f"{self.identity}_tool_call_{sum(item['type'] == 'function_call' for item in self.output)}"
+        made = dict(id=name, call_id=name, type="function_call", name=part.name, arguments="", status="in_progress")
+        events = self._of_item("added", made)
+        place, kind = dict(item_id=name, output_index=len(self.output)), "function_call_arguments"
+        events += self._event(f"{kind}.delta", **place, delta=part.arguments)
+        events += self._event(f"{kind}.done", **place, arguments=part.arguments, name=part.name)
+        return events + self._ended(dict(made, arguments=part.arguments, status="completed"))
 
     def _open(self, kind: type) -> str:
         self._kind = kind
@@ -92,54 +81,53 @@ class Items:
         self._kind, self._text = None, ""
         return events
 
-    def _item(self, status: str):
-        content = [] if status == "in_progress" else [self._part()]
-        made = dict(id=self._name(), status=status, content=content)
-        if self._kind is ReasoningText:
-            return types.ResponseReasoningItem.model_validate(dict(made, type="reasoning", summary=[]))
-        return types.ResponseOutputMessage.model_validate(dict(made, type="message", role="assistant"))
+    def _item(self, status: str) -> dict:
+        made = dict(id=self._name(), status=status, content=[] if status == "in_progress" else [self._part()])
+        return made | (dict(type="reasoning", summary=[]) if self._reasons else dict(type="message", role="assistant"))
 
     def _part(self) -> dict:
-        if self._kind is ReasoningText:
+        if self._reasons:
             return dict(type="reasoning_text", text=self._text)
         return dict(type="output_text", text=self._text, annotations=[])
 
+    @property
+    def _reasons(self) -> bool:
+        return self._kind is ReasoningText
+
     def _name(self) -> str:
-        return f"{'rs' if self._kind is ReasoningText else 'msg'}_{self.identity}_{len(self.output)}"
+        return f"{'rs' if self._reasons else 'msg'}_{self.identity}_{len(self.output)}"
 
-    def _place(self, name: str) -> dict:
-        return dict(item_id=name, output_index=len(self.output), content_index=0)
+    def _place(self) -> dict:
+        return dict(item_id=self._name(), output_index=len(self.output), content_index=0)
 
-    def _response(self, status: str, **more):
-        return types.Response.model_validate(dict(self._made, status=status, output=[]) | more)
+    def _response(self, status: str, **more) -> dict:
+        return dict(self._made, status=status, output=[]) | more
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def _ended(self, item) -> str:
+    def _ended(self, item: dict) -> str:
         events = self._of_item("done", item)
         self.output.append(item)
         return events
 
-    def _of_all(self, kind: type, response=None) -> str:
-        return self._event(kind, f"response.{self._status}", response=response or self._response(self._status))
+    def _of_all(self, response: dict) -> str:
+        return self._event(self._status, response=response)
 
-    def _of_item(self, what: str, item) -> str:
-        kind = types.ResponseOutputItemAddedEvent if what == "added" else types.ResponseOutputItemDoneEvent
-        return self._event(kind, f"response.output_item.{what}", output_index=len(self.output), item=item)
+    def _of_item(self, what: str, item: dict) -> str:
+        return self._event(f"output_item.{what}", output_index=len(self.output), item=item)
 
     def _of_part(self, what: str) -> str:
-        kind = types.ResponseContentPartAddedEvent if what == "added" else types.ResponseContentPartDoneEvent
-        return self._event(kind, f"response.content_part.{what}", **self._place(self._name()), part=self._part())
+        return self._event(f"content_part.{what}", **self._place(), part=self._part())
 
     def _of_text(self, what: str, **more) -> str:
-        place = self._place(self._name())
-        if self._kind is ReasoningText:
-            delta, done = types.ResponseReasoningTextDeltaEvent, types.ResponseReasoningTextDoneEvent
-            return self._event(delta if what == "delta" else done, f"response.reasoning_text.{what}", **place, **more)
-        kind = types.ResponseTextDeltaEvent if what == "delta" else types.ResponseTextDoneEvent
-        return self._event(kind, f"response.output_text.{what}", **place, **more, logprobs=[])
+        if self._reasons:
+            return self._event(f"reasoning_text.{what}", **self._place(), **more)
+        return self._event(f"output_text.{what}", **self._place(), **more, logprobs=[])
 
-    def _event(self, kind: type, name: str, /, **fields) -> str:
-        event = kind(type=name, sequence_number=self._sent, **fields)
+    def _event(self, name: str, /, **fields) -> str:
+        return self._sent_as(f"response.{name}", **fields)
+
+    def _sent_as(self, name: str, /, **fields) -> str:
+        event = dict(type=name, sequence_number=self._sent, **fields)
         self._sent += 1
-        return f"event: {name}\n{DATA}{event.model_dump_json(exclude_none=True)}\n\n"
+        return f"event: {name}\n{DATA}{json.dumps(event, ensure_ascii=False)}\n\n"

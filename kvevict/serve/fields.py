@@ -1,53 +1,105 @@
-"""Every field of OpenAI's three endpoints, and of ours: obeyed, refused, or harmless, because no answer depends on it.
-docs/serve.md has the table."""
+"""The fields of requests: obeyed, refused, or harmless, because no answer depends on them. Other fields are refused.
+docs/serve.md has the table of OpenAI's three endpoints."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .errors import Refused
+from .options import SHARES
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TEXTS = "/v1/kvevict/texts"
+
+
+class Values(NamedTuple):
+    """The values that a field may have: a test, and the words of its error."""
+
+    fit: Callable[[Any], bool]
+    words: str
 
 
 class Field(NamedTuple):
     """kind    one of the three
     about   for a reader of the docs; of a refused field: advice, which its error has, too
+    values  of an obeyed field; None: `kvevict.serve.check` tests them
     usual   values of a refused field that ask for nothing
     """
 
     kind: str
     about: str
+    values: Values | None = None
     usual: tuple = ()
 
 
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+
+
+def number(least: float, most: float) -> Values:
+    return Values(lambda value: is_number(value, least, most), f"a number from {least} to {most}")
+
+
+def whole(least: int, most: int | None = None) -> Values:
+    words = f"a whole number of at least {least}" + ("" if most is None else f", and at most {most}")
+    return Values(lambda value: is_whole(value) and is_number(value, least, most or 1 << 31), words)
+
+
+def _is_stop(value) -> bool:
+    given = value if isinstance(value, list) else [value]
+    return len(given) <= 4 and all(isinstance(each, str) and 0 < len(each) <= 200 for each in given)
+
+
+def _is_budget(value) -> bool:
+    slots = is_whole(value) and 1 <= value < 1 << 31
+    return slots or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1)
+
+
+FLAG = Values(lambda value: isinstance(value, bool), "true or false")
+TEXT = Values(lambda value: isinstance(value, str), "a text")
+SAID = Values(lambda value: isinstance(value, str) and value.strip() != "", "a text that is not empty")
+SEED = Values(lambda value: is_whole(value) and abs(value) < 1 << 63, "a whole number below 2**63")
+ABOVE = Values(lambda value: is_number(value, 0, 1) and value > 0, "a number above 0, up to 1")
+STOP = Values(_is_stop, "a text of at most 200 letters, or up to four of them")
+SHARE = Values(SHARES.__contains__, ", ".join(SHARES))
+BUDGET = Values(_is_budget, "a whole number of slots, a fraction between 0 and 1, or bytes such as '64MiB'")
+
 COMMON = {
-    "model": Field(OBEYED, "the name of this server's model, or left out"),
-    "stream": Field(OBEYED, "true or false"),
-    "temperature": Field(OBEYED, "0 to 2; below 0.01 the likeliest token is taken"),
-    "top_p": Field(OBEYED, "above 0, up to 1"),
-    "seed": Field(OBEYED, "the same seed gives the same answer"),
+    "model": Field(OBEYED, "the name of this server's model, or left out", TEXT),
+    "stream": Field(OBEYED, "true or false", FLAG),
+    "temperature": Field(OBEYED, "0 to 2; below 0.01 the likeliest token is taken", number(0, 2)),
+    "top_p": Field(OBEYED, "above 0, up to 1", ABOVE),
+    "seed": Field(OBEYED, "the same seed gives the same answer", SEED),
     "user": Field(HARMLESS, "users are not told apart by it"),
     "stream_options.include_obfuscation": Field(HARMLESS, "streams are not padded"),
     # not of OpenAI
-    "top_k": Field(OBEYED, "a whole number; 0: of all tokens, the default unless the model's configuration has one"),
-    "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's"),
-    "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken"),
-    "kvevict": Field(OBEYED, "[see below](#who-observes)"),
+    "top_k": Field(OBEYED, "default 0, all tokens, unless the model's configuration has one", whole(0)),
+    "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's", number(0, 1)),
+    "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken", TEXT),
+    "kvevict.policy": Field(OBEYED, "a preset's name", TEXT),
+    "kvevict.budget": Field(OBEYED, "at most the server's", BUDGET),
+    "kvevict.question": Field(OBEYED, "[see below](#the-question)", SAID),
+    "kvevict.text": Field(OBEYED, "the name of a [stored text](#texts)", TEXT),
+    "kvevict.share": Field(OBEYED, "[see below](#what-requests-share)", SHARE),
 }
 WRITING = {  # of chat and completions
-    "max_tokens": Field(OBEYED, "at least 1; default [1024](#length), or more where the model's configuration says so"),
-    "n": Field(OBEYED, "1 to 16 answers, written together"),
-    "stop": Field(OBEYED, "up to four texts"),
-    "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens"),
-    "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens that were written"),
-    "presence_penalty": Field(OBEYED, "-2 to 2, likewise"),
+    "max_tokens": Field(OBEYED, "default [1024](#length), unless the model's configuration has more", whole(1)),
+    "n": Field(OBEYED, "1 to 16 answers, written together", whole(1, 16)),
+    "stop": Field(OBEYED, "up to four texts", STOP),
+    "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens", FLAG),
+    "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
+    "presence_penalty": Field(OBEYED, "-2 to 2, likewise", number(-2, 2)),
     "logit_bias": Field(OBEYED, "token ids, and numbers from -100 to 100"),
 }
 AGENTS = {  # of chat and responses
     "chat_template_kwargs": Field(OBEYED, "`enable_thinking` and the like; not of OpenAI"),
     "tools": Field(OBEYED, "functions; the chat template has them"),
     "tool_choice": Field(OBEYED, '"auto", "none", "required" or a function; a forced call follows its schema'),
-    "parallel_tool_calls": Field(OBEYED, "false: an answer ends with its first call"),
+    "parallel_tool_calls": Field(OBEYED, "false: an answer ends with its first call", FLAG),
     "metadata": Field(HARMLESS, "nothing is stored"),
     "store": Field(HARMLESS, "nothing is stored"),
     "service_tier": Field(HARMLESS, "there is one tier"),
@@ -55,54 +107,51 @@ AGENTS = {  # of chat and responses
     "prompt_cache_key": Field(HARMLESS, "equal prefixes are found without it"),
     "prompt_cache_options": Field(HARMLESS, "equal prefixes are found without it"),
     "prompt_cache_retention": Field(HARMLESS, "prefixes are kept as long as memory allows"),
-    "moderation": Field(REFUSED, "nothing is moderated"),
 }
 TABLE = {
     CHAT: COMMON | WRITING | AGENTS | {
         "messages": Field(OBEYED, "of text, tool calls and their results"),
-        "max_completion_tokens": Field(OBEYED, "the same as `max_tokens`, and before it"),
-        "logprobs": Field(OBEYED, "of every token that is written, those of reasoning and calls, too"),
-        "top_logprobs": Field(OBEYED, "0 to 20, with `logprobs`"),
-        "reasoning_effort": Field(OBEYED, "where the chat template has it; refused otherwise"),
+        "max_completion_tokens": Field(OBEYED, "the same as `max_tokens`, and before it", whole(1)),
+        "logprobs": Field(OBEYED, "of every token that is written, those of reasoning and calls, too", FLAG),
+        "top_logprobs": Field(OBEYED, "0 to 20, with `logprobs`", whole(0, 20)),
+        "reasoning_effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
         "prediction": Field(HARMLESS, "it saves OpenAI time, and changes no answer"),
         "response_format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
-        "functions": Field(REFUSED, "give tools", ([],)),
-        "function_call": Field(REFUSED, "give tools", ("none", "auto")),
-        "modalities": Field(REFUSED, "answers are text", (["text"],)),
-        "audio": Field(REFUSED, "answers are text"),
-        "verbosity": Field(REFUSED, "ask for it in a message", ("medium",)),
-        "web_search_options": Field(REFUSED, "the server searches nothing"),
+        "functions": Field(REFUSED, "give tools", usual=([],)),
+        "function_call": Field(REFUSED, "give tools", usual=("none", "auto")),
+        "modalities": Field(REFUSED, "answers are text", usual=(["text"],)),
+        "verbosity": Field(REFUSED, "ask for it in a message", usual=("medium",)),
     },
     COMPLETIONS: COMMON | WRITING | {
         "prompt": Field(OBEYED, "a text or token ids, or a list of up to 128 such prompts, answered together"),
-        "logprobs": Field(OBEYED, "0 to 5 alternatives of each token"),
-        "best_of": Field(REFUSED, "every answer that is written is given: ask for n", (1,)),
-        "echo": Field(REFUSED, "the prompt is not repeated", (False,)),
-        "suffix": Field(REFUSED, "text cannot be inserted before another", ("",)),
+        "logprobs": Field(OBEYED, "0 to 5 alternatives of each token", whole(0, 5)),
+        "best_of": Field(REFUSED, "every answer that is written is given: ask for n", usual=(1,)),
+        "echo": Field(REFUSED, "the prompt is not repeated", usual=(False,)),
+        "suffix": Field(REFUSED, "text cannot be inserted before another", usual=("",)),
     },
     RESPONSES: COMMON | AGENTS | {
         "input": Field(OBEYED, "a text, or items: messages of text, reasoning, calls of functions and their outputs"),
-        "instructions": Field(OBEYED, "a system message before the others"),
-        "max_output_tokens": Field(OBEYED, "as `max_tokens` of chats"),
-        "reasoning.effort": Field(OBEYED, "where the chat template has it; refused otherwise"),
+        "instructions": Field(OBEYED, "a system message before the others", TEXT),
+        "max_output_tokens": Field(OBEYED, "as `max_tokens` of chats", whole(1)),
+        "reasoning.effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
         "reasoning.summary": Field(REFUSED, "reasoning is given in full"),
-        "reasoning.generate_summary": Field(REFUSED, "reasoning is given in full"),
-        "reasoning.context": Field(REFUSED, "leave it out"),
-        "reasoning.mode": Field(REFUSED, "leave it out"),
         "text.format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
-        "text.verbosity": Field(REFUSED, "ask for it in a message", ("medium",)),
+        "text.verbosity": Field(REFUSED, "ask for it in a message", usual=("medium",)),
         "max_tool_calls": Field(HARMLESS, "it is about OpenAI's tools, and those are refused"),
-        "access_programs": Field(REFUSED, "leave it out"),
-        "background": Field(REFUSED, "answers are not stored: ask for a stream", (False,)),
-        "background_options": Field(REFUSED, "answers are not stored: ask for a stream"),
-        "context_management": Field(REFUSED, "the policy manages the context", ([],)),
+        "background": Field(REFUSED, "answers are not stored: ask for a stream", usual=(False,)),
+        "context_management": Field(REFUSED, "the policy manages the context", usual=([],)),
         "conversation": Field(REFUSED, "conversations are not stored: send all of it"),
-        "image": Field(REFUSED, "images are not read"),
-        "include": Field(REFUSED, "a response has all that there is", ([],)),
+        "include": Field(REFUSED, "a response has all that there is", usual=([],)),
         "previous_response_id": Field(REFUSED, "responses are not stored: send the whole conversation"),
-        "prompt": Field(REFUSED, "prompts are not stored: send the text"),
-        "top_logprobs": Field(REFUSED, "ask at /v1/chat/completions", (0,)),
-        "truncation": Field(REFUSED, "shorten the input", ("disabled",)),
+        "top_logprobs": Field(REFUSED, "ask at /v1/chat/completions", usual=(0,)),
+        "truncation": Field(REFUSED, "shorten the input", usual=("disabled",)),
+    },
+    TEXTS: {
+        "name": Field(OBEYED, "of the text"),
+        "text": Field(OBEYED, "all of it", SAID),
+        "replace": Field(OBEYED, "false: another text of this name is an error", FLAG),
+        "policy": COMMON["kvevict.policy"],
+        "budget": COMMON["kvevict.budget"],
     },
 }  # fmt: skip
 NAMES = {name for fields in TABLE.values() for name in fields}
@@ -110,7 +159,7 @@ PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for p
 
 
 def known(path: str, body: dict[str, Any]) -> None:
-    """Raise Refused for a body with a field that is refused, or that is not in the table."""
+    """Raise Refused for a body with a field that is refused, that is not in the table, or whose value cannot be."""
     for name, value in body.items():
         if name not in PARTED[path]:
             _known(path, name, value)
@@ -125,9 +174,7 @@ def _known(path: str, name: str, value: Any) -> None:
     field = TABLE[path].get(name)
     if field is None:
         raise Refused(400, f"{path} has no field {name[:200]!r}", "unknown_parameter", name[:200])
-    if field.kind == REFUSED and not _among(value, field.usual):
+    if field.kind == REFUSED and not any(type(value) is type(each) and value == each for each in field.usual):
         raise Refused(400, f"{name} is not supported: {field.about}", "unsupported_parameter", name)
-
-
-def _among(value, usual: tuple) -> bool:
-    return any(type(value) is type(each) and value == each for each in usual)
+    if field.values is not None and value is not None and not field.values.fit(value):
+        raise Refused(400, f"{name} must be {field.values.words}", None, name)

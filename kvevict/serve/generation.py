@@ -25,9 +25,8 @@ from ..weights import identity
 from .call import Call, Guard
 from .errors import Refused
 from .grammar import Calls, Following, Grammars
-from .kept import shares
 from .options import AUTO
-from .prefixes import Prefixes, key_of, mark_in
+from .prefixes import Prefixes, key_of, mark_in, shares_of
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .sampling import Chooser
@@ -40,8 +39,10 @@ WRITTEN = 1024  # tokens of a beginning: slots of so many are written to disk wh
 
 
 class Generation:
-    """model     patched; its policy reads most prompts, so it says how much room running answers get
-    prefixes  that were read
+    """Reads the calls' prompts, and makes their answers for the scheduler.
+
+    model     a patched model. Its policy sizes the pools
+    prefixes  the caches of shared beginnings
     """
 
     def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler):
@@ -61,8 +62,8 @@ class Generation:
     # -- in the event loop ------------------------------------------------------------------------------------------
 
     async def write(self, call: Call, answers: list[Written]) -> AsyncGenerator[Numbered, None]:
-        """(number of an answer, parts of it, or None at its end), as they are written; each token gives a list of
-        parts. Raises the error that ends the call."""
+        """Yield (number of an answer, list of parts) for each token, and (number, None) at an answer's end. Raises the
+        error that ends the call."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def give(item) -> None:
@@ -91,18 +92,18 @@ class Generation:
             yield item
 
     def answers(self, call: Call) -> list[Written]:
-        """The answers of a call, before their first tokens. They end with the context, too."""
+        """Make the answers of a call, without tokens yet. They also end where the model's context does."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
     def _widest(self, policy, tokens: int) -> int:
-        """Slots of a head while a prompt is read, at most."""
+        """Most slots of a head while a prompt is read."""
         return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
 
     def _size(self, call: Call, new: int) -> int:
-        """Bytes of an answer's slots at most, beside those of prefixes."""
+        """Most bytes of an answer's slots, without its prefix."""
         ends, tokens = call.whole.ends, len(call.whole.ids)
         return self.slot * (self._widest(call.policy, tokens - (ends[-1] if ends else 0)) + new)
 
@@ -130,12 +131,12 @@ class Generation:
         await self._in_thread(self.prefixes.forget, marks)
 
     async def kept(self, call: Call, start: int) -> np.ndarray:
-        """By how large a share of heads each token of a prompt's last prefix, from `start` on, is kept."""
-        return await self._in_thread(lambda: shares(self._prefix(call), start, call.whole.ends[-1]), call=call)
+        """The share of heads that keep each token of a prompt's last prefix, from token `start` on."""
+        return await self._in_thread(lambda: shares_of(self._prefix(call), start, call.whole.ends[-1]), call=call)
 
     async def _in_thread(self, function, *args, **facts):
-        """The result of a function that the thread runs. Who waits may be cancelled, not the thread's future: setting
-        that one's result would end the thread."""
+        """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
+        a cancelled one's result would end the thread."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
         return await asyncio.shield(future)
@@ -212,7 +213,7 @@ class Generation:
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
     def _read(self, call: Call) -> tuple:
-        """The result of `_through` after a call's whole prompt."""
+        """Read a call's whole prompt; returns as `_through`."""
         prompt, tokens = call.whole, len(call.whole.ids)
         cache = self._prefix(call)
         start = 0 if cache is None else prompt.ends[-1]
@@ -225,8 +226,8 @@ class Generation:
         return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)
 
     def _prefix(self, call: Call):
-        """A cache of the prompt up to its last end; its longest stored prefix is not read again. None without
-        an end."""
+        """Read the prompt up to its last end, after its longest stored prefix; returns the cache. None without an
+        end."""
         prompt = call.whole
         if not prompt.ends:
             return None
@@ -250,13 +251,13 @@ class Generation:
         return cache
 
     def _place(self, cache) -> None:
-        """Put the slots of a beginning beside those of the answers, where they are of one kind."""
+        """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
         if cache.policy is not None and cache.policy.kv == self.kv:
             self.pools.hold(cache)
 
     def _beginning(self, call: Call, cache, start: int, end: int, policy):
-        """A cache of the prompt up to an end, which follows a cache up to `start`. It is read in pieces: where the
-        request ends before, the cache of these waits for the next request, and that goes on from there."""
+        """Read the prompt from `start`, where `cache` ends, up to `end`; returns the cache. The part is read in pieces,
+        each stored: if the request ends early, the next one goes on from the last piece."""
         stops, part = pieces(self._within(policy, end), start, end), None
         for stop in stops[-2::-1]:
             known = self.prefixes.get(self._key(call, policy, stop))
@@ -278,8 +279,8 @@ class Generation:
         return cache
 
     def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
-        """(cache, logits of the last token, `Patch` of the policy) after a policy has read ids, the first being the
-        prompt's number `start`. Other calls get their turns meanwhile."""
+        """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
+        `Patch`). Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=self.device)
         inside = within(question=question, watchers=(Guard(call, start, self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
@@ -302,7 +303,7 @@ class Generation:
         return key_of(call.owner, self._read_by(policy), policy, prompt.ids[:end], text)
 
     def _read_by(self, policy):
-        """The weights that read a prefix: the model's, and those of gates."""
+        """The mark of all weights that read a prefix: the model's, and those of gates."""
         if not hasattr(policy.score, "gates"):
             return self.weights
         return f"{self.weights} {mark_of_gates(policy.score.gates, self.decoder)}"
@@ -318,7 +319,8 @@ class Generation:
         return told(self._within(policy, tokens), self.tokenizer)
 
     def _within(self, policy, tokens: int):
-        """A policy for a prompt of so many tokens. Raises Refused where no positions are left to repeat them."""
+        """The policy, changed to fit a prompt of so many tokens. Raises Refused where no positions are left to repeat
+        them."""
         if (
             not policy.rows.repeats
             or self.context is None

@@ -30,9 +30,9 @@ def to_stderr() -> None:
         logger.setLevel(logging.INFO if logger is LOG else logging.WARNING)
 
 
-def served(call: Call, identity: str, status: int) -> None:
+def served(call: Call, status: int) -> None:
     """A call has ended."""
-    facts: dict = dict(id=identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
+    facts: dict = dict(id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
     facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
     facts["seconds"] = round(time.monotonic() - call.began, 3)
     if call.first_token is not None:

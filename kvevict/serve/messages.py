@@ -3,11 +3,16 @@
 import json
 from typing import Any
 
+from .errors import Refused
+
 ITEMS = "message", "reasoning", "function_call", "function_call_output"  # of a response
 
 
 def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of `messages`. The template has a developer's as a system's, where it does not know that role."""
+    """Make the messages of a chat's. Where the template does not know a developer, that one's are a system's. Raises
+    Refused without a chat template."""
+    if not tokenizer.chat_template:
+        raise Refused(400, "the model has no chat template: ask at /v1/completions")
     return [_taken(tokenizer, message) for message in messages]
 
 

@@ -14,12 +14,12 @@ OTHER = "other"  # the endpoint of a request to none that there is
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def progress(call: Call, identity: str) -> dict[str, Any]:
+def progress(call: Call) -> dict[str, Any]:
     """How far a call is."""
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
     return dict(
-        id=identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
+        id=call.identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
         seconds=round(time.monotonic() - call.began, 3), prompt_tokens=whole, cached_tokens=cached,
         tokens_to_read=max(whole - cached, 0), tokens_read=read, tokens_written=written,
     )  # fmt: skip
@@ -61,7 +61,7 @@ class Metrics:
     def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
-        every = [progress(call, "") for call in calls]
+        every = [progress(call) for call in calls]
         self.left.set(sum(each["tokens_to_read"] - each["tokens_read"] for each in every))
         self.cache.labels("memory").set(prefixes.live_bytes)
         self.cache.labels("disk").set(prefixes.file_bytes)

@@ -15,8 +15,10 @@ import numpy as np
 
 from .. import files, sealed
 from ..engine.slots.adopt import EvictionCache
+from ..engine.slots.cache import EvictionLayer
+from ..engine.slots.layers import tensors_of
 from ..policy.policy import Policy
-from ..store import FORMAT, OPTIONAL, load_cache, save_cache
+from ..store import FORMAT, load_cache, save_cache
 from .log import LOG
 
 SUFFIX = ".safetensors"
@@ -45,18 +47,26 @@ def bytes_of(cache: EvictionCache) -> int:
     """Bytes of a cache's tensors. Those shared with others count too; of a pool's buffers, the rows that are lent."""
     storages, lent = {}, 0
     for layer in cache.layers:
-        own = layer.storage.tensors() if hasattr(layer, "storage") else (layer.keys, layer.values)
-        more = (getattr(layer, name, None) for name in OPTIONAL)
         pool = getattr(layer, "pool", None)
         buffers = () if pool is None else [buffer.data_ptr() for buffer in pool.buffers]
-        for tensor in (*own, *more):
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() in buffers:
-                    lent += tensor.nbytes
-                else:
-                    storages[storage.data_ptr()] = storage.nbytes()
+        for tensor in tensors_of(layer):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in buffers:
+                lent += tensor.nbytes
+            else:
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) + lent
+
+
+def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
+    """By which share of all layers' heads a cache of one row keeps each of the positions start..stop-1."""
+    counts, heads = np.zeros(stop), 0
+    for layer in cache.layers:
+        if isinstance(layer, EvictionLayer):
+            for positions in layer.positions()[0]:
+                counts[positions.cpu().numpy()] += 1
+                heads += 1
+    return counts[start:] / max(heads, 1)
 
 
 class Prefixes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ..prompts import MARK, first_ids, ids_of, rendered
+from ..prompts import MARK, first_ids, ids_of, pieces, rendered
 from .errors import Refused
 
 LEAST = 64  # tokens of a prefix beyond the one before it
@@ -137,6 +137,15 @@ def joined(
         if at < len(pieces) - 1 and len(ids) - (ends[-1] if ends else 0) >= LEAST:
             ends.append(len(ids))
     return Prompt(ids, tuple(ends), text)
+
+
+def parts(tokenizer: Any, ids: list[int], shares: Any) -> list[list[Any]]:
+    """Part a text into pieces: [letters, the mean of its tokens' shares]."""
+    made, at = [], 0
+    for letters, tokens in pieces(tokenizer, ids):
+        made.append([letters, round(float(shares[at : at + tokens].mean()), 3)])
+        at += tokens
+    return made
 
 
 def check_count(messages: list[dict[str, Any]], context: int | None) -> None:

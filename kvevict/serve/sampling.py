@@ -15,10 +15,12 @@ LEAST = -9999.0  # of a logarithm of a probability: JSON has nothing infinite
 
 @dataclass(frozen=True)
 class Decoding:
-    """changes    of the model's `GenerationConfig`
+    """How a request wants its answers' tokens chosen.
+
+    changes    fields of the model's `GenerationConfig` and their values
     frequency  penalty of a token for each time that it was written
     presence   penalty of a token that was written
-    top        alternatives of each token in the answer, with their probabilities; None: no probabilities
+    top        number of alternatives that come with each token's probability; None: no probabilities
     """
 
     changes: dict = field(default_factory=dict)
@@ -28,7 +30,7 @@ class Decoding:
 
     @classmethod
     def of(cls, body: dict[str, Any], said: dict[str, Any]) -> "Decoding":
-        """By the fields of a checked body; said: by its `generation_config`."""
+        """Read the fields of a checked body. said: the changes that its `generation_config` asks for."""
         changes = said | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
         changes |= next((dict(max_new_tokens=body[name]) for name in LENGTHS if name in body), {})
         if "temperature" in body:
@@ -59,7 +61,7 @@ class Decoding:
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: they are subtracted from a token's logit."""
+    """OpenAI's penalties, which are subtracted from a token's logit."""
 
     def __init__(self, start: int, frequency: float, presence: float):
         self.start, self.frequency, self.presence = start, frequency, presence

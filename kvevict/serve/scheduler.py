@@ -25,9 +25,9 @@ from .row import Row
 class Turn:
     """Work that waits for the model.
 
-    call  that it is for; None: for the server
-    rows  answers that it lets run
-    size  bytes of their slots at most
+    call  the call that waits; None: the server does
+    rows  number of answers that start to run with it
+    size  most bytes of these answers' slots
     """
 
     work: Callable
@@ -42,10 +42,12 @@ class Turn:
 
 
 class Scheduler:
-    """prefixes  of the calls; an answer that needs more memory than these may take runs alone
-    most      answers that run at once
-    queue     calls that may wait beside them
-    stall     seconds after a token of the answers; a chunk that is read then pauses before its next layer
+    """Runs the model in a thread of its own.
+
+    prefixes  the stored prefixes; an answer that needs more memory than they may take runs alone
+    most      most answers that run at once
+    queue     most calls that wait beside them
+    stall     seconds since the answers' last token after which a read pauses at its next layer
     """
 
     def __init__(self, model, prefixes: Prefixes, most: int, queue: int, stall: float):
@@ -62,12 +64,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Turns that somebody waits for."""
+        """Number of turns that somebody waits for."""
         return sum(turn.call is None or not turn.call.cancelled for turn in list(self._turns))
 
     @property
     def running(self) -> int:
-        """Answers that are written."""
+        """Number of answers that are being written."""
         return sum(len(group.batch.rows) for group in self._groups)
 
     def enter(self) -> None:
@@ -82,7 +84,7 @@ class Scheduler:
             self._calls -= 1
 
     def submit(self, work: Callable[..., Any], *args, **facts) -> Future:
-        """The result of work(*args) in the thread that owns the model. facts: fields of its `Turn`."""
+        """Run work(*args) in the thread that owns the model; returns its future. facts: fields of its `Turn`."""
         turn = Turn(lambda: work(*args), **facts)
         with self._changed:
             self._turns.append(turn)
@@ -129,8 +131,8 @@ class Scheduler:
             Context().run(self._step)
 
     def _next(self, most: int | None = None) -> Turn | None:
-        """The next turn: of those who read at most this many tokens, the owner with the fewest answers running, in
-        the order they came."""
+        """Take the next turn out of the queue: among turns that read at most `most` tokens the first of the owner with
+        the fewest answers running. None: no turn fits."""
         with self._changed:
             turns = [each for each in self._turns if most is None or self._left(each) <= most]
             served = Counter(each.owner for each in self._inside)
@@ -142,7 +144,7 @@ class Scheduler:
             return turn
 
     def _left(self, turn) -> int:
-        """Tokens of a turn's prompt that are not stored; one counts twice where a policy repeats it."""
+        """Number of tokens that a turn has to read: its prompt after a stored prefix. Repeated tokens count twice."""
         if turn.call is None:
             return 0
         call, prompt = turn.call, turn.call.whole
@@ -177,19 +179,19 @@ class Scheduler:
         self._leave()
 
     def _leave(self) -> None:
-        """Turns end with their last answer."""
+        """Drop turns whose last answer has ended."""
         run = {row.call for group in self._groups for row in group.batch.rows}
         self._inside = [each for each in self._inside if not each.result.done() or each.call in run]
 
 
 class Group:
-    """Answers that are written with one policy, a token of each in a step."""
+    """Answers that one policy writes, a token of each in a step."""
 
     def __init__(self, model, patch):
         self.model, self.patch, self.batch = model, patch, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
-        """False: it cannot share a step with the others."""
+        """Add an answer; False if it cannot share a step with the others."""
         try:
             self.batch.add(row, cache)
         except ValueError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cautions import little
 from ..policy.checks import PLENTY
 from ..policy.policy import Policy, build
 from .call import Call
@@ -23,7 +24,6 @@ FURTHER = 512  # tokens that a plain prompt's beginning gets longer by, at least
 CAME = 0.75  # of a chat's beginning must have come before
 HASHES = 1 << 14  # of beginnings, remembered for each owner
 PIECE = 2048  # tokens of a shared beginning that are read before their slots are stored, about
-LITTLE = 0.25  # where a smaller share of a text is kept, answers about it are often wrong
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,7 @@ def said(call: Call) -> dict[str, Any]:
     if call.shared_tokens == 0:
         return {}
     told: dict = dict(shared_tokens=call.shared_tokens, kept=round(call.kept, 3))
-    if call.kept < LITTLE:
-        told["warning"] = (
-            f"{call.kept:.0%} of the shared {call.shared_tokens} tokens are kept, and answers about the rest are often "
-            "wrong: give more slots (--share-budget, kvevict.budget), or share nothing (kvevict.share)"
-        )
+    more = "--share-budget, kvevict.budget; or share nothing: kvevict.share"
+    if warning := little(call.kept, f"shared {call.shared_tokens} tokens", more):
+        told["warning"] = warning
     return told

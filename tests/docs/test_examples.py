@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SAYS = {
     "first_steps": "take+chunkkv: The code of Naislet is 364735 (128 of 1787 slots",
     "many_questions": "from disk the same: True",
-    "chat": "255 tokens seen, 103 slots at most",
+    "chat": "1862 tokens read, 256 slots: The code of Naislet is 364735 (right)",
     "own_score": "{'rows': 'probe', 'chunk_size': 128} kept [64, 64, 64, 64]",
     "batch_eval": "4 of 4 right",
     "lookahead_tokens": "[[64, 64, 64, 64]]",

@@ -1,15 +1,20 @@
 """The README and docs: snippets run, generated pages are those of the code, links lead somewhere, lines are short."""
 
 import argparse
+import ast
 import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import kvevict
+from kvevict.policy import peers
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,18 +59,53 @@ def test_marks(page):
         assert mark in MARKS
 
 
-WITH_PYTHON = [page for page in PAGES if any(f[:2] == ("python", "") for f in fences(page))]
+def python(page, *marks):
+    """The page's Python with one of the marks, as a reader types it."""
+    return "\n".join(code for language, mark, code in fences(page) if language == "python" and mark in marks)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_python_parses(page):
+    """Each fence, those that no test runs too."""
+    for language, _, code in fences(page):
+        if language == "python":
+            ast.parse(code)
+
+
+CHAT = "{% for message in messages %}{{ message.content }}\nAnswer:{% endfor %}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [
-    pytest.param(page, id=name, marks=[] if name == "README.md" else pytest.mark.nightly)
-    for page, name in zip(WITH_PYTHON, names(WITH_PYTHON))
-])  # fmt: skip
+def test_readme_snippets(tmp_path):
+    """They find their facts. The bundled model with a chat template stands for the reader's."""
+    shutil.copytree(kvevict.small_llama(), tmp_path / "theirs")
+    (tmp_path / "theirs/chat_template.jinja").write_text(CHAT)
+    code, named = re.subn(r"(?<=^name = ).*", "'theirs'", python(ROOT / "README.md", "", "hub"), flags=re.M)
+    assert named == 1
+    first, kept, theirs, *_, answers = run([sys.executable, "-c", code], tmp_path).splitlines()
+    assert first == theirs == " The code of Naislet is 364735" and kept == "[[128, 128, 128, 128]]"
+    assert [re.search(r"\d{6}", said)[0] for said in ast.literal_eval(answers)] == ["364735", "118204"]
+
+
+@pytest.mark.slow
+def test_the_snippets_on_patch(tmp_path):
+    """Those of usage.md up to the end of its part on `patch`; the others run each night."""
+    page = tmp_path / "usage.md"
+    before, patch, *_ = re.split(r"^(?=## )", (ROOT / "docs/usage.md").read_text(), flags=re.M)
+    assert patch.startswith("## Patch\n")
+    page.write_text(before + patch)
+    run([sys.executable, "-c", python(page, "")], tmp_path)
+
+
+WITH_PYTHON = [page for page in PAGES if page.name != "README.md" and python(page, "")]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
 def test_python_snippets(page, tmp_path):
-    """A page's snippets, one after the other as a reader types them, in a separate process."""
-    code = "\n".join(code for language, mark, code in fences(page) if (language, mark) == ("python", ""))
-    run([sys.executable, "-c", code], tmp_path)
+    """A page's snippets, one after the other as a reader types them, in a separate process. Nightly: half a minute."""
+    run([sys.executable, "-c", python(page, "")], tmp_path)
 
 
 SHELL = [
@@ -109,6 +149,7 @@ def run(command, folder, **environment):
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -137,7 +178,6 @@ def test_generated_pages(name):
 
 def test_every_choice_is_told():
     text = {name: (ROOT / "docs" / name).read_text() for name in MADE}
-    import kvevict
     from kvevict.cli import COMMANDS
 
     assert all(f"| `{name}` |" in text["policies.md"] for name in kvevict.policies())
@@ -167,7 +207,7 @@ def test_links(page):
 
 def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 170
+    assert len(lines) <= 110
     assert [line for line in lines if len(line) > 120 and "](" not in line and " && " not in line] == []
 
 
@@ -179,11 +219,15 @@ PRESSES = """CriticalAdaKV CriticalKV CUR AdaKV Base Composed Scorer ExpectedAtt
 
 
 def test_every_press_has_a_line():
-    import kvevict
-
     rows = re.findall(r"^\| (`\w+Press.*?) \| (.*?) \|", (ROOT / "docs" / "migrating.md").read_text(), re.M)
     told = {name for press, _ in rows for name in re.findall(r"`(\w+)Press\b", press)}
     assert told == set(PRESSES.split())
     for _, here in rows:
         for name in re.findall(r"`([a-z0-9+/]+)`", here):
             assert name in kvevict.policies(), name
+
+
+def test_what_is_gone_has_a_line():
+    rows = dict(re.findall(r"^\| (?:option )?`(\S+)` \| (.*) \|$", (ROOT / "docs/migrating.md").read_text(), re.M))
+    assert all(rows[name] == f"`{text}`" for name, text in peers.PRESETS.items())
+    assert all(rows[name] == text for name, text in peers.OPTIONS.items())

@@ -166,9 +166,9 @@ def test_unknown_rotation_is_refused(monkeypatch):
     model = tiny.model("llama")
     monkeypatch.setattr(families, "rotate", lambda decoder, module, x, *positions: x)
     for options in (dict(policy="take"), dict(policy="expected")):
-        with pytest.raises(ValueError, match="ema_space='literal'"):
+        with pytest.raises(ValueError, match=r"ema_alpha=0\.0"):
             kvevict.patch(model, budget=64, chunk_size=64, **options)
-    kvevict.patch(model, "take", budget=64, chunk_size=64, ema_space="literal")
+    kvevict.patch(model, "take", budget=64, chunk_size=64, ema_alpha=0.0)
 
 
 def test_parallel_blocks_have_no_middle():

@@ -18,14 +18,14 @@ ALL = dict(budget=4096)
 READS = (  # nothing is evicted before the prompt's end
     ("snapkv", ALL | dict(chunk_size=7)),
     ("snapkv", ALL | dict(chunk_size=33)),
-    ("take", dict(budget=LENGTH - 1, chunk_size=7, probe=4, ema_space="literal")),
-    ("take", dict(budget=LENGTH - 1, chunk_size=33, probe=4, ema_space="literal")),
+    ("take", dict(budget=LENGTH - 1, chunk_size=7, probe=4, ema_alpha=0.0)),
+    ("take", dict(budget=LENGTH - 1, chunk_size=33, probe=4, ema_alpha=0.0)),
 )
 TIGHT = (
     ("h2o", dict(budget=10, chunk_size=16)),
     ("snapkv", dict(budget=10, window=4)),
     ("adakv", dict(budget=12, window=4, chunk_size=16)),
-    ("take", dict(budget=12, probe=4, chunk_size=16, ema_space="literal")),
+    ("take", dict(budget=12, probe=4, chunk_size=16, ema_alpha=0.0)),
 )
 DRAFTED = (("laq", dict(budget=12, window=4)),)
 TURNED = (("take", dict(budget=12, probe=4, chunk_size=16)),)

@@ -23,49 +23,35 @@ import torch
 from oracle_rows import LATER
 from transformers import AttentionInterface
 
+from kvevict.policy.text import parse_policy
+
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
-DEFAULTS |= dict(keep_prompt=False)
+DEFAULTS |= dict(keep_prompt=False, keep_first=0)
 DEFAULTS |= dict(layers="uniform", beta=20, errors=None, heads="equal", f=0.2, floor="mix")
 DEFAULTS |= dict(least=4, threshold=None, keep_last=128)
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
 _ONLINE = dict(schedule="chunk", chunk_size=4096, decode=True, interval=1)
-_KVPRESS = dict(score="snapkv", window=64, kernel=5, pool="avg", reduce="mean")
-_TAKE = dict(score="take", schedule="chunk", chunk_size=4096)
-_ASKED = dict(score="edie", schedule="chunk", rows="probe", kernel=31, pool="avg", sink=4)
-_DELAYED = _TAKE | dict(warmup_layers="half")
-_RUNS = dict(score="snapkv", pool="none", select="chunk")
+_ASKED = dict(score="edie", schedule="chunk", rows="probe", kernel=31, pool="avg", keep_first=4)
+_TAKE = dict(score="take", schedule="chunk", chunk_size=4096, warmup_layers="half")
 _EDIE = dict(score="edie", heads="flat")
-_PAPER = dict(score="laq", rows="drafted", n_d=32, window=32, draft_keys=True)
 PRESETS = {
     "streaming": dict(score="streaming", **_ONLINE),
     "h2o": dict(score="h2o", **_ONLINE),
-    "h2o/kvcf": dict(score="h2o", recent=8, **_ONLINE),
     "tova": dict(score="tova", **_ONLINE),
     "snapkv": dict(score="snapkv"),
-    "snapkv/kvcf": dict(score="snapkv", window=8),
-    "snapkv/kvpress": _KVPRESS,
     "fastkv": dict(score="fastkv"),  # with tsp=None; `oracle_fastkv` has the rest, also of take+edie/half
     "knorm": dict(score="knorm"),
     "keydiff": dict(score="keydiff"),
-    "keydiff/kvpress": dict(score="keydiff", unit=True),
     "oracle": dict(score="oracle"),
-    "take": _DELAYED,
-    "take/no-probe": _DELAYED | dict(append=False),
-    "take/no-delay": _TAKE,
-    "take/chunk-only": _TAKE | dict(append=False),
-    "take+caote": _DELAYED | dict(refine="caote"),
-    "take+chunkkv": _DELAYED | dict(select="chunk"),
+    "take": _TAKE,
+    "take+caote": _TAKE | dict(refine="caote"),
+    "take+chunkkv": _TAKE | dict(select="chunk"),
     "take+edie": _ASKED | dict(chunk_size=4096),
     "take+edie/half": _ASKED | dict(chunk_size=512),
     "adakv": dict(score="snapkv", heads="ada"),
-    "adakv/edie": dict(score="snapkv", heads="ada", pool="avg"),
-    "adakv/kvpress": _KVPRESS | dict(heads="ada", floor="all"),
     "pyramidkv": dict(score="snapkv", layers="pyramid"),
-    "chunkkv": _RUNS,
-    "chunkkv+reuse": _RUNS | dict(n_reuse=2),
-    "chunkkv/kvpress": _KVPRESS | dict(select="chunk", c=20, exact=False),
-    "chunkkv/edie": _EDIE | dict(pool="none", select="chunk", per_head=True),
+    "chunkkv": dict(score="snapkv", pool="none", select="chunk"),
     "cake": dict(score="cake", layers="cake"),
     "edie": _EDIE,
     "edie-exact": _EDIE | dict(score="edie-exact"),
@@ -77,18 +63,13 @@ PRESETS = {
     "gate": dict(score="gate", heads="flat", layers="pool", schedule="chunk", chunk_size=512),
     "expected": dict(score="expected", heads="ada"),
     "defensive": dict(score="defensive", heads="ada"),
-    "defensive/pool": dict(score="defensive", heads="flat", layers="pool"),
     "compactor": dict(score="compactor"),
     "tri": dict(score="tri", decode=True, interval=128, keep_prompt=True),
     "rkv": dict(score="rkv", decode=True, interval=128),
     "lagkv": dict(score="lagkv"),
-    "snapkv+critical": dict(score="snapkv", refine="critical"),
-    "adakv+critical": dict(score="snapkv", refine="critical", heads="ada"),
     "paasvn": dict(score="paasvn", heads="ada"),
     "laq": dict(score="laq"),
-    "laq/paper": _PAPER,
     "speckv": dict(score="speckv", n_d=9, window=32),
-    "speckv/paper": _PAPER | dict(draft_model=None),
 }
 for _refine in ("caote", "fastcaote"):  # in blocks of 128 tokens, one slot a decoded token
     for _base in ("h2o", "tova", "snapkv"):
@@ -138,7 +119,8 @@ class Row:
 
     def __init__(self, model, policy, budget, near=0.0, **options):
         self.model, self.near, self.margin = _doubled(model), near, math.inf
-        config, preset = model.config, PRESETS[policy]
+        config, (name, given) = model.config, parse_policy(policy)
+        preset, options = PRESETS[name], given | options
         score = options.get("score", preset["score"])
         rows = options.get("rows", preset.get("rows", oracle_scores.ROWS.get(score, "window")))
         self.o = DEFAULTS | dict(rows=rows, budget=budget) | oracle_scores.SCORES[score] | oracle_rows.OPTIONS[rows]

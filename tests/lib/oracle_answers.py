@@ -4,8 +4,8 @@
 import torch
 
 SCORES = {
-    "tri": dict(sink=4, recent=0),
-    "rkv": dict(kernel=7, pool="max", sink=0),
+    "tri": dict(sink=4),
+    "rkv": dict(kernel=7, pool="max"),
 }
 ROWS = dict(tri="none")
 

@@ -9,17 +9,14 @@ import math
 import torch
 
 LATER = 1 << 30  # the token number of rows that see every slot
-RUN = 32  # tokens that are repeated together, if not all are
 OPTIONS = {
     "none": {},
     "last": {},
     "all": {},
     "window": dict(window=32),
-    "probe": dict(
-        probe=32, ema_alpha=0.2, ema_space="aligned", append=True, ending=None, ends=False, request=(), before=None
-    ),
+    "probe": dict(probe=32, ema_alpha=0.2, append=True, ending=None, ends=False, request=(), before=None),
     "given": dict(ids=()),
-    "repeat": dict(instruction=(), most=None, part=2048),
+    "repeat": dict(instruction=(), part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
 }
 
@@ -141,20 +138,12 @@ def parts(row, tokens):
 
 
 def again(row, tokens):
-    """The ids that repeat some of the row's tokens: with `most`, runs of RUN or a little less, the gaps between them
-    alike."""
-    most, count = row.o["most"], len(tokens)
-    some = count if most is None else min(most, count) if isinstance(most, int) else math.ceil(most * count)
-    runs, chosen = -(-some // RUN), []
-    for number in range(runs):
-        start = -(-number * some // runs)  # the first j with j * runs // some == number
-        stop = -(-(number + 1) * some // runs)
-        chosen += [tokens[j + number * (count - some) // runs] for j in range(start, stop)]
-    return [*row.o["instruction"], *(row.prompt[t] for t in chosen)]
+    """The ids that repeat some of the row's tokens."""
+    return [*row.o["instruction"], *(row.prompt[t] for t in tokens)]
 
 
 def end_of_attention(row, seen):
-    """Eq. 9. "aligned": earlier queries are rotated to the probe's present positions before they are averaged."""
+    """Eq. 9. Earlier queries are rotated to the probe's present positions before they are averaged."""
     o, layer, p = row.o, seen.layer, row.p
     if o["rows"] != "probe" or not o["append"] or not row.reading:
         return
@@ -162,9 +151,7 @@ def end_of_attention(row, seen):
     first = seen.q.shape[1] - rest  # layers may read fewer tokens, but all from the probe on
     now, at = seen.q[:, first : first + p], row.at[len(row.at) - rest] if p else 0
     if layer.probe is not None:
-        past = layer.probe
-        if o["ema_space"] == "aligned":
-            past = row.turn(row.turn(past, -layer.probe_at), at)
+        past = row.turn(row.turn(layer.probe, -layer.probe_at), at)
         now = o["ema_alpha"] * past + (1 - o["ema_alpha"]) * now
     layer.probe, layer.probe_at = now, at
 

@@ -15,14 +15,14 @@ from oracle_rows import before, kept_between, observers
 from ref import caote
 
 DEFAULTS = dict(refine="none", measure=False, cd="off")
-_POOLED = dict(kernel=7, pool="max", sink=0)
+_POOLED = dict(kernel=7, pool="max")
 _ATTENTION = _POOLED | dict(reduce="sum", group="mean")
 _EDIE = _POOLED | dict(weight="middle", alpha=0.1)
 SCORES = {
     "streaming": dict(sink=4),
     "knorm": {},
     "keydiff": dict(unit=False),
-    "h2o": dict(recent=None, sink=0),
+    "h2o": dict(recent=None),
     "vatp": dict(recent=None, sink=20),
     "tova": dict(per_head=False),
     "snapkv": _ATTENTION,
@@ -33,9 +33,9 @@ SCORES = {
     "laq": _ATTENTION,
     "speckv": _ATTENTION | dict(reduce="max", group="max"),
     "cake": _POOLED | dict(kernel=5, pool="avg"),
-    "kvzip": dict(sink=4, support="chunk", carry="keep"),
-    "kvzip+": dict(sink=4, support="chunk", carry="keep"),
-    "expected": dict(span=512, eps=0.01, sink=4),
+    "kvzip": dict(sink=4, carry="keep"),
+    "kvzip+": dict(sink=4, carry="keep"),
+    "expected": dict(eps=0.01, sink=4),
     "gate": dict(gates=None, sink=4, recent=64, carry="keep"),
     "edie": _EDIE,
     "edie-exact": _EDIE,
@@ -55,10 +55,11 @@ def carries(o):
 
 def protected(o, share, end=None):
     """(first, last) slots that the score keeps; share: half of a head's budget; end: tokens seen, None: the most."""
+    first = max(o["keep_first"], o.get("sink", 0))
     if o["score"] in oracle_values.CARRIED:
-        return o["sink"], oracle_values.protected(end, o)
-    recent = o.get("recent", 0) if carries(o) or o["score"] in ("gate", "tri") else 0
-    return o.get("sink", 0), share if recent is None else recent
+        return first, oracle_values.protected(end, o)
+    recent = o.get("recent", 0) if carries(o) or o["score"] == "gate" else 0
+    return first, share if recent is None else recent
 
 
 def grow_carry(row, seen):
@@ -88,9 +89,8 @@ def _keep_numbers(row, seen):
     o = row.o
     for g, (slots, carry) in enumerate(zip(seen.layer.alive, seen.layer.carry)):
         a, _ = observers(row, seen, g)
-        if o["support"] == "chunk":
-            others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
-            a = a / (1 - others)
+        others = a[:, :, o["sink"] : len(slots) - seen.new].sum(-1, keepdim=True)
+        a = a / (1 - others)
         a = _weighed(row, seen, g, slots, a)
         _join(o, carry, dict(zip(slots, a.amax((0, 1)).tolist())))
 
@@ -113,19 +113,17 @@ def _join(o, carry, numbers):
 
 
 def _part_numbers(row, seen):
-    """For a part of a prompt that was read before: the part's slots (support="all": all slots) get the largest
-    attention over all parts' rows, and so do slots older than the prompt. Attention over the first `sink` slots, the
+    """For a part of a prompt that was read before: the part's slots get the largest attention over all parts' rows, and
+    so do slots older than the prompt. Attention over the first `sink` slots, the
     part and the repetition. After the last part the numbers are joined with the slots' old ones."""
     o, fresh = row.o, row.fresh.setdefault(seen.index, [{} for _ in seen.layer.alive])
     start = row.seen - len(row.prompt)
     for slots, g in zip(seen.layer.alive, range(len(fresh))):
         a, _ = observers(row, seen, g)
-        told = slots
-        if o["support"] == "chunk":
-            own = [t - start in row.part for t in slots]
-            others = [i for i, mine in enumerate(own) if not mine and i >= o["sink"]]
-            a = a / (1 - a[:, :, others].sum(-1, keepdim=True))
-            told = [t for t, mine in zip(slots, own) if mine or t < start]
+        own = [t - start in row.part for t in slots]
+        others = [i for i, mine in enumerate(own) if not mine and i >= o["sink"]]
+        a = a / (1 - a[:, :, others].sum(-1, keepdim=True))
+        told = [t for t, mine in zip(slots, own) if mine or t < start]
         a = _weighed(row, seen, g, slots, a)
         number = dict(zip(slots, a.amax((0, 1)).tolist()))
         fresh[g] |= {t: max(number[t], fresh[g].get(t, 0.0)) for t in told}

@@ -10,7 +10,7 @@ from oracle_rows import observers
 SCORES = {
     "lagkv": dict(lag=128, sink=4),
     "compactor": dict(blend=0.35, sink=8, recent=4),
-    "defensive": dict(kernel=5, sink=0),
+    "defensive": dict(kernel=5),
 }
 ROWS = dict(lagkv="none", compactor="all")
 CARRIED = ("lagkv", "compactor")

@@ -9,15 +9,15 @@ from policy_cases import BUDGET, CHUNK, compare, compare_in_chunks, model, ours,
 import kvevict
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
-KVPRESS = dict(budget=24, chunk_size=31, c=5, window=6)
+KVPRESS = dict(kernel=5, pool="avg", reduce="mean")
 CHOICES = {
     "adakv": dict(window=4),
     "adakv, all by competition": dict(window=4, f=0.0),
     "adakv, no competition": dict(window=4, f=1.0),
     "adakv, floor": dict(window=4, floor="max", f=0.3),
-    "adakv/edie": dict(window=5),
-    "adakv/kvpress": dict(window=6),
-    "adakv/kvpress, high floor": dict(window=2, f=0.7),
+    "adakv, mean": dict(window=5, pool="avg"),
+    "adakv, floor of all": dict(window=6, **KVPRESS, floor="all"),
+    "adakv, high floor of all": dict(window=2, **KVPRESS, floor="all", f=0.7),
     "snapkv, flat": dict(window=4, heads="flat"),
     "h2o, flat": dict(heads="flat", decode=True, interval=2),
     "h2o, ada": dict(heads="ada", recent=3, decode=True, interval=2),
@@ -43,11 +43,11 @@ CHOICES = {
     "chunkkv, pyramid": dict(window=4, c=4, layers="pyramid"),
     "h2o, chunk": dict(select="chunk", c=4, decode=True, interval=2),
     "take, chunk": dict(probe=4, select="chunk", c=6),
-    "chunkkv+reuse": dict(window=4, c=4),
-    "chunkkv/edie": dict(window=4, c=4),
-    "chunkkv/kvpress": dict(window=6, c=5),
+    "chunkkv, reuse": dict(window=4, c=4, n_reuse=2),
+    "edie, runs per head": dict(window=4, pool="none", select="chunk", c=4, per_head=True),
+    "chunkkv, whole runs, pooled": dict(window=6, c=5, exact=False, **KVPRESS),
     "take+chunkkv": dict(probe=4, c=5),
-    "snapkv/kvcf": dict(c=1, select="chunk", per_head=True),
+    "snapkv, runs of one": dict(window=8, c=1, select="chunk", per_head=True),
     "snapkv, reuse of three": dict(window=4, n_reuse=3),
     "h2o, reuse": dict(n_reuse=2, decode=True, interval=2),
     "adakv, reuse, pyramid": dict(window=4, n_reuse=2, layers="pyramid"),
@@ -122,7 +122,7 @@ def test_decoding(name):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-@pytest.mark.parametrize("name", ["adakv", "pyramidkv", "chunkkv+reuse", "snapkv, pyramid, flat"])
+@pytest.mark.parametrize("name", ["adakv", "pyramidkv", "chunkkv, reuse", "snapkv, pyramid, flat"])
 def test_models_with_sliding_windows(family, name):
     policy, chosen = options(name, **CHUNKED)
     compare(model(family), policy, [[40, 1, 1]], **chosen)

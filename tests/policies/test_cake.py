@@ -27,7 +27,7 @@ CHOICES = {
     "cake, whole runs of ragged heads": dict(window=3, select="chunk", c=4, exact=False, per_head=True, heads="ada"),
     "cake, caote": dict(window=3, refine="caote"),
     "snapkv": dict(window=5, layers="cake"),
-    "paasvn": dict(window=4, sink=2, layers="cake", heads="equal", pool="none"),
+    "paasvn": dict(window=4, keep_first=2, layers="cake", heads="equal", pool="none"),
     "paasvn, pooled": dict(window=4, layers="cake"),
     "edie": dict(window=4, layers="cake"),
     "edie-exact": dict(window=4, layers="cake", heads="equal"),
@@ -206,7 +206,7 @@ REFUSED = [
         for name in ("vatp", "h2o", "tova", "streaming", "knorm", "random")
     ),
     (dict(policy="oracle", layers="cake", ids=(3,)), "2 rows or more"),
-    (dict(policy="take/no-delay", layers="cake", probe=1), "2 rows or more"),
+    (dict(policy="take:warmup_layers=none", layers="cake", probe=1), "2 rows or more"),
 ]
 
 

@@ -202,11 +202,6 @@ def test_runs_of_one_token_are_tokens(name, heads):
     assert [[row[1] for row in call] for call in one] == [[row[1] for row in call] for call in other]
 
 
-def test_reuse_of_one_is_no_reuse():
-    assert build("chunkkv+reuse", n_reuse=1, budget=64) == build("chunkkv", budget=64)
-    assert build("chunkkv", budget=64).groups(5) == [[0], [1], [2], [3], [4]]
-
-
 def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
     scored = []
     snapkv = kvevict.SCORES["snapkv"]
@@ -437,9 +432,9 @@ SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
     "edie": {}, "edie-exact": dict(weight="all"), "vatp": dict(sink=2), "paasvn": dict(pool="none"),
     "cake": {}, "fastkv": {}, "knorm": {}, "keydiff": {}, "random": {}, "take": {}, "oracle": {},
-    "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": dict(span=7), "defensive": {},
+    "laq": {}, "speckv": {}, "kvzip": {}, "kvzip+": {}, "expected": {}, "defensive": {},
     "tri": dict(sink=1), "rkv": dict(kernel=3),
-    "lagkv": dict(lag=2, sink=1), "compactor": dict(sink=2, recent=1),
+    "lagkv": dict(sink=1), "compactor": dict(sink=2, recent=1),
 }  # fmt: skip
 ROWS = {
     "none": {}, "last": {}, "window": dict(window=4), "all": {}, "probe": dict(probe=4), "given": dict(ids=(5, 9)),
@@ -521,9 +516,10 @@ def legal(name, rows, given):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_every_combination(name, task):
+def test_every_combination(name, task, monkeypatch):
     """It runs with the same result twice, keeps the budget exactly, and a padded row keeps the same slots as alone; or
     it is refused. One in `DRAWN` of the legal ones is drawn."""
+    monkeypatch.setattr(kvevict.SCORES["lagkv"], "lag", 2)
     made, past = model(num_hidden_layers=3), kvevict.history(task)
     past.contexts, past.errors, past.frozen = 1, [3.0, 0.2, 2.0], True
     data = tokens([[38], [31]], 5)
@@ -615,7 +611,7 @@ def test_sums_over_a_probe():
     as the mean does."""
     made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
     kept = []
-    for policy in (dict(policy="take/no-delay", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
+    for policy in (dict(policy="take:warmup_layers=none", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
         with kvevict.evicting(made, budget=48, **policy), torch.no_grad():
             kept.append(read(made, ids))
     assert kept[0] == kept[1]
@@ -647,7 +643,7 @@ def test_layers_that_share_a_choice_must_hold_as_much():
     with torch.no_grad():
         kvevict.patch(made, "pyramidkv", budget=16, window=4)
         cache = made(ids).past_key_values
-        for policy in ("take", "chunkkv+reuse"):
+        for policy in ("take", "chunkkv:n_reuse=2"):
             kvevict.patch(made, policy, budget=40, chunk_size=34)
             with pytest.raises(ValueError, match="hold different slots"):
                 made(ids, past_key_values=cache)

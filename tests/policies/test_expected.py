@@ -13,12 +13,12 @@ from kvevict.policy import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
-    "expected": dict(span=9),
-    "expected, one position": dict(span=1, eps=0.0, sink=0, heads="equal"),
-    "expected, flat": dict(span=7, heads="flat", sink=6),
-    "expected, pool": dict(span=5, heads="flat", layers="pool"),
-    "expected, carried": dict(span=5, carry="max", heads="equal"),
-    "expected, wait": dict(span=5, warmup_layers=3, warmup_budget=22),
+    "expected": {},
+    "expected, no sink": dict(eps=0.0, sink=0, heads="equal"),
+    "expected, flat": dict(heads="flat", sink=6),
+    "expected, pool": dict(heads="flat", layers="pool"),
+    "expected, carried": dict(carry="max", heads="equal"),
+    "expected, wait": dict(warmup_layers=3, warmup_budget=22),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
 
@@ -44,16 +44,16 @@ def test_groups_of(heads):
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
 def test_other_families(family):
     """Query norms, fused projections, partial and scaled rotation, another scale."""
-    compare(model(family), "expected", [[40, 1, 1]], span=9, **CHUNKED)
+    compare(model(family), "expected", [[40, 1, 1]], **CHUNKED)
 
 
 def test_turns_and_decoding():
     """Queries of all prompts count, of decoded tokens none."""
-    compare(model(), "expected", [[1, 1, 30, *[1] * 6, 25, 1, 1]], span=5, decode=True, interval=2, **CHUNKED)
+    compare(model(), "expected", [[1, 1, 30, *[1] * 6, 25, 1, 1]], decode=True, interval=2, **CHUNKED)
 
 
 def test_padded_rows():
-    compare(model(), "expected", [[41, 1, 14], [26, 1, 14], [2, 1, 14]], span=5, **CHUNKED)
+    compare(model(), "expected", [[41, 1, 14], [26, 1, 14], [2, 1, 14]], **CHUNKED)
 
 
 # -- statistics -----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def second_turn(made, cache, ids):
 def test_statistics_stay_with_a_cache(tmp_path):
     """In forks, of chosen rows, on disk."""
     made, (first, second) = model(), tokens([[40, 25]], 3)[0]
-    with kvevict.evicting(made, "expected", span=5, **CHUNKED), torch.no_grad():
+    with kvevict.evicting(made, "expected", **CHUNKED), torch.no_grad():
         ids = torch.stack([first, first.flip(0)])
         cache = made(ids, use_cache=True).past_key_values
         alone = made(ids[1:], use_cache=True).past_key_values
@@ -188,7 +188,6 @@ def test_measuring_refuses_what_it_cannot_read(tmp_path):
 
 @pytest.mark.parametrize("chosen, text", [
     (dict(rows="drafted"), "rows='none'"),
-    (dict(span=0), "span must be at least 1"),
     (dict(eps=-1), "eps must be"),
     (dict(sink=-1), "sink must be at least 0"),
     (dict(stats=3), "stats must be the file"),

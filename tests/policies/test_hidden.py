@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import oracle_rows
 import pytest
 import tiny
 import torch
@@ -15,16 +14,14 @@ import kvevict
 from kvevict.answer import room_of, within_positions
 from kvevict.engine.slots.carried import join
 from kvevict.policy import build
-from kvevict.policy.rows import repeat
 from kvevict.prompts import ids_of
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 CHOICES = {
     "kvzip": {},
-    "kvzip, all": dict(support="all"),
     "kvzip, told": dict(instruction=(5, 9), sink=2),
     "kvzip, anew": dict(carry="none"),
-    "kvzip, largest": dict(carry="max", support="all"),
+    "kvzip, largest": dict(carry="max"),
     "kvzip, least": dict(least=9),
     "kvzip, no least": dict(least=0, sink=0),
     "kvzip, per layer": dict(layers="uniform"),
@@ -32,27 +29,21 @@ CHOICES = {
     "kvzip, pyramid": dict(layers="pyramid", beta=3),
     "kvzip, reuse": dict(layers="uniform", n_reuse=2),
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
-    "kvzip, some": dict(most=5, instruction=(5,)),
-    "kvzip, half": dict(most=0.5),
     "read-twice": {},
     "kvzip+": {},
-    "kvzip+, all": dict(support="all"),
     "kvzip+, per head": dict(layers="uniform", heads="equal", instruction=(5, 9), carry="max"),
 }  # "preset, remark": options
 WHOLE = {
     "kvzip": dict(part=20),
-    "kvzip, all": dict(support="all", part=17),
     "kvzip, told": dict(instruction=(5, 9), sink=2, part=25),
     "kvzip, anew": dict(carry="none", part=30),
-    "kvzip, largest": dict(carry="max", support="all", part=20),
+    "kvzip, largest": dict(carry="max", part=20),
     "kvzip, one part": {},
-    "kvzip, some": dict(most=0.6, part=21),
     "kvzip, per layer": dict(layers="uniform", part=16),
     "kvzip, per head": dict(layers="uniform", heads="equal", part=1000),
     "kvzip, reuse": dict(layers="uniform", n_reuse=2, part=40),
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, part=24),
     "kvzip+": dict(part=20),
-    "kvzip+, all": dict(support="all", part=17),
 }  # "preset, remark": options
 any_choice = pytest.mark.parametrize("name", CHOICES)
 any_whole = pytest.mark.parametrize("name", WHOLE)
@@ -76,13 +67,6 @@ def test_whole_prompt(name):
     """Read twice, then cut once."""
     policy, chosen = options(name, budget=BUDGET, chunk_size=80)
     compare(model(), policy, [[53]], **chosen)
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    """Chunks here have fewer tokens than a run of those that are repeated together."""
-    monkeypatch.setattr(repeat, "RUN", 2)
-    monkeypatch.setattr(oracle_rows, "RUN", 2)
 
 
 def whole(name, **more):
@@ -109,7 +93,7 @@ def test_parts_in_other_families(family):
 
 
 @pytest.mark.parametrize("family, name", [
-    ("gemma3", "kvzip, told"), ("gemma3", "kvzip, some"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
+    ("gemma3", "kvzip, told"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
 ])  # fmt: skip
 def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
@@ -117,7 +101,7 @@ def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     compare(model(family), policy, [[41, 1, 23], [27, 1, 23], [5, 1, 23]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["kvzip", "kvzip, all", "kvzip, per head", "kvzip+"])
+@pytest.mark.parametrize("name", ["kvzip", "kvzip, per head", "kvzip+"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_groups_of(name, heads):
     policy, chosen = options(name, **CHUNKED)
@@ -309,8 +293,6 @@ def test_the_plan_counts_one_ranking():
 
 @pytest.mark.parametrize("chosen, text", [
     (dict(schedule="prompt", carry="none", layers="cake"), "repeated in parts"),
-    (dict(most=0), "most must be at least 1"),
-    (dict(most=1.5), "a fraction in \\(0, 1\\)"),
     (dict(part=0), "part must be at least 1"),
     (dict(decode=True), "decode=False"),
     (dict(heads="equal"), "heads='flat'"),
@@ -319,8 +301,7 @@ def test_the_plan_counts_one_ranking():
     (dict(n_reuse=2), "n_reuse=1"),
     (dict(warmup_layers=2), "warmup_layers=None"),
     (dict(score="snapkv", rows="repeat"), "scores that compare"),
-    (dict(rows="window"), "rows='repeat', or support='all'"),
-    (dict(support="some"), "unknown support 'some'"),
+    (dict(rows="window"), "rows='repeat'"),
     (dict(least=-1), "least must be at least 0"),
     (dict(instruction=[5]), "tuple of token ids or a text"),
     (dict(instruction=(-5,)), "tuple of token ids"),
@@ -352,8 +333,6 @@ def test_a_repetition_beyond_the_model_s_positions(chosen):
         with pytest.raises(ValueError, match=r"14 are left to repeat with, so give a (chunk_size|part) .* at most 14"):
             made(ids)
         assert made(ids[:, :24]).logits.shape[1] == 24
-    with kvevict.evicting(made, "kvzip", budget=16, **chosen | dict(most=14)), torch.no_grad():
-        made(ids)
 
 
 @pytest.mark.parametrize("chosen", [

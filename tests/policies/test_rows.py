@@ -19,6 +19,7 @@ import test_policies
 import test_values_and_keys
 import tiny
 from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
+from test_values_and_keys import short_parts  # noqa: F401  # a fixture
 
 import kvevict
 from kvevict.policy import PARTS, build
@@ -29,7 +30,7 @@ ROWS = {
     "all": {},
     "window": dict(window=4),
     "probe": dict(probe=4),
-    "probe, literal": dict(probe=4, ema_space="literal", ema_alpha=0.5),
+    "probe, alone": dict(probe=4, ema_alpha=0.0),
     "probe, span": dict(probe=(-9, -5)),
     "probe, chunk": dict(probe=5, append=False),
     "given": dict(ids=(7, 11, 13)),
@@ -43,15 +44,14 @@ ROWS = {
 }  # "rows, remark": options
 SCORES = {
     "snapkv": dict(kernel=3),
-    "snapkv, largest": dict(score="snapkv", reduce="max", group="max", sink=2),
-    "take": dict(reduce="sum", group="sum"),
-    "speckv": dict(group="mean", sink=1),
-    "fastkv": dict(kernel=3, group="mean"),
-    "fastkv, largest": dict(kernel=5, group="max", reduce="mean"),
+    "snapkv, largest": dict(score="snapkv", reduce="max", keep_first=2),
+    "take": {},
+    "speckv": dict(keep_first=1),
+    "fastkv": dict(kernel=3),
     "tova": {},
     "h2o": dict(recent=2),
     "vatp": dict(sink=1, recent=2),
-    "paasvn": dict(group="sum", sink=1),
+    "paasvn": dict(keep_first=1),
     "cake": {},
     "edie": dict(heads="flat"),
     "edie, not near the end": dict(weight="i<=t-2w", pool="none"),
@@ -204,8 +204,8 @@ REFUSED = [
     (dict(score="edie", rows="prob"), "did you mean 'probe'"),
     (dict(score="edie", rows=7), "rows must be a name or a kvevict Rows"),
     (dict(score="edie", rows="probe", window=5), "unknown option 'window'"),
-    (dict(score="snapkv", group="none"), "unknown group 'none'"),
-    (dict(score="snapkv", sink=40), "budget >= 73"),
+    (dict(score="snapkv", reduce="none"), "unknown reduce 'none'"),
+    (dict(score="snapkv", keep_first=40), "budget >= 73"),
 ]  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def covering():
     them)."""
     found, seen = {}, set()
     for name, chosen in (row for table in TABLES for row in table.items()):
-        policy = build(name.split(",")[0], **chosen | dict(budget=100))
+        policy = build(name.split(",")[0], **chosen | dict(budget=300))
         parts = {(kind, type(getattr(policy, kind))) for kind in PARTS}
         if not parts <= seen:
             found[name] = dict(chunk_size=CHUNK) | chosen
@@ -274,7 +274,7 @@ def test_every_part_once(name):
 
 def test_every_preset_is_compared_with_the_oracle():
     compared = {name.split(",")[0] for table in (*TABLES, test_gates.CHOICES) for name in table}
-    elsewhere = {"random", "edie+tada", "edie+tada/chunked"}  # by hand, test_choices.py
+    elsewhere = {"random", "edie+tada"}  # by hand, test_choices.py
     elsewhere |= {"lookahead", "random/redraw"}  # test_lookahead.py, test_keep_prompt.py
     halves = {"fastkv", "take+edie/half"}  # test_fastkv.py
     assert {*kvevict.policies()} - compared == elsewhere | halves

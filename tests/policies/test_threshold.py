@@ -13,12 +13,12 @@ from kvevict.policy.heads import above
 CHOICES = {  # "preset, remark": options in chunks, the threshold of a whole prompt
     "kvzip": (dict(threshold=0.1), 0.04),
     "kvzip, per layer": (dict(threshold=0.13, layers="uniform", sink=0, keep_last=0), 0.04),
-    "kvzip, ada": (dict(threshold=0.04, layers="uniform", heads="ada", carry="none", support="all"), 0.03),
+    "kvzip, ada": (dict(threshold=0.04, layers="uniform", heads="ada", carry="none"), 0.03),
     "kvzip, and a budget": (dict(threshold=0.1, budget=BUDGET), 0.03),
     "kvzip, ada and a budget": (dict(threshold=0.1, budget=0.4, layers="uniform", heads="ada", floor="max"), 0.03),
     "kvzip, no least": (dict(threshold=0.13, least=0, sink=0, keep_last=0), 0.04),
     "kvzip+": (dict(threshold=0.02), 0.01),
-    "expected": (dict(threshold=0.15, span=20), 0.1),
+    "expected": (dict(threshold=0.15), 0.1),
 }
 any_choice = pytest.mark.parametrize("name", CHOICES)
 
@@ -148,8 +148,7 @@ def test_the_plan_has_the_most_that_may_stay():
     ("expected", dict(threshold=0.1, n_reuse=2), "n_reuse=1 and warmup_layers=None"),
     ("expected", dict(threshold=0.1, warmup_layers=2), "n_reuse=1 and warmup_layers=None"),
     ("expected", dict(threshold=0.1, layers="tada"), "layers='uniform' or 'pool'"),
-    ("kvzip", dict(threshold=0.1, layers="cake", support="all", carry="none", chunk_size=CHUNK),
-     "layers='uniform' or 'pool'"),
+    ("kvzip", dict(threshold=0.1, layers="cake", carry="none", chunk_size=CHUNK), "layers='uniform' or 'pool'"),
     ("expected", dict(threshold=0.1, decode=True), "decode=False"),
 ], ids=str)  # fmt: skip
 def test_refused(policy, chosen, text):

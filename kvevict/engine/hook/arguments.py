@@ -99,8 +99,8 @@ class Arguments:
         return self._inputs.chunk(start, end, appended, self.wanted) | cached
 
     def mask_for(self, end: int, appended: int = 0) -> torch.Tensor | None:
-        """Transformers' source of its masks, for the columns up to `end` and `appended` rows. Our layers read no mask;
-        if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
+        """The mask that Transformers makes its masks of, for the columns up to `end` and `appended` rows. Our layers
+        read no mask; if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
         if self.patch.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
@@ -138,7 +138,7 @@ def columns_of(cache: Any, batch: int) -> int:
 
 
 def plain_mask(mask: Any, called: OuterCall, tokens: int) -> Any:
-    """The 2D padding mask. If the outer model has expanded it to one mask per kind of layer, the mask it started from.
+    """Return the 2D padding mask; where the outer model has expanded it to a mask per kind of layer, the mask before.
     Raises ValueError if an expanded mask lets a token see a later one (Gemma 3's pictures)."""
     given = called.mask
     made = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)

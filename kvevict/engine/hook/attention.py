@@ -62,7 +62,8 @@ def attention(
 
 
 def _stored_form(layer, *tensors):
-    """Query, keys and values in the dtype of the layer's first keys (autocast may use another), padded to one width."""
+    """Cast query, keys and values to the dtype of the layer's first keys (autocast may change it), and pad them to one
+    width."""
     return fit(*(x if x.dtype == layer.dtype else x.to(layer.dtype) for x in tensors))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ... import compat, families
+from ... import cautions, compat, families
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
@@ -119,8 +119,8 @@ def restore(module: torch.nn.Module) -> None:
 
 
 def _untraced(function):
-    """A stand-in as torch.compile is to take it. Graphs leave out `forward` with all its calls, and `_top_forward`
-    itself without its calls. Decorators would import Dynamo with the package."""
+    """Tell torch.compile to leave a stand-in out of its graphs: `forward` with all that it calls, `_top_forward` alone.
+    Decorators would import Dynamo with the package."""
     return _disabled(function) if function in (forward, _top_forward) else function
 
 
@@ -136,15 +136,21 @@ def _generate(self, run, *args, **kwargs):
     patch = None if installed is None else installed.chosen()
     if patch is None or not installed.enter(decoder):
         return run(*args, **kwargs)
+    before = patch.meter()
     try:
         with within(patches={**context().patches, installed: patch}):
-            return run(*args, **kwargs)
+            output = run(*args, **compat.named(kwargs))
     finally:
         installed.leave(decoder)
+    if patch.meter() is not before and not (patch.policy.rows.needs_question or patch.policy.decode):
+        cautions.of_text(patch.meter(), patch.policy.budget, 4)
+    return output
 
 
 def _top_forward(self, run, *args, **kwargs):
     """Stands in for the forward of the model around the decoder."""
+    if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # not so remote code
+        kwargs = compat.named(kwargs)
     return contextvars.copy_context().run(_call, self, run, args, kwargs)
 
 

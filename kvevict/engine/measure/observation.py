@@ -24,7 +24,7 @@ class Observers:
     own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
     until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
     unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
-    of: tuple | None = None  # int32 [B] each: tokens of their prompt, all stored; the first repeated one; how many
+    of: tuple | None = None  # (tokens of the prompt, all stored; first repeated token; number repeated), int32 [B] each
 
 
 def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

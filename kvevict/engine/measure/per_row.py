@@ -1,4 +1,4 @@
-"""Decoded rows that may have lost their slots, because these are not protected (given rows)."""
+"""Attention of decoded rows that may have lost their slots: a policy with given rows does not protect these slots."""
 
 from typing import Any
 

@@ -144,8 +144,8 @@ class Slots:
         return ((at >= 0) & (at < limits.T[..., None, None])).sum(-1, dtype=torch.int32)
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
-        """bool [B, Hkv, C]: the competing slots past the limit of `bounds`, used up by protected ones and better
-        `ranks`."""
+        """bool [B, Hkv, C]: the competing slots beyond the limit of `bounds`, after protected slots and slots of better
+        `ranks` have used it up."""
         start, most = self.bounds.limited[:, :, None, None].unbind(1)
         limited = self.positions >= start
         inside = limited & self.competing

@@ -32,7 +32,7 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
 
 class _DraftLayer(EvictionLayer):
-    """A copy of a layer's slots of `choice` in [stored | new]; notes the rows decoded over them."""
+    """A copy of the slots in [stored | new] that `choice` keeps. It notes the rows that are decoded over them."""
 
     def __init__(self, call, choice, room):
         super().__init__()
@@ -142,7 +142,7 @@ class Drafting(Chooser):
 
 
 def _first_choice(call, quiet, meter):
-    """SnapKV's choice under the layer's slots, its heads alike."""
+    """Choose, by SnapKV, as many slots as the layer may keep, equally many in each head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=quiet.policy.rows)
     step = replace(call.step, patch=quiet, read=read, meter=meter, elsewhere={})

@@ -46,15 +46,15 @@ def numbers(call: LayerCall) -> Numbers:
 
 
 def _of_parts(call, score):
-    """The largest number of every slot over this part of a prompt and the parts before; NaN: none yet."""
+    """Each slot's largest number over the prompt's parts so far; NaN: none yet."""
     known, index = call.step.read.numbers, call.slots.index
     known[index] = torch.fmax(known[index], score) if index in known else score
     return known.pop(index) if call.step.chunk.last else known[index]
 
 
 def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
-    """The numbers that slots are chosen by, [B, Hkv, C]: scores pooled, refined, and per run if the policy selects
-    runs; those that stay wherever they stand come first, those past a limit last."""
+    """Rank values [B, Hkv, C]: scores that are pooled, refined and, if the policy selects runs, of runs. Slots in
+    `bounds.kept` are +inf, slots beyond `bounds.limited` -inf."""
     slots, ranks = call.slots, _ranked(call, score)
     if slots.bounds.limited is not None:
         ranks = ranks.masked_fill(slots.beyond(ranks), -torch.inf)
@@ -106,7 +106,7 @@ def choose(
 
 
 def _equal(call, slots):
-    """Slots that the heads keep if all can keep equally many, found without the device; None: ask the device."""
+    """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
     policy, counts = call.policy, call.slots.all_counts
     if type(policy.heads) is not Equal or type(call.select) is not Selection or call.slots.prompt is not None:
         return None

@@ -135,7 +135,7 @@ class LayerCall:
         return replace(part, out=out, lse=lse)
 
     def waiting(self) -> "LayerCall":
-        """This call while it waits for another layer's choice: keys and values, and the watched rows."""
+        """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         return replace(self, slots=self._unread(), rows=self._waiting(watched), known={}, hidden=None)
 
@@ -154,12 +154,12 @@ class LayerCall:
         return q[:, :, -count:]
 
     def drafting(self, rows: int) -> "LayerCall":
-        """This call while tokens are drafted: keys and values, and the last rows."""
+        """A smaller copy of this call, to wait while tokens are drafted: keys, values and the last rows."""
         last = self.rows.last(rows, self.step.patch.wants_outputs)
         return replace(self, slots=self._unread(), rows=last, known={}, hidden=None)
 
     def _unread(self) -> Slots:
-        """The slots without latents that this call has expanded."""
+        """The slots, without the keys and values that this call has expanded from latents."""
         kv: Any = self.slots.kv
         return replace(self.slots, kv=replace(kv, stored=self.layer.slots(self.module)))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import families
+from ... import cautions, families
 from ...context import context, enter
 from ...weights import Owner
 from ..slots.storage import ROOM
@@ -75,12 +75,12 @@ class Sequence:
         return self._following() if follows else self._prompt()
 
     def begin(self) -> None:
-        """From here on the cache changes. A call that ends before `settle` leaves it marked as half read."""
+        """Mark the cache as half read: from here on it changes, until `settle`."""
         self.cache.half_read = True
         self.arguments.outer.sequence = self
 
     def settle(self) -> None:
-        """The model's call is done."""
+        """End the model's call: note the rows' next positions; the cache is whole again."""
         arguments, cache = self.arguments, self.cache
         packed, before = arguments.packing.place is not None, cache.next_position
         if packed:
@@ -187,6 +187,7 @@ class Sequence:
                 "chunk_size; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
+        cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
         watchers = context().watchers + ((Diagnostics(),) if policy.diagnose else ())
         read = Read(
             prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),

@@ -183,7 +183,7 @@ class EvictionLayer(CacheLayerMixin):
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
 
     def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
-        """The tensors to store for the keys and values that `module` attends with after the update; None: these."""
+        """The tensors to store in place of the keys and values that `module` attends with; None: these themselves."""
         pending, self.pending_kv = self.pending_kv, None
         if pending is None or pending[0] is not key or pending[1] is not value:
             raise RuntimeError(

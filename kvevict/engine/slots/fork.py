@@ -66,7 +66,7 @@ class Fork:
 
     @classmethod
     def joined(cls, storages: Sequence[Storage | Fork]) -> Fork:
-        """The batch rows of storages and forks: as `Storage.joined`."""
+        """Concatenate batch rows, as `Storage.joined`."""
         forks = [each if isinstance(each, Fork) else _without_prefix(each) for each in storages]
         return cls(*(Storage.joined([getattr(each, part) for each in forks]) for part in ("prefix", "own")))
 
@@ -96,7 +96,7 @@ def _without_prefix(storage) -> Fork:
 
 
 def joined(storages: Sequence[Any]) -> Storage | Fork:
-    """The batch rows of all storages, in one."""
+    """Concatenate the batch rows of storages and forks."""
     return (Fork if any(isinstance(each, Fork) for each in storages) else Storage).joined(storages)
 
 

@@ -51,7 +51,7 @@ class Storage(Held):
 
     @classmethod
     def joined(cls, storages: Sequence[Storage]) -> Storage:
-        """The batch rows of all storages: where they lie, if that is one pool, else moved into one place."""
+        """Concatenate batch rows: without a copy if all lie in one pool, else in new buffers."""
         first = storages[0]
         counts = np.concatenate([each.counts for each in storages])
         capacity = np.concatenate([each.capacity for each in storages])
@@ -145,7 +145,7 @@ class Storage(Held):
         return rows._holding(rows.len, rows.counts) if stays else rows.moved(rows.capacity)
 
     def aliased(self, chosen: Tensor) -> Storage:
-        """Batch rows chosen [N] in the same buffers, to be read only: a row that is named twice is stored once."""
+        """View batch rows chosen [N] in the same buffers, for reading alone. A row may be named twice."""
         return replace(self._at(chosen, chosen.tolist()), room=0, shared=True)
 
     def _at(self, chosen, at):
@@ -165,7 +165,7 @@ class Storage(Held):
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
     def repacked(self, bits: tuple[int | None, int | None], centre: Tensor, known: np.ndarray) -> Storage:
-        """These slots with numbers of so many bits, around centres as in `centred_at`."""
+        """Pack these slots anew, with numbers of `bits` (of keys, of values) around centres as in `centred_at`."""
         into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, bits)
         if into.centre is not None:
             into = into.centred_at(centre, known)
@@ -179,11 +179,11 @@ class Storage(Held):
         return replace(self, centre=both, centred=self.centred | known)
 
     def copy_on_write(self) -> Storage:
-        """A storage with buffers that no fork reads, so that slots may be moved and overwritten there."""
+        """A storage whose buffers no fork reads: slots may be moved and overwritten there."""
         return self.moved(self.capacity) if self.shared else self
 
     def followed_by(self, other: Storage) -> Storage:
-        """This storage, which has room for them, with the slots of another one after its slots."""
+        """Append the slots of another storage; this one must have room for them."""
         after = replace(self, offset=self.offset + self.len)
         after._filled(other, None, other.counts)
         return self._holding(self.len + other.len, self.counts + other.counts)
@@ -209,7 +209,7 @@ class Storage(Held):
         return _laid_out(flat, capacity)
 
     def _filled(self, source, index, counts, *new):
-        """These buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
+        """Fill these buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
         if not new:
             batch, heads = counts.shape
             none = source.like.new_empty(batch, heads, 0, source.dim)
@@ -219,7 +219,7 @@ class Storage(Held):
         return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
     def _alone(self):
-        """These slots outside the pool, for a copy or a file of the storage."""
+        """Move these slots out of their pool, for a copy or a file of the storage."""
         return replace(self, pool=None).moved(self.capacity) if self.regions else self
 
     def _holding(self, length, counts):

@@ -92,6 +92,11 @@ class Rows:
         return False
 
     @property
+    def needs_question(self) -> bool:
+        """Whether the prompt's last rows alone observe, so that its question must be there, or be named."""
+        return bool(self.decoded)
+
+    @property
     def decoded(self) -> int:
         """How many decoded rows are remembered to observe while decoding."""
         return 0

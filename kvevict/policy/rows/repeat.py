@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ... import families
 from ..checks import count
 from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Part, Rows
@@ -61,7 +62,7 @@ class Repeat(Rows):
         longest = min(policy.chunk_size or read.prompt, read.prompt)
         if policy.schedule == "prompt":
             longest = min(self.part if policy.score.largest else read.prompt, max(read.tokens))
-        context = getattr(arguments.decoder.config, "max_position_embeddings", None)
+        context = families.context_of(arguments.decoder.config)
         if not read.evicts or context is None or seen > context:
             return
         room = context - seen

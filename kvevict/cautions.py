@@ -1,0 +1,54 @@
+"""Warnings, each given once, where nothing fails and answers are likely to be wrong."""
+
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+from .families import context_of
+
+LITTLE = 0.25  # share of a text: where less is kept, answers about it are often wrong
+_given: set[Hashable] = set()
+
+
+def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
+    """Warn, unless a warning with this key was given before. stacklevel: 1 is the caller's line."""
+    if key not in _given:
+        _given.add(key)
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def little(kept: float, tokens: str, more: str) -> str | None:
+    """The sentence for a text of which the share `kept` is kept for questions that come later; None: it is enough."""
+    if kept >= LITTLE:
+        return None
+    return f"{kept:.0%} of the {tokens} are kept, and answers about the rest are often wrong: give more slots ({more})"
+
+
+def of_text(meter: Any, budget: Any, stacklevel: int) -> None:
+    """Warn, once for a budget, if a read has kept little of a text for questions that come later."""
+    kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
+    if text := little(kept, f"{tokens} tokens", "budget=0.5 keeps half"):
+        once(("text", budget), text, stacklevel)
+
+
+def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
+    """Warn of a prompt that is longer than the model's context, and of one that follows slots which were chosen for an
+    earlier question. seen: tokens of each row, with those in the cache."""
+    context = context_of(config)
+    if context is not None and max(seen) > context:
+        once(
+            ("context", context),
+            f"the {max(seen)} tokens are more than the model's context of {context}, and answers are often wrong: "
+            "shorten the prompt",
+        )
+    before, meter = cache.policy, cache.meter
+    if before is None or meter is None or not (before.rows.needs_question and policy.rows.needs_question):
+        return
+    kept = min(meter.report["kept_share"])
+    if kept < 1:
+        once(
+            ("turn", before.budget),
+            f"{kept:.0%} of the tokens in past_key_values are kept, and were chosen for an earlier question: answers "
+            "about the rest are often wrong. Read the whole chat again, without past_key_values, or take a policy for "
+            "questions that come later, such as read-twice",
+        )
