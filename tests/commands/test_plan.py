@@ -72,8 +72,9 @@ TAKE = [
 DRAFT = tiny.model("llama", seed=5, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
 NEEDS = {"oracle": dict(ids=tuple(range(5, 14))), "speckv": dict(draft_model=DRAFT)}
 NEEDS |= {name: dict(sink=2, recent=2) for name in ("compactor", "read-once")}
+REUSE, CRITICAL, RANKED = "chunkkv:n_reuse=2", "adakv:refine=critical", "defensive:heads=flat,layers=pool"
 REPEATED = ("kvzip", "kvzip+", "read-twice")
-NOBODY_WAITS = ("edie+tada", "cake", "fastkv", "take+edie/half", "gate", *REPEATED)
+NOBODY_WAITS = (REUSE, RANKED, "edie+tada", "cake", "fastkv", "take+edie/half", "gate", *REPEATED)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,13 +91,13 @@ def needs(name, model):
     return dict(adapter=kvevict.lookahead.Adapter(model, tokens=9)) if name == "lookahead" else NEEDS.get(name, {})
 
 
-CASES = [(name, *case) for name in PRESETS for case in SLOTS
+CASES = [(name, *case) for name in (*PRESETS, REUSE, CRITICAL, RANKED) for case in SLOTS
          if not (name in NOBODY_WAITS and "warmup_layers" in case[0])
          and not (name in REPEATED and "schedule" in case[0])]  # fmt: skip
 CASES += [("take", *case) for case in TAKE] + [("snapkv", dict(budget=9, chunk_size=1, window=8), (30,))]
 
 
-MATRICES = ("gate", "rkv", "tri", "defensive", "compactor", "read-once")  # no op multiplies these
+MATRICES = (RANKED, CRITICAL, "gate", "rkv", "tri", "defensive", "compactor", "read-once")  # no op multiplies these
 
 
 def measures(policy):

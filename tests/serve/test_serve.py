@@ -27,47 +27,6 @@ def test_chat_answers_as_the_patched_model_does():
     assert body["choices"][0]["finish_reason"] == "length" and body["model"] == "small"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_a_stream_says_what_the_whole_answer_says(path):
-    client, question = Client(server()), f"{SHORT}\n\n{asks('Naislet')}"
-    own = {
-        "/v1/chat/completions": dict(messages=[dict(role="user", content=question)], max_tokens=10),
-        "/v1/completions": dict(prompt=f"{question}\nAnswer:", max_tokens=10),
-        "/v1/responses": dict(input=question, max_output_tokens=10),
-    }[path]
-    counting = {} if path == "/v1/responses" else dict(stream_options=dict(include_usage=True))
-    whole, stream = client.post(path, **own).json(), client.post(path, **own, stream=True, **counting)
-    parts = events(stream)
-    if path == "/v1/responses":
-        text = whole["output"][0]["content"][0]["text"]
-        assert "".join(e["delta"] for e in parts if e["type"] == "response.output_text.delta") == text
-        assert parts[-1]["response"]["usage"] == whole["usage"]
-        assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 0
-    else:
-        choice = whole["choices"][0]
-        text = choice["text"] if "text" in choice else choice["message"]["content"]
-        got = [e["choices"][0].get("text") or e["choices"][0].get("delta", {}).get("content") or "" for e in parts[:-1]]
-        assert "".join(got) == text and parts[-2]["choices"][0]["finish_reason"] == "length"
-        assert parts[-1]["usage"] == whole["usage"] and parts[-1]["choices"] == []
-        assert not any("usage" in each for each in [*parts[:-1], *events(client.post(path, **own, stream=True))])
-        assert stream.text.endswith("data: [DONE]\n\n")
-    assert "364735" in text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "stop, want", [("735", " The code of Naislet is 364"), (["zz", " is 364735"], " The code of Naislet")]
-)
-def test_text_ends_before_a_stop_string(stop, want, stream):
-    response = Client(server()).chat(f"{SHORT}\n\n{asks('Naislet')}", stop=stop, stream=stream, max_tokens=30)
-    if stream:
-        parts = events(response)
-        assert "".join(e["choices"][0]["delta"].get("content", "") for e in parts) == want
-        assert parts[-1]["choices"][0]["finish_reason"] == "stop"
-    else:
-        assert said(response) == want and response.json()["choices"][0]["finish_reason"] == "stop"
-
-
 def test_seeds():
     client = Client(server())
 
