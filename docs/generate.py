@@ -326,18 +326,27 @@ def serve_page() -> str:
 
 
 def fields_table() -> str:
-    """Every field of the three endpoints; the same words of several endpoints are one row."""
-    kinds: dict = {}
-    for path, table in fields.TABLE.items():
-        for name, field in table.items():
-            kinds.setdefault((name, field.about, json.dumps(field.usual)), {})[path] = field.kind
-    order = fields.OBEYED, fields.HARMLESS, fields.REFUSED
-    text = "| field | chat | completions | responses | |\n|---|---|---|---|---|\n"
-    for (name, about, values), found in sorted(kinds.items(), key=lambda row: order.index(min(row[1].values()))):
-        usual = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(values))
-        unless = f"; taken: {usual}" if usual else ""
-        text += f"| `{name}` | {' | '.join(found.get(path, '') for path in fields.TABLE)} | {cell(about)}{unless} |\n"
-    return text
+    """The obeyed fields of OpenAI's endpoints as a table, and the names of the others."""
+    short = {fields.CHAT: "chat", fields.COMPLETIONS: "completions", fields.RESPONSES: "responses"}
+    found: dict = {}
+    for path, column in short.items():
+        for name, field in fields.TABLE[path].items():
+            found.setdefault((field.kind, name, field.about, json.dumps(field.usual)), []).append(column)
+    rows: dict = {}
+    others: dict = {fields.HARMLESS: {}, fields.REFUSED: {}}
+    for (kind, name, about, usual), paths in found.items():
+        if kind == fields.OBEYED:
+            at = "all" if len(paths) == len(short) else ", ".join(paths)
+            rows.setdefault(about, {}).setdefault(f"`{name}`", at)
+        else:
+            values = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(usual))
+            others[kind][f"`{name}`" + (f" ({values})" if values else "")] = None
+    text = "| field | endpoints | |\n|---|---|---|\n"
+    for about, names in rows.items():
+        text += f"| {', '.join(names)} | {'; '.join(dict.fromkeys(names.values()))} | {cell(about)} |\n"
+    taken = f"Taken, and without effect on an answer: {', '.join(others[fields.HARMLESS])}."
+    refused = f"Refused, but for values that ask for nothing: {', '.join(others[fields.REFUSED])}."
+    return text + "".join(f"\n{textwrap.fill(each, 120, break_on_hyphens=False)}\n" for each in (taken, refused))
 
 
 PAGES = {

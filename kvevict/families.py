@@ -143,8 +143,8 @@ def heads(decoder: Any, kinds: list[str]) -> tuple[Any, Any]:
 
 
 def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
-    """For layers without keys and values: {layer: the layer that it reads from}, the last storing layer of its type
-    before it; None: not found. A layer that reads from one that we do not evict from is left out."""
+    """Find {layer without keys and values: the layer that it reads from}: the last storing layer of its type before
+    it; None: not found. A layer that reads from one that we do not evict from is left out."""
     config, found = decoder.config, {}
     modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -315,7 +315,7 @@ def rotate(
 
 
 def _part(module, x, turned):
-    """x with the rotary dimensions of a latent layer rotated."""
+    """Rotate the rotary dimensions of x in a latent layer."""
     start = module.qk_nope_head_dim
     stop = start + module.qk_rope_head_dim
     return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
@@ -327,7 +327,7 @@ def _halves(x):
 
 
 def _turn_pairs(x, turn):
-    """x [B, H, p, D], turn [B, 1, D / 2] complex."""
+    """Rotate x [B, H, p, D], pairs of neighbouring dimensions, by turn [B, 1, D / 2] complex."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
 

@@ -82,10 +82,14 @@ class Generation:
         begun.add_done_callback(failed)
         left = len(answers)
         while left:
-            try:
-                item = await asyncio.wait_for(queue.get(), call.deadline - time.monotonic())
-            except asyncio.TimeoutError:  # another class before Python 3.11
-                raise TimeoutError from None
+            waiting = asyncio.ensure_future(queue.get())
+            try:  # not wait_for: before Python 3.12 it loses a cancellation that comes together with an item
+                await asyncio.wait((waiting,), timeout=call.deadline - time.monotonic())
+            finally:
+                over = waiting.cancel()
+            if over:
+                raise TimeoutError
+            item = waiting.result()
             if isinstance(item, BaseException):
                 raise item
             left -= item[1] is None

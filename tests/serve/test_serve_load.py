@@ -62,6 +62,25 @@ def test_a_request_that_takes_too_long(stream, monkeypatch):
     assert waited.status_code == 200
 
 
+def test_a_client_that_leaves_as_a_token_comes(monkeypatch):
+    """The request ends then, and not when its time is over."""
+    client, get, items = Client(server(timeout=20)), asyncio.Queue.get, []
+
+    async def got(queue):
+        items.append(await get(queue))
+        if len(items) == 3:
+            [answer] = [each for each in asyncio.all_tasks() if each.get_coro().__name__ == "_answer"]
+            client.server.calls[0].cancel()
+            answer.cancel()
+        return items[-1]
+
+    monkeypatch.setattr(asyncio.Queue, "get", got)
+    began = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        client.ask("POST", "/v1/chat/completions", LONG)
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_time_at_all(stream):
     """Neither for the first request nor for one that waits."""

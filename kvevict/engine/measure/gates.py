@@ -96,7 +96,7 @@ def _layers(decoder: Any) -> list[int]:
 
 
 def loaded(folder: Any, decoder: Any, order: Any) -> Gates:
-    """`load` gates once per decoder. folder None: the one that `own` finds; from a named folder on, that is this."""
+    """Load gates once per decoder. folder None: the one that `own` finds; after a named folder, `own` finds that."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
         known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
