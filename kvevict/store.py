@@ -20,9 +20,9 @@ from .policy.checks import count, parsed
 from .policy.kv import KINDS, WIDER, row_bytes
 from .policy.policy import Policy
 from .version import VERSION
-from .weights import Owner, differ, identity
+from .weights import Identity, Owner, identity
 
-FORMAT = "kvevict-cache-4"
+FORMAT = "kvevict-cache-5"
 FLAT = ("k", "v", "pos")
 OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
@@ -75,8 +75,9 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     following = None if cache.next_position is None else cache.next_position.tolist()
-    common = dict(packed=cache.packed, next_position=following, kvevict=VERSION)
-    common |= dict(weights=cache.owner.identity(), policy=_text_of(cache.policy))
+    common: dict[str, Any] = dict(packed=cache.packed, next_position=following, kvevict=VERSION)
+    weights, configuration = cache.owner.identity() or (None, None)
+    common |= dict(weights=weights, configuration=configuration, policy=_text_of(cache.policy))
     ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
     if parts is not None:
@@ -182,6 +183,16 @@ def _policy_of(text):
         return None
 
 
+def _identity_of(common) -> Identity | None:
+    """Which model's cache a file has; None: the file does not say."""
+    weights, configuration = common["weights"], common["configuration"]
+    if configuration is None:
+        return None
+    if not isinstance(configuration, dict):
+        raise TypeError(f"configuration is {configuration!r}, not a model's fields")
+    return Identity(weights, configuration)
+
+
 def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
     """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
 
@@ -189,8 +200,10 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    of another version, or of another model (another fingerprint of the weights, if both are known), and OSError for one
-    that cannot be read. The file may be deleted afterwards: the cache has copies.
+    of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
+    weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
+    those that change no number a model computes (`kvevict.weights.SILENT`). The file may be deleted afterwards: the
+    cache has copies.
     """
     from .patch import base_model, find_decoder
 
@@ -208,11 +221,6 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             f"{path} was written by another version of kvevict: its format is {meta['format']!r}, kvevict {VERSION} "
             f"reads {FORMAT!r}; read the prompt again and save the cache anew"
         )
-    if isinstance(common, dict) and common.get("rerotate"):  # of a version that had this option
-        raise ValueError(
-            f"{path} was read with rerotate=True, which kvevict no longer has; read the prompt again and save the "
-            "cache anew"
-        )
     try:
         tensors = sealed.tensors(path, verify)
     except (ValueError, OSError) as error:
@@ -224,11 +232,15 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             "the one that read it"
         )
     ranks = of(base_model(model))
-    known, own = common.get("weights") if isinstance(common, dict) else None, identity(decoder)
-    if ranks.size == 1 and differ(known, own):
+    try:
+        known = _identity_of(common)
+    except (LookupError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    differs = known and known.difference(identity(decoder))
+    if differs:
         raise ValueError(
-            f"{path} was written for another model: its weights are {known!r}, this model's {own!r}; give the one that "
-            "read it, with the same PEFT adapters on"
+            f"{path} was written for another model: {differs}; give the one that read it, with the same PEFT adapters "
+            "on, or read the prompt again"
         )
     try:
         _check(tensors, facts, common)

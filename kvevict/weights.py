@@ -1,15 +1,35 @@
-"""Identifies a model's weights by a sample of their numbers."""
+"""Identifies what computes a cache: a model's weights, by a sample of their numbers, and its configuration."""
 
+import dataclasses
 import hashlib
 import json
+import re
 import weakref
-import zlib
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 RUNS, WIDTH = 16, 64  # of a tensor, so many runs of so many numbers are looked at
 GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, are spread evenly over 0 .. 1
+LONG = 200  # letters of a field of a configuration that is named as it is
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's name
+# Fields of a configuration that change no number of a model in eval mode. All others count, whatever their effect is.
+# tests/hf/test_identity.py changes each field of many families.
+SILENT = {
+    # where it comes from, how it is run
+    "_auto_class", "_commit_hash", "_is_quantized", "_name_or_path", "_post_init_done", "architectures", "dtype",
+    "ignore_keys_at_rope_validation", "torch_dtype", "transformers_version",
+    "_attn_implementation_internal", "_experts_implementation_internal", "base_model_ep_plan", "base_model_fsdp_plan",
+    "base_model_pp_plan", "base_model_tp_plan", "distributed_config",
+    # what is returned
+    "_output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+    # tokens that end or fill a text; labels
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id", "problem_type",
+    # training
+    "activation_dropout", "attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout",
+    "initializer_range", "resid_pdrop", "router_aux_loss_coef",
+}  # fmt: skip
 
 
 class _Unreadable(Exception):
@@ -36,10 +56,68 @@ def fingerprint(model: Any) -> str | None:
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
 
-def identity(model: Any) -> str | None:
-    """The `fingerprint` of a model and a hash of its rotary settings: a cache's slots depend on both."""
-    known, rope = fingerprint(model), getattr(model.config, "rope_parameters", None)
-    return known and f"{known} {zlib.crc32(json.dumps(rope, sort_keys=True, default=str).encode()):08x}"
+class Identity(NamedTuple):
+    """What the numbers of a cache depend on, beside its tokens.
+
+    weights  the `fingerprint` of the model
+    config   the fields of its configuration that count, as JSON; long ones as a hash
+    """
+
+    weights: str | None
+    config: dict[str, str]
+
+    def difference(self, other: "Identity") -> str | None:
+        """What differs, in words; None: nothing does, as far as both are known."""
+        if differ(self.weights, other.weights):
+            return f"its weights are {self.weights!r}, this model's {other.weights!r}"
+        return _difference(self.config, other.config)
+
+
+def identity(model: Any) -> Identity:
+    """The identity of a decoder, as it is now."""
+    return Identity(fingerprint(model), _by_field(settings(model.config)))
+
+
+def settings(config: Any) -> str:
+    """The fields of a configuration that may change a number which a model computes, as JSON: all but those of SILENT,
+    also in the configurations within it."""
+    return json.dumps(_written(config), sort_keys=True)
+
+
+def _written(value):
+    """A value of a configuration, as JSON takes it and any process writes it."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_written(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, PreTrainedConfig):
+        fields = vars(value) | dict(model_type=value.model_type)  # which a loaded one has among them, a made one not
+        value = {name: each for name, each in fields.items() if name not in SILENT}
+    elif hasattr(value, "to_dict"):  # of a quantiser
+        value = value.to_dict()
+    elif dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {str(name): _written(each) for name, each in value.items()}
+    return ADDRESS.sub("", str(value))
+
+
+def _by_field(text: str) -> dict[str, str]:
+    """The fields in `settings`, each as a short text."""
+    found = {name: json.dumps(value, sort_keys=True) for name, value in json.loads(text).items()}
+    return {
+        name: value if len(value) <= LONG else f"a hash of {hashlib.sha256(value.encode()).hexdigest()[:16]}"
+        for name, value in found.items()
+    }
+
+
+def _difference(one: dict[str, str], other: dict[str, str]) -> str | None:
+    """The fields in which two configurations differ, in words; None: in none."""
+    names = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+    each = (f"its {name} is {one.get(name, 'not set')}, this model's {other.get(name, 'not set')}" for name in names)
+    return "; ".join(each) or None
 
 
 def differ(one: str | None, other: str | None) -> bool:
@@ -50,15 +128,15 @@ def differ(one: str | None, other: str | None) -> bool:
 
 
 class Owner:
-    """The weights that filled a cache. They are hashed on request, and only while the model exists with unchanged
-    weights and adapters."""
+    """The model that filled a cache. It is hashed on request, and only while it exists with unchanged weights, adapters
+    and configuration."""
 
     def __init__(self, model, known=None):
         self.model = (lambda: None) if model is None else weakref.ref(model)
         self.state, self.known = None if model is None else _state(model), known
         self.form = None if model is None else form(model)
 
-    def identity(self) -> str | None:
+    def identity(self) -> Identity | None:
         model = self.model()
         if self.known is None and model is not None and _state(model) == self.state:
             self.known = identity(model)
@@ -81,6 +159,8 @@ class Owner:
         known = before.versions
         if any(_version(part) > known.get(id(part), _version(part)) for _, _, part in _parts(model)):
             return "whose weights were written to since"
+        if now.settings != before.settings:
+            return f"whose configuration was another: {_difference(*map(_by_field, (before.settings, now.settings)))}"
         return None
 
     def __deepcopy__(self, memo):
@@ -97,11 +177,13 @@ def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
 
 
 class _State(NamedTuple):
-    """A state of a model that changes with every write to its weights and every switch or merge of adapters."""
+    """A state of a model that changes with every write to its weights and its configuration, and every switch or merge
+    of adapters."""
 
     switches: list  # (reference to a PEFT module, its `_switches`)
     on: list  # the set of active adapters of each PEFT module that has any
     versions: dict  # id of a parameter -> its `_version`
+    settings: str  # `settings` of its configuration
 
 
 def _state(model) -> _State:
@@ -110,7 +192,8 @@ def _state(model) -> _State:
     on = [frozenset(name for name, _, is_on in _adapters(module) if is_on) for module in adapted]
     weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
     versions = {id(weight): _version(weight) for weight in weights}
-    return _State([(weakref.ref(module), _switches(module)) for module in adapted], [*filter(None, on)], versions)
+    switches = [(weakref.ref(module), _switches(module)) for module in adapted]
+    return _State(switches, [*filter(None, on)], versions, settings(model.config))
 
 
 def _switches(module) -> tuple:

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import StarletteHTTPException as HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from . import log
 from .errors import Refused, refused
@@ -26,7 +26,7 @@ HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]*))(?::[0-9]*)?")
 
 
 def application(server: Server) -> FastAPI:
-    """The ASGI application."""
+    """Make the ASGI application of a server."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -49,8 +49,6 @@ def application(server: Server) -> FastAPI:
     @app.exception_handler(Refused)
     @app.exception_handler(Exception)
     async def said(request, error):
-        if isinstance(error, HTTPException):
-            error = Refused(error.status_code, " ".join(str(error.detail).split()))
         known = refused(error)
         if known.status == 500 and not isinstance(error, Refused):
             log.failed(error)
@@ -95,7 +93,7 @@ def application(server: Server) -> FastAPI:
     def metrics(request: Request):  # in a thread: it looks at files
         server.owner(request)
         return Response(
-            server.metrics.text(server.scheduler, server.prefixes, list(server.calls.values())),
+            server.metrics.text(server.scheduler, server.prefixes, list(server.calls)),
             media_type="text/plain; version=0.0.4",
         )
 
@@ -103,7 +101,7 @@ def application(server: Server) -> FastAPI:
 
 
 def name_of(host: str) -> str | None:
-    """The name or the address in a Host, without a port, as it is compared; None for anything else."""
+    """Return the name or the address in a Host, in lower case and without a port; None for anything else."""
     found = HOST.fullmatch(host)
     six, name = found.groups("") if found else (host, "")
     try:

@@ -25,9 +25,8 @@ from ..weights import identity
 from .call import Call, Guard
 from .errors import Refused
 from .grammar import Calls, Following, Grammars
-from .kept import shares
 from .options import AUTO
-from .prefixes import Prefixes, key_of, mark_in
+from .prefixes import Prefixes, key_of, mark_in, shares_of
 from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
 from .row import Row
 from .sampling import Chooser
@@ -83,10 +82,14 @@ class Generation:
         begun.add_done_callback(failed)
         left = len(answers)
         while left:
-            try:
-                item = await asyncio.wait_for(queue.get(), call.deadline - time.monotonic())
-            except asyncio.TimeoutError:  # another class before Python 3.11
-                raise TimeoutError from None
+            waiting = asyncio.ensure_future(queue.get())
+            try:  # not wait_for: before Python 3.12 it loses a cancellation that comes together with an item
+                await asyncio.wait((waiting,), timeout=call.deadline - time.monotonic())
+            finally:
+                over = waiting.cancel()
+            if over:
+                raise TimeoutError
+            item = waiting.result()
             if isinstance(item, BaseException):
                 raise item
             left -= item[1] is None
@@ -133,7 +136,7 @@ class Generation:
 
     async def kept(self, call: Call, start: int) -> np.ndarray:
         """The share of heads that keep each token of a prompt's last prefix, from token `start` on."""
-        return await self._in_thread(lambda: shares(self._prefix(call), start, call.whole.ends[-1]), call=call)
+        return await self._in_thread(lambda: shares_of(self._prefix(call), start, call.whole.ends[-1]), call=call)
 
     async def _in_thread(self, function, *args, **facts):
         """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting

@@ -1,4 +1,4 @@
-"""OpenAI's three endpoints: the messages of a request, and its answers as OpenAI writes them."""
+"""OpenAI's three endpoints: the messages of a request, and answers as OpenAI writes them."""
 
 import json
 import time
@@ -10,7 +10,6 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import messages
 from .call import Call
-from .errors import Refused
 from .events import Items
 from .outgoing import DATA, Stream, error_of
 from .sharing import said as shared
@@ -19,106 +18,99 @@ from .written import HALF, Numbered, Part, Token, Written, joined
 DONE = f"{DATA}[DONE]\n\n"
 
 
-class _Handler:
-    """name   of the model"""
+class Completions:
+    """/v1/completions. name: the model's."""
+
+    kind = part = "text_completion"  # of a whole answer, and of an event of a stream
+    first: tuple = ()  # choices before an answer's first part
 
     def __init__(self, name: str, tokenizer):
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """A request's messages, as the chat template takes them."""
-        raise NotImplementedError
-
-    def whole(self, call: Call, identity: str, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        """The answers, of all (number of an answer, parts of it)."""
-        raise NotImplementedError
-
-    def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        """The answers as a stream; their parts come one list after the other."""
-        raise NotImplementedError
-
-    def _chats(self) -> None:
-        if not self.tokenizer.chat_template:
-            raise Refused(400, "the model has no chat template: ask at /v1/completions")
-
-
-class _Choices(_Handler):
-    """Of answers that are choices, each with its number."""
-
-    kind, part = "", ""  # of the whole, and of an event of a stream
-
-    def choice(self, identity: str, parts: list[Part]) -> dict[str, Any]:
-        """An answer of all its parts."""
-        raise NotImplementedError
-
-    def deltas(self, identity: str, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """Choices of a stream that tell parts; calls: tool calls before them."""
-        raise NotImplementedError
-
-    def first(self) -> list[dict[str, Any]]:
-        """Choices before an answer's first part."""
+        """Make the messages that the chat template takes."""
         return []
 
-    def whole(self, call: Call, identity: str, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
+    def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
+        """Make the choice of an answer's parts."""
+        return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
+
+    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
+        """Make the choices of a stream that tell parts. calls: tool calls before them."""
+        text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
+        if text or logs or not parts:
+            yield dict(text=text) | logs
+
+    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
+        """Make the response of all (number of an answer, parts of it)."""
         choices = []
         for index, answer in enumerate(answers):
-            found = self.choice(identity, joined([part for at, each in parts if at == index for part in each or ()]))
+            found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))
             choices.append(dict(index=index, finish_reason=answer.finish) | found)
-        return self._said(self.kind, identity, choices, call)
+        return self._said(call, self.kind, choices, usage=True)
 
-    def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        return Stream(self._events(call, identity, answers, parts), call, error_of)
+    def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
+        """Make the response of parts that come one list after the other."""
+        return Stream(self._events(call, answers, parts), call, error_of)
 
-    async def _events(self, call, identity, answers, parts) -> AsyncGenerator[str, None]:
+    async def _events(self, call, answers, parts) -> AsyncGenerator[str, None]:
         calls: dict = {}  # number of an answer -> tool calls that it has had
         async for at, each in parts:
             if at not in calls:
                 calls[at] = 0
-                for first in self.first():
-                    yield self._event(identity, dict(first, index=at))
+                for first in self.first:
+                    yield self._event(call, dict(first, index=at))
             if each is None:
-                empty = next(iter(self.deltas(identity, 0, [])))
-                yield self._event(identity, dict(empty, index=at, finish_reason=answers[at].finish))
+                empty = next(iter(self.deltas(call, 0, [])))
+                yield self._event(call, dict(empty, index=at, finish_reason=answers[at].finish))
                 continue
-            for delta in self.deltas(identity, calls[at], each):
-                yield self._event(identity, dict(delta, index=at))
+            for delta in self.deltas(call, calls[at], each):
+                yield self._event(call, dict(delta, index=at))
             calls[at] += sum(isinstance(part, ToolCall) for part in each)
         if call.usage:
-            yield _event(self._said(self.part, identity, [], call))
+            yield _event(self._said(call, self.part, [], usage=True))
         yield DONE
 
-    def _event(self, identity, choice) -> str:
-        return _event(self._said(self.part, identity, [choice]))
+    def _event(self, call, choice) -> str:
+        return _event(self._said(call, self.part, [choice]))
 
-    def _said(self, kind, identity, choices, call=None) -> dict:
-        usage = {} if call is None else dict(usage=_usage(call)) | _ours(call)
-        return dict(id=identity, object=kind, created=int(time.time()), model=self.name, choices=choices) | usage
+    def _said(self, call, kind, choices, usage=False) -> dict:
+        said = dict(id=call.identity, object=kind, created=int(time.time()), model=self.name, choices=choices)
+        return said | dict(usage=_usage(call)) | _ours(call) if usage else said
+
+    def _logs(self, parts) -> dict:
+        tokens = [part for part in parts if isinstance(part, Token)]
+        if not tokens:
+            return {}
+        letters = [token.letters for token in tokens]
+        return dict(logprobs=dict(
+            tokens=letters, token_logprobs=[token.log for token in tokens],
+            top_logprobs=[dict(reversed(token.others)) for token in tokens],
+            text_offset=[tokens[0].start, *(tokens[0].start + at for at in accumulate(map(len, letters[:-1])))],
+        ))  # fmt: skip
 
 
-class Chat(_Choices):
+class Chat(Completions):
     """/v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
+    first = (dict(delta=dict(role="assistant")),)
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        self._chats()
         return messages.of_chat(self.tokenizer, body["messages"])
 
-    def choice(self, identity: str, parts: list[Part]) -> dict[str, Any]:
+    def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
-        calls = [_call(identity, at, part) for at, part in enumerate(p for p in parts if isinstance(p, ToolCall))]
+        calls = [_call(call, at, part) for at, part in enumerate(p for p in parts if isinstance(p, ToolCall))]
         said: dict = dict(role="assistant", content=text)
         said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
         return dict(message=said) | self._logs(parts)
 
-    def first(self) -> list[dict[str, Any]]:
-        return [dict(delta=dict(role="assistant"))]
-
-    def deltas(self, identity: str, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
+    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
         logs = self._logs(parts)
         for part in parts:
             if isinstance(part, ToolCall):
-                yield dict(delta=dict(tool_calls=[dict(_call(identity, calls, part), index=calls)]))
+                yield dict(delta=dict(tool_calls=[dict(_call(call, calls, part), index=calls)]))
                 calls += 1
             elif isinstance(part, str):
                 name = "reasoning_content" if isinstance(part, ReasoningText) else "content"
@@ -135,50 +127,24 @@ class Chat(_Choices):
         return dict(logprobs=dict(content=content, refusal=None)) if content else {}
 
 
-class Completions(_Choices):
-    """/v1/completions."""
+class Responses:
+    """/v1/responses, with the methods of `Completions`. name: the model's."""
 
-    kind = part = "text_completion"
-
-    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    def choice(self, identity: str, parts: list[Part]) -> dict[str, Any]:
-        return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
-
-    def deltas(self, identity: str, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
-        if text or logs or not parts:
-            yield dict(text=text) | logs
-
-    def _logs(self, parts) -> dict:
-        tokens = [part for part in parts if isinstance(part, Token)]
-        if not tokens:
-            return {}
-        letters = [token.letters for token in tokens]
-        return dict(logprobs=dict(
-            tokens=letters, token_logprobs=[token.log for token in tokens],
-            top_logprobs=[dict(reversed(token.others)) for token in tokens],
-            text_offset=[tokens[0].start, *(tokens[0].start + at for at in accumulate(map(len, letters[:-1])))],
-        ))  # fmt: skip
-
-
-class Responses(_Handler):
-    """/v1/responses."""
+    def __init__(self, name: str, tokenizer):
+        self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        self._chats()
         return messages.of_input(self.tokenizer, body["input"], body.get("instructions"))
 
-    def whole(self, call: Call, identity: str, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        items = Items(self.name, identity)
+    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
+        items = Items(self.name, call.identity)
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
         return items.response(call) | _ours(call)
 
-    def stream(self, call: Call, identity: str, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        items = Items(self.name, identity)
+    def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
+        items = Items(self.name, call.identity)
         events = self._events(call, items, answers, parts)
         return Stream(events, call, lambda refusal: items.error(refusal.message))
 
@@ -204,14 +170,14 @@ def _usage(call) -> dict:
 
 
 def _ours(call) -> dict:
-    """The field `kvevict` of an answer: how much of a shared beginning is kept."""
+    """Make the field `kvevict` of an answer, which says how much of a shared beginning is kept."""
     told = shared(call)
     return dict(kvevict=told) if told else {}
 
 
-def _call(identity: str, at: int, part) -> dict:
+def _call(call: Call, at: int, part) -> dict:
     function = dict(name=part.name, arguments=part.arguments)
-    return dict(id=f"{identity}_tool_call_{at}", type="function", function=function)
+    return dict(id=f"{call.identity}_tool_call_{at}", type="function", function=function)
 
 
 def _number(letters: str, log: float) -> dict:

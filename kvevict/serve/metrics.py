@@ -14,19 +14,19 @@ OTHER = "other"  # the endpoint of a request to none that there is
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def progress(call: Call, identity: str) -> dict[str, Any]:
-    """How far a call is."""
+def progress(call: Call) -> dict[str, Any]:
+    """Tell how far a call is."""
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
     return dict(
-        id=identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
+        id=call.identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
         seconds=round(time.monotonic() - call.began, 3), prompt_tokens=whole, cached_tokens=cached,
         tokens_to_read=max(whole - cached, 0), tokens_read=read, tokens_written=written,
     )  # fmt: skip
 
 
 class Metrics:
-    """Of one server, in a registry of its own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -46,11 +46,11 @@ class Metrics:
         )
 
     def refused(self, endpoint: str, status: int) -> None:
-        """A request has ended before it became a call."""
+        """Count a request that was refused before it became a call."""
         self.requests.labels(endpoint, str(status)).inc()
 
     def note(self, call: Call, status: int) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
         self.read.inc(max(call.prompt_tokens - call.cached_tokens, 0))
@@ -61,7 +61,7 @@ class Metrics:
     def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
-        every = [progress(call, "") for call in calls]
+        every = [progress(call) for call in calls]
         self.left.set(sum(each["tokens_to_read"] - each["tokens_read"] for each in every))
         self.cache.labels("memory").set(prefixes.live_bytes)
         self.cache.labels("disk").set(prefixes.file_bytes)

@@ -10,7 +10,7 @@ from ..policy.policy import Policy, build
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
 from .errors import Refused
-from .options import ALWAYS, AUTO, NEVER, SHARES
+from .options import ALWAYS, AUTO, NEVER, SHARES, Options
 from .sharing import Reader
 
 LAST = object()  # the question that a request does not name: the last user's message
@@ -33,65 +33,57 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Policies:
-    """policy        as text, reads a prompt with a known question
-    unasked       as text, reads shared beginnings
-    share         of a request that does not say it
-    share_budget  of these
-    context       the model's, in tokens; a request may not keep more of that many than the server's own budget
-    most          slots that memory holds
-    kv            how slots are stored; share_kv: those of shared beginnings, None: likewise
-    fitted        a policy -> the same for the model, its budget in slots
+    """options  of the server; `unasked` and `share_kv` are set
+    context  the model's, in tokens; a request may not keep more of that many than the server's own budget
+    most     slots that memory holds
+    fitted   makes a policy that of the model, with its budget in slots
     """
 
-    policy: str
-    unasked: str
-    budget: int | float | str
-    chunk_size: int | None = None
-    share: str = AUTO
-    share_budget: int | float = 0.5
+    options: Options
     context: int = 1 << 20
     most: int = PLENTY
-    kv: str = "model"
     fitted: Callable[[Policy], Policy] = lambda policy: policy
-    share_kv: str | None = None
 
     def __post_init__(self):
-        one_of("share", self.share, SHARES)
-        self.built(self.policy)
-        self.built(self.unasked)
-        self.built(self.unasked, self.share_budget, self.share_kv)
+        one_of("share", self.options.share, SHARES)
+        self.built(self.options.policy)
+        self.built(self.options.unasked)
+        self.reader()
 
-    def built(self, text: str, budget: int | float | str | None = None, kv: str | None = None) -> Any:
-        name, options = parse_policy(text)
-        common: dict = dict(budget=self.budget if budget is None else budget, kv=kv or self.kv)
-        if self.chunk_size is not None:
-            common["chunk_size"] = self.chunk_size
-        return self.fitted(build(name, **common | options))
+    def built(self, text: str | None, budget: int | float | str | None = None, kv: str | None = None) -> Any:
+        """Build a policy by its text; None: that of a prompt with a known question."""
+        options = self.options
+        name, own = parse_policy(text or options.policy)
+        common: dict = dict(budget=options.budget if budget is None else budget, kv=kv or options.kv)
+        if options.chunk_size is not None:
+            common["chunk_size"] = options.chunk_size
+        return self.fitted(build(name, **common | own))
 
     def reader(self, name: str | None = None, budget: int | float | str | None = None) -> Reader:
-        """By a request's policy and budget, where it gives them."""
-        policy = self.built(name or self.unasked, self.share_budget if budget is None else budget, self.share_kv)
-        known = self.built(self.policy)
+        """Make the reader of shared beginnings by a request's policy and budget, where it gives them."""
+        share_budget = self.options.share_budget if budget is None else budget
+        policy, known = self.built(name or self.options.unasked, share_budget, self.options.share_kv), self.built(None)
         least = 1 if budget is not None or known.budget is None else known.slots(0)
         longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY
-        return Reader(policy, policy.budget, least, self.most, longest)
+        slots: Any = policy.budget  # `fitted` has made slots of bytes
+        return Reader(policy, slots, least, self.most, longest)
 
     def of(self, asked: dict[str, Any], opens_text: bool) -> Chosen:
-        """By a request's field `kvevict`. Raises Refused or ValueError for a choice that cannot be had."""
+        """Choose by a request's field `kvevict`. Raises Refused or ValueError for a choice that cannot be had."""
         share, question = self._asked(asked, opens_text)
         hidden, own = share == ALWAYS, self.reader()
         name, budget = asked.get("policy"), asked.get("budget")
-        if name not in (None, self.policy, self.unasked, *PRESETS):
+        if name not in (None, self.options.policy, self.options.unasked, *PRESETS):
             raise Refused(400, f"there is no policy {str(name)[:200]!r}: give a name that `kvevict policies` lists")
         reader = self.reader(name, budget) if hidden else own
-        policy = reader.policy if hidden else self.built(name or self.policy, budget)
-        most = (own if hidden else self.built(self.policy)).slots(self.context)
+        policy = reader.policy if hidden else self.built(name, budget)
+        most = (own if hidden else self.built(None)).slots(self.context)
         if (reader if hidden else policy).slots(self.context) > most:
             raise Refused(400, f"kvevict.budget is larger than the server's: ask for at most {most} slots")
         return Chosen(policy, hidden, question, share, reader)
 
     def _asked(self, asked: dict, opens_text: bool) -> tuple:
-        """(share, question or None). An always shared prompt is read without a question."""
+        """Return (share, question or None). An always shared prompt is read without a question."""
         share, question = asked.get("share"), asked.get("question", LAST)
         if opens_text and isinstance(question, str):
             raise Refused(400, "a stored text is read before its questions: leave kvevict.question out")
@@ -103,4 +95,4 @@ class Policies:
             return ALWAYS, None
         if isinstance(question, str):
             return NEVER, question
-        return share or self.share, None
+        return share or self.options.share, None

@@ -7,30 +7,28 @@ import hashlib
 import hmac
 import re
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
-from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from . import check, fields, log, prompt
+from . import check, fields, log
 from .call import Call
 from .errors import Refused, refused
 from .fields import CHAT, COMPLETIONS, RESPONSES, TEXTS
 from .generation import Generation
 from .grammar import schema_of, schema_of_calls
 from .handlers import Chat, Completions, Responses
-from .kept import parts
 from .messages import tools_of
 from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
 from .policies import Chosen, Policies
 from .prefixes import Prefixes, mark_of
+from .prompt import Prompt, parts
 from .sampling import Decoding
 from .scheduler import Scheduler
 from .sharing import said
@@ -46,26 +44,20 @@ ENDPOINTS = {  # path: handler, its check
 
 
 class Server:
-    """name      of the model, as requests may give it
-    keys      a request must bring one of them; none: nobody needs one
-    timeout   seconds that a request may take, waiting included
-    most      bytes of a request's body
-    batch     answers that are written at once
-    stall     seconds that a token of these waits, about, while a chunk is read
-    queue     requests that may wait beside them
-    hosts     names by which requests may call the server, beside those of this machine
+    """name  of the model, as requests may give it
+    most  bytes of a request's body
     """
 
-    def __init__(self, name, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts, *, keys=(),
-                 batch=Options.batch, queue=Options.queue, stall=Options.stall, timeout=Options.timeout, most=1 << 24,
-                 hosts=()):  # fmt: skip
-        self.name, self.tokenizer, self.policies, self.texts = name, tokenizer, policies, texts
-        self.keys, self.timeout, self.most, self.hosts = keys, timeout, most, hosts
+    def __init__(self, name: str, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts,
+                 options: Options, most: int = 1 << 24):  # fmt: skip
+        self.name, self.tokenizer, self.policies, self.texts, self.most = name, tokenizer, policies, texts, most
+        self.keys, self.timeout, self.hosts = options.keys, options.timeout, options.hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler, self.metrics = Scheduler(model, prefixes, batch, queue, stall), Metrics()
+        self.scheduler = Scheduler(model, prefixes, options.batch, options.queue, options.stall)
+        self.metrics = Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
-        self.calls: dict[str, Call] = {}  # that have not ended
+        self.calls: list[Call] = []  # that have not ended
         self._threads = CapacityLimiter(2)
         self._tokenisers = {
             large: (copy.deepcopy(tokenizer) if large else tokenizer, CapacityLimiter(1)) for large in (False, True)
@@ -75,7 +67,7 @@ class Server:
     # -- requests come in ---------------------------------------------------------------------------------------------
 
     def owner(self, request: Request) -> str:
-        """The owner of the texts that a request may see. Raises Refused without a right key."""
+        """Return the owner of the texts that a request may see. Raises Refused without a right key."""
         if not self.keys:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -85,7 +77,7 @@ class Server:
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request, function: Callable[[dict[str, Any]], Any] = lambda body: body) -> Any:
-        """The result of a function of a request's body."""
+        """Run function(body). Raises Refused for a body that is no JSON object, or too large."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
@@ -108,7 +100,7 @@ class Server:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
     def _checked(self, path: str, body: dict) -> tuple:
-        """A request, and its field `kvevict`."""
+        """Take the field `kvevict` out of a body, and return both. Raises Refused for fields that cannot be obeyed."""
         fields.known(path, body)
         check.generation(body, self.vocabulary, self.tokenizer.chat_template)
         ENDPOINTS[path][1](body)
@@ -117,7 +109,7 @@ class Server:
         return body, body.pop("kvevict", {})
 
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
-        """Of a request that is checked, and of the text that it opens."""
+        """Build the `Call` of a checked body. text: the stored text that it opens."""
         chosen = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
@@ -140,17 +132,18 @@ class Server:
     # -- the way of a request -----------------------------------------------------------------------------------------
 
     async def answer(self, path: str, request: Request) -> Response:
-        owner, identity = self.owner(request), f"{uuid.uuid4()}"
-        (body, asked), text = await self.body(request, functools.partial(self._checked, path)), None
+        """POST to one of `ENDPOINTS`: answer a request."""
+        owner, text = self.owner(request), None
+        body, asked = await self.body(request, functools.partial(self._checked, path))
         if asked.get("text") is not None:
-            text, own = await self._opened(owner, asked["text"])
+            text, own = await self._aside(self.texts.get, owner, asked["text"])
             asked = own | asked
         made = functools.partial(self._call, path, owner, body, asked, text)
         call = await self._aside(made) if request.state.large else made()
         large = request.state.large or len(text or "") > SMALL
-        return await self._ended(call, identity, request, self._answer(call, body, identity, large))
+        return await self._ended(call, request, self._answer(call, body, large))
 
-    async def _answer(self, call, body, identity, large):
+    async def _answer(self, call, body, large):
         handler, calls = self.handlers[call.endpoint], call.of_prompts()
 
         def prepare(tokenizer):
@@ -164,8 +157,8 @@ class Server:
         parts = streams[0] if calls == [call] else together(streams, call.answers, lambda: call.gather(calls))
         answers = [answer for own in of_each for answer in own]
         if body.get("stream"):
-            return handler.stream(call, identity, answers, parts)
-        return JSONResponse(handler.whole(call, identity, answers, [each async for each in parts]))
+            return handler.stream(call, answers, parts)
+        return JSONResponse(handler.whole(call, answers, [each async for each in parts]))
 
     async def store(self, request: Request) -> Response:
         """POST /v1/kvevict/texts: store a text by its name, and read it."""
@@ -174,13 +167,12 @@ class Server:
         name, text = checked(body.get("name")), body["text"]
         if text.startswith("%PDF-"):
             raise Refused(400, "text is a PDF file: give the words in it")
-        replace = body.get("replace", True)
+        replace, asked = body.get("replace", True), {key: body[key] for key in ("policy", "budget") if key in body}
         if not replace:
             await self._aside(self.texts.free, owner, name, text)
         await self._aside(self.texts.fits, owner, name, text)
-        asked = {name: value for name, value in body.items() if name in ("policy", "budget")}
         call = self._of_text(TEXTS, owner, self.policies.of(asked, True), text)
-        return await self._ended(call, f"{uuid.uuid4()}", request, self._store(call, name, replace, asked))
+        return await self._ended(call, request, self._store(call, name, replace, asked))
 
     async def _store(self, call, name, replace, asked):
         whole = await self._alone(call)
@@ -190,7 +182,7 @@ class Server:
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
     def list_texts(self, request: Request) -> dict[str, Any]:
-        """GET /v1/kvevict/texts: the names of a key's texts. It looks at files, so it is called in a thread."""
+        """GET /v1/kvevict/texts: list the names of a key's texts. FastAPI calls it in a thread: it looks at files."""
         found = self.texts.of(self.owner(request))
         return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
 
@@ -200,33 +192,25 @@ class Server:
         return {"object": "kvevict.text", "name": name, "deleted": True}
 
     async def _forget(self, *marks) -> None:
-        """Remove the caches of deleted texts: of these, and of those that other servers have deleted."""
+        """Remove the caches of deleted texts: those of `marks`, and those that other servers have deleted."""
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
-    def _tidied(self, call=None) -> None:
-        """`_forget` in another thread, without waiting. call: its text may be a deleted one."""
+    def _tidied(self, call) -> None:
+        """Do as `_forget` in another thread, without waiting. The call's text may be a deleted one."""
 
         def tidy():
-            marks = () if call is None or call.text is None else (mark_of(call.owner, call.text),)
+            marks = () if call.text is None else (mark_of(call.owner, call.text),)
             if gone := self.texts.gone(*marks):
                 self.scheduler.submit(self.prefixes.forget, gone)
 
         asyncio.get_running_loop().run_in_executor(None, tidy)
 
-    async def _opened(self, owner, name) -> tuple:
-        """A text, and the policy and the budget that it asks for. Raises Refused where it is not stored."""
-        try:
-            return await self._aside(self.texts.get, owner, name)
-        except Refused:
-            self._tidied()
-            raise
-
     async def kept(self, request: Request, name: str) -> Response:
-        """GET /v1/kvevict/texts/NAME/kept: the share of heads that kept each piece of a stored text."""
+        """GET /v1/kvevict/texts/NAME/kept: tell the share of heads that kept each piece of a stored text."""
         owner = self.owner(request)
-        text, asked = await self._opened(owner, name)
+        text, asked = await self._aside(self.texts.get, owner, name)
         call = self._of_text("/v1/kvevict/texts/kept", owner, self.policies.of(asked, True), text)
-        return await self._ended(call, f"{uuid.uuid4()}", request, self._kept(call, name))
+        return await self._ended(call, request, self._kept(call, name))
 
     async def _kept(self, call, name):
         whole = await self._alone(call)
@@ -246,14 +230,14 @@ class Server:
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:
-        """GET /v1/kvevict/queue: how far the requests of a key are; those of others are counted."""
-        owner, calls = self.owner(request), list(self.calls.items())
-        data = [progress(call, identity) for identity, call in calls if call.owner == owner]
-        waiting = sum(not call.running for _, call in calls)
+        """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
+        owner, calls = self.owner(request), list(self.calls)
+        data = [progress(call) for call in calls if call.owner == owner]
+        waiting = sum(not call.running for call in calls)
         return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
-    async def _alone(self, call) -> prompt.Prompt:
-        """A call's text as it opens a request, without a question. Raises Refused where it does not fit the context."""
+    async def _alone(self, call) -> Prompt:
+        """Make the prompt of a call's text, without a question. Raises Refused where it does not fit the context."""
         if self.tokenizer.chat_template:
             call.messages = [{"role": "user", "content": ""}]
         await self._tokenising(len(call.text) > SMALL, functools.partial(self.manager.prepare, call))
@@ -266,25 +250,26 @@ class Server:
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
     async def _tokenising(self, large: bool, function):
-        """The result of a function of a tokenizer. It serves one at a time: it has a state, such as whether special
-        tokens are letters. Large requests have another one than small ones, so that these do not wait for them."""
+        """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are letters), so each
+        serves one request at a time; large requests have their own, so that small ones never wait for them."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
-    async def _ended(self, call, identity, request, work) -> Response:
-        """The response of `work`. The call's outcome is counted and logged."""
-        request.state.noted, self.calls[identity], entered = True, call, False
+    async def _ended(self, call, request, work) -> Response:
+        """Await the response of `work`. Its end, or that of its stream, is counted and logged."""
+        request.state.noted, entered = True, False
+        self.calls.append(call)
 
         def end(status: int) -> None:
             call.cancel()
             if entered:
                 self.scheduler.leave()
-            self.calls.pop(identity)
+            self.calls.remove(call)
             goes_on = call.endpoint == TEXTS and status in (499, 504)  # the next request continues this read
             if not goes_on:
                 self._tidied(call)
             self.metrics.note(call, status)
-            log.served(call, identity, status)
+            log.served(call, status)
 
         try:
             self.scheduler.enter()
@@ -292,7 +277,7 @@ class Server:
             response = await unless_gone(request, call, work)
         except BaseException as error:
             work.close()
-            end(_status(error))
+            end(refused(error).status if isinstance(error, Exception) else 499)
             raise
         if isinstance(response, Stream):
             response.end = end
@@ -307,9 +292,3 @@ class Server:
     def other_model(self, name: str) -> Refused:
         sentence = f"there is no model {name[:200]!r}: this server has {self.name!r}"
         return Refused(404, sentence, "model_not_found", "model")
-
-
-def _status(error) -> int:
-    if isinstance(error, HTTPException):
-        return error.status_code
-    return refused(error).status if isinstance(error, Exception) else 499

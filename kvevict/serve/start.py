@@ -1,9 +1,10 @@
-"""From a command's arguments to a server that runs."""
+"""Makes a server of a command's options, and runs it."""
 
 import gc
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,30 +50,28 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
 
 def page(host: str, port: int) -> str:
-    """The address of the page at `/`, for a browser on this machine."""
+    """Return the address of the page at `/`, for a browser on this machine."""
     name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/"
 
 
 def server_of(model: str | None = None, **options: Any) -> Server:
-    """A model is loaded, None: the bundled one, and patched. options: fields of `Options`."""
+    """Load and patch a model (None: the bundled one), and make its server. options: fields of `Options`."""
     for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
         os.environ.setdefault(name, entries)
     told, where = Options(**options), model or small_llama()
     loaded, tokenizer = load_model(where, told.dtype, told.device)
-    context = getattr(loaded.config, "max_position_embeddings", None)
+    decoder = find_decoder(loaded)
     if told.gates is not None:
         gates.use(told.gates, loaded)
-    hidden = told.unasked or unasked(find_decoder(loaded))
-    plain = told.kv != "model" or families.is_latent(find_decoder(loaded).config)
+    plain = told.kv != "model" or families.is_latent(decoder.config)
     share_kv = told.share_kv or (told.kv if plain else "int8")
-    policies = Policies(
-        told.policy, hidden, told.budget, told.chunk_size, told.share, told.share_budget, context or 1 << 20,
-        min(told.memory // slot_bytes(loaded, share_kv), PLENTY), told.kv, lambda policy: in_slots(policy, loaded),
-        share_kv,
-    )  # fmt: skip
+    told = replace(told, unasked=told.unasked or unasked(decoder), share_kv=share_kv)
+    slots = min(told.memory // slot_bytes(loaded, share_kv), PLENTY)
+    context = getattr(loaded.config, "max_position_embeddings", None) or 1 << 20
+    policies = Policies(told, context, slots, lambda policy: in_slots(policy, loaded))
     check_kv(share_kv, loaded)
-    patch(loaded, policies.built(told.policy), tokenizer=tokenizer)
+    patch(loaded, policies.built(None), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
     if folder is not None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,8 +79,5 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     files = folder and folder / "prefixes"
     prefixes = Prefixes(loaded, told.memory, files, lambda: told.disk - texts.bytes, texts.gone)
     name = told.name or (Path(where).name if Path(where).exists() else where)
-    most = min(BODY, LETTERS * policies.context + (1 << 16))
-    limits = dict(
-        batch=told.batch, queue=told.queue, stall=told.stall, timeout=told.timeout, most=most, hosts=told.hosts
-    )
-    return Server(name, loaded, tokenizer, policies, prefixes, texts, keys=told.keys, **limits)
+    most = min(BODY, LETTERS * context + (1 << 16))
+    return Server(name, loaded, tokenizer, policies, prefixes, texts, told, most)

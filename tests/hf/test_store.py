@@ -428,24 +428,6 @@ def test_facts_of_the_cache_that_lie(saved, tmp_path, lie):
     refused(tmp_path / "lie")
 
 
-def test_files_that_name_rerotate(saved, tmp_path):
-    """Files of this format once named an option that is gone: those that had it off are read, the others refused."""
-    with safe_open(saved["llama"], framework="pt") as file:
-        meta = file.metadata()
-    facts = json.loads(meta["cache"])
-    for name, on in (("off", False), ("on", True)):
-        policy = json.dumps(json.loads(facts["policy"]) | dict(rerotate=on))
-        meta["cache"] = json.dumps(facts | dict(rerotate=on, policy=policy))
-        sealed.write(tmp_path / name, load_file(saved["llama"]), meta)
-    with kvevict.evicting(shared(), "h2o", budget=10), torch.no_grad():
-        ids, mask = torch.tensor([[5], [6]]), torch.ones(2, 41, dtype=torch.long)
-        mask[1, :9] = 0
-        plain, loaded = (kvevict.load_cache(path, shared()) for path in (saved["llama"], tmp_path / "off"))
-        one, other = (shared()(ids, attention_mask=mask, past_key_values=each).logits for each in (plain, loaded))
-    assert torch.equal(one, other)
-    assert "rerotate=True, which kvevict no longer has" in refused(tmp_path / "on")
-
-
 @pytest.mark.parametrize("name, edit", [
     ("0.keys", lambda x: x[:1].clone()), ("0.keys", lambda x: x[:, :, :3].clone()), ("0.values", lambda x: x.half()),
     ("0.keys", lambda x: x.flatten()), ("0.keys", None),

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import counts
 import pytest
-from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import kvevict
-from kvevict import compat, known
-from kvevict.lab.analysis import plain
-from kvevict.lab.analysis.shape import shape_of
+from kvevict import compat
 
 ROOT = Path(kvevict.__file__).parent
 NEWER = f"{compat.TESTED[1][0]}.{compat.TESTED[1][1] + 1}"
@@ -149,77 +146,3 @@ def test_counts_are_the_same_without():
         assert ours == theirs
     assert {code for _, code, _, _ in got["commands"]} == {0, 2}
     assert len([cost for cost in got["presets"].values() if isinstance(cost, dict)]) > 40
-
-
-def test_what_needs_it_says_so(tmp_path):
-    """`kvevict plan` of a model type whose config it does not read."""
-    GemmaConfig().save_pretrained(tmp_path)
-    done = without("kvevict", "plan", "--model", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "its sizes are read with Transformers (No module named 'transformers'); install it, or" in done.stderr
-    assert "llama, mistral, qwen2, qwen3" in done.stderr
-
-
-# -- sizes that are read from config.json alone ------------------------------------------------------------------------
-
-SMALL = dict(
-    vocab_size=90, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=300,
-)  # fmt: skip
-LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64)  # fmt: skip
-PLAIN = [
-    LlamaConfig(**SMALL), LlamaConfig(**SMALL, tie_word_embeddings=True, head_dim=24, dtype="float32"),
-    LlamaConfig(**SMALL, attention_bias=True), LlamaConfig(**SMALL, mlp_bias=True, pad_token_id=4),
-    LlamaConfig(**SMALL, rope_parameters=LLAMA3), LlamaConfig(**SMALL | dict(num_key_value_heads=None)),
-    MistralConfig(**SMALL, sliding_window=None), MistralConfig(**SMALL, sliding_window=None, head_dim=8),
-    Qwen2Config(**SMALL), Qwen2Config(**SMALL, tie_word_embeddings=True, dtype="float16"), Qwen3Config(**SMALL),
-    Qwen3Config(**SMALL, head_dim=16, attention_bias=True, tie_word_embeddings=True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.model_type)
-def test_plain_sizes_are_those_of_the_model(config, tmp_path):
-    config.save_pretrained(tmp_path)
-    for dtype in ("auto", "float32"):
-        assert plain.read(str(tmp_path), dtype) == (shape_of(config, dtype), 300)
-    assert plain.read(str(tmp_path / "config.json")) == plain.read(str(tmp_path))
-    assert known.refused(config.model_type, config.model_type) is None
-    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
-        plain.read(str(tmp_path), "int8")
-
-
-@pytest.mark.parametrize("changes", [
-    dict(model_type="gemma"), dict(model_type=["llama"]), dict(hidden_size=None), dict(hidden_size=50),
-    dict(num_hidden_layers=-1), dict(vocab_size="90"), dict(intermediate_size=True), dict(num_key_value_heads=3),
-    dict(head_dim=12), dict(head_dim=520), dict(sliding_window=20), dict(sliding_window=20, use_sliding_window=False),
-    dict(hidden_act="gelu"),
-    dict(quantization_config={"bits": 4}),
-    dict(attention_bias=1), dict(pad_token_id=90), dict(layer_types=["sliding_attention"] * 3), dict(is_causal=False),
-    dict(use_sliding_window=True), dict(rope_scaling={"type": "dynamic", "factor": 2.0}), dict(rope_scaling=[]),
-    dict(rope_parameters={"rope_type": "longrope"}), dict(rope_parameters={"rope_type": "yarn"}),
-    dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), dict(num_experts=4),
-    dict(_attn_implementation="flex_attention"),
-])  # fmt: skip
-def test_what_is_left_to_transformers(changes, tmp_path):
-    file = tmp_path / "config.json"
-    config = LlamaConfig(**SMALL).to_dict()
-    file.write_text(json.dumps(config))
-    assert plain.read(str(file)) is not None
-    file.write_text(json.dumps(config | changes))
-    assert plain.read(str(file)) is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"llama"', "[" * 100_000])
-def test_files_that_are_no_config(text, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    assert plain.read(str(tmp_path)) is None
-    assert plain.read(str(tmp_path / "no.json")) is plain.read("owner/model") is plain.read("model.gguf") is None
-
-
-def test_a_default_window_is_not_overlooked(tmp_path):
-    """Mistral's config has one where it is not written."""
-    config = MistralConfig(**SMALL, sliding_window=None).to_dict()
-    del config["sliding_window"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert plain.read(str(tmp_path)) is None

@@ -139,7 +139,7 @@ def test_read(geometry, n):
 HALVES = {
     "share": dict(tsp_len=0.5),
     "as few as can be": dict(tsp_len=0.1),
-    "number": dict(tsp_len=14, sink=2),
+    "number": dict(tsp_len=14, keep_first=2),
     "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19),
     "in one pass": dict(chunk_size=None, tsp_len=0.4),
 }
@@ -258,7 +258,7 @@ def test_what_is_kept_and_what_goes_on_are_the_source_s():
 def test_first_tokens_that_are_always_kept_go_on(policy, first, pad):
     """Whatever they score, also where columns are padding; of a score that keeps none they may be lost."""
     made, inputs = tiny.model(num_hidden_layers=6), tiny.prompt(1, 61, pad=(pad,))
-    given = dict(knorm={}, edie=dict(window=8, sink=4)).get(policy, dict(probe=8))
+    given = dict(knorm={}, edie=dict(window=8, keep_first=4)).get(policy, dict(probe=8))
     with kvevict.evicting(made, policy, budget=24, chunk_size=20, tsp_len=18, tsp=2, **given):
         made(**inputs, logits_to_keep=1)
         positions = kvevict.report(made, positions=True)["positions"]
@@ -488,7 +488,7 @@ def test_crop_takes_back_only_what_was_decoded():
     (dict(n_reuse=2), "n_reuse=1 or tsp=None"), (dict(tsp_len=8), "tsp_len must be at least 9"),
     (dict(tsp=-1), "tsp must be at least 0"), (dict(tsp="all"), "tsp must be a whole number"),
     (dict(tsp_len=20.0), r"tsp_len=20.0 is not a share in \(0, 1\)"),
-    (dict(tsp_len="half"), "tsp_len must be a whole number"), (dict(reduce="min"), "unknown reduce 'min'"),
+    (dict(tsp_len="half"), "tsp_len must be a whole number"),
     (dict(kernel=4), "kernel must be odd"), (dict(budget=8), "budget >= 9"),
 ], ids=str)  # fmt: skip
 def test_refused_policies(given, text):

@@ -251,9 +251,9 @@ def test_a_large_bias_of_keys_is_the_centre_s():
 
 POLICIES = {
     "take+edie": {}, "h2o": dict(decode=True), "tova": {}, "kvzip": {}, "knorm": {}, "keydiff": {},
-    "lagkv": dict(lag=16), "expected": {}, "compactor": {}, "rkv": dict(decode=True, interval=2), "tri": {},
-    "laq": {}, "cake": {},
-    "snapkv+caote": {}, "fastkv": dict(tsp_len=40), "edie+tada/chunked": {}, "defensive": {},
+    "lagkv": dict(score=tiny.short_parts(16)), "expected": {}, "compactor": {}, "tri": {},
+    "rkv": dict(decode=True, interval=2), "laq": {}, "cake": {},
+    "snapkv+caote": {}, "fastkv": dict(tsp_len=40), "edie+tada": dict(own=True), "defensive": {},
     "snapkv": dict(diagnose=True),
 }  # fmt: skip
 

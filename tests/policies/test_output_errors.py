@@ -41,7 +41,7 @@ CHOICES = {
     "edie, chunk": dict(window=4, select="chunk", c=4, per_head=True, pool="none"),
     "edie, pyramid, reuse": dict(window=4, layers="pyramid", n_reuse=2),
     "vatp, flat": dict(sink=2, heads="flat"),
-    "paasvn, equal": dict(sink=2, window=4, heads="equal", pool="none"),
+    "paasvn, equal": dict(keep_first=2, window=4, heads="equal", pool="none"),
     "vatp, pyramid": dict(sink=2, layers="pyramid", beta=3),
     "vatp, fastcaote": dict(sink=2, refine="fastcaote"),
     "paasvn": dict(window=4),
@@ -58,7 +58,7 @@ CHOICES = {
     "h2o+caote": {},
     "tova+caote, ada": dict(heads="ada"),
     "tova+fastcaote": {},
-    "take/no-delay, fastcaote": dict(probe=5, refine="fastcaote", heads="flat"),
+    "take, fastcaote": dict(probe=5, warmup_layers=None, refine="fastcaote", heads="flat"),
     "take+caote": dict(probe=4),
     "oracle, caote": dict(ids=(7, 11, 13), refine="caote"),
     "oracle, fastcaote": dict(ids=(7, 11), refine="fastcaote", pool="avg", heads="flat"),
@@ -157,7 +157,7 @@ def test_defaults_are_the_papers():
     assert (edie.kernel, edie.pool, edie.alpha, edie.weight) == (7, "max", 0.1, "middle")
     assert (cake.kernel, cake.pool) == (5, "avg")
     assert (vatp.sink, vatp.recent, policies["vatp"].rows) == (20, None, ROWS["all"]())
-    assert (paasvn.sink, paasvn.kernel, paasvn.pool) == (0, 7, "max")
+    assert (paasvn.kernel, paasvn.pool) == (7, "max")
     assert all(policies[name].rows == ROWS["window"](32) for name in ("edie", "cake", "paasvn"))
     for base, error in itertools.product(("h2o", "tova", "snapkv"), ("caote", "fastcaote")):
         policy = build(f"{base}+{error}", budget=64)
@@ -211,7 +211,7 @@ def test_every_combination(name):
 MEASURED = [
     "edie", "edie, all slots", "edie-exact", "edie, caote", "vatp, flat", "paasvn, equal", "snapkv, cake",
     "snapkv, caote", "h2o+caote, flat", "h2o+caote",
-    "tova+fastcaote", "take/no-delay, fastcaote", "oracle, caote",
+    "tova+fastcaote", "take, fastcaote", "oracle, caote",
 ]  # fmt: skip
 
 
@@ -412,7 +412,7 @@ REFUSED = [
     (dict(policy="vatp", recent=2.5), "recent must be"),
     (dict(policy="vatp", budget=40), "budget >= 41"),
     (dict(policy="vatp", recent=5, budget=25), "budget >= 26"),
-    (dict(policy="paasvn", window=8, sink=4, budget=12), "budget >= 13"),
+    (dict(policy="paasvn", window=8, keep_first=4, budget=12), "budget >= 13"),
 ]  # fmt: skip
 
 

@@ -33,11 +33,11 @@ from kvevict.turns import Turns
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
 ASKED = "When is the lantern lit?"
 MORE = "Answer in one short sentence. Do not explain how you found it, and do not repeat it."
-PRESETS = {"take": {}, "take+edie": dict(kernel=5, sink=2), "take+chunkkv": dict(c=3)}
+PRESETS = {"take": {}, "take+edie": dict(kernel=5, keep_first=2), "take+chunkkv": dict(c=3)}
 CHOICES = [
     *PRESETS.items(),
-    ("take+edie", dict(kernel=5, sink=2, heads="ada")),
-    ("take+edie", dict(kernel=5, sink=0, heads="flat")),
+    ("take+edie", dict(kernel=5, keep_first=2, heads="ada")),
+    ("take+edie", dict(kernel=5, keep_first=0, heads="flat")),
 ]
 MEASURED = [(name, dict(rows="probe")) for name in ("edie-exact", "snapkv", "defensive")]
 MEASURED += [("take+caote", {}), ("take+edie", dict(kernel=5, weight="all"))]
@@ -127,7 +127,7 @@ def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
 
 def test_slots_that_weigh_rows_and_are_the_question_s():
     """At the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1."""
-    spans, chosen = [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, sink=2)
+    spans, chosen = [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, keep_first=2)
     seed, want = truth("take+edie", [48, 44], spans, ending=12, **chosen)
     with kvevict.observing(spans):
         ((*got,),) = ours(model(), "take+edie", [[48], [44]], seed, **chosen, probe=12)
@@ -267,7 +267,7 @@ def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options)
         ids = torch.tensor([tokenizer(text + opening, add_special_tokens=False)["input_ids"]])
         rest = len(tokenizer((text + opening)[text.rindex(request) :], add_special_tokens=False)["input_ids"])
         for how in ("patched", "observing"):
-            chosen = dict(budget=420, kernel=5, sink=2) | options
+            chosen = dict(budget=420, kernel=5, keep_first=2) | options
             question = {} if how == "patched" else dict(question=ASKED, tokenizer=tokenizer)
             kept = slots(net, ids, **question, patched=tokenizer if how == "patched" else False, **chosen)
             assert not holes(kept, ids.shape[1] - rest, ids.shape[1])
@@ -281,7 +281,7 @@ def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
     end = ids.shape[1]
     for half, kept in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1]), (sizes[1] - 1, sizes[2]), (sizes[2] - 1, 0)):
         for size in (512, 150):
-            found = slots(net, ids, patched=tok, budget=2 * half, chunk_size=size, sink=2)
+            found = slots(net, ids, patched=tok, budget=2 * half, chunk_size=size, keep_first=2)
             assert not holes(found, end - (kept or half // 4), end)
             for head in (head for layer in found for row in layer for head in row):
                 assert kept or sum(position >= end - sizes[0] for position in head) <= 3 * half // 4
@@ -625,7 +625,7 @@ def test_the_users_question_observes_a_tools_result(net, results):
 
 def test_other_rows_are_left_alone(net):
     tok, ids = tiny.byte_tokenizer(), row(f"{TEXT}\n\n{ASKED}\n\n{MORE}")
-    for policy, options in (("snapkv", dict(window=4)), ("take/no-probe", dict(probe=8)), ("streaming", {}),
+    for policy, options in (("snapkv", dict(window=4)), ("take", dict(probe=8, append=False)), ("streaming", {}),
                             ("take", dict(probe=(3, 9)))):  # fmt: skip
         held = []
         for patched in (None, tok):

@@ -19,6 +19,7 @@ import test_policies
 import test_values_and_keys
 import tiny
 from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
+from test_values_and_keys import short_parts  # noqa: F401  # a fixture
 
 import kvevict
 from kvevict.policy import PARTS, build
@@ -253,7 +254,7 @@ def covering():
     them)."""
     found, seen = {}, set()
     for name, chosen in (row for table in TABLES for row in table.items()):
-        policy = build(name.split(",")[0], **chosen | dict(budget=100))
+        policy = build(name.split(",")[0], **chosen | dict(budget=300))
         parts = {(kind, type(getattr(policy, kind))) for kind in PARTS}
         if not parts <= seen:
             found[name] = dict(chunk_size=CHUNK) | chosen

@@ -54,28 +54,31 @@ def qwen():
     return made.eval()
 
 
-def server(folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, response_template=None, **changes):
-    """A `kvevict.serve.server.Server`. folder: of its store; of: another model with the same tokenizer."""
+def server(
+    folder=None, memory=1 << 28, disk=1 << 28, template=TEMPLATE, of=None, tokenizer=None, response_template=None,
+    **changes,
+):  # fmt: skip
+    """A `kvevict.serve.server.Server`. folder: of its store; of: another model; tokenizer: another one; changes: of its
+    options, the model's context and the slots that memory holds."""
     from kvevict.patch import patch
+    from kvevict.serve.options import Options
     from kvevict.serve.policies import Policies
     from kvevict.serve.prefixes import Prefixes
     from kvevict.serve.server import Server
     from kvevict.serve.texts import Texts
 
-    options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never", context=2048)
-    options |= {
-        name: changes.pop(name) for name in list(changes) if name in (*options, "share_budget", "share_kv", "most")
-    }
-    options.setdefault("share_budget", options["budget"])
-    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    given = {name: changes.pop(name) for name in ("context", "most") if name in changes}
+    options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never") | changes
+    options = Options(**dict(share_budget=options["budget"]) | options)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template, of = template, of or model()
     if response_template is not None:
         tokenizer.response_template = response_template
-    policies = Policies(**options)
-    patch(of, policies.built(policies.policy), tokenizer=tokenizer)
+    policies = Policies(options, **dict(context=2048) | given)
+    patch(of, policies.built(None), tokenizer=tokenizer)
     texts = Texts(disk, folder and folder / "texts")
     prefixes = Prefixes(of, memory, folder and folder / "prefixes", lambda: disk - texts.bytes, texts.gone)
-    return Server("small", of, tokenizer, policies, prefixes, texts, **changes)
+    return Server("small", of, tokenizer, policies, prefixes, texts, options)
 
 
 @pytest.fixture(autouse=True)

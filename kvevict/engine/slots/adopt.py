@@ -11,10 +11,10 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ... import families
-from ...weights import Owner, differ, form, identity
+from ...weights import Owner, form, identity
 from .cache import EvictionLayer
 from .latent import LatentLayer
-from .layers import SlidingLayer, StatefulLayer
+from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
 
 
@@ -64,11 +64,9 @@ class EvictionCache(DynamicCache):
             return
         _check_depth(self.layers, kinds, exact=True)
         known = self.owner.identity()
-        if known is not None and differ(known, identity(decoder)):
-            raise ValueError(
-                f"past_key_values was filled by another model, whose weights are {known!r}, this one's are "
-                f"{identity(decoder)!r}: read the prompt with this model"
-            )
+        differs = known and known.difference(identity(decoder))
+        if differs:
+            raise ValueError(f"past_key_values was filled by another model: {differs}: read the prompt with this model")
         if known is not None:
             self.owner = Owner(decoder, known)
 
@@ -96,7 +94,11 @@ class EvictionCache(DynamicCache):
             self.next_position = self.next_position - (before - self.get_seq_length())
 
     def batch_select_indices(self, indices: Any) -> None:
-        super().batch_select_indices(indices)
+        for layer in self.layers:
+            if hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(indices)
+            else:
+                select_states(layer, indices)
         self._select(indices)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -104,9 +106,9 @@ class EvictionCache(DynamicCache):
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.next_position is not None:
-            self.next_position = self.next_position.repeat_interleave(repeats)
+        seen = next(layer.seen for layer in self.layers if isinstance(layer, EvictionLayer))
+        if seen is not None:
+            self.batch_select_indices(torch.arange(len(seen), device=seen.device).repeat_interleave(repeats))
 
     def _select(self, rows) -> None:
         if self.next_position is not None:

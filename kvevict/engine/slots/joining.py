@@ -16,6 +16,7 @@ from .cache import EvictionLayer
 from .carried import of_layer, wide
 from .fork import joined
 from .latent import LatentLayer
+from .layers import states_of
 from .pool import Pool
 from .storage import Storage
 
@@ -54,7 +55,7 @@ def obstacle(cache: EvictionCache) -> str | None:
     """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
     for layer in cache.layers:
         if type(layer) not in (EvictionLayer, LatentLayer):
-            return f"a {type(layer).__name__}, with one length for all rows"
+            return f"a {type(layer).__name__}, with {'a state' if states_of(layer) else 'one length for all rows'}"
     if cache.ranks.size > 1:
         return "heads on several devices"
     if cache.record_past:
@@ -88,7 +89,7 @@ def join(caches: Sequence[EvictionCache]) -> EvictionCache:
     """
     first = caches[0]
     for cache in caches:
-        if not cache.layers or not cache.layers[0].is_initialized:
+        if not cache.get_seq_length():
             raise ValueError("a cache is empty: read the prompt first")
         reason = obstacle(cache)
         if reason is not None:
@@ -108,7 +109,7 @@ def part(cache: EvictionCache, rows: Sequence[int]) -> EvictionCache:
     apart = copy.copy(cache)
     apart.layers = [copy.copy(layer) for layer in cache.layers]
     apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
-    ours = [layer for layer in apart.layers if isinstance(layer, EvictionLayer)]
+    ours = _evicting(apart)
     seen = ours[0].seen.tolist()
     if max(seen) < ours[0].columns:
         for layer in ours:
@@ -122,7 +123,11 @@ def next_positions(cache: EvictionCache) -> torch.Tensor:
     """[B] int64 positions of the rows' next tokens."""
     if cache.next_position is not None:
         return cache.next_position
-    return cache.layers[0].seen.long()
+    return _evicting(cache)[0].seen.long()
+
+
+def _evicting(cache):
+    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
 
 
 def _joined(layers):

@@ -13,6 +13,29 @@ from ...context import current
 from .cache import EvictionLayer
 
 
+def states_of(layer: Any) -> list[torch.Tensor]:
+    """The states of a layer, convolution's and recurrent; an empty list for a layer without any."""
+    held = getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})
+    return [t for states in held for t in states.values() if t is not None]
+
+
+def select_states(layer: Any, indices: Any) -> None:
+    """Keep the batch rows `indices` of the states of Transformers' layer, in tensors and dicts of its own: a copy of
+    the layer goes on with all rows."""
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name)
+        setattr(layer, name, {index: None if t is None else t[indices] for index, t in states.items()})
+
+
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """All tensors of a cache's layer: states, a window's keys and values, slots and what belongs to them."""
+    if isinstance(layer, EvictionLayer):
+        own = (*layer.storage.tensors(), layer.carry, layer.decode_queries, *layer.memory.values())
+    else:
+        own = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return [*states_of(layer), *(t for t in own if t is not None)]
+
+
 class StatefulLayer(EvictionLayer):
     """Our slots in a layer that also has a convolution's or a recurrent state. Transformers' layer `state` holds that
     state, and answers for every attribute that is not ours."""
@@ -43,8 +66,8 @@ class StatefulLayer(EvictionLayer):
 
     def batch_select_indices(self, indices: Any) -> None:
         super().batch_select_indices(indices)
-        for states in (self.state.conv_states, self.state.recurrent_states):
-            states |= {index: t[indices] for index, t in states.items() if t is not None}
+        self.state = copy.copy(self.state)
+        select_states(self.state, indices)
 
 
 compat.keeps_state(StatefulLayer)

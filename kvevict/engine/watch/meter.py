@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ...policy import kv
+from ..slots.layers import tensors_of
 
 if TYPE_CHECKING:
     from ...patch import Patch
@@ -91,5 +92,4 @@ def _bits(layer) -> list:
 
 def allocated_bytes(layer: EvictionLayer) -> int:
     """Bytes of all tensors of a cache layer."""
-    tensors = (*layer.storage.tensors(), layer.carry, layer.decode_queries, *layer.memory.values())
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return sum(t.nbytes for t in tensors_of(layer))

@@ -26,17 +26,15 @@ UNPATCHED = "unpatched"  # the run of the unpatched model
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak TFLOP/s (10^12), memory GB/s (10^9), the share that is reached, and peak TFLOP/s in float64. Default: an
-    H100 SXM, bf16."""
+    """Peak TFLOP/s (10^12), memory GB/s (10^9), and the share that is reached. Default: an H100 SXM, bf16."""
 
     tflops: float = 989.0
     bandwidth: float = 3350.0
     efficiency: float = 0.7
-    tflops64: float = 67.0
 
     def __post_init__(self):
         endless = float("inf")
-        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1), ("tflops64", endless)):
+        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1)):
             if not 0 < getattr(self, name) <= most:
                 wanted = "a positive number" if most > 1 else "a number in (0, 1]"
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
@@ -63,10 +61,10 @@ class Bill:
 
 def plan(
     shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
-    causal: bool = True, new_tokens: int = 256, draft_model: Shape | None = None,
+    causal: bool = True, new_tokens: int = 256,
 ) -> dict[str, Any]:  # fmt: skip
     """The cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more. policy
-    None: the unpatched model. draft_model: the drafting model's shape (speckv).
+    None: the unpatched model.
 
     causal=False counts every (row, key) pair of a chunk, as several papers do.
 
@@ -74,88 +72,53 @@ def plan(
     cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
     sliding_bytes        of sliding-window layers after the prompt
     weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
-    draft_bytes          weights of the drafting model
     peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
     seconds              to the first token
-    waiting              None, or of layers that wait for another's choice (TAKE): `delayed_slots`, the most per kv head
-                         in a layer that waits, `other_slots`, in another one, and `between_bytes` of those that stay
-                         between two chunks
     decode               of the `tokens` new ones: `first` and `last`, the costs of a token (mean over an eviction's
                          interval: flops, moved, tokens_per_second), `flops`, `moved`, `seconds` of all, and
                          `cache_bytes` after them
-    left_out             stages that are not counted
+    left_out             stages that are not counted: "draft", of another model (speckv)
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
     policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
-    _check(shape, policy, draft_model)
+    _check(shape, policy)
     shape = replace(shape, kv=policy.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
     layers, bill = Layers(policy, tokens, shape.windows.count(None), shape.kv_heads, sizes), Bill(hardware)
-    (slot, new), peak, widest, chunks = sizes, 0, 0, []
+    (slot, new), peak, widest, chunks = sizes, 0, 0, 0
     for taken in layers.chunks():
         bill.add(work(shape, policy, taken, batch, causal))
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
-        chunks.append(taken)
+        chunks += 1
     row = shape.row_bytes * batch
-    if len(chunks) > 1:  # the previous chunk's last hidden state waits for the next one's
+    if chunks > 1:  # the previous chunk's last hidden state waits for the next one's
         row += shape.element * shape.hidden * batch
     result = dict(
-        flops=bill.flops, moved=bill.moved, cache_bytes=round(slot * sum(layers.kept)),
+        flops=dict(bill.flops), moved=dict(bill.moved), cache_bytes=round(slot * sum(layers.kept)),
         peak_cache_bytes=round(peak),
         sliding_bytes=new * sum(min(tokens, w - 1) for w in shape.windows if w is not None),
-        weight_bytes=shape.element * shape.weights, activation_bytes=row * widest, draft_bytes=0,
+        weight_bytes=shape.element * shape.weights, activation_bytes=row * widest,
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
-    result |= dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, left_out=[])
-    if layers.evicts and policy.rows.n_d and not policy.rows.needs_full_prompt:
-        _add_draft(result, draft_model, tokens, policy.rows.n_d, batch, hardware, causal)
-    result |= dict(flops=dict(result["flops"]), moved=dict(result["moved"]))
-    waiting = _waiting(policy, chunks, layers, slot)
-    return result | dict(waiting=waiting, decode=_decode(shape, policy, layers, tokens, new_tokens, batch, hardware))
+    decode = _decode(shape, policy, layers, tokens, new_tokens, batch, hardware)
+    return result | dict(
+        peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode,
+        left_out=["draft"] if layers.evicts and _another_drafts(policy) else [],
+    )  # fmt: skip
 
 
-def _check(shape, policy, draft_model) -> None:
+def _another_drafts(policy) -> bool:
+    return policy.rows.n_d and not policy.rows.needs_full_prompt
+
+
+def _check(shape, policy) -> None:
     """Raise ValueError if the policy cannot run in such a model, or misses an argument."""
-    drafts = policy.rows.n_d and not policy.rows.needs_full_prompt
-    if not drafts:
+    if not _another_drafts(policy):
         policy.rows.ready(None)
-        if draft_model is not None:
-            raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
     quantities.rotates(policy, shape.rope_depends_on_length)  # or an error
     propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
-
-
-def _add_draft(result, model, tokens, n_d, batch, hardware, causal) -> None:
-    """Add the drafting model's costs: it reads the prompt, decodes n_d - 1 tokens more and frees its cache."""
-    if model is None:
-        result["left_out"].append("draft")
-        return
-    drafted = plan(model, None, tokens, batch=batch, hardware=hardware, causal=causal, new_tokens=n_d - 1)
-    for name in ("flops", "moved"):
-        result[name]["draft"] += sum(drafted[name].values()) + drafted["decode"][name]
-    result["seconds"] += drafted["seconds"] + drafted["decode"]["seconds"]
-    result["draft_bytes"] = drafted["weight_bytes"]
-    reading = result["peak_bytes"] + drafted["weight_bytes"]
-    result["peak_bytes"] = max(reading, result["weight_bytes"] + drafted["peak_bytes"])
-
-
-def _waiting(policy, chunks, layers, slot) -> dict | None:
-    """TAKE's three figures of memory (METHODS section 3)."""
-    first = policy.waiting_layers(layers.count)  # the first layer that no layer waits for
-    if first == 1:
-        return None
-
-    def most(which):
-        slots = (taken.stored[i] + taken.read[i] + taken.chunk.appended for taken in chunks for i in which)
-        return max(slots, default=0)
-
-    between = max((sum(taken.kept) for taken in chunks[:-1]), default=0)
-    return dict(
-        delayed_slots=most(range(first)), other_slots=most(range(first, layers.count)),
-        between_bytes=round(slot * between),
-    )  # fmt: skip
 
 
 def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:

@@ -183,7 +183,7 @@ def each_head(slots: Slots, of: str) -> Iterator[Any]:
 
 
 def per_head(slots: Slots, of: str, function: Any) -> torch.Tensor:
-    """function(x [n, D]) -> [n] of every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
+    """Apply function(x [n, D]) -> [n] to every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
     out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
     for b, h, x in each_head(slots, of):
         out[b, h, : len(x)] = function(x)

@@ -57,7 +57,7 @@ def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
 
 
 def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
-    """x [H, L] in standard deviations from the mean of the first `counted` slots of all ranks' heads."""
+    """Standardise x [H, L] by mean and deviation of the first `counted` slots of all ranks' heads."""
     part = x[:, :counted].double()
     number = max(part.numel() * heads.ranks.size, 1)
     mean = heads.sum(part.sum()) / number

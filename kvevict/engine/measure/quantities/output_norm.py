@@ -3,8 +3,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .... import families
 from ....policy.inputs import Observation, Slots
+from .. import projection
 from . import QUANTITIES, Quantity, each_head
 
 BLOCK = 1024  # slots at once, so that their product with W_O is a small matrix
@@ -21,11 +21,7 @@ class OutputNorm(Quantity):
 
     def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
-            if families.output_of(module) is None:
-                raise ValueError(
-                    f"{type(module).__name__} has no output projection by a known name, by which this policy measures "
-                    f"values ({', '.join(families.OUTPUTS)}): take another score or refinement"
-                )
+            projection.check(module)
 
     def scans(self) -> int:
         return 1

@@ -76,7 +76,7 @@ def _largest(slots: Slots, part: Observers, columns: int) -> torch.Tensor:
 
 
 def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """`found` [B, Hkv, C] with `own` [B, Hkv, K] in its columns begin .. begin + count - 1 [B, Hkv]."""
+    """Put `own` [B, Hkv, K] into columns begin .. begin + count - 1 [B, Hkv] of a copy of `found` [B, Hkv, C]."""
     place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
     inside = (place >= 0) & (place < count[..., None])
     return torch.where(inside, own.gather(2, place.clamp(0, own.shape[2] - 1)), found)
