@@ -19,10 +19,9 @@ from transformers import JambaConfig, LlamaConfig, MistralConfig
 
 import kvevict
 from kvevict import cli
+from kvevict.engine.measure.quantities.gate import Gate
 from kvevict.engine.read.schedule import Chunk
-from kvevict.gates.fits import Linear
 from kvevict.lab.analysis.cost import Hardware, plan
-from kvevict.lab.analysis.gates import gates
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.lab.analysis.slots import Layers, Taken
 from kvevict.lab.analysis.work import pairs, work
@@ -540,51 +539,13 @@ def test_command(path, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_gates(kind, tmp_path):
-    """Bytes and FLOPs of a token, of the gates that are there."""
+    """FLOPs of a token, of the gates that are there."""
     model, folder = shared(), untrained.written(tmp_path, shared(), kind)
-    got = gates(shape_of(model.config), folder, Hardware(), None)
     made, x = kvevict.gates.load(folder, model), torch.zeros(1, 7, 64)
-    assert got["bytes"] == sum(4 * t.numel() for layer in made.layers.values() for pair in layer for t in pair)
     with FlopCounterMode(display=False) as counter:
         for layer in made.layers:
             made.logs(layer, x)
-    assert 7 * got["flops_per_token"] == counter.get_total_flops()
-
-
-def test_training_of_gates(monkeypatch, tmp_path):
-    """Matrix products as torch counts them (all but attention's and the solutions'); sums of products as a training
-    holds them; time at two rates."""
-    model, held, sums = shared(), 3, []
-    monkeypatch.setattr("kvevict.lab.analysis.gates.LENGTH", 60)
-    monkeypatch.setattr("kvevict.lab.analysis.gates.LIMIT", 60 * 17)
-    affines = Linear.affines
-    monkeypatch.setattr(Linear, "affines", lambda fit: sums.append(fit.products.nbytes) or affines(fit))
-    ids = torch.randint(3, 97, (60 * 17,), generator=torch.Generator().manual_seed(0))
-    with FlopCounterMode(display=False) as counter:
-        made = kvevict.gates.train(model, [ids], tmp_path, length=60, progress=False)
-    counted = counter.get_total_flops() - 2 * 4 * 64 * 2 * (held * 56 + 1)  # the gates of held-out pieces, and biases
-    shape, machine = shape_of(model.config, "float32"), Hardware(1e-3, 1e9, 0.5, 1e-4)
-    bare_run, run = (
-        gates(each, None, machine, 120)["training"] for each in (dataclasses.replace(shape, heads=0), shape)
-    )
-    solved = 4 * (2 * 64**3 // 3 + 2 * 64 * 64 * 2)
-    assert counted == bare_run["flops"] + bare_run["flops64"] - solved
-    assert (run["pieces"], made.about["pieces"] + held) == (17, 17) and run["tokens"] == 60 * 17
-    assert run["sums_bytes"] == sum(sums) and run["peak_bytes"] > run["sums_bytes"] + 4 * shape.weights
-    assert run["seconds"] == pytest.approx((run["flops"] / 1e9 + run["flops64"] / 1e8) / 0.5)
-    assert gates(shape, None, machine, 60)["training"]["pieces"] == 34
-
-
-def test_command_of_gates(tmp_path, capsys):
-    shared().config.save_pretrained(tmp_path)
-    argv = ["plan", "--model", str(tmp_path), "--budget", "80", "--tokens", "500", "--tflops64", "3", "--policy"]
-    assert cli.main([*argv, "gate"]) == 0
-    *lines, last = capsys.readouterr().out.strip().splitlines()
-    want = gates(shape_of(shared().config), None, Hardware(tflops64=3), 4096)
-    assert json.loads(last)["gates"] == want
-    assert any("sums of products" in line for line in lines)
-    assert cli.main([*argv, "kvzip"]) == 0
-    assert "gates" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 4 * Gate(folder).flops(shape_of(model.config), 7, 0) == counter.get_total_flops()
 
 
 def test_command_of_drafts(tmp_path, capsys):
@@ -621,7 +582,6 @@ ERRORS = [
     (["--tokens", "0"], "tokens must be at least 1"),
     (["--batch", "-1"], "batch must be at least 1"),
     (["--efficiency", "70"], r"efficiency must be a number in \(0, 1\]"),
-    (["--tflops64", "-1"], "tflops64 must be a positive number"),
     (["--tflops", "0"], "tflops must be a positive number"),
     (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
     (["--new-tokens", "-1"], "new_tokens must be at least 0"),

@@ -26,17 +26,15 @@ UNPATCHED = "unpatched"  # the run of the unpatched model
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak TFLOP/s (10^12), memory GB/s (10^9), the share that is reached, and peak TFLOP/s in float64. Default: an
-    H100 SXM, bf16."""
+    """Peak TFLOP/s (10^12), memory GB/s (10^9), and the share that is reached. Default: an H100 SXM, bf16."""
 
     tflops: float = 989.0
     bandwidth: float = 3350.0
     efficiency: float = 0.7
-    tflops64: float = 67.0
 
     def __post_init__(self):
         endless = float("inf")
-        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1), ("tflops64", endless)):
+        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1)):
             if not 0 < getattr(self, name) <= most:
                 wanted = "a positive number" if most > 1 else "a number in (0, 1]"
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")

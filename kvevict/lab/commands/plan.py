@@ -28,13 +28,11 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s; default: an H100 SXM's in bf16")
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
-    parser.add_argument("--tflops64", type=float, help="peak TFLOP/s in float64, of gates' training; default: the same")
     args = parser.parse_args(argv)
     from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
-    from ..analysis.gates import gates
 
-    numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency", "tflops64")}
+    numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
     shape, context = _shape(model_name(args), args.dtype)
@@ -65,11 +63,7 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if runs[args.policy]["left_out"]:
         print("The drafting model is left out.")
-    result = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
-    if hasattr(policy.score, "gates"):
-        result["gates"] = gates(shape, policy.score.gates, hardware, context)
-        print(_told(result["gates"]))
-    return result
+    return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
 
 
 def _shape(name: str, dtype: str) -> tuple:
@@ -82,18 +76,6 @@ def _shape(name: str, dtype: str) -> tuple:
     check_there(name)
     config = pretrained(AutoConfig, name)
     return shape_of(config, dtype), getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _told(gates) -> str:
-    """Of gates' size and cost, and their training's."""
-    made = gates["training"]
-    return (
-        f"Gates: {gates['bytes'] / 2**20:.3g} MiB; each token read takes {gates['flops_per_token'] / 1e6:.3g} MFLOP "
-        f"more, {gates['share']:.2g} of its products with weights.\n"
-        f"Training them (linear) on {made['tokens']} tokens, each read twice: {made['flops'] / 1e12:.3g} TFLOP, and "
-        f"{made['flops64'] / 1e12:.3g} in float64; {made['seconds']:.3g} s; peak memory "
-        f"{made['peak_bytes'] / 2**30:.3g} GiB, of which {made['sums_bytes'] / 2**30:.3g} are sums of products."
-    )
 
 
 ROWS = (
