@@ -113,18 +113,29 @@ For who changes a policy. `kvevict.patch(model, "snapkv", budget=512, window=16,
 keyword, whichever part of the policy it belongs to. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`.
 Options that exclude each other are refused with the reason.
 
-{described(Policy, "Policy")}
+| option | default | meaning |
+|---|---|---|
 """
+    remarks, fields = explained(Policy)
+    text += "".join(f"| `{f.name}` | {default(f)} | {cell(meaning)} |\n" for f, meaning in fields)
     for kind, (registry, _) in PARTS.items():
         title, about = KINDS[kind]
-        text += f"\n## {title}: `{kind}=`\n\n{about}\n"
+        text += f"\n## {title}: `{kind}=`\n\n{about}\n\n| `{kind}` | | options and their defaults |\n|---|---|---|\n"
+        of: dict = {}  # (option, meaning): the parts that have it
         for name, part in registry.items():
-            text += f"\n### {kind} `{name}`\n\n{described(part, name)}\n"
-    return text.rstrip() + "\n"
+            remarks, fields = explained(part)
+            defaults = ", ".join(f"`{f.name}={f.default!r}`" for f, _ in fields)
+            text += f"| `{name}` | {cell(' '.join(remarks))} | {defaults} |\n"
+            for field, meaning in fields:
+                of.setdefault((field.name, meaning), []).append(name)
+        text += "\n| option | of | meaning |\n|---|---|---|\n" * bool(of)
+        for (option, meaning), names in sorted(of.items()):
+            text += f"| `{option}` | {quoted(names)} | {cell(meaning)} |\n"
+    return text
 
 
-def described(cls, name: str) -> str:
-    """A docstring's remarks, and a table of the fields with their defaults and their meanings by the docstrings."""
+def explained(cls) -> tuple:
+    """A docstring's remarks, and (field, meaning) of the fields by the docstrings."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     remarks, meanings = parsed(inspect.getdoc(cls), [f.name for f in fields])
     for base in cls.__mro__[1:]:
@@ -133,16 +144,11 @@ def described(cls, name: str) -> str:
     missing = [f.name for f in fields if f.name not in meanings and f.name not in SHARED]
     if missing:
         raise SystemExit(f"{cls.__module__}.{cls.__name__}: the docstring has no line for {', '.join(missing)}")
-    text = "\n\n".join(remarks)
-    if not fields:
-        return text
-    rows = "".join(f"| `{f.name}` | {default(f)} | {cell(meanings.get(f.name) or SHARED[f.name])} |\n" for f in fields)
-    return f"{text}\n\n| option | default | meaning |\n|---|---|---|\n{rows}".rstrip()
+    return remarks, [(f, meanings.get(f.name) or SHARED[f.name]) for f in fields]
 
 
 # Options of many parts, explained by their base class or here.
 SHARED = {
-    "kernel": 'slots that pooling looks at, an odd number; or "digits": as many as hold 31 digits',
     "pool": 'the largest of them ("max"), their mean ("avg"), or "none"',
     "reduce": 'over the observing rows: "sum", "mean" or "max"',
     "sink": "first slots that are always kept",

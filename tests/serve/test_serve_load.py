@@ -82,23 +82,10 @@ def test_a_client_that_leaves_as_a_token_comes(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_time_at_all(stream):
-    """Neither for the first request nor for one that waits."""
-    client = Client(server(timeout=0))
-    body = LONG | dict(stream=stream)
-    responses = together(client, *[("POST", "/v1/chat/completions", body)] * 2)
-    assert all(took_too_long(response, stream) for response in responses)
-    client.server.timeout = 600
-    assert client.ask(*question("Orshan", kvevict={})).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [False, True, "begun"])
 @pytest.mark.parametrize("reading", [False, True])
 def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
     """The turn is free at once, in the middle of a read, and of an answer; after comments, too."""
-    if stream == "begun":
-        monkeypatch.setattr(outgoing, "PAUSE", 0.01)
-        stream = True
+    monkeypatch.setattr(outgoing, "PAUSE", 0.01)
     client = Client(server(context=2048))
     begun = threading.Event()
 
@@ -166,7 +153,8 @@ def silent(monkeypatch, seconds=0.4) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_a_stream_that_is_not_silent(path, monkeypatch):
-    """While it waits for its turn, and while its prompt is read, a stream has comments; its events are the same."""
+    """A stream has comments while its request waits and while its prompt is read; its events are the same. An error
+    is the last one."""
     client, words = Client(server(batch=1)), FILLER * 20
     asked = {
         "/v1/chat/completions": dict(messages=[dict(role="user", content=words)], max_tokens=2, n=2),
@@ -180,21 +168,12 @@ def test_a_stream_that_is_not_silent(path, monkeypatch):
         assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
         assert ":" in [piece[:1] for piece in response.text.split("\n\n")]
     assert ":" not in [piece[:1] for piece in before.text.split("\n\n")]
+    client.server.timeout = 0.2
+    for late in together(client, *[("POST", path, asked)] * 2):
+        assert late.status_code == 200 and "the request took longer" in late.text.split("data: ")[-1]
+    text = client.ask("GET", "/metrics").text
+    assert f'endpoint="{path}",status="504"}} 2.0' in text and "kvevict_queue 0.0" in text
 
 
 def kinds(response) -> list:
     return [(each.get("type"), each.get("choices")) for each in events(response)]
-
-
-def test_an_error_after_a_stream_has_begun(monkeypatch):
-    """It is the stream's last event, and the turn is free."""
-    client, body = Client(server(batch=1)), dict(prompt=FILLER * 20, max_tokens=2, stream=True)
-    silent(monkeypatch)
-    client.server.timeout = 0.2
-    for late in together(client, *[("POST", "/v1/completions", body)] * 2):
-        assert late.status_code == 200 and late.text.startswith(":")
-        assert events(late)[-1]["error"]["message"].startswith("the request took longer")
-    text = client.ask("GET", "/metrics").text
-    assert 'endpoint="/v1/completions",status="504"} 2.0' in text and "kvevict_queue 0.0" in text
-    client.server.timeout = 600
-    assert client.ask(*question("Orshan", kvevict={})).status_code == 200

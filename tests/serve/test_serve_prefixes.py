@@ -67,17 +67,6 @@ def test_a_chats_past_is_read_once():
     assert cached(named) == 0
 
 
-def test_null_hides_the_question():
-    client = Client(server())
-    system = [dict(role="system", content=TEXT)]
-    for name, want in (("Naislet", 0), ("Orshan", 550)):
-        messages = [*system, dict(role="user", content=asks(name))]
-        response = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question=None), max_tokens=12)
-        assert cached(response) >= want and (want or cached(response) == 0)
-    long = client.chat(TEXT * 2, kvevict=dict(question=None), max_tokens=1)  # longer than the budget
-    assert long.status_code == 200
-
-
 def test_memory_and_disk_are_bounded(tmp_path, alone):
     client = Client(server(tmp_path))
     client.store()

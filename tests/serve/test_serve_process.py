@@ -41,10 +41,8 @@ def test_the_openai_client(asked):
     turn = server.ask(asks("Naislet"), **OPENS)
     answer = turn.choices[0].message.content
     assert str(FACTS["Naislet"]) in answer and turn.usage.prompt_tokens_details.cached_tokens > 500
-    counting = dict(stream=True, stream_options=dict(include_usage=True))
-    stream = list(server.ask(asks("Naislet"), **counting, **OPENS))
-    assert "".join(part.choices[0].delta.content or "" for part in stream[:-1]) == answer
-    assert stream[-1].usage.prompt_tokens_details.cached_tokens == turn.usage.prompt_tokens_details.cached_tokens
+    stream = server.ask(asks("Naislet"), stream=True, **OPENS)
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == answer
 
     messages = [dict(role="user", content=asks("Naislet")), dict(role="assistant", content=answer.strip())]
     messages.append(dict(role="user", content=asks("Velmora")))
