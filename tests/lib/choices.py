@@ -130,7 +130,6 @@ EXPECTED = {
     "expected, no sink": dict(eps=0.0, sink=0, heads="equal"),
     "expected, flat": dict(heads="flat", sink=6),
     "expected, pool": dict(heads="flat", layers="pool"),
-    "expected, carried": dict(carry="max", heads="equal"),
     "expected, wait": dict(warmup_layers=3, warmup_budget=22),
 }
 VALUES_AND_KEYS = {
