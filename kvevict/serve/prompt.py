@@ -99,27 +99,17 @@ def of_messages(
 
 def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: str | None = None) -> Prompt:
     """Make a prompt of letters or ids without a template; a stored text ends two lines before it."""
-    if isinstance(prompt, list):
-        return _of_ids(tokenizer, prompt, context, text)
     if text is None:
         return joined(tokenizer, [(_opened, prompt)], context)
-    return joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, f"\n\n{prompt}")], context)
-
-
-def _of_ids(tokenizer, ids: list, context: int | None, text: str | None) -> Prompt:
-    before = (
-        Prompt([]) if text is None else joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, "\n\n")], context)
-    )
-    if context is not None and len(before.ids) + len(ids) >= context:
-        raise too_long(context)
-    return Prompt(before.ids + ids, before.ends, before.text)
+    rest: list = [(ids_of, f"\n\n{prompt}")] if isinstance(prompt, str) else [(ids_of, "\n\n"), (_opened, prompt)]
+    return joined(tokenizer, [(_opened, ""), (ids_of, text), *rest], context)
 
 
 def joined(
-    tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str]], context: int | None
+    tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str | list[int]]], context: int | None
 ) -> Prompt:
-    """Join pieces, each (tokenising function, letters), to a prompt. Each but the last ends a prefix that is long
-    enough. A piece whose special tokens are letters (`ids_of`) is a stored text.
+    """Join pieces, each (tokenising function, letters or ids), to a prompt. Each but the last ends a prefix that is
+    long enough. A piece whose special tokens are letters (`ids_of`) is a stored text.
 
     Raises Refused as soon as the ids do not fit a context with an answer.
     """
@@ -127,14 +117,16 @@ def joined(
     ends: list = []
     text = None
     for at, (tokenise, letters) in enumerate(pieces):
-        start = len(ids)
-        if context is None:
-            ids.extend(tokenise(tokenizer, letters))
+        start, room = len(ids), None if context is None else context - 1 - len(ids)
+        if isinstance(letters, list):
+            more, whole = letters, room is None or len(letters) <= room
+        elif room is None:
+            more, whole = tokenise(tokenizer, letters), True
         else:
-            more, whole = first_ids(tokenizer, letters, context - 1 - start, tokenise)
-            if not whole:
-                raise too_long(context)
-            ids.extend(more)
+            more, whole = first_ids(tokenizer, letters, room, tokenise)
+        if not whole:
+            raise too_long(context)
+        ids.extend(more)
         if tokenise is ids_of and text is None:
             text = start, len(ids)
         if at < len(pieces) - 1 and len(ids) - (ends[-1] if ends else 0) >= LEAST:
@@ -157,7 +149,7 @@ def check_count(messages: list[dict[str, Any]], context: int | None) -> None:
         raise too_long(context)
 
 
-def too_long(context: int) -> Refused:
+def too_long(context: int | None) -> Refused:
     sentence = f"the prompt has at least {context} tokens, and the model's context is {context}: shorten it"
     return Refused(400, sentence, "context_length_exceeded")
 

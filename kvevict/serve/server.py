@@ -26,7 +26,7 @@ from .messages import tools_of
 from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
-from .policies import Chosen, Policies
+from .policies import Policies
 from .prefixes import Prefixes, mark_of
 from .prompt import Prompt, parts
 from .sampling import Decoding
@@ -168,10 +168,8 @@ class Server:
         if text.startswith("%PDF-"):
             raise Refused(400, "text is a PDF file: give the words in it")
         replace, asked = body.get("replace", True), {key: body[key] for key in ("policy", "budget") if key in body}
-        if not replace:
-            await self._aside(self.texts.free, owner, name, text)
-        await self._aside(self.texts.fits, owner, name, text)
-        call = self._of_text(TEXTS, owner, self.policies.of(asked, True), text)
+        await self._aside(self.texts.check, owner, name, text, replace)
+        call = self._of_text(TEXTS, owner, asked, text)
         return await self._ended(call, request, self._store(call, name, replace, asked))
 
     async def _store(self, call, name, replace, asked):
@@ -209,7 +207,7 @@ class Server:
         """GET /v1/kvevict/texts/NAME/kept: tell the share of heads that kept each piece of a stored text."""
         owner = self.owner(request)
         text, asked = await self._aside(self.texts.get, owner, name)
-        call = self._of_text("/v1/kvevict/texts/kept", owner, self.policies.of(asked, True), text)
+        call = self._of_text("/v1/kvevict/texts/kept", owner, asked, text)
         return await self._ended(call, request, self._kept(call, name))
 
     async def _kept(self, call, name):
@@ -225,8 +223,8 @@ class Server:
 
         return await self._tokenising(len(call.text) > SMALL, response)
 
-    def _of_text(self, endpoint, owner, chosen: Chosen, text) -> Call:
-        deadline = time.monotonic() + self.timeout
+    def _of_text(self, endpoint, owner, asked: dict, text) -> Call:
+        chosen, deadline = self.policies.of(asked, True), time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:

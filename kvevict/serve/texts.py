@@ -80,20 +80,17 @@ class Texts:
             self._refresh()
             return sum(each.size for each in self._known.values())
 
-    def free(self, owner: str, name: str, text: str) -> None:
-        """Raise Refused if the name is another text's."""
-        there = self._text(owner, name)
-        if there is not None and there.text != text:
-            raise _taken(name)
-
-    def fits(self, owner: str, name: str, text: str) -> int:
-        """Return the bytes of all texts with this one. Raises Refused if these are too many."""
+    def check(self, owner: str, name: str, text: str, replace: bool) -> None:
+        """Raise Refused if a text cannot be stored: it does not fit, or the name is another's that may not be
+        replaced."""
         with self._lock:
+            there = None if replace else self._text(owner, name)
             used, before = self.bytes, self._known.get((owner, name))
-            size = used - (before.size if before else 0) + _size(text)
+        if there is not None and there.text != text:
+            raise Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
+        size = used - (before.size if before else 0) + _size(text)
         if size > self.most:
             raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
-        return size
 
     def put(
         self, owner: str, name: str, text: str, replace: bool = True, asked: dict[str, Any] | None = None
@@ -103,9 +100,7 @@ class Texts:
         written."""
         whole = Text(text, {key: value for key, value in (asked or {}).items() if value is not None})
         with self._lock:
-            if not replace:
-                self.free(owner, name, text)
-            self.fits(owner, name, text)
+            self.check(owner, name, text, replace)
             before = self._known.get((owner, name))
             if self.folder is None:
                 self._note(owner, name, _Known(_size(text), mark_of(owner, text), whole=whole))
@@ -116,7 +111,7 @@ class Texts:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 files.write(path, said, mode=0o600, replace=replace)
             except FileExistsError:  # another server was faster
-                self.free(owner, name, text)
+                self.check(owner, name, text, replace)
             except OSError as error:
                 raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
             self._load(owner, name, path)
@@ -226,10 +221,6 @@ class Texts:
 
 def _file(stat) -> tuple:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def _taken(name) -> Refused:
-    return Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
 
 
 def _said(owner, name, text, asked) -> dict:

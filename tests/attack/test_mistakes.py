@@ -367,20 +367,6 @@ def test_carriage_returns(tmp_path):
         assert path.read_bytes() == known.encode()
 
 
-def test_outputs_that_are_none(tmp_path, capsys):
-    for text in (
-        '{"rows": 3}',
-        '{"rows": [{"read_seconds": 1, "peak_bytes": 2}]}',
-        '{"overlap": 1}',
-        DEEP,
-        '{"a":' + DEEP,
-    ):
-        (tmp_path / "file").write_text(text)
-        for kind in ("speed", "layers", "overlap"):
-            command(capsys, "plot", tmp_path / "file", "--kind", kind, "--out", tmp_path / "figure.png")
-    assert os.listdir(tmp_path) == ["file"]
-
-
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,16 +1,12 @@
-"""Versions of Transformers: too old is an error, newer than the tested ones a warning, and
-without it counts and plans are the same."""
+"""Versions of Transformers: too old is an error, newer than the tested ones a warning."""
 
 import ast
-import json
-import os
 import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
-import counts
 import pytest
 
 import kvevict
@@ -100,49 +96,3 @@ def test_stand_ins_are_of_methods_that_there_are():
     from transformers import LlamaForCausalLM
 
     assert all(hasattr(LlamaForCausalLM, name) for name in compat.STAND_INS)
-
-
-# -- without Transformers ----------------------------------------------------------------------------------------------
-
-# Runs a file with Transformers hidden, as though it were not installed.
-WITHOUT = """
-import importlib.metadata as metadata, runpy, sys
-
-class Hiding:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "transformers":
-            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-
-def version(name, found=metadata.version):
-    if name == "transformers":
-        raise metadata.PackageNotFoundError(name)
-    return found(name)
-
-sys.meta_path.insert(0, Hiding())
-metadata.version = version
-file, *sys.argv[1:] = sys.argv[1:]
-runpy.run_path(file, run_name="__main__") if file.endswith(".py") else runpy.run_module(file, run_name="__main__")
-"""
-
-
-def run(*argv, seed="random") -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "PYTHONHASHSEED": seed}
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=environment)
-
-
-def without(*argv, **options) -> subprocess.CompletedProcess:
-    return run("-c", WITHOUT, *argv, **options)
-
-
-@pytest.mark.slow
-def test_counts_are_the_same_without():
-    """Of commands, their errors and their help, and of every preset. Each in a process that has read nothing, since a
-    plan with TADA follows the history of the reads before it; under two hash seeds, as no sum may depend on them."""
-    halves = run(counts.__file__, seed="1"), without(counts.__file__, seed="2")
-    assert [done.returncode for done in halves] == [0, 0], [done.stderr for done in halves]
-    want, got = (json.loads(done.stdout.splitlines()[-1]) for done in halves)
-    assert got["presets"] == want["presets"]
-    for ours, theirs in zip(got["commands"], want["commands"], strict=True):
-        assert ours == theirs
-    assert {code for _, code, _, _ in got["commands"]} == {0, 2}
-    assert len([cost for cost in got["presets"].values() if isinstance(cost, dict)]) > 40

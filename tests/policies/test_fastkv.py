@@ -372,21 +372,15 @@ def test_room_is_made_for_what_a_layer_reads():
     (dict(budget=20, tsp_len=15, chunk_size=40, warmup_layers="half", warmup_budget=30), 130),
 ], ids=str)  # fmt: skip
 def test_plan(given, n, monkeypatch):
-    """Slots to the byte, and FLOPs of linear layers, attention and scores as counted."""
-    made, policy, counted = tiny.shared(), build("fastkv", **given), {"attend": 0, "score": 0}
-    attend, score = kvevict._ops.attend, kvevict._ops.score
+    """Slots to the byte, and FLOPs of linear layers and attention as counted."""
+    made, policy, counted = tiny.shared(), build("fastkv", **given), {"attend": 0}
+    attend = kvevict._ops.attend
 
     def attend_counted(q, held, k, *more, **options):
         counted["attend"] += 2 * int((q.shape[2] * (q.shape[2] + 1) // 2 + q.shape[2] * held.len).sum())
         return attend(q, held, k, *more, **options)
 
-    def score_counted(q, row_first, held, k, *more, **options):
-        rows, n = q.shape[2], held.len + k.shape[2]
-        counted["score"] += 2 * int((rows * n - rows * (rows - 1) // 2).sum())
-        return score(q, row_first, held, k, *more, **options)
-
     monkeypatch.setattr(kvevict._ops, "attend", attend_counted)
-    monkeypatch.setattr(kvevict._ops, "score", score_counted)
     with kvevict.evicting(made, policy), FlopCounterMode(display=False) as counter:
         made(tiny.prompt(2, n)["input_ids"], logits_to_keep=1)
         report = kvevict.report(made)
@@ -395,7 +389,6 @@ def test_plan(given, n, monkeypatch):
     products = {str(op).removeprefix("aten."): n for op, n in counter.get_flop_counts()["Global"].items()}
     assert want["flops"]["linear"] == products["mm"]
     assert want["flops"]["attention"] == 4 * 32 * counted["attend"]
-    assert want["flops"]["evict"] == 2 * 32 * counted["score"] > 0
 
 
 def test_plan_of_a_large_model():

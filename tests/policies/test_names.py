@@ -101,6 +101,11 @@ def test_no_option_has_two_meanings():
                 seen.setdefault(field.name, set()).add(kind)
     policy = {f.name for f in fields(Policy)}
     assert {name for name, kinds in seen.items() if len(kinds) > 1 or name in policy} == {"per_head"}
+    made = build(
+        "snapkv", budget=64, window=8, layers="pyramid", beta=5, heads="ada", floor="max", select="chunk", c=3,
+        per_head=True,
+    )  # fmt: skip
+    assert (made.rows.window, made.layers.beta, made.heads.floor, made.select.c) == (8, 5, "max", 3)
 
 
 @pytest.mark.parametrize(

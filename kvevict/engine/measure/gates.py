@@ -129,13 +129,6 @@ def forget(decoder: Any) -> None:
     _loaded.pop(decoder, None)
 
 
-def inner_of(folder: Any) -> int:
-    """Outputs of the first of two affine maps of the gates in a folder; 0: linear gates, or no folder."""
-    if folder is None or not (path := Path(folder) / CONFIG).is_file():
-        return 0
-    return _of_config(Path(folder), path.stat().st_mtime_ns, "inner", 0)
-
-
 def mark_of(folder: Any, decoder: Any) -> str:
     """A text that tells the gates in a folder (None: the model's) from others; "" without gates."""
     folder = own(decoder) if folder is None else Path(folder)

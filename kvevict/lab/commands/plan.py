@@ -61,8 +61,8 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     if policy.threshold is not None:
         most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
-    if runs[args.policy]["left_out"]:
-        print("The drafting model is left out.")
+    if policy.rows.n_d:
+        print("What the policy drafts is left out.")
     return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
 
 
@@ -81,13 +81,10 @@ def _shape(name: str, dtype: str) -> tuple:
 ROWS = (
     ("linear layers, TFLOP", lambda run: run["flops"]["linear"] / 1e12),
     ("attention, TFLOP", lambda run: run["flops"]["attention"] / 1e12),
-    ("rows reading along, TFLOP", lambda run: run["flops"]["probe"] / 1e12),
-    ("scoring, TFLOP", lambda run: (run["flops"]["evict"] + run["flops"]["refine"]) / 1e12),
-    ("draft, TFLOP", lambda run: run["flops"]["draft"] / 1e12 or None),
+    ("appended rows, TFLOP", lambda run: run["flops"]["appended"] / 1e12),
     ("all, TFLOP", lambda run: sum(run["flops"].values()) / 1e12),
     ("weights read, GiB", lambda run: run["moved"]["linear"] / 2**30),
-    ("KV moved, GiB", lambda run: sum(run["moved"][stage] for stage in ("attention", "evict", "refine")) / 2**30),
-    ("draft moved, GiB", lambda run: run["moved"]["draft"] / 2**30 or None),
+    ("KV read, GiB", lambda run: run["moved"]["attention"] / 2**30),
     ("peak KV, GiB", lambda run: (run["peak_cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("KV after, GiB", lambda run: (run["cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("activations, GiB", lambda run: run["activation_bytes"] / 2**30),

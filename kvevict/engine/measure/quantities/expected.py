@@ -59,12 +59,6 @@ class ExpectedAttention(OfQueries):
     `sink`, and 0 for these; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
     """
 
-    def scans(self) -> int:
-        return 1
-
-    def products(self, rows: int, slots: int) -> int:
-        return slots + (rows if self.stats is None else 0)
-
     def measure(
         self,
         slots: Slots,

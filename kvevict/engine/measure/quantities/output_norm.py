@@ -23,12 +23,6 @@ class OutputNorm(Quantity):
         for module in modules:
             projection.check(module)
 
-    def scans(self) -> int:
-        return 1
-
-    def flops(self, shape: Any, rows: int, slots: int) -> int:
-        return 2 * slots * shape.heads * shape.head_dim * shape.hidden
-
     def measure(self, slots: Slots, observation: Observation, weight: torch.Tensor) -> torch.Tensor:
         kv = slots.kv
         group = len(weight) // kv.stored.len.shape[1]  # 1 for latents: every head has separate values

@@ -22,15 +22,6 @@ class Repetition(Quantity):
 
     sink: int = 4
 
-    def passes(self, known: bool = False) -> int:
-        return 1
-
-    def looks_at(self, alive: int, again: int) -> int:
-        return again or alive
-
-    def attended(self, tokens: int, stored: int, appended: int) -> int:
-        return appended * (min(stored, self.sink) + tokens) + appended * (appended + 1) // 2
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
         part = self.spanning(slots, part)
@@ -93,12 +84,6 @@ class RepeatedOutput(Repetition):
     def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
             projection.check(module)
-
-    def scans(self) -> int:
-        return 1
-
-    def products(self, rows: int, slots: int) -> int:
-        return slots
 
     def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         (part,) = observation.parts
