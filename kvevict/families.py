@@ -346,15 +346,15 @@ def counts_tokens(decoder: Any) -> bool:
 
 
 def context_of(config: Any) -> int | None:
-    """The most tokens that a decoder's configuration speaks of, as its rotary embedding stretches them; None: it names
+    """The most tokens that a decoder's configuration speaks of, as its rotary embedding scales them; None: it names
     none. A scaled one may say only how long the texts of its first training were."""
     most = _get(config, "max_position_embeddings")
     if most is None:
         return None
     ropes = _get(config, "rope_parameters") or {}
     found = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
-    stretched = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
-    return int(max(most, *stretched))
+    scaled = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
+    return int(max(most, *scaled))
 
 
 def rope_depends_on_length(decoder: torch.nn.Module) -> bool:
