@@ -244,7 +244,8 @@ def test_what_is_written_is_on_the_disk_first(tmp_path, monkeypatch):
 # -- numbers and JSON --------------------------------------------------------------------------------------------------
 
 NUMBERS = dict(
-    h2o=("interval", "recent", "budget", "chunk_size"), vatp=("sink",), snapkv=("window", "kernel", "warmup_layers", "n_reuse"),
+    h2o=("interval", "recent", "budget", "chunk_size"), vatp=("sink",),
+    snapkv=("window", "kernel", "warmup_layers", "n_reuse"),
     take=("probe", "warmup_budget"), random=("seed",), fastkv=("tsp", "tsp_len"), laq=("n_d",), chunkkv=("c",),
     pyramidkv=("beta",),
 )  # fmt: skip
