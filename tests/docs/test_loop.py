@@ -152,12 +152,9 @@ def test_a_lost_worker(ways, tmp_path):
 
 
 def test_no_test_module_imports_another():
-    """What two need is in tests/lib. test_wide.py runs tests of others again; test_rows.py reads all tables."""
+    """What two need is in tests/lib. test_wide.py runs tests of others again."""
 
     def imports(file):
         return re.search(rf"^(from|import) test_(?!{file.stem[5:]}\b)", file.read_text(encoding="utf-8"), re.M)
 
-    assert {file.name for file in touched.ROOT.glob("tests/*/test_*.py") if imports(file)} == {
-        "test_wide.py",
-        "test_rows.py",
-    }
+    assert {file.name for file in touched.ROOT.glob("tests/*/test_*.py") if imports(file)} == {"test_wide.py"}

@@ -15,6 +15,7 @@ from kvevict.families import find_decoder
 from kvevict.lab.evaluate.ask import Run, policy_for
 from kvevict.patch import in_slots, slot_bytes
 from kvevict.policy.policy import Policy, build
+from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies
 
 SLOT = 2 * 4 * 32 * 2 * 4  # k and v, float32, head_dim, kv heads, layers of the tiny Llama
@@ -112,7 +113,8 @@ def test_eval(model):
 
 
 def test_a_server_s_budget(model):
-    policies = Policies("snapkv:window=8", "kvzip", "64KiB", context=4096, fitted=lambda each: in_slots(each, model))
+    options = Options(policy="snapkv:window=8", unasked="kvzip", budget="64KiB")
+    policies = Policies(options, context=4096, fitted=lambda each: in_slots(each, model))
     assert policies.of({}, False)[0].budget == 32
     assert policies.of({"budget": "40KiB", "policy": "streaming"}, False)[0].budget == 20
     with pytest.raises(Exception, match="larger than the server's"):
