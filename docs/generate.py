@@ -79,20 +79,9 @@ For later questions: `read-twice` or, at 1/4 of the slots and more, `read-once`;
 """
     for name in PRESETS:
         policy = build(name, budget=0.5)
-        text += f"| `{name}` | {question(policy)} | {cell(describe(name))} | {when(policy)} |\n"
+        asked = policy.question + ", none" * (name == "paasvn")  # it is the best for both
+        text += f"| `{name}` | {asked} | {cell(describe(name))} | {when(policy)} |\n"
     return text
-
-
-ENDS = ("window", "probe", "given", "drafted", "lookahead")  # rows that are the prompt's last or follow it
-CONTINUING = ("streaming", "h2o", "vatp", "tova", "random", "tri", "rkv")  # scores for text that goes on
-
-
-def question(policy) -> str:
-    """What a policy assumes of the question: known, later or none."""
-    rows, score = (PARTS[kind][0].name_of(type(getattr(policy, kind))) for kind in ("rows", "score"))
-    if score == "paasvn":
-        return "known, none"
-    return "none" if score in CONTINUING else "known" if rows in ENDS else "later"
 
 
 def when(policy) -> str:

@@ -36,7 +36,7 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
     policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the one that
-                      the model is patched with, unless it needs the question (take+edie, snapkv, ...); else "gate" if
+                      the model is patched with, if it is such a one (not take+edie, snapkv, h2o, ...); else "gate" if
                       the model's folder has gates or gates were named for it before, or "read-twice" in chunks short
                       enough to be repeated within the model's positions, with a patched model's budget and kv
 
@@ -155,10 +155,10 @@ def _built(decoder, policy, options, tokens: int = 0) -> Policy:
     """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
     come later, or the default for these."""
     own = patch_of(decoder)
-    if policy is None and own is not None and own.policy.rows.needs_question:
-        options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
-    elif policy is None and own is not None:
+    if policy is None and own is not None and own.policy.question == "later":
         policy = own.policy
+    elif policy is None and own is not None:
+        options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
     if policy is not None:
         return build(policy, **options)
     chosen = build(unasked(decoder), **options)

@@ -255,6 +255,13 @@ class Policy:
         return 0 if self.threshold is None else self.keep_last
 
     @property
+    def question(self) -> str:
+        """The question that slots are kept for: "known" while the text is read, asked "later", or "none"."""
+        if self.score.continues:
+            return "none"
+        return "known" if self.rows.needs_question else "later"
+
+    @property
     def goes_on(self) -> int:
         """How many of a chunk's last tokens every layer reads, those after `tsp` too."""
         return max(1, self.rows.decoded)

@@ -59,9 +59,9 @@ def same(one, other):
 # -- a text for later questions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["take+edie", "snapkv", "tova", "laq"])
+@pytest.mark.parametrize("policy", ["take+edie", "snapkv", "laq", "h2o", "streaming"])
 def test_a_patched_model_reads_for_later_questions(net, policy):
-    """Its policy needs the question, so only its budget and its kind of slots count."""
+    """Its policy is not for these, so only its budget and its kind of slots count."""
     want = kept(net, "read-twice", budget=90, kv="int8")
     with kvevict.evicting(net, policy, budget=90, kv="int8", decode=False):
         assert same(kept(net), want)
@@ -73,7 +73,7 @@ def test_a_patched_model_reads_for_later_questions(net, policy):
             assert same(kept(net, name, budget=60), named)
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "h2o", "kvzip", "expected"])
+@pytest.mark.parametrize("policy", ["keydiff", "compactor", "kvzip", "expected"])
 def test_a_policy_for_later_questions_reads_where_it_is_the_models(net, policy):
     want, less = kept(net, policy, budget=90), kept(net, policy, budget=60)
     with kvevict.evicting(net, policy, budget=90):
@@ -81,8 +81,7 @@ def test_a_policy_for_later_questions_reads_where_it_is_the_models(net, policy):
 
 
 def test_little_of_a_text_is_told(net):
-    """By `read`, under any policy, and by `generate` under one that neither needs the question nor evicts while it
-    decodes; once for a budget."""
+    """By `read`, under any policy, and by `generate` under one for later questions; once for a budget."""
     tokenizer, inputs = tiny.byte_tokenizer(), row(TEXT)
     said = "22% of the 267 tokens are kept, and answers about the rest are often wrong: give more slots"
     for policy in (None, "snapkv"):

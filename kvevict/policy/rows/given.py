@@ -1,6 +1,6 @@
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ class Given(Rows):
     """
 
     ids: tuple[Any, ...] = ()
+    needs_question: ClassVar[bool] = True
 
     @property
     def most(self) -> Any:

@@ -30,7 +30,6 @@ class Last(Rows):
     """The last row. Its slot is not kept for that (TOVA)."""
 
     newest: ClassVar[bool] = True
-    needs_question: ClassVar[bool] = True
     most: ClassVar[int] = 1
 
     def observe(self, call: LayerRows, past: Any) -> Observation:

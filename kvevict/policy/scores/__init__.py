@@ -32,6 +32,7 @@ class Score:
     comparable: ClassVar[bool] = False  # numbers of different layers compare, as layers="pool" needs
     largest: ClassVar[bool] = False  # over rows: a slot's number is the largest over rows of all parts
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
+    continues: ClassVar[bool] = False  # for text that goes on, without a question
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
 
     @property

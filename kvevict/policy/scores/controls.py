@@ -57,6 +57,7 @@ class Random(Score):
     seed: int = 0
     redraw: bool = False
     recent: int | None = None
+    continues: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
 
     @property

@@ -23,6 +23,7 @@ class H2O(Score):
     rows: ClassVar = All()
     needs: ClassVar[tuple[Any, ...]] = ("attention",)
     carry: ClassVar[str] = "sum"
+    continues: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
 
     @property

@@ -19,6 +19,7 @@ class RKV(Pooled):
     """
 
     rows: ClassVar = Window(8)
+    continues: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
     own_interval: ClassVar[int] = 128
     needs: ClassVar[tuple[Any, ...]] = ("group_attention", "redundancy")

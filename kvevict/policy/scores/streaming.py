@@ -13,6 +13,7 @@ class Streaming(Score):
     """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones."""
 
     sink: int = 4
+    continues: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
 

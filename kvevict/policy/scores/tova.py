@@ -20,6 +20,7 @@ class TOVA(Score):
     per_head: bool = False
     rows: ClassVar = Last()
     needs: ClassVar[tuple[Any, ...]] = ("attention",)
+    continues: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
 
     @property

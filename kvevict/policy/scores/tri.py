@@ -19,6 +19,7 @@ class Tri(Score):
 
     sink: int = 4
     stats: object = None
+    continues: ClassVar[bool] = True
     ordinal: ClassVar[bool] = True
     own_interval: ClassVar[int] = 128
 
