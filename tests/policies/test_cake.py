@@ -123,24 +123,3 @@ def test_two_runs_are_bitwise_equal():
     (first, *_), (second, *_) = (ours(model(), "cake", [[40, 1, 1], [23, 1, 1]], 3, **chosen)[-1:] for _ in range(2))
     for (logits, positions), (again, same) in zip(first, second):
         assert torch.equal(logits, again) and positions == same
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------
-
-REFUSED = [
-    (dict(policy="cake", n_reuse=2), "n_reuse=1"),
-    (dict(policy="cake", warmup_layers=2, chunk_size=40), "warmup_layers=None"),
-    (dict(policy="cake", window=1), "2 rows or more"),
-    *(
-        (dict(policy=name, layers="cake"), "do not show")
-        for name in ("vatp", "h2o", "tova", "streaming", "knorm", "random")
-    ),
-    (dict(policy="oracle", layers="cake", ids=(3,)), "2 rows or more"),
-    (dict(policy="take:warmup_layers=none", layers="cake", probe=1), "2 rows or more"),
-]
-
-
-@pytest.mark.parametrize("given, text", REFUSED)
-def test_refused(given, text):
-    with pytest.raises(ValueError, match=text):
-        build(**dict(budget=64) | given)

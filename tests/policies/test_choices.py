@@ -586,44 +586,6 @@ def check_decoding(made, batch, mask, most):
     assert torch.equal(*answers)
 
 
-REFUSED = [
-    (dict(policy="tova", heads="flat"), "per_head=True"),
-    (dict(policy="chunkkv", heads="ada"), "per_head=True"),
-    (dict(policy="snapkv", layers="tada", n_reuse=2), "every layer's error"),
-    (dict(policy="take", layers="tada", warmup_layers=3), "every layer's error"),
-    (dict(policy="knorm", layers="tada"), "only rank"),
-    (dict(policy="take", n_reuse=2), "another layer's slots"),
-    (dict(policy="snapkv", n_reuse=0), "n_reuse must be at least 1"),
-    (dict(policy="adakv", f=1.5), "f must be"),
-    (dict(policy="adakv", floor="min"), "unknown floor 'min'"),
-    (dict(policy="pyramidkv", beta=0), "beta must be at least 1"),
-    (dict(policy="chunkkv", c=0), "c must be at least 1"),
-    (dict(policy="chunkkv", exact=1), "exact must be"),
-    (dict(policy="snapkv", layers="tada", cd="mlp"), "unknown cd 'mlp'"),
-    (dict(policy="snapkv", layers="tada", task=""), "task must be"),
-    (dict(policy="snapkv", select_by_layer=((0, "token"),)), "select_by_layer must hold"),
-    (dict(policy="snapkv", select_by_layer=((2, 1, "token"),)), "stop must be at least 3"),
-    (dict(policy="snapkv", select_by_layer=((0, None, "tokn"),)), "did you mean 'token'"),
-    (dict(policy="snapkv", select_by_layer=((2, 5, "token"), (0, 3, "chunk"))), "layer 2 in two ranges"),
-    (dict(policy="snapkv", select_by_layer=((0, None, "token"), (3, 4, "chunk"))), "layer 3 in two ranges"),
-    (dict(policy="edie", alpha=float("inf")), "alpha must be a finite number >= 0"),
-    (dict(policy="snapkv", progress=1), "progress must be True or False"),
-    (dict(policy="knorm", layers="tada"), "score='knorm', refine='none', layers='tada'"),
-    (dict(policy="edie+tada", own=1), "own must be True or False"),
-    (dict(policy="snapkv", heads=7), "heads must be a name or a kvevict HeadBudget"),
-    (dict(policy="knorm", select="chunk", c=70, chunk_size=16), "budget >= 70"),
-    (dict(policy="oracle", rows="none"), "rows='none' has no queries"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "given, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
-)
-def test_refused(given, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build(**dict(budget=64) | given)
-
-
 def test_sums_over_a_probe():
     """Carried sums include the attention of every chunk's probe, in layers that wait too; of one chunk they rank slots
     as the mean does."""

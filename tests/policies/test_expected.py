@@ -10,7 +10,6 @@ from policy_cases import BUDGET, VOCAB, compare, model, tokens
 import kvevict
 from kvevict.engine.measure import moments
 from kvevict.engine.watch.meter import allocated_bytes
-from kvevict.policy import build
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
 
@@ -145,21 +144,6 @@ def test_measuring_refuses_what_it_cannot_read(tmp_path):
     with kvevict.evicting(made, "expected", budget=16), pytest.raises(ValueError, match="unpatch"):
         kvevict.measure_queries(made, ids, tmp_path / "stats")
     assert not list(tmp_path.iterdir())
-
-
-# -- refused --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chosen, text", [
-    (dict(rows="drafted"), "rows='none'"),
-    (dict(eps=-1), "eps must be"),
-    (dict(sink=-1), "sink must be at least 0"),
-    (dict(stats=3), "stats must be the file"),
-    (dict(layers="cake"), "does not show|do not show"),
-], ids=str)  # fmt: skip
-def test_refused(chosen, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build("expected", **dict(budget=64) | chosen)
 
 
 def test_latents():

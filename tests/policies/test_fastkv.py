@@ -428,18 +428,6 @@ def test_crop_takes_back_only_what_was_decoded():
 # -- refused --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given, text", [
-    (dict(n_reuse=2), "n_reuse=1 or tsp=None"), (dict(tsp_len=8), "tsp_len must be at least 9"),
-    (dict(tsp=-1), "tsp must be at least 0"), (dict(tsp="all"), "tsp must be a whole number"),
-    (dict(tsp_len=20.0), r"tsp_len=20.0 is not a share in \(0, 1\)"),
-    (dict(tsp_len="half"), "tsp_len must be a whole number"),
-    (dict(kernel=4), "kernel must be odd"), (dict(budget=8), "budget >= 9"),
-], ids=str)  # fmt: skip
-def test_refused_policies(given, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build("fastkv", **dict(budget=64) | given)
-
-
 @pytest.mark.parametrize("family, given, text", [
     ("llama", dict(tsp=3), "not below the model's last layer, 3"),
     ("llama", dict(warmup_layers=3), "give warmup_layers <= 2"),

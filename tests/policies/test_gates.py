@@ -258,19 +258,3 @@ def edit(folder, **changes):
 def test_json(tmp_path):
     policy = build("gate", budget=80, gates=tmp_path)
     assert kvevict.Policy.from_json(policy.to_json()) == policy
-
-
-@pytest.mark.parametrize("chosen, text", [
-    (dict(rows="drafted"), "a draft comes once"),
-    (dict(rows="repeat"), "rows='none'"),
-    (dict(carry="none"), "carry='keep'"),
-    (dict(carry="max"), "carry='keep'"),
-    (dict(decode=True), "layers='uniform'"),
-    (dict(layers="cake"), "do not show"),
-    (dict(recent=-1), "recent must be at least 0"),
-    (dict(gates=3), "gates must be the folder"),
-    (dict(budget=68), "budget >= 69"),
-], ids=str)  # fmt: skip
-def test_refused(chosen, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build("gate", **dict(budget=80) | chosen)

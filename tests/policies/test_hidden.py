@@ -228,28 +228,6 @@ def test_the_plan_counts_one_ranking():
     assert {sum(each.kept) for each in taken[1:]} == {4 * BUDGET}
 
 
-@pytest.mark.parametrize("chosen, text", [
-    (dict(schedule="prompt", carry="none", layers="cake"), "repeated in parts"),
-    (dict(part=0), "part must be at least 1"),
-    (dict(decode=True), "decode=False"),
-    (dict(heads="equal"), "heads='flat'"),
-    (dict(select="chunk", per_head=True), "select='token'"),
-    (dict(refine="caote"), "refine='none'"),
-    (dict(n_reuse=2), "n_reuse=1"),
-    (dict(warmup_layers=2), "warmup_layers=None"),
-    (dict(score="snapkv", rows="repeat"), "scores that compare"),
-    (dict(rows="window"), "rows='repeat'"),
-    (dict(least=-1), "least must be at least 0"),
-    (dict(instruction=[5]), "tuple of token ids or a text"),
-    (dict(instruction=(-5,)), "tuple of token ids"),
-    (dict(tsp=1), "tsp=None"),
-    (dict(layers="tada"), "another layer budget"),
-], ids=str)  # fmt: skip
-def test_refused(chosen, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build("kvzip", **dict(budget=64) | chosen)
-
-
 def test_an_instruction_as_text():
     """Where there is a tokenizer it is that text's ids; else it is refused before the model is changed."""
     made, tokenizer = model(), tiny.byte_tokenizer()

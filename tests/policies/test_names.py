@@ -108,31 +108,6 @@ def test_no_option_has_two_meanings():
     assert (made.rows.window, made.layers.beta, made.heads.floor, made.select.c) == (8, 5, "max", 3)
 
 
-@pytest.mark.parametrize(
-    "policy, options, message",
-    [
-        ("take", dict(rows="prob"), "unknown rows 'prob'; did you mean 'probe'"),
-        ("take", dict(rows=3), "rows must be a name or a kvevict Rows"),
-        ("edie", dict(rows="probe", chunk_size=32), "chunk_size=32 must be greater than the probe's 32 tokens"),
-        ("snapkv", dict(rows="given"), "needs ids="),
-        ("snapkv", dict(rows="given", ids=(3, -1)), "ids must be a tuple of token ids"),
-        ("snapkv", dict(rows="drafted", chunk_size=64, schedule="chunk"), "a draft needs the whole prompt"),
-        ("h2o", dict(rows="drafted"), "sums over every chunk"),
-        ("snapkv", dict(rows="none"), "rows='none' has no queries"),
-        ("snapkv", dict(rows="probe", window=8), "unknown option 'window'"),
-        ("snapkv", dict(reduce="median"), "unknown reduce 'median'"),
-        ("streaming", dict(sink=-1), "sink must be at least 0"),
-        ("snapkv", dict(rows="drafted", draft_model=None), "needs a smaller model"),
-        ("laq", dict(tsp=1), "a draft comes after all layers"),
-    ],
-)
-def test_mistakes(policy, options, message):
-    model = tiny.model()
-    with pytest.raises((ValueError, TypeError), match=message):
-        kvevict.patch(model, policy, budget=80, **options)
-    assert "_kvevict" not in model.model.__dict__
-
-
 def test_rows_of_one_s_own():
     """The first rows of a chunk observe; they keep the slots that these attend to."""
 

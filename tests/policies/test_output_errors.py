@@ -264,34 +264,3 @@ def step(made, cache, ids):
     for token in ids.T:
         made(token[None], past_key_values=cache, use_cache=True)
     return [layer.pos[rows].tolist() for layer in cache.layers for _, _, rows in layer.segments()]
-
-
-# -- refused --------------------------------------------------------------------------------------------------------
-
-REFUSED = [
-    *((dict(policy=name, refine=refine), "only rank slots")
-      for name in ("streaming", "knorm", "keydiff", "random") for refine in ("caote", "fastcaote")),
-    (dict(policy="tova", refine="caote"), "per_head=True"),
-    (dict(policy="tova+caote", per_head=False), "per_head=True"),
-    (dict(policy="snapkv", refine="coate"), "did you mean 'caote'"),
-    (dict(policy="snapkv", refine=7), "refine must be a name or a kvevict Refinement"),
-    (dict(policy="edie", weight="end"), "unknown weight 'end'"),
-    (dict(policy="edie", alpha=-0.1), "alpha must be"),
-    (dict(policy="edie", alpha=float("nan")), "alpha must be"),
-    (dict(policy="edie", reduce="mean"), "unknown option 'reduce'"),
-    (dict(policy="edie-exact", alpha=0.1), "unknown option 'alpha'"),
-    (dict(policy="edie", budget=32), "budget >= 33"),
-    (dict(policy="vatp", sink=-1), "sink must be at least 0"),
-    (dict(policy="vatp", recent=2.5), "recent must be"),
-    (dict(policy="vatp", budget=40), "budget >= 41"),
-    (dict(policy="vatp", recent=5, budget=25), "budget >= 26"),
-    (dict(policy="paasvn", window=8, keep_first=4, budget=12), "budget >= 13"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "given, text", REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
-)
-def test_refused(given, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build(**dict(budget=64) | given)

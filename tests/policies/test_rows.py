@@ -1,5 +1,5 @@
 """The observing rows are an independent choice: every score, refinement and layer budget over every choice of rows,
-against the float64 oracle; refusals; and every part and preset is in the tests' tables."""
+against the float64 oracle; and every part and preset is in the tests' tables."""
 
 import itertools
 
@@ -178,33 +178,7 @@ def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
     assert [2 * x - y for x, y in zip(past.errors, shares)] == pytest.approx(want, rel=1e-3)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
-
-REFUSED = [
-    *((dict(score=score, rows="none"), "has no queries") for score in kvevict.SCORES if score not in POSITIONAL),
-    *((dict(score=score, rows="drafted"), "sums over every chunk") for score in CARRIED),
-    (dict(score="snapkv", rows="last", layers="cake"), "2 rows or more"),
-    (dict(score="snapkv", rows="given", ids=(5,), layers="cake"), "2 rows or more"),
-    (dict(score="edie", rows="drafted", chunk_size=80, schedule="chunk"), "needs the whole prompt"),
-    (dict(score="edie", rows="probe", chunk_size=32), "must be greater than the probe's 32 tokens"),
-    (dict(score="edie", rows="prob"), "did you mean 'probe'"),
-    (dict(score="edie", rows=7), "rows must be a name or a kvevict Rows"),
-    (dict(score="edie", rows="probe", window=5), "unknown option 'window'"),
-    (dict(score="snapkv", reduce="none"), "unknown reduce 'none'"),
-    (dict(score="snapkv", keep_first=40), "budget >= 73"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options, text", REFUSED, ids=str)
-def test_refused(options, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build("snapkv", **dict(budget=64) | options)
-
-
-def test_rows_without_what_they_need_are_refused_when_a_model_is_patched():
-    for options, text in ((dict(rows="given"), "needs ids"), (dict(rows="drafted", draft_model=None), "draft_model=")):
-        with pytest.raises(ValueError, match=text):
-            kvevict.patch(model(), "edie", budget=64, **options)
+# -- compared or refused ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # test_lookahead.py has them

@@ -116,6 +116,8 @@ def test_a_budget_is_optional_beside_a_threshold():
     assert policy.budget is None and Policy.from_json(policy.to_json()) == policy
     assert build("kvzip", threshold=0.25, budget=300).budget == 300 == build(policy, budget=300).budget
     assert Policy().budget == 512
+    with pytest.raises(ValueError, match=r"budget is missing: .* or threshold="):
+        build("kvzip")
 
 
 def test_the_plan_has_the_most_that_may_stay():
@@ -125,32 +127,3 @@ def test_the_plan_has_the_most_that_may_stay():
         taken = list(Layers(policy, 60, 4, 2).chunks())
         assert sum(taken[-1].kept) == 4 * most
         assert [each.chunk.appended for each in taken] == [CHUNK] * 5
-
-
-# -- refused combinations -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy, chosen, text", [
-    ("kvzip", dict(threshold="high"), "threshold must be a finite number, got 'high'"),
-    ("kvzip", dict(threshold=float("nan")), "threshold must be a finite number"),
-    ("kvzip", dict(threshold=float("inf")), "threshold must be a finite number"),
-    ("kvzip", dict(threshold=True), "threshold must be a finite number"),
-    ("kvzip", dict(), "budget is missing: .* or threshold="),
-    ("kvzip", dict(threshold=0.1, keep_last=-1), "keep_last must be at least 0"),
-    ("kvzip", dict(threshold=0.1, budget=100), "always keeps 132 slots .* keep_last"),
-    ("snapkv", dict(threshold=0.1, heads="flat"), "these scores have another scale in each"),
-    ("knorm", dict(threshold=0.1, heads="flat"), "these scores have another scale in each"),
-    ("defensive", dict(threshold=0.1), "these scores have another scale in each"),
-    ("expected", dict(threshold=0.1, heads="equal"), "heads='flat' or 'ada'"),
-    ("expected", dict(threshold=0.1, select="chunk", per_head=True), "select='token'"),
-    ("expected", dict(threshold=0.1, refine="caote"), "refine='none'"),
-    ("expected", dict(threshold=0.1, refine="critical"), "refine='none'"),
-    ("expected", dict(threshold=0.1, n_reuse=2), "n_reuse=1 and warmup_layers=None"),
-    ("expected", dict(threshold=0.1, warmup_layers=2), "n_reuse=1 and warmup_layers=None"),
-    ("expected", dict(threshold=0.1, layers="tada"), "layers='uniform' or 'pool'"),
-    ("kvzip", dict(threshold=0.1, layers="cake", carry="none", chunk_size=CHUNK), "layers='uniform' or 'pool'"),
-    ("expected", dict(threshold=0.1, decode=True), "decode=False"),
-], ids=str)  # fmt: skip
-def test_refused(policy, chosen, text):
-    with pytest.raises(ValueError, match=text):
-        build(policy, **chosen)

@@ -10,7 +10,6 @@ from policy_cases import BUDGET, CHUNK, Slots, model, tokens
 
 import kvevict
 from kvevict import families
-from kvevict.policy import build
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
 
@@ -107,32 +106,6 @@ def test_latents(name):
     with kvevict.evicting(made, policy, **chosen):
         places = kept(made(ids).past_key_values)
     assert all([len(head) for head in layer[0]] == [BUDGET] for layer in places)
-
-
-@pytest.mark.parametrize("chosen, text", [
-    (dict(score="lagkv", budget=259), "budget >= 260"),
-    (dict(score="lagkv", carry="none"), "carry='keep'"),
-    (dict(score="lagkv", carry="max"), "carry='none'|carry='keep'"),
-    (dict(score="lagkv", tsp=1), "tsp=None"),
-    (dict(score="lagkv", layers="pool", heads="flat"), "scores that compare"),
-    (dict(score="lagkv", refine="critical"), "only rank slots"),
-    (dict(score="lagkv", refine="caote"), "only rank slots"),
-    (dict(score="compactor", carry="none"), "carry='keep'"),
-    (dict(score="compactor", rows="window"), "rows='all'"),
-    (dict(score="compactor", decode=True), "decode=False"),
-    (dict(score="compactor", blend=-1), "blend must be a finite number"),
-    (dict(score="compactor", recent=-1), "recent must be at least 0"),
-    (dict(score="compactor", refine="critical"), "only rank slots"),
-    (dict(score="defensive", kernel=4), "kernel must be odd"),
-    (dict(score="defensive", refine="caote"), "only rank slots"),
-    (dict(score="defensive", carry="sum"), "only rank the slots"),
-    (dict(score="knorm", refine="critical"), "only rank slots"),
-    (dict(score="tova", refine="critical"), "per_head=True"),
-    (dict(refine="critical", select="chunk"), "select='token'"),
-], ids=str)  # fmt: skip
-def test_refused(chosen, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        build("snapkv", **dict(budget=300) | chosen)
 
 
 def test_keys_whose_rotation_depends_on_the_length_are_refused():
