@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..families import base_model, device_of, find_decoder
-from ..files import replacing, write
+from ..files import write
 from ..patch import is_patched
 from ..policy.adapter import Adapter, targets_of
 from ..policy.checks import at_least_0, count, installed, one_of
@@ -91,10 +91,9 @@ def train(
     save_every    steps between checkpoints. Called again, an interrupted run continues from the last one; a finished
                   run with more `steps` continues from its end, at the rates of a run of that length
 
-    `out` gets log.jsonl (a line per step with its loss), checkpoint.pt, loss.png if matplotlib is installed, and the
-    adapter. Start several processes with `accelerate launch`. Raises ValueError for pairs that cannot be trained on,
-    for a checkpoint that is damaged or of other settings, and for a loss that is not finite (the last checkpoint
-    stays); OSError if `out` cannot be written.
+    `out` gets log.jsonl (a line per step with its loss), checkpoint.pt and the adapter. Start several processes with
+    `accelerate launch`. Raises ValueError for pairs that cannot be trained on, for a checkpoint that is damaged or of
+    other settings, and for a loss that is not finite (the last checkpoint stays); OSError if `out` cannot be written.
     """
     check_installed(held_out)
     decoder, folder = find_decoder(model), Path(out)
@@ -176,7 +175,6 @@ class Run:
                 bar.update()
         if main:
             self.adapter.save(self.folder, target=self.settings.target)
-            _plot(self.folder)
         self.accelerator.wait_for_everyone()
 
     def _one(self) -> dict:
@@ -280,20 +278,3 @@ def _order(seed, epoch, known) -> list:
     order = list(range(known))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
-
-
-def _plot(folder):
-    """The log's losses, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    lines = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
-    axes = (figure := Figure(figsize=(6, 4))).add_subplot(xlabel="step", ylabel="KL to the true scores")
-    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], lw=0.8, label="training")
-    held = [line for line in lines if "valid" in line]
-    if held:
-        axes.plot([line["step"] for line in held], [line["valid"]["loss"] for line in held], "o-", label="held out")
-    axes.legend()
-    with replacing(folder / "loss.png") as temporary:
-        figure.savefig(temporary, dpi=120, bbox_inches="tight")

@@ -317,7 +317,7 @@ def test_results(tmp_path):
         path.write_bytes(data)
         try:
             settings, kept = read(path)
-            table.render(kept, rng.choice(((), ("depth",), ("length", "depth"))), rng.random() < 0.5)
+            table.render(kept, rng.choice(((), ("depth",), ("length", "depth"))))
         except REFUSED:
             came = "refused"
         else:

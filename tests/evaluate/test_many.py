@@ -210,9 +210,8 @@ def test_tables():
     cut = [
         line("a", s, "later", i, 0.25, text=i // 2) | dict(nats=n) for i, (s, n) in enumerate(zip((1, 0, 1, 1), nats))
     ]
-    worse = [x | dict(policy="b", score=0, nats=x["nats"] + 0.1) for x in cut]
     costs = dict(read_seconds=2.0, cache_bytes=2**20, peak_cache_bytes=3 * 2**20, ask_seconds=0.5, ask_bytes=512)
-    lines = [x | costs for x in full + cut + worse]
+    lines = [x | costs for x in full + cut]
     cell = summary.summarize(lines)["a", 0.25, None]["toy", (), "later"]
     assert (cell.counted, cell.cases, cell.mean) == (3, 4, pytest.approx(2 / 3))
     # Deviations from 0.4 are -0.4, -0.2, 0.2, 0.4: sums -0.6 and 0.6; t of one degree of freedom is 12.7062.
@@ -220,14 +219,10 @@ def test_tables():
     assert intervals.clustered([1.0, 3.0], "aa") == math.inf
     # Each value is a cluster: Student's interval.
     assert intervals.clustered([1.0, 2.0, 4.0], "abc") == pytest.approx(intervals.student([1.0, 2.0, 4.0]))
-    found = summary.differences(lines, ("a", None))["b", 0.25, None]["toy", (), "later"]
-    assert (found.score, found.nats, found.nats_half) == pytest.approx((-2 / 3, 0.1, 0))
-    text = table.render(lines, against=("a", None))
-    assert "66.7 [21, 94] of 3/4; +0.400 ±" in text and "-66.7 ±" in text
-    cost = [row.split()[3:] for row in text.splitlines() if row.startswith("b ")][-1]
+    text = table.render(lines)
+    assert "66.7 [21, 94] of 3/4; +0.400 ±" in text
+    cost = [row.split()[3:] for row in text.splitlines() if row.startswith("a ")][-1]
     assert cost == ["2.00", "1.00", "3.00", "0.50", "0.50"]
-    with pytest.raises(ValueError, match="--against c None: the results have no such policy"):
-        table.render(lines, against=("c", None))
 
 
 def test_the_command(tmp_path, capsys):
@@ -235,12 +230,11 @@ def test_the_command(tmp_path, capsys):
     net.save_pretrained(tmp_path / "m")
     tokenizer().save_pretrained(tmp_path / "m")
     words = f"eval --model {tmp_path / 'm'} --out {out} --tasks toy-many --lengths 80 --cases 2 --mode later"
-    words += " --policies streaming knorm --shares 1/8 1/4 --chunk-size 32 --against knorm 32"
+    words += " --policies streaming knorm --shares 1/8 1/4 --chunk-size 32"
     assert main(words.split()) == 0
     told = capsys.readouterr().out
-    assert "Differences from knorm 32" in told and "question KiB" in told
+    assert "question KiB" in told
     assert {x["budget"] for x in read(out)[1]} == {None, 0.125, 0.25}
-    assert main([*words.split(), "--table-only", "--against", "knorm", "x"]) == 2
     with pytest.raises(ValueError, match="--budget 1/0: give"):
         number("1/0")
     assert ask.reads_alone(ask.FULL)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...commands import (
@@ -13,7 +12,6 @@ from ...commands import (
     command,
     model_name,
     number,
-    read_text,
 )
 from ...policy.text import DEFAULT
 
@@ -31,10 +29,11 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
                         help="prompt tokens; default 1024 and 4096, as far as the context holds them")  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded, the first included; default 32")
     parser.add_argument("--repeat", type=int, default=3, help="runs; medians are shown; default 3")
-    parser.add_argument("--file", help="text that prompts are cut from, - is standard input; default: a generated one")
     args = parser.parse_args(argv)
+    import torch
     from tqdm import tqdm
 
+    from ...models import load_model
     from ...policy.checks import count
     from ..analysis.cost import UNPATCHED
     from ..analysis.speed import alternate, check
@@ -44,12 +43,14 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     policies = build_policies(args.policies, args)
     check_complete(policies)
     name = model_name(args)
-    model, tokenizer, made_of = load(name, args.dtype, args.device)
+    model, tokenizer = load_model(name, args.dtype, args.device)
+    model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
     for key, policy in policies.items():
         check(model, checked, key, policy, args.new_tokens)
-    print(f"{name}: {made_of}; {args.new_tokens} new tokens, median of {args.repeat} runs")
+    numbers = f"{str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
+    print(f"{name}: {numbers}; {args.new_tokens} new tokens, median of {args.repeat} runs")
     print(f"Checked: on {checked.shape[1]} tokens, nothing evicted, every policy gives the {UNPATCHED} model's logits.")
     width = max(map(len, (UNPATCHED, *policies)))
     heads = ("first token s", "decode tok/s", "peak growth MiB", "KV MiB")
@@ -62,36 +63,17 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
                 bar.write(f"{length:8} {key:{width}}" + cells(row, found[UNPATCHED]))
                 rows.append(dict(prompt_tokens=length, policy=key) | row)
     print(f"In brackets: relative to the {UNPATCHED} model.")
-    return {"model": name, "weights": made_of, "budget": number(args.budget), "chunk_size": args.chunk_size,
+    return {"model": name, "budget": number(args.budget), "chunk_size": args.chunk_size,
             "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
 
 
-def load(name: str, dtype: str, device: str | None) -> tuple[Any, Any, str]:
-    """(model, tokenizer or None, a description for the table). A folder without weights gets fixed random ones."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ...models import load_model, place, pretrained
-
-    folder = Path(name)
-    bare = (folder / "config.json").exists() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
-    if bare:
-        torch.manual_seed(0)
-        config = pretrained(AutoConfig, name)
-        chosen = {} if dtype == "auto" else dict(dtype=dtype)
-        model, tokenizer = AutoModelForCausalLM.from_config(config, **chosen).eval().to(place(device)), None
-    else:
-        model, tokenizer = load_model(name, dtype, device)
-    model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
-    kind = "RANDOM weights, random token ids" if bare else "trained weights"
-    return model, tokenizer, f"{kind}, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
-
-
 def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch.Tensor]:
-    """Length -> ids [1, length]: of the file or of generated text; random without a tokenizer."""
+    """Length -> ids [1, length] of generated text."""
     import torch
 
     from ...families import device_of
+    from ..evaluate.haystack import haystack
+    from ..evaluate.tasks import Settings
 
     context = model.config.max_position_embeddings
     lengths = sorted(set(args.lengths or (min(n, context - args.new_tokens) for n in (1024, 4096))))
@@ -100,24 +82,10 @@ def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch
             f"--lengths {lengths[0]} to {lengths[-1]}: give 16 to {context - args.new_tokens} tokens, what the model's "
             f"context of {context} leaves beside --new-tokens {args.new_tokens}"
         )
-    if tokenizer is None:
-        ids = torch.randint(model.config.vocab_size, (1, lengths[-1]), generator=torch.Generator().manual_seed(0))
-    else:
-        ids = torch.tensor([tokenizer(text(tokenizer, args.file, lengths[-1]))["input_ids"]])
-    if ids.shape[1] < lengths[-1]:
-        raise ValueError(f"--file {args.file} has {ids.shape[1]} tokens; give a longer one or --lengths up to that")
+    settings = Settings(tokenizer, lengths[-1] + 200, 1)
+    text = haystack(settings).passage(settings.rng("bench"), settings.length, settings)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
     return {length: ids[:, :length].to(device_of(model)) for length in lengths}
-
-
-def text(tokenizer: Any, file: str | None, tokens: int) -> str:
-    """The file, or generated text of a little more than that many tokens."""
-    if file:
-        return read_text(file)
-    from ..evaluate.haystack import haystack
-    from ..evaluate.tasks import Settings
-
-    settings = Settings(tokenizer, tokens + 200, 1)
-    return haystack(settings).passage(settings.rng("bench"), settings.length, settings)
 
 
 def cells(row: dict, base: dict) -> str:

@@ -47,8 +47,6 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
                         help="ask up to N questions about a text at once, if it was read without them (tasks many, "
                         "--mode later); seconds are a question's share; default 1")  # fmt: skip
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
-    parser.add_argument("--against", nargs="+", metavar=("POLICY", "CHUNK"),
-                        help="add paired differences from this policy (read in chunks of so many tokens)")  # fmt: skip
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
     installed("eval", "kvevict eval", "scipy")
@@ -69,21 +67,11 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
-    tables = [render(lines, tuple(args.by), _against(args.against))]
+    tables = [render(lines, tuple(args.by))]
     if settings.get("protocol"):
         tables.append(_claims(settings, lines))
     print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
-
-
-def _against(words):
-    """(policy, chunk size) of the rows that others are compared with."""
-    if words is None:
-        return None
-    policy, *chunk = words
-    if len(chunk) > 1 or not all(map(str.isdigit, chunk)):
-        raise ValueError(f"--against {' '.join(words)}: give a policy, and the chunk size if it was read in chunks")
-    return policy, (int(chunk[0]) if chunk else 0) or None
 
 
 def _evaluate(args) -> None:

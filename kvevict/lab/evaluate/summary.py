@@ -107,55 +107,6 @@ def _text(line):
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Mean differences from another row on the same cases, with half the widths of their intervals: of scores, and of
-    the nats a token of the right answer, where they are known. Of questions, scores are of the counted ones."""
-
-    score: float
-    half: float
-    nats: float | None
-    nats_half: float | None
-    metric: str
-
-    def __str__(self):
-        unit = 1 if self.metric in NOT_IN_PERCENT else 100
-        score = f"{unit * self.score:+.{3 if unit == 1 else 1}f} ±{unit * self.half:.{3 if unit == 1 else 1}f}"
-        return score + ("" if self.nats is None else f"; {self.nats:+.3f} ±{self.nats_half:.3f}")
-
-
-def differences(
-    lines: list[dict[str, Any]], against: Sequence[Any], by: Sequence[str] = ()
-) -> dict[tuple, dict[tuple, Difference]]:
-    """As `summarize`, but `Difference`s from the rows of `against` (policy, chunk_size) at the same budget. ValueError
-    where there is no such row."""
-    lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
-    full = {_case(line): line for line in lines if line["policy"] == FULL.policy}
-    base = {(_case(x), x["budget"], x["mode"]): x for x in lines if (x["policy"], x["chunk_size"]) == tuple(against)}
-    if not base:
-        raise ValueError(f"--against {' '.join(map(str, against))}: the results have no such policy and chunk size")
-    groups: dict = {}
-    for line in lines:
-        other = base.get((_case(line), line["budget"], line["mode"]))
-        if other is not None and other is not line:
-            row, column = (line["policy"], line["budget"], line["chunk_size"]), _column(line, by, line["mode"])
-            groups.setdefault(row, {}).setdefault(column, []).append((line, other))
-    return {row: {c: _difference(pairs, full) for c, pairs in columns.items()} for row, columns in groups.items()}
-
-
-def _difference(pairs, full) -> Difference:
-    def mean(name, some):
-        values = [line[name] - other[name] for line, other in some]
-        texts = [_text(line) for line, _ in some]
-        return (sum(values) / len(values), clustered(values, texts)) if values else (math.nan, math.inf)
-
-    likely = all("nats" in line for pair in pairs for line in pair)
-    counted = [pair for pair in pairs if not likely or _counts(full.get(_case(pair[0]), dict(score=0)))]
-    nats = mean("nats", pairs) if likely else (None, None)
-    score, half = mean("score", counted)
-    return Difference(score, half, *nats, metric=pairs[0][0]["metric"])
-
-
-@dataclass(frozen=True)
 class Average:
     """The mean of tasks' scores, each of the same weight, and its share of the full cache's."""
 

@@ -5,20 +5,18 @@ from statistics import median
 from typing import Any
 
 from ...commands import grid
-from .summary import averages, differences, summarize
+from .summary import averages, summarize
 from .tasks import FIDELITY
 
 
-def render(lines: list[dict[str, Any]], by: Sequence[str] = (), against: Sequence[Any] | None = None) -> str:
+def render(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> str:
     """A table with a column per task and mode, after the average of several tasks. With tags `by`: a table per task and
-    mode with a column per value. against: a policy and chunk size; the other rows' differences from its rows are added.
-    If texts were read once for many questions, the costs of reading and of a question come last."""
+    mode with a column per value. If texts were read once for many questions, the costs of reading and of a question
+    follow."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
     parts = [CAPTION + NEAR * near + LIKELY * likely, *_tables(summarize(lines, by), by)]
-    if against is not None:
-        parts += [f"Differences from {' '.join(map(str, against))}.", *_tables(differences(lines, against, by), by)]
     if costs := _costs(lines):
         parts += [COSTS, _left(costs)]
     if any(line["mode"] == "later" for line in lines):
