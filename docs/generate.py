@@ -62,23 +62,37 @@ def policies_page() -> str:
 # Policies
 
 For who looks for another policy than the README's four. `kvevict.patch(model, NAME, budget=512)` takes each of these
-names. A policy is a combination of the choices in [options.md](options.md), listed here; any option can be changed by
-keyword. [methods.md](methods.md) defines the methods, [results.md](results.md) compares them.
+names. A policy is a combination of the choices in [options.md](options.md); any option can be changed by keyword or in
+a text, `NAME:OPTION=VALUE,...`, and `kvevict policies` lists each policy's. [methods.md](methods.md) defines the
+methods, [results.md](results.md) compares them.
 
 **To choose:** For a known question: `take+edie`, the default of `patch` and of the commands, in chunks or in one pass.
 For later questions: `read-twice` or, at 1/4 of the slots and more, `read-once`; `gate` for a model with gates. For none
 (the model continues a text): `paasvn`, read in one pass. Compare with `kvevict eval --mode known` and `--mode later`.
 
+- **question**: `known`: the prompt ends with it, and its tokens decide what is kept; `later`: it is asked after the
+  text was read, so what is kept does not depend on it; `none`: the model continues the text.
 - **evicts**: after the prompt, or after every chunk of so many tokens; some policies also while decoding.
-- **choices** lists those that differ from the default: rows `window`, layers `uniform`, heads `equal`, select `token`.
 
-| policy | method | evicts | choices |
+| policy | question | method | evicts |
 |---|---|---|---|
 """
     for name in PRESETS:
         policy = build(name, budget=0.5)
-        text += f"| `{name}` | {cell(describe(name))} | {when(policy)} | {choices(policy)} |\n"
+        text += f"| `{name}` | {question(policy)} | {cell(describe(name))} | {when(policy)} |\n"
     return text
+
+
+ENDS = ("window", "probe", "given", "drafted", "lookahead")  # rows that are the prompt's last or follow it
+CONTINUING = ("streaming", "h2o", "vatp", "tova", "random", "tri", "rkv")  # scores for text that goes on
+
+
+def question(policy) -> str:
+    """What a policy assumes of the question: known, later or none."""
+    rows, score = (PARTS[kind][0].name_of(type(getattr(policy, kind))) for kind in ("rows", "score"))
+    if score == "paasvn":
+        return "known, none"
+    return "none" if score in CONTINUING else "known" if rows in ENDS else "later"
 
 
 def when(policy) -> str:
@@ -86,24 +100,6 @@ def when(policy) -> str:
     if not policy.decode:
         return reading
     return f"{reading}, each " + ("decoded token" if policy.interval == 1 else f"{policy.interval} decoded tokens")
-
-
-def choices(policy) -> str:
-    """The parts of a policy that differ from the default, with the options that do."""
-    usual, made = dict(rows="window", refine="none", layers="uniform", heads="equal", select="token"), []
-    for kind, (registry, _) in PARTS.items():
-        part = getattr(policy, kind)
-        name, options = registry.name_of(type(part)), changed(part)
-        if options or usual.get(kind) != name:
-            made.append(f"{kind} `{name}`" + (f" ({options})" if options else ""))
-    own = {"n_reuse": 1, "warmup_layers": None, "tsp": None, "tsp_len": 2048, "keep_prompt": False}
-    return "; ".join(made + [f"`{k}={getattr(policy, k)!r}`" for k, v in own.items() if getattr(policy, k) != v])
-
-
-def changed(part) -> str:
-    """Options of a part that differ from the defaults."""
-    fields = [f for f in dataclasses.fields(part) if f.init and getattr(part, f.name) != f.default]
-    return ", ".join(f"`{f.name}={getattr(part, f.name)!r}`" for f in fields)
 
 
 # -- options.md -------------------------------------------------------------------------------------------------------
@@ -117,18 +113,29 @@ For who changes a policy. `kvevict.patch(model, "snapkv", budget=512, window=16,
 keyword, whichever part of the policy it belongs to. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`.
 Options that exclude each other are refused with the reason.
 
-{described(Policy, "Policy")}
+| option | default | meaning |
+|---|---|---|
 """
+    remarks, fields = explained(Policy)
+    text += "".join(f"| `{f.name}` | {default(f)} | {cell(meaning)} |\n" for f, meaning in fields)
     for kind, (registry, _) in PARTS.items():
         title, about = KINDS[kind]
-        text += f"\n## {title}: `{kind}=`\n\n{about}\n"
+        text += f"\n## {title}: `{kind}=`\n\n{about}\n\n| `{kind}` | | options and their defaults |\n|---|---|---|\n"
+        of: dict = {}  # (option, meaning): the parts that have it
         for name, part in registry.items():
-            text += f"\n### {kind} `{name}`\n\n{described(part, name)}\n"
-    return text.rstrip() + "\n"
+            remarks, fields = explained(part)
+            defaults = ", ".join(f"`{f.name}={f.default!r}`" for f, _ in fields)
+            text += f"| `{name}` | {cell(' '.join(remarks))} | {defaults} |\n"
+            for field, meaning in fields:
+                of.setdefault((field.name, meaning), []).append(name)
+        text += "\n| option | of | meaning |\n|---|---|---|\n" * bool(of)
+        for (option, meaning), names in sorted(of.items()):
+            text += f"| `{option}` | {quoted(names)} | {cell(meaning)} |\n"
+    return text
 
 
-def described(cls, name: str) -> str:
-    """A docstring's remarks, and a table of the fields with their defaults and their meanings by the docstrings."""
+def explained(cls) -> tuple:
+    """A docstring's remarks, and (field, meaning) of the fields by the docstrings."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     remarks, meanings = parsed(inspect.getdoc(cls), [f.name for f in fields])
     for base in cls.__mro__[1:]:
@@ -137,19 +144,13 @@ def described(cls, name: str) -> str:
     missing = [f.name for f in fields if f.name not in meanings and f.name not in SHARED]
     if missing:
         raise SystemExit(f"{cls.__module__}.{cls.__name__}: the docstring has no line for {', '.join(missing)}")
-    text = "\n\n".join(remarks)
-    if not fields:
-        return text
-    rows = "".join(f"| `{f.name}` | {default(f)} | {cell(meanings.get(f.name) or SHARED[f.name])} |\n" for f in fields)
-    return f"{text}\n\n| option | default | meaning |\n|---|---|---|\n{rows}".rstrip()
+    return remarks, [(f, meanings.get(f.name) or SHARED[f.name]) for f in fields]
 
 
 # Options of many parts, explained by their base class or here.
 SHARED = {
-    "kernel": 'slots that pooling looks at, an odd number; or "digits": as many as hold 31 digits',
     "pool": 'the largest of them ("max"), their mean ("avg"), or "none"',
     "reduce": 'over the observing rows: "sum", "mean" or "max"',
-    "group": 'over the query heads of a kv head: "mean", "sum" or "max"',
     "sink": "first slots that are always kept",
     "recent": "last slots that are always kept; None: half the budget",
     "seed": "of the hash",
@@ -325,18 +326,27 @@ def serve_page() -> str:
 
 
 def fields_table() -> str:
-    """Every field of the three endpoints; the same words of several endpoints are one row."""
-    kinds: dict = {}
-    for path, table in fields.TABLE.items():
-        for name, field in table.items():
-            kinds.setdefault((name, field.about, json.dumps(field.usual)), {})[path] = field.kind
-    order = fields.OBEYED, fields.HARMLESS, fields.REFUSED
-    text = "| field | chat | completions | responses | |\n|---|---|---|---|---|\n"
-    for (name, about, values), found in sorted(kinds.items(), key=lambda row: order.index(min(row[1].values()))):
-        usual = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(values))
-        unless = f"; taken: {usual}" if usual else ""
-        text += f"| `{name}` | {' | '.join(found.get(path, '') for path in fields.TABLE)} | {cell(about)}{unless} |\n"
-    return text
+    """The obeyed fields of OpenAI's endpoints as a table, and the names of the others."""
+    short = {fields.CHAT: "chat", fields.COMPLETIONS: "completions", fields.RESPONSES: "responses"}
+    found: dict = {}
+    for path, column in short.items():
+        for name, field in fields.TABLE[path].items():
+            found.setdefault((field.kind, name, field.about, json.dumps(field.usual)), []).append(column)
+    rows: dict = {}
+    others: dict = {fields.HARMLESS: {}, fields.REFUSED: {}}
+    for (kind, name, about, usual), paths in found.items():
+        if kind == fields.OBEYED:
+            at = "all" if len(paths) == len(short) else ", ".join(paths)
+            rows.setdefault(about, {}).setdefault(f"`{name}`", at)
+        else:
+            values = ", ".join(f"`{json.dumps(value)}`" for value in json.loads(usual))
+            others[kind][f"`{name}`" + (f" ({values})" if values else "")] = None
+    text = "| field | endpoints | |\n|---|---|---|\n"
+    for about, names in rows.items():
+        text += f"| {', '.join(names)} | {'; '.join(dict.fromkeys(names.values()))} | {cell(about)} |\n"
+    taken = f"Taken, and without effect on an answer: {', '.join(others[fields.HARMLESS])}."
+    refused = f"Refused, but for values that ask for nothing: {', '.join(others[fields.REFUSED])}."
+    return text + "".join(f"\n{textwrap.fill(each, 120, break_on_hyphens=False)}\n" for each in (taken, refused))
 
 
 PAGES = {

@@ -20,7 +20,7 @@ questions = [f"Question: What is the code of {name}?\nAnswer: The code of {name}
 
 # No question is known yet: the model's gates predict the value of each slot (`gate`, the default for a model with
 # gates).
-cache = kvevict.read(model, tokenizer, text, budget=100)
+cache = kvevict.read(model, tokenizer, text, budget=0.25)
 print("slots per head of layer 0:", cache.layers[0].counts[0].tolist(), "of", cache.get_seq_length())
 answers = kvevict.answer(model, tokenizer, cache, questions, max_new_tokens=6, one_line=True)
 for (name, code), said in zip(facts.items(), answers, strict=True):

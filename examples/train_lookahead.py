@@ -89,7 +89,7 @@ def main():
     results.unlink(missing_ok=True)
     cli.main([
         "eval", "--tasks", "needle", "facts", "keyvalue", "--lengths", "512", "--budgets", "64", "128", "--cases", "8",
-        "--mode", "aware", "--policies", "snapkv", "laq", "oracle", f"lookahead:adapter={args.out}", "--out",
+        "--mode", "known", "--policies", "snapkv", "laq", "oracle", f"lookahead:adapter={args.out}", "--out",
         str(results),
     ])  # fmt: skip
 

@@ -32,6 +32,9 @@ def run(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
     name = parser.parse_args(argv[:1]).command
     only_json = "--json" in argv
     try:

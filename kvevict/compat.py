@@ -114,7 +114,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, H, p, D] rotated by cos and sin [B, p, r], with the function of the module's own file. Where r < D that
+    """Rotate x [B, H, p, D] by cos and sin [B, p, r], with the function of the module's own file. Where r < D that
     function or its caller leaves the last D - r dimensions alone."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
     both = takes(function, "k")

@@ -143,8 +143,8 @@ def heads(decoder: Any, kinds: list[str]) -> tuple[Any, Any]:
 
 
 def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
-    """For layers without keys and values: {layer: the layer that it reads from}, the last storing layer of its type
-    before it; None: not found. A layer that reads from one that we do not evict from is left out."""
+    """Find {layer without keys and values: the layer that it reads from}: the last storing layer of its type before
+    it; None: not found. A layer that reads from one that we do not evict from is left out."""
     config, found = decoder.config, {}
     modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -176,11 +176,6 @@ def head_dim(module: Any, config: Any) -> int:
         if isinstance(_get(owner, name), int):
             return _get(owner, name)
     return config.hidden_size // config.num_attention_heads
-
-
-def value_dim(module: Any, config: Any) -> int:
-    """Width of a value."""
-    return getattr(module, "v_head_dim", None) or head_dim(module, config)
 
 
 def widths(module: Any, config: Any) -> tuple[int, int]:
@@ -265,23 +260,24 @@ def output_of(module: torch.nn.Module) -> Any:
     return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
 
 
-def output_weight(module: torch.nn.Module, split: bool = False) -> torch.Tensor:
+def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = False) -> torch.Tensor:
     """W_O of an attention module, [E, H * Dv]: the weight of its output projection, without the bias.
 
     split   True: of this rank's heads only (tensor parallel)
 
-    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are measured by projecting unit vectors.
+    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are measured by projecting unit vectors of
+    this dtype.
     """
+    from transformers.pytorch_utils import Conv1D
+
     linear = output_of(module)
-    if type(linear) is torch.nn.Linear and linear.weight.device.type != "meta":
+    if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
+        weight = weight.T if type(linear) is Conv1D else weight
         if hasattr(weight, "to_local"):  # a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    like = next((x for x in linear.parameters() if x.is_floating_point()), torch.empty(0))
-    unit = torch.eye(
-        getattr(linear, "in_features", 0) or len(linear.weight), dtype=like.dtype, device=device_of(linear)
-    )
+    unit = torch.eye(getattr(linear, "in_features", 0) or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
@@ -319,7 +315,7 @@ def rotate(
 
 
 def _part(module, x, turned):
-    """x with the rotary dimensions of a latent layer rotated."""
+    """Rotate the rotary dimensions of x in a latent layer."""
     start = module.qk_nope_head_dim
     stop = start + module.qk_rope_head_dim
     return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
@@ -331,7 +327,7 @@ def _halves(x):
 
 
 def _turn_pairs(x, turn):
-    """x [B, H, p, D], turn [B, 1, D / 2] complex."""
+    """Rotate x [B, H, p, D], pairs of neighbouring dimensions, by turn [B, 1, D / 2] complex."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
 
@@ -350,15 +346,15 @@ def counts_tokens(decoder: Any) -> bool:
 
 
 def context_of(config: Any) -> int | None:
-    """The most tokens that a decoder's configuration speaks of, as its rotary embedding stretches them; None: it names
+    """The most tokens that a decoder's configuration speaks of, as its rotary embedding scales them; None: it names
     none. A scaled one may say only how long the texts of its first training were."""
     most = _get(config, "max_position_embeddings")
     if most is None:
         return None
     ropes = _get(config, "rope_parameters") or {}
     found = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
-    stretched = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
-    return int(max(most, *stretched))
+    scaled = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
+    return int(max(most, *scaled))
 
 
 def rope_depends_on_length(decoder: torch.nn.Module) -> bool:

@@ -227,7 +227,9 @@ class LastTurn(Finder):
         """((span, ..) that ask, in order, and the question before the text, (start, stop, whether nothing repeats it),
         or None) of a prompt after `columns` tokens."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if not turn or squeezed(self.request) in squeezed(turn):
+        if self.request and not self._turns.opened:  # which of the turns is the last is not to be seen
+            turn, rest = self.request, ""
+        elif not turn or squeezed(self.request) in squeezed(turn):
             turn = self.request or turn
         asked, opens = question_of(turn), question_before(turn)
         echo = asked and squeezed(asked) in squeezed(rest)  # a tool was called with it, or its result has it

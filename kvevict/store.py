@@ -75,7 +75,7 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
     following = None if cache.next_position is None else cache.next_position.tolist()
-    common = dict(packed=cache.packed, next_position=following, kvevict=VERSION)
+    common: dict[str, Any] = dict(packed=cache.packed, next_position=following, kvevict=VERSION)
     weights, configuration = cache.owner.identity() or (None, None)
     common |= dict(weights=weights, configuration=configuration, policy=_text_of(cache.policy))
     ranks, failed = cache.ranks, None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import touched
+import workers
 
 pytest.register_assert_rewrite("caches", "op_cases", "policy_cases")  # their asserts print what differs
 torch.set_num_threads(1)  # the workers share the cores, and tiny models are faster so
@@ -29,6 +30,7 @@ spent: dict = {}  # seconds by node id
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(workers)
     config.addinivalue_line("markers", "drawn(n): so many of the test's cases are run, unless KVEVICT_MOST=all")
     config.addinivalue_line("markers", "quick(**values): cases with these parameters are run with KVEVICT_TESTS=quick")
     config.addinivalue_line("markers", "slow: a case takes more than 5 s")

@@ -186,8 +186,7 @@ def options_of(policy: Policy, *skip: str) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right. For commands that
-    run without the extra `eval`; with it, `kvevict.lab.evaluate.table.format_table`."""
+    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
     def aligned(row):

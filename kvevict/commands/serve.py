@@ -18,7 +18,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     parser.add_argument("--dtype", default=Options.dtype, choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
-    parser.add_argument("--name", help="the model's name in requests; default: the last part of MODEL")
+    parser.add_argument("--name", help="the model's name in requests; default: a folder's name, or the hub id")
     parser.add_argument(
         "--policy", default=Options.policy, help=f"reads a prompt with a known question; default {Options.policy}"
     )

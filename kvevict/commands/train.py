@@ -18,7 +18,6 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
         help="JSONL of `prompt` and optionally `response`, or of `messages`; for gates a text, - is standard input",
     )  # fmt: skip
     parser.add_argument("--out", required=True, help="folder for the result; continued if begun")
-    parser.add_argument("--seed", type=int, default=0, help="of first weights and the order of pairs; default 0")
     parser.add_argument(
         "--held-out", type=int,
         help="last pairs, or pieces of the text, kept from training to validate with; default: no pairs, an eighth of "
@@ -26,6 +25,7 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     )  # fmt: skip
     rows = parser.add_argument_group("lookahead")
     rows.add_argument("--steps", type=int, help="optimizer steps; more lengthen a finished training; default 7600")
+    rows.add_argument("--seed", type=int, help="of first weights and the order of pairs; default 0")
     rows.add_argument("--batch", type=int, help="pairs per step, over all processes; default 32")
     rows.add_argument("--lr", type=float, help="default 2e-4 for Qwen, 1e-3 for others")
     rows.add_argument("--tokens", type=int, help="lookahead rows; default 32")
@@ -41,7 +41,6 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     rows.add_argument("--validate-every", type=int, help="steps; default 100")
     rows.add_argument("--save-every", type=int, help="steps between checkpoints; default 100")
     gates = parser.add_argument_group("gates")
-    gates.add_argument("--form", choices=["linear", "mlp"], help="linear (default) or mlp")
     gates.add_argument(
         "--label", choices=["kvzip", "kvzip+"], help="the policy with the numbers to learn; default kvzip"
     )
@@ -70,7 +69,7 @@ def _lookahead(args, options):
     name = model_name(args)
     model, tokenizer = load_model(name, args.dtype, args.device)
     targets = targets[0] if len(targets) == 1 and "_" not in targets[0] else targets
-    options |= dict(tokenizer=tokenizer, targets=targets, held_out=held_out, seed=args.seed)
+    options |= dict(tokenizer=tokenizer, targets=targets, held_out=held_out)
     with _resumable(args.out):
         adapter = train(model, args.data, args.out, **options)
     return {"model": name, "out": args.out, "parameters": sum(p.numel() for p in adapter.parameters())}
@@ -84,7 +83,7 @@ def _gates(args, options):
     text, name = read_text(args.data), model_name(args)
     check_folder("--out", args.out)
     model, tokenizer = load_model(name, args.dtype, args.device)
-    options |= dict(kind=options.pop("form", "linear"), tokenizer=tokenizer, held_out=args.held_out, seed=args.seed)
+    options |= dict(tokenizer=tokenizer, held_out=args.held_out)
     with _resumable(args.out):
         about = train(model, [text], args.out, **options).about
     if Processes().rank > 0:

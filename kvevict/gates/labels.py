@@ -9,8 +9,8 @@ import torch
 
 from .. import families
 from ..repeated import numbers
-from .amount import SKIP
 
+SKIP = 4  # first tokens of a piece: always kept, with hidden states unlike others'
 FLOOR = 1e-6  # of a number, before its logarithm is taken
 
 

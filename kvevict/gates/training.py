@@ -22,13 +22,13 @@ from ..patch import check_model, is_patched
 from ..policy.checks import at_least_0, count, one_of
 from ..processes import Processes
 from ..repeated import LABELS
-from .amount import LENGTH, LIMIT, SKIP, held_out_of
-from .fits import FITS
-from .labels import each_layer, pieces
+from .fits import Fit
+from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
 CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
 MINUTE = 60  # seconds between checkpoints
+LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and in all
 
 
 @dataclass(frozen=True)
@@ -36,48 +36,42 @@ class Settings:
     """The settings that determine a training's result, besides model and texts. A run continues only with equal
     settings."""
 
-    kind: str
     label: str
     length: int
     limit: int
     held_out: int | None
     ridge: float
-    seed: int
 
     def __post_init__(self):
-        one_of("kind", self.kind, FITS)
         one_of("label", self.label, LABELS)
         count("length", self.length, SKIP + 2)
         count("limit", self.limit, 2)
         at_least_0("ridge", self.ridge)
-        count("seed", self.seed, 0)
         if self.held_out is not None:
             count("held_out", self.held_out, 0)
 
 
 def train(
     model: Any, texts: str | Path | Iterable[Any], out: str | os.PathLike, *, tokenizer: Any = None,
-    kind: str = "linear", label: str = "kvzip", length: int = LENGTH, limit: int = LIMIT, held_out: int | None = None,
-    ridge: float = 0.01, seed: int = 0, progress: bool = True,
+    label: str = "kvzip", length: int = LENGTH, limit: int = LIMIT, held_out: int | None = None, ridge: float = 0.01,
+    progress: bool = True,
 ) -> Gates:  # fmt: skip
-    """Train gates for `model` on `texts`, and save them in the folder `out`. Returns the `Gates`.
+    """Fit linear gates for `model` on `texts`, and save them in the folder `out`. Returns the `Gates`.
 
     texts     a text file's path, or an iterable of texts or of 1-D token ids
-    kind      "linear": ridge regression, in closed form; "mlp": two affine maps with GELU between them, by gradient
     label     policy with the numbers to learn, "kvzip" or "kvzip+"; each piece is read twice for them
     length    most tokens of a piece; half of the model's context if that is less
     limit     most tokens of all pieces, spread evenly over all texts
     held_out  number of last pieces to validate on instead of training; `Gates.about` has their R^2, recall and
               Kendall's tau. None: an eighth
-    ridge     of "linear": added to each input's variance, as a share of it
-    seed      of "mlp"
+    ridge     added to each input's variance, as a share of it
 
-    Several processes (`accelerate launch`) share the pieces of "linear": each calls this; the first one validates and
-    writes. An interrupted run, called again, continues from its last checkpoint, at most a minute old. Raises
-    ValueError for too short texts, for a model that is patched, split over processes or of an unknown kind, and for a
-    checkpoint that is damaged or of other settings; OSError if `out` cannot be written.
+    Several processes (`accelerate launch`) share the pieces: each calls this; the first one validates and writes. An
+    interrupted run, called again, continues from its last checkpoint, at most a minute old. Raises ValueError for too
+    short texts, for a model that is patched, split over processes or of an unknown kind, and for a checkpoint that is
+    damaged or of other settings; OSError if `out` cannot be written.
     """
-    settings = Settings(kind, label, length, limit, held_out, ridge, seed)
+    settings = Settings(label, length, limit, held_out, ridge)
     decoder, folder = find_decoder(model), Path(out)
     check_model(model)
     if is_patched(decoder):
@@ -86,12 +80,12 @@ def train(
         raise ValueError("the model is split over processes (tensor parallel): load it in one to train its gates")
     context = getattr(decoder.config, "max_position_embeddings", None) or 2 * length
     known = pieces(texts, tokenizer, min(length, context // 2), limit, decoder.config.vocab_size)
-    last = held_out_of(len(known)) if held_out is None else held_out
+    last = held_out
+    if last is None:
+        last = -(-len(known) // 8) if len(known) > 1 else 0
     if last >= len(known):
         raise ValueError(f"held_out={last} leaves nothing to train on of {len(known)} pieces; give more text")
     processes = Processes()
-    if processes.size > 1 and kind != "linear":
-        raise ValueError(f"kind={kind!r} takes one step after the other: start one process, or train kind='linear'")
     if processes.size > len(known) - last:
         raise ValueError(f"{processes.size} processes share {len(known) - last} pieces: give more text, or start fewer")
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +114,7 @@ class Run:
         self.checkpoint = (folder / CHECKPOINT).with_suffix(f"{number}.pt")
         kinds = families.layer_kinds(decoder.config)
         order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.fits = {index: FITS[settings.kind](settings) for index in order}
+        self.fits = {index: Fit(settings.ridge) for index in order}
         digest = hashlib.sha256(repr([ids.tolist() for ids in known]).encode()).hexdigest()[:16]
         self.base = model_of(decoder)
         self.about = vars(settings) | dict(data=digest, base=self.base, processes=processes.size)
@@ -130,8 +124,7 @@ class Run:
         self._resume()
         saved, first = time.monotonic(), self.done
         for ids in _bar(self.pieces[first:], "training", progress):
-            share = self.done / len(self.pieces)
-            each_layer(self.model, self.settings.label, ids, lambda i, x, y: self.fits[i].add(x, y, share))  # noqa: B023
+            each_layer(self.model, self.settings.label, ids, lambda i, x, y: self.fits[i].add(x, y))
             self.done += 1
             if time.monotonic() - saved >= MINUTE and self.done < len(self.pieces):
                 self._save()
@@ -139,14 +132,12 @@ class Run:
         if self.processes.size > 1:
             for fit in self.fits.values():
                 fit.join(self.processes)
-        layers = {index: fit.affines() for index, fit in self.fits.items()}
-        about = {name: self.about[name] for name in ("kind", "label", "length", "ridge", "seed", "base")}
-        if self.settings.kind == "mlp":
-            about["inner"] = len(next(iter(layers.values()))[0][1])
-        return Gates(layers, about | dict(tokens=self.tokens, pieces=self.count))
+        about = {name: self.about[name] for name in ("label", "length", "ridge", "base")}
+        layers = {index: (fit.affine(),) for index, fit in self.fits.items()}
+        return Gates(layers, about | dict(kind="linear", tokens=self.tokens, pieces=self.count))
 
     def _save(self):
-        buffer, fits = io.BytesIO(), {index: fit.state() for index, fit in self.fits.items()}
+        buffer, fits = io.BytesIO(), {index: fit.products for index, fit in self.fits.items()}
         torch.save(dict(done=self.done, about=self.about, fits=fits), buffer)
         write(self.checkpoint, buffer.getvalue())
 
@@ -167,7 +158,7 @@ class Run:
                     "the same, or give another `out`"
                 )
         for index, fit in self.fits.items():
-            fit.load(state["fits"][index])
+            fit.products = state["fits"][index]
         self.done = state["done"]
 
 

@@ -26,7 +26,7 @@ HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]*))(?::[0-9]*)?")
 
 
 def application(server: Server) -> FastAPI:
-    """The ASGI application."""
+    """Make the ASGI application of a server."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -101,7 +101,7 @@ def application(server: Server) -> FastAPI:
 
 
 def name_of(host: str) -> str | None:
-    """The name or the address in a Host, without a port, as it is compared; None for anything else."""
+    """Return the name or the address in a Host, in lower case and without a port; None for anything else."""
     found = HOST.fullmatch(host)
     six, name = found.groups("") if found else (host, "")
     try:

@@ -1,5 +1,4 @@
-"""The state of a request beyond Transformers' handlers, in the task that serves it and in the thread that
-generates."""
+"""The state of a request, in the task that serves it and in the thread that generates."""
 
 import threading
 import time
@@ -17,18 +16,18 @@ COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "shared_tokens", "read
 
 
 class Cancelled(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has left."""
 
 
 @dataclass(eq=False)
 class Call:
     """One request.
 
-    owner     its texts and prefixes may be seen
+    owner     the key whose texts and prefixes the request may see
     policy    reads the prompt
-    hidden    whether the policy reads all but the last user's message without that, to be shared
+    hidden    whether the policy reads all before the last user's message without the question, to be shared
     question  a text of the prompt that observes; None: the last user's message
-    text      a stored text that is put before the first user's message
+    text      a stored text, which opens the first user's message
     share     whether a beginning that came before is shared: "auto", "never" or "always"
     reader    reads shared beginnings
     deadline  of time.monotonic()
@@ -87,11 +86,11 @@ class Call:
             raise TimeoutError
 
     def of_prompts(self) -> "list[Call]":
-        """A call for each prompt, where there are several: all are cancelled with this one. Otherwise this one."""
+        """Return a call for each of several prompts, or else this call. All are cancelled together."""
         return [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else [self]
 
     def gather(self, calls: "list[Call]") -> None:
-        """Count as all calls of its prompts together."""
+        """Set this call's counts to the sums over the calls of its prompts."""
         for name in COUNTED:
             setattr(self, name, sum(getattr(each, name) for each in calls))
         self.kept, self.running = min(each.kept for each in calls), any(each.running for each in calls)
@@ -99,7 +98,7 @@ class Call:
             self.first_token = min((each.first_token for each in calls if each.first_token is not None), default=None)
 
     def token(self) -> None:
-        """A token was written."""
+        """Count a token that was written. Raises the reason that ends the call."""
         self.check()
         self.new_tokens += 1
         if self.first_token is None:
@@ -107,9 +106,9 @@ class Call:
 
 
 class Guard(Watcher):
-    """Ends the reading of a prompt when its call has ended, says how far it is, and lets others have their turns.
+    """Ends the reading of a prompt with its call, notes how far the reading is, and gives other calls their turns.
 
-    start   tokens before it
+    start   tokens that were read before
     others  a `kvevict.serve.scheduler.Scheduler`
     """
 

@@ -1,8 +1,8 @@
-"""The fields of a request's body: OpenAI's, with values that Transformers' handlers can take."""
+"""The checks of a request's body that the table of fields does not hold."""
 
 import json
-import math
 import re
+import sys
 from typing import Any
 
 from .errors import Refused
@@ -22,8 +22,8 @@ KEPT = {"kvevict"}  # fields with a null that says something
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """A body as a dict, without the nulls in its fields, messages and items: `model_dump()` writes them. Raises
-    Refused for anything but a JSON object."""
+    """Parse a body, a JSON object, and drop the nulls in its fields, messages and items, as `model_dump()` writes them.
+    Raises Refused for anything else."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -45,15 +45,15 @@ def _said(value: dict) -> dict:
 
 
 def _without_nulls(value, depth: int = 2):
-    """Down to the functions of a message's calls, not to the schemas and arguments of functions."""
+    """Drop nulls down to the functions of a message's calls, but not in the schemas and arguments of functions."""
     if isinstance(value, dict):
         return {name: _without_nulls(each, depth - 1) if depth else each for name, each in _said(value).items()}
     return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 
 def _holds(name: str, value) -> None:
-    """Raise Refused unless all numbers in a field are those of a float and it is not nested too deeply, and
-    UnicodeEncodeError for half of a surrogate pair. A loop, and no call for all of a field: other threads go on."""
+    """Raise Refused for a field with a number that no float holds, or nested too deeply, and UnicodeEncodeError for
+    half of a surrogate pair. This is a loop, because one call for all of a field would hold up the other threads."""
     level, depth = [value], 0
     while level:
         below: list = []
@@ -66,23 +66,16 @@ def _holds(name: str, value) -> None:
                 below.extend(each.values())
             elif isinstance(each, list):
                 below.extend(each)
-            elif each is not None and not _finite(each):
+            elif each is not None and not abs(each) <= sys.float_info.max:  # not a number is not less
                 _must(False, f"{name[:200]} has a number that is not finite, or too large")
         level, depth = below, depth + 1
         if depth >= DEEPEST and any(isinstance(each, (dict, list)) for each in level):
             _must(False, f"{name[:200]} is nested more than {DEEPEST} deep")
 
 
-def _finite(number) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
-
-
 def generation(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
-    """Raise Refused for a body that no answer can be given to; vocabulary: ids that the model knows; template: of
-    chats."""
+    """Raise Refused for a body that cannot be answered. vocabulary: ids that the model knows; template: the chat
+    template."""
     _bias(body.get("logit_bias", {}), vocabulary)
     options = body.get("stream_options", {})
     _must(not options or body.get("stream"), "stream_options are of a stream: give stream as well")
@@ -151,7 +144,7 @@ def chat(body: dict[str, Any]) -> None:
 
 
 def completion(body: dict[str, Any]) -> None:
-    """Its prompt becomes a list of prompts."""
+    """Check a completion's body, and make its prompt a list of prompts."""
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not is_whole(prompt[0]) else [prompt]
     body["prompt"] = prompts
@@ -182,7 +175,7 @@ def response(body: dict[str, Any]) -> None:
 
 
 def sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """How tokens are chosen by a Transformers' generation_config, JSON as `transformers chat` sends it."""
+    """Return the entries of a `generation_config` that are obeyed, from JSON as `transformers chat` sends it."""
     text = body.get("generation_config", "{}")
     said = parsed(text.encode("utf-8", "surrogatepass"))
     found = {name: said[name] for name in SAMPLING if name in said}
@@ -209,7 +202,7 @@ def _content(name, content, kinds) -> None:
 
 
 def _calls(name, message) -> None:
-    """Tool calls of an assistant's message, which the template is given."""
+    """Check the tool calls of an assistant's message, which the template is given."""
     if "tool_calls" not in message:
         return
     calls = message["tool_calls"]
@@ -237,7 +230,7 @@ def _bias(bias, vocabulary) -> None:
 
 
 def _must(holds, message: str) -> None:
-    """Raise Refused unless it holds; the message begins with the field's name."""
+    """Raise Refused unless a condition holds. The message begins with the field's name."""
     if not holds:
         name = re.match(r"[\w.]*", message)[0]  # type: ignore[index]
         raise Refused(400, message, param=name if name in NAMES else None)

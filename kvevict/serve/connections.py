@@ -45,7 +45,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Give each part of a request, its headers and its body, a time of its own."""
+        """Start the time of a request's next part: its headers, or its body."""
         part = (self.conn.their_state, self.cycle)
         if part != self._part:
             self._part = part
@@ -72,7 +72,7 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """An application that is served. note: as of `Connection`."""
+    """uvicorn's server with `Connection`s. note: as there."""
 
     def __init__(self, app: Any, note: Callable[[int], None], **options):
         connection: Any = functools.partial(Connection, note=note)

@@ -1,4 +1,4 @@
-"""The response in place of an answer."""
+"""Errors that a client sees."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class Refused(Exception):
-    """A request that is not answered: an HTTP status, one sentence, OpenAI's code if it has one, and the field's name
-    if it is one field's fault."""
+    """An error response: an HTTP status, one sentence, OpenAI's code if there is one, and the name of the field that is
+    wrong."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -21,7 +21,7 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """The error that a client sees: the sentence of one that the request caused, nothing of any other."""
+    """Return the error that a client sees. It has the words of an error that the request caused, and of no other."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):  # of a route that there is not, for example

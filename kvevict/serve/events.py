@@ -11,7 +11,7 @@ from .outgoing import DATA
 
 
 class Items:
-    """The items of a response in their order. Every method returns the events of its change."""
+    """The items of a response in their order. Every method returns the events of the change that it makes."""
 
     def __init__(self, name: str, identity: str):
         self.identity, self.output = identity, []  # items that have ended
@@ -25,7 +25,7 @@ class Items:
         return self._event("created", response=self._response("queued")) + self._of_all(self._response(self._status))
 
     def add(self, part: str | ToolCall) -> str:
-        """A text, a `ReasoningText` or a `ToolCall`."""
+        """Append a text, a `ReasoningText` or a `ToolCall`."""
         if isinstance(part, ToolCall):
             return self._end("completed") + self._call(part)
         opened = "" if self._kind is type(part) else self._end("completed") + self._open(type(part))
@@ -33,13 +33,13 @@ class Items:
         return opened + self._of_text("delta", delta=part)
 
     def close(self, finish: str) -> str:
-        """The end of all that was added; finish: OpenAI's `finish_reason`."""
+        """End the last item. finish: OpenAI's `finish_reason`."""
         self._status = "incomplete" if finish == "length" else "completed"
         opened = "" if self._kind or self.output else self._open(str)
         return opened + self._end(self._status)
 
     def response(self, call: Call) -> dict[str, Any]:
-        """The whole response, once it is closed."""
+        """Return the whole response, after `close`."""
         read, wrote = call.prompt_tokens, call.new_tokens
         usage = dict(
             input_tokens=read, output_tokens=wrote, total_tokens=read + wrote,
@@ -53,7 +53,7 @@ class Items:
         return self._of_all(self.response(call))
 
     def error(self, message: str) -> str:
-        """The end of a response that failed, which may not have begun yet."""
+        """End the response with an error, also before its beginning."""
         begun = "" if self._sent else self.begin()
         self._status, error = "failed", dict(code="server_error", message=message)
         return begun + self._sent_as("error", message=message) + self._of_all(self._response("failed", error=error))

@@ -80,19 +80,19 @@ COMMON = {
     "top_k": Field(OBEYED, "default 0, all tokens, unless the model's configuration has one", whole(0)),
     "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's", number(0, 1)),
     "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken", TEXT),
-    "kvevict.policy": Field(OBEYED, "a preset's name", TEXT),
-    "kvevict.budget": Field(OBEYED, "at most the server's", BUDGET),
-    "kvevict.question": Field(OBEYED, "[see below](#the-question)", SAID),
+    "kvevict.policy": Field(OBEYED, "a preset's name; default `--policy`, or `--unasked` for later questions", TEXT),
+    "kvevict.budget": Field(OBEYED, "slots per head, a fraction, or bytes; at most the server's", BUDGET),
+    "kvevict.question": Field(OBEYED, "the text that asks; null: it comes [later](#the-question)", SAID),
     "kvevict.text": Field(OBEYED, "the name of a [stored text](#texts)", TEXT),
-    "kvevict.share": Field(OBEYED, "[see below](#what-requests-share)", SHARE),
+    "kvevict.share": Field(OBEYED, "`auto`, `never` or `always`; default [`--share`](#what-requests-share)", SHARE),
 }
 WRITING = {  # of chat and completions
-    "max_tokens": Field(OBEYED, "default [1024](#length), unless the model's configuration has more", whole(1)),
+    "max_tokens": Field(OBEYED, "default [1024](#answers), unless the model's configuration has more", whole(1)),
     "n": Field(OBEYED, "1 to 16 answers, written together", whole(1, 16)),
     "stop": Field(OBEYED, "up to four texts", STOP),
     "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens", FLAG),
     "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
-    "presence_penalty": Field(OBEYED, "-2 to 2, likewise", number(-2, 2)),
+    "presence_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
     "logit_bias": Field(OBEYED, "token ids, and numbers from -100 to 100"),
 }
 AGENTS = {  # of chat and responses
@@ -111,8 +111,8 @@ AGENTS = {  # of chat and responses
 TABLE = {
     CHAT: COMMON | WRITING | AGENTS | {
         "messages": Field(OBEYED, "of text, tool calls and their results"),
-        "max_completion_tokens": Field(OBEYED, "the same as `max_tokens`, and before it", whole(1)),
-        "logprobs": Field(OBEYED, "of every token that is written, those of reasoning and calls, too", FLAG),
+        "max_completion_tokens": Field(OBEYED, "as `max_tokens`, and before it", whole(1)),
+        "logprobs": Field(OBEYED, "of every token, with `logit_bias`, before temperature and penalties", FLAG),
         "top_logprobs": Field(OBEYED, "0 to 20, with `logprobs`", whole(0, 20)),
         "reasoning_effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
         "prediction": Field(HARMLESS, "it saves OpenAI time, and changes no answer"),
@@ -132,7 +132,7 @@ TABLE = {
     RESPONSES: COMMON | AGENTS | {
         "input": Field(OBEYED, "a text, or items: messages of text, reasoning, calls of functions and their outputs"),
         "instructions": Field(OBEYED, "a system message before the others", TEXT),
-        "max_output_tokens": Field(OBEYED, "as `max_tokens` of chats", whole(1)),
+        "max_output_tokens": Field(OBEYED, "as `max_tokens`, and before it", whole(1)),
         "reasoning.effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
         "reasoning.summary": Field(REFUSED, "reasoning is given in full"),
         "text.format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),

@@ -1,5 +1,5 @@
-"""Answers in a form that a request gives: JSON by a schema, or a call that it forces. Needs llguidance, which names the
-tokens that the form allows next."""
+"""Answers in a form that a request gives: JSON by a schema, or a forced call. llguidance names the tokens that the form
+allows next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLE: Any = dict(whitespace_flexible=False, item_separator=", ", key_separator=
 
 
 def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
-    """Of the text that a checked body asks for; None: any text."""
+    """Return the schema of the JSON that a checked body asks for; None: any text."""
     asked = body.get("response_format") or body.get("text", {}).get("format") or {}
     if asked.get("type") == "json_object":
         return dict(type="object")
@@ -27,7 +27,7 @@ def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def schema_of_calls(choice: Any, tools: list[Any] | None, single: bool) -> dict[str, Any] | None:
-    """Of the calls that a `tool_choice` forces; None: of none."""
+    """Return the schema of the calls that a `tool_choice` forces; None: no call."""
     if choice in ("auto", "none") or tools is None:
         return None
     named: str | None = None if choice == "required" else choice.get("function", choice)["name"]
@@ -39,8 +39,8 @@ def schema_of_calls(choice: Any, tools: list[Any] | None, single: bool) -> dict[
 
 
 def _closed(schema: dict) -> dict:
-    """A schema of an object with the properties that it names, and no others unless it says so. Small models write
-    them without end."""
+    """Close the schema of an object: no properties but those named, unless the schema allows more. Small models write
+    more without end."""
     more = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     return schema if "properties" not in schema or more & set(schema) else schema | dict(additionalProperties=False)
 
@@ -52,7 +52,7 @@ def _schema(function: dict) -> dict:
 
 
 class Calls:
-    """A parser of an answer that is nothing but calls; one that is cut is text."""
+    """A parser of an answer that is nothing but calls. A call that is cut is text."""
 
     def __init__(self):
         self._text = ""
@@ -62,7 +62,7 @@ class Calls:
         return []
 
     def close(self, end: str, cut: bool) -> list[Part]:
-        """end: the letters of the token that ended the answer. Its JSON has none of them."""
+        """Return the calls. end: letters of the end token, which is no part of the JSON."""
         try:
             calls = json.loads(self._text)
             return [call_of(dict(function=call)) for call in (calls if isinstance(calls, list) else [calls])]
@@ -71,14 +71,15 @@ class Calls:
 
 
 class Grammars:
-    """The forms of answers with a tokenizer; ends: tokens that end an answer."""
+    """Makes the matchers of a tokenizer. ends: tokens that end an answer."""
 
     def __init__(self, tokenizer, ends: list):
         self.tokenizer, self.ends = tokenizer, ends
         self._known: Any = None  # llguidance's tokenizer, once it is needed
 
     def matcher(self, schema: dict[str, Any]) -> llguidance.LLMatcher:
-        """Raises Refused for a schema that llguidance cannot follow, or without it."""
+        """Make the matcher of a schema. Raises Refused for a schema that llguidance cannot follow, or without
+        llguidance."""
         try:
             import llguidance
             import llguidance.hf
@@ -97,7 +98,7 @@ class Grammars:
 
 
 class Following(LogitsProcessor):
-    """Leaves the tokens that a matcher allows; start: tokens of the prompt."""
+    """Leaves the tokens that a matcher allows. start: tokens of the prompt."""
 
     def __init__(self, matcher, start: int):
         self.matcher, self.seen = matcher, start

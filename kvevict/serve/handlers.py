@@ -1,4 +1,4 @@
-"""OpenAI's three endpoints: the messages of a request, and its answers as OpenAI writes them."""
+"""OpenAI's three endpoints: the messages of a request, and answers as OpenAI writes them."""
 
 import json
 import time
@@ -19,7 +19,7 @@ DONE = f"{DATA}[DONE]\n\n"
 
 
 class Completions:
-    """/v1/completions. name: of the model."""
+    """/v1/completions. name: the model's."""
 
     kind = part = "text_completion"  # of a whole answer, and of an event of a stream
     first: tuple = ()  # choices before an answer's first part
@@ -28,7 +28,7 @@ class Completions:
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of a request as the chat template takes them."""
+        """Make the messages that the chat template takes."""
         return []
 
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Chat(Completions):
 
 
 class Responses:
-    """/v1/responses, by the same methods. name: of the model."""
+    """/v1/responses, with the methods of `Completions`. name: the model's."""
 
     def __init__(self, name: str, tokenizer):
         self.name, self.tokenizer = name, tokenizer
@@ -170,7 +170,7 @@ def _usage(call) -> dict:
 
 
 def _ours(call) -> dict:
-    """The field `kvevict` of an answer: how much of a shared beginning is kept."""
+    """Make the field `kvevict` of an answer, which says how much of a shared beginning is kept."""
     told = shared(call)
     return dict(kvevict=told) if told else {}
 

@@ -1,4 +1,4 @@
-"""Log lines: a JSON object each, without prompts and answers."""
+"""The log: a JSON object in each line, without prompts and answers."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ LOG = logging.getLogger("kvevict.serve")
 
 
 class Lines(logging.Formatter):
-    """A record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
+    """Writes a record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
@@ -22,7 +22,7 @@ class Lines(logging.Formatter):
 
 
 def to_stderr() -> None:
-    """Also the lines of uvicorn and asyncio."""
+    """Write the log, and the lines of uvicorn and asyncio, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     for logger in (LOG, *map(logging.getLogger, ("uvicorn", "asyncio"))):
@@ -31,7 +31,7 @@ def to_stderr() -> None:
 
 
 def served(call: Call, status: int) -> None:
-    """A call has ended."""
+    """Log the end of a call."""
     facts: dict = dict(id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
     facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
     facts["seconds"] = round(time.monotonic() - call.began, 3)
@@ -41,11 +41,11 @@ def served(call: Call, status: int) -> None:
 
 
 def refused(endpoint: str, status: int, client: tuple[str, int] | None) -> None:
-    """A request has ended before it became a call."""
+    """Log a request that was refused before it became a call."""
     facts = dict(endpoint=endpoint, status=status, client=client and client[0])
     LOG.info("refused", extra={"facts": facts})
 
 
 def failed(error: Exception) -> None:
-    """An error that no request caused."""
+    """Log an error that no request caused."""
     LOG.error("the model's call failed", exc_info=error)

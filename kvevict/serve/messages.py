@@ -9,15 +9,15 @@ ITEMS = "message", "reasoning", "function_call", "function_call_output"  # of a 
 
 
 def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make the messages of a chat's. Where the template does not know a developer, that one's are a system's. Raises
-    Refused without a chat template."""
+    """Make the messages of a chat's `messages`. A developer's is a system's if the template does not know that role.
+    Raises Refused without a chat template."""
     if not tokenizer.chat_template:
         raise Refused(400, "the model has no chat template: ask at /v1/completions")
     return [_taken(tokenizer, message) for message in messages]
 
 
 def of_input(tokenizer: Any, asked: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Of the `input` of a response, after its `instructions`."""
+    """Make the messages of a response's `instructions` and `input`."""
     if isinstance(asked, str):
         asked = [dict(role="user", content=asked)]
     elif "role" not in asked[0] and asked[0].get("type") not in ITEMS:
@@ -65,7 +65,7 @@ def _taken(tokenizer, message: dict) -> dict:
 
 
 def _call(call: dict) -> dict:
-    """Its arguments as an object: templates write them."""
+    """Make the arguments of a tool call an object, as templates take them."""
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
@@ -74,12 +74,12 @@ def _call(call: dict) -> dict:
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """Of a text or a list of parts."""
+    """Join a list of parts; a text is returned as it is."""
     return content if isinstance(content, str) else " ".join(part["text"] for part in content)
 
 
 def tools_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Functions as chat completions have them: those of responses are flat."""
+    """Nest the functions of tools as chat completions do; those of responses are flat."""
     return [
         tool if "function" in tool else dict(type="function", function={k: v for k, v in tool.items() if k != "type"})
         for tool in tools

@@ -15,7 +15,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 def progress(call: Call) -> dict[str, Any]:
-    """How far a call is."""
+    """Tell how far a call is."""
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
     return dict(
@@ -26,7 +26,7 @@ def progress(call: Call) -> dict[str, Any]:
 
 
 class Metrics:
-    """Of one server, in a registry of its own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -46,11 +46,11 @@ class Metrics:
         )
 
     def refused(self, endpoint: str, status: int) -> None:
-        """A request has ended before it became a call."""
+        """Count a request that was refused before it became a call."""
         self.requests.labels(endpoint, str(status)).inc()
 
     def note(self, call: Call, status: int) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
         self.read.inc(max(call.prompt_tokens - call.cached_tokens, 0))

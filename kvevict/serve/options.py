@@ -9,9 +9,8 @@ AUTO, NEVER, ALWAYS = SHARES = "auto", "never", "always"  # of `share`
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). disk: bytes of all files at most; memory: also of
-    running answers' slots.
-    """
+    """The options of `kvevict serve` (docs/commands.md). memory bounds the bytes of prefixes, and again those of
+    running answers; disk those of all files."""
 
     policy: str = DEFAULT
     unasked: str | None = None  # None: as `kvevict.read` without a policy

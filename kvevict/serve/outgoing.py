@@ -1,4 +1,4 @@
-"""A stream of server-sent events; and clients that leave before their response."""
+"""Streams of server-sent events, and clients that leave before their response."""
 
 import asyncio
 import json
@@ -66,8 +66,8 @@ class Stream(StreamingResponse):
 
 
 async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:
-    """The result of a coroutine. When the client leaves before that, the coroutine and the call are cancelled, and
-    Refused is raised."""
+    """Await a coroutine. When the client leaves before its end, cancel the coroutine and the call, and raise
+    Refused."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +87,7 @@ async def _gone(request) -> None:
 
 
 async def _next(events):
-    """The next event; None after the last."""
+    """Await the next event; None after the last."""
     return await anext(events, None)
 
 
@@ -102,7 +102,7 @@ async def _stopped(task: asyncio.Future[Any]) -> None:
 async def together(
     streams: list[AsyncGenerator[Numbered, None]], answers: int, after: Callable[[], None]
 ) -> AsyncGenerator[Numbered, None]:
-    """The parts of several calls' answers, of so many each, as they come. after() is called with each of them."""
+    """Yield the parts of several calls' answers as they come. answers: of each call; after() is called before each."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:

@@ -50,7 +50,7 @@ class Policies:
         self.built(self.options.unasked)
         self.reader()
 
-    def built(self, text: str | None, budget: int | float | str | None = None, kv: str | None = None) -> Policy:
+    def built(self, text: str | None, budget: int | float | str | None = None, kv: str | None = None) -> Any:
         """Build a policy by its text; None: that of a prompt with a known question."""
         options = self.options
         name, own = parse_policy(text or options.policy)
@@ -65,7 +65,8 @@ class Policies:
         policy, known = self.built(name or self.options.unasked, share_budget, self.options.share_kv), self.built(None)
         least = 1 if budget is not None or known.budget is None else known.slots(0)
         longest = self.context - room_of(policy) if policy.rows.repeats else PLENTY
-        return Reader(policy, policy.budget, least, self.most, longest)
+        slots: Any = policy.budget  # `fitted` has made slots of bytes
+        return Reader(policy, slots, least, self.most, longest)
 
     def of(self, asked: dict[str, Any], opens_text: bool) -> Chosen:
         """Choose by a request's field `kvevict`. Raises Refused or ValueError for a choice that cannot be had."""

@@ -1,6 +1,7 @@
-"""The caches of prompts' beginnings: in memory, and when that is full on disk, least recently used first out.
+"""The caches of prompts' beginnings. When memory is full, the least recently used go to disk.
 
-Servers may share the files: each is addressed by all that it depends on, and written by whoever needs it first."""
+Servers may share the files. A file's name is a hash of all that its cache depends on, and whoever needs it first writes
+it."""
 
 import contextlib
 import hashlib
@@ -27,8 +28,8 @@ LEFT = 3600  # seconds after which the folder of a file that is being written is
 
 
 def key_of(owner: str, weights: str | None, policy: Policy, ids: list[int], text: str | None = None) -> str:
-    """The key of a prefix: a hash of all that its cache depends on, and of its owner; and the mark of the stored text
-    in it, so that `forget` finds it."""
+    """Make the key of a prefix: a hash of its owner and of all that its cache depends on, and the mark of the stored
+    text in it, for `forget`."""
     facts = "\0".join((FORMAT, owner, str(weights), policy.to_json()))
     key = hashlib.sha256(facts.encode() + b"\0" + np.array(ids, np.int64).tobytes()).hexdigest()
     return key if text is None else f"{key}-{mark_of(owner, text)}"
@@ -39,12 +40,12 @@ def mark_of(owner: str, text: str) -> str:
 
 
 def mark_in(key: str) -> str:
-    """The mark of the stored text in a key; empty without one."""
+    """Return the mark of the stored text in a key, or an empty text."""
     return key.partition("-")[2]
 
 
 def bytes_of(cache: EvictionCache) -> int:
-    """Bytes of a cache's tensors. Those shared with others count too; of a pool's buffers, the rows that are lent."""
+    """Count the bytes of a cache's tensors, shared ones too; of a pool's buffers, only the rows that are lent."""
     storages, lent = {}, 0
     for layer in cache.layers:
         pool = getattr(layer, "pool", None)
@@ -59,7 +60,8 @@ def bytes_of(cache: EvictionCache) -> int:
 
 
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
-    """By which share of all layers' heads a cache of one row keeps each of the positions start..stop-1."""
+    """Return for each of the positions start..stop-1 the share of all layers' heads that keep it, in a cache of one
+    row."""
     counts, heads = np.zeros(stop), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
@@ -70,7 +72,7 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
 
 
 class Prefixes:
-    """Caches by key. Used by the thread that generates alone, but for `knows`, `has_file` and `file_bytes`.
+    """Caches by key. Only the thread that generates uses them, but for `knows`, `has_file` and `file_bytes`.
 
     folder   of the files; None: caches that do not fit in memory are forgotten
     memory   bytes of the caches that are kept in memory at most
@@ -97,14 +99,14 @@ class Prefixes:
         return sum(size for _, size, _ in self._files())
 
     def knows(self, key: str) -> bool:
-        """Whether memory has a cache."""
+        """Tell whether memory has a cache."""
         return key in self._live
 
     def has_file(self, key: str) -> bool:
         return self.folder is not None and self._path(key).exists()
 
     def get(self, key: str) -> EvictionCache | None:
-        """A fork of a cache; None where it is not stored, or its file is damaged."""
+        """Return a fork of a cache; None if the cache is not stored, or its file is damaged."""
         if key in self._live:
             self._live.move_to_end(key)
             return self._live[key][0].fork()
@@ -126,18 +128,18 @@ class Prefixes:
         return cache.fork()
 
     def put(self, key: str, cache: EvictionCache) -> None:
-        """Store a cache; nobody changes it any more."""
+        """Store a cache, which nobody changes any more."""
         self._hold(key, cache)
 
     def remove(self, key: str) -> None:
-        """Forget one cache, where it is stored."""
+        """Forget a cache, in memory and on disk."""
         if key in self._live:
             self.live_bytes -= self._live.pop(key)[1]
         if self.folder is not None:
             _unlink(self._path(key))
 
     def forget(self, marks: Collection[str]) -> None:
-        """Remove the prefixes of stored texts from memory and disk."""
+        """Remove the prefixes of texts with these marks from memory and disk."""
         for key in [key for key in self._live if mark_in(key) in marks]:
             self.remove(key)
         for path in self.folder.glob(f"*-*{SUFFIX}") if self.folder is not None and marks else ():
@@ -145,7 +147,7 @@ class Prefixes:
                 _unlink(path)
 
     def flush(self, keys: Iterable[str] | None = None) -> None:
-        """Write the caches in memory of these keys, or all in memory, to disk, to outlive the process."""
+        """Write caches from memory to disk; keys None: all of them."""
         for key in list(self._live) if keys is None else keys:
             if key in self._live:
                 self._write(key, self._live[key][0])
@@ -162,7 +164,7 @@ class Prefixes:
             self._write(oldest, other)
 
     def _write(self, key, cache) -> None:
-        """A file of a cache, if there is a folder, it has none yet, one fits, and its text is not deleted."""
+        """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return
@@ -179,13 +181,13 @@ class Prefixes:
             _unlink(self._path(key))
 
     def _is_gone(self, key) -> bool:
-        """Whether a key's text is deleted. Caches of other deleted texts are forgotten."""
+        """Tell whether a key's text is deleted, and forget the caches of all deleted texts."""
         gone = self.gone()
         self.forget(gone)
         return mark_in(key) in gone
 
     def _files(self) -> list:
-        """(nanoseconds of the last use, bytes, path) of each file."""
+        """List (nanoseconds of the last use, bytes, path) of each file."""
         found = []
         for path in () if self.folder is None else self.folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
@@ -194,8 +196,8 @@ class Prefixes:
         return found
 
     def _fit(self, most: int) -> None:
-        """Remove the least recently used files until they have `most` bytes. Servers that do so at once remove the
-        same files."""
+        """Remove the least recently used files until the rest have `most` bytes. Servers that do so at the same time
+        remove the same files."""
         found = sorted(self._files(), reverse=True)
         used = sum(size for _, size, _ in found)
         while found and used > most:
@@ -204,7 +206,7 @@ class Prefixes:
             _unlink(path)
 
     def _tidy(self) -> None:
-        """Remove the unfinished files of killed processes: at the start, and with a write once an hour."""
+        """Remove the unfinished files of killed processes."""
         self._tidied = time.monotonic()
         for left in (*self.folder.glob(".kvevict-*"), *self.folder.parent.glob("texts/*/.kvevict-*")):
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A request's prompt as token ids, and where it may be cut into prefixes that other requests share."""
+"""A request's prompt as token ids, and the places where it may be cut into prefixes that other requests share."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -14,8 +14,10 @@ LEAST = 64  # tokens of a prefix beyond the one before it
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids, and the ends of prefixes of it that do not depend on the tokens after them, ascending, each below its
-    length; text: where the stored text that it opens with starts and stops."""
+    """ids
+    ends  ascending and below the length: tokens before an end do not depend on those after it
+    text  where the stored text that opens the prompt starts and stops
+    """
 
     ids: list[int]
     ends: tuple[int, ...] = ()
@@ -23,7 +25,7 @@ class Prompt:
 
 
 def of_chat(tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None) -> Prompt:
-    """A chat as one piece."""
+    """Make the prompt of a chat as one piece."""
     check_count(messages, context)
     return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
 
@@ -31,8 +33,8 @@ def of_chat(tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, 
 def chat_cuts(
     tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], prompt: Prompt
 ) -> tuple[int, ...]:
-    """The ends of a chat's beginnings before each user's message, where a token ends there. No end for a template that
-    changes a message with a mark before it, and a tokenizer that does not say where its tokens are."""
+    """Find the ends of a chat's beginnings: before each user's message, if a token ends there. None are found if the
+    template changes a message with a mark before it, or the tokenizer does not say where its tokens are."""
     if not tokenizer.is_fast:
         return ()
     marked = [_marked(message) if message["role"] == "user" else message for message in messages]
@@ -47,8 +49,8 @@ def chat_cuts(
 
 
 def _places(offsets: list, letters: list) -> tuple:
-    """The numbers of tokens before each of these letters of a text, where one begins there. offsets: (first letter, the
-    one after the last) of every token."""
+    """Count the tokens before each of `letters`, positions in a text, if a token begins there. offsets: (first letter,
+    the one after the last) of every token."""
     starts = [start for start, _ in offsets]
     found = ((bisect_left(starts, letter), letter) for letter in letters)
     return tuple(
@@ -58,7 +60,7 @@ def _places(offsets: list, letters: list) -> tuple:
 
 
 def _marked(message: dict, before: str = "") -> dict:
-    """A message with a mark where its content begins."""
+    """Put a mark where a message's content begins."""
     content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
     return {**message, "content": MARK + before + content}
 
@@ -70,7 +72,8 @@ def of_messages(
     context: int | None,
     text: str | None = None,
 ) -> Prompt:
-    """A chat, cut before every user's message; `text` opens the first of them, and ends two lines before it.
+    """Make the prompt of a chat, with an end before every user's message. `text` opens the first one, two lines before
+    it.
 
     Raises ValueError for a chat that the template refuses or changes.
     """
@@ -95,28 +98,18 @@ def of_messages(
 
 
 def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: str | None = None) -> Prompt:
-    """A prompt without a template, letters or ids; a stored text ends two lines before it."""
-    if isinstance(prompt, list):
-        return _of_ids(tokenizer, prompt, context, text)
+    """Make a prompt of letters or ids without a template; a stored text ends two lines before it."""
     if text is None:
         return joined(tokenizer, [(_opened, prompt)], context)
-    return joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, f"\n\n{prompt}")], context)
-
-
-def _of_ids(tokenizer, ids: list, context: int | None, text: str | None) -> Prompt:
-    before = (
-        Prompt([]) if text is None else joined(tokenizer, [(_opened, ""), (ids_of, text), (ids_of, "\n\n")], context)
-    )
-    if context is not None and len(before.ids) + len(ids) >= context:
-        raise too_long(context)
-    return Prompt(before.ids + ids, before.ends, before.text)
+    rest: list = [(ids_of, f"\n\n{prompt}")] if isinstance(prompt, str) else [(ids_of, "\n\n"), (_opened, prompt)]
+    return joined(tokenizer, [(_opened, ""), (ids_of, text), *rest], context)
 
 
 def joined(
-    tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str]], context: int | None
+    tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str | list[int]]], context: int | None
 ) -> Prompt:
-    """A prompt of pieces, how to tokenise each and its letters. Each may end a prefix, where that is long enough; the
-    last one ends none. A piece that has letters for special tokens is a stored text.
+    """Join pieces, each (tokenising function, letters or ids), to a prompt. Each but the last ends a prefix that is
+    long enough. A piece whose special tokens are letters (`ids_of`) is a stored text.
 
     Raises Refused as soon as the ids do not fit a context with an answer.
     """
@@ -124,14 +117,16 @@ def joined(
     ends: list = []
     text = None
     for at, (tokenise, letters) in enumerate(pieces):
-        start = len(ids)
-        if context is None:
-            ids.extend(tokenise(tokenizer, letters))
+        start, room = len(ids), None if context is None else context - 1 - len(ids)
+        if isinstance(letters, list):
+            more, whole = letters, room is None or len(letters) <= room
+        elif room is None:
+            more, whole = tokenise(tokenizer, letters), True
         else:
-            more, whole = first_ids(tokenizer, letters, context - 1 - start, tokenise)
-            if not whole:
-                raise too_long(context)
-            ids.extend(more)
+            more, whole = first_ids(tokenizer, letters, room, tokenise)
+        if not whole:
+            raise too_long(context)
+        ids.extend(more)
         if tokenise is ids_of and text is None:
             text = start, len(ids)
         if at < len(pieces) - 1 and len(ids) - (ends[-1] if ends else 0) >= LEAST:
@@ -154,16 +149,16 @@ def check_count(messages: list[dict[str, Any]], context: int | None) -> None:
         raise too_long(context)
 
 
-def too_long(context: int) -> Refused:
+def too_long(context: int | None) -> Refused:
     sentence = f"the prompt has at least {context} tokens, and the model's context is {context}: shorten it"
     return Refused(400, sentence, "context_length_exceeded")
 
 
 def _plain(tokenizer, text: str) -> list:
-    """Ids of a part of a rendered template, with its special tokens."""
+    """Tokenise a part of a rendered template, which has its special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _opened(tokenizer, text: str) -> list:
-    """Ids of a text after the tokens that open every text."""
+    """Tokenise a text, with the tokens that open every text."""
     return tokenizer(text, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Whether an answer repeats itself. A greedy answer that does goes on so, for as many tokens as it may have."""
+"""Notices an answer that repeats itself: a greedy one does so until it has all tokens that it may have."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ TIMES, LEAST, LONGEST = 4, 64, 256  # copies at the answer's end, tokens of all 
 
 
 class Repetition:
-    """Tokens one after the other."""
+    """The repetitions at the end of a sequence that grows by `put`."""
 
     def __init__(self):
         periods = np.arange(1, LONGEST + 1)
@@ -15,7 +15,7 @@ class Repetition:
         self._enough = np.maximum(TIMES * periods, LEAST) - periods
 
     def put(self, token: int) -> bool:
-        """Whether the tokens now end with as many copies of one piece."""
+        """Append a token, and tell whether the tokens now end with `TIMES` copies of one piece."""
         self._equal = (self._equal + 1) * (self._last == token)
         self._last = np.concatenate(([token], self._last[:-1]))
         return bool((self._equal >= self._enough).any())

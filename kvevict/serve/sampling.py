@@ -53,7 +53,7 @@ class Decoding:
         return config
 
     def processors(self, start: int) -> LogitsProcessorList:
-        """start: tokens of the prompt; these are not penalised."""
+        """Make Transformers' processors. start: number of the prompt's tokens, which are not penalised."""
         made: list = [] if self.top is None else [Probabilities(self.top)]
         if self.frequency or self.presence:
             made.append(Penalties(start, self.frequency, self.presence))

@@ -103,12 +103,12 @@ class Scheduler:
         self._groups.append(group)
 
     def chunk(self, rows: int, left: int) -> None:
-        """Between two chunks of a read: each running answer gets a token, and prompts are read that have at most half
-        of the tokens left, one or as many as have the chunk's tokens, with another token after each of them."""
+        """Let others run between two chunks of a read. Each running answer gets a token. Then prompts are read with at
+        most half of `left` tokens: one, or as many as have `rows` tokens; after each, answers get another token."""
         Context().run(self._beside, rows, left // 2)
 
     def layer(self, left: int) -> None:
-        """Between two layers of a read with `left` tokens: the same, with one prompt at most, when it is time."""
+        """Let others run between two layers of a read, when it is time: as `chunk`, with one prompt at most."""
         if (self._groups or self._turns) and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._beside, 0, left // 2)
 

@@ -26,7 +26,7 @@ from .messages import tools_of
 from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
-from .policies import Chosen, Policies
+from .policies import Policies
 from .prefixes import Prefixes, mark_of
 from .prompt import Prompt, parts
 from .sampling import Decoding
@@ -67,7 +67,7 @@ class Server:
     # -- requests come in ---------------------------------------------------------------------------------------------
 
     def owner(self, request: Request) -> str:
-        """The owner of the texts that a request may see. Raises Refused without a right key."""
+        """Return the owner of the texts that a request may see. Raises Refused without a right key."""
         if not self.keys:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -132,7 +132,7 @@ class Server:
     # -- the way of a request -----------------------------------------------------------------------------------------
 
     async def answer(self, path: str, request: Request) -> Response:
-        """POST to one of `ENDPOINTS`."""
+        """POST to one of `ENDPOINTS`: answer a request."""
         owner, text = self.owner(request), None
         body, asked = await self.body(request, functools.partial(self._checked, path))
         if asked.get("text") is not None:
@@ -168,10 +168,8 @@ class Server:
         if text.startswith("%PDF-"):
             raise Refused(400, "text is a PDF file: give the words in it")
         replace, asked = body.get("replace", True), {key: body[key] for key in ("policy", "budget") if key in body}
-        if not replace:
-            await self._aside(self.texts.free, owner, name, text)
-        await self._aside(self.texts.fits, owner, name, text)
-        call = self._of_text(TEXTS, owner, self.policies.of(asked, True), text)
+        await self._aside(self.texts.check, owner, name, text, replace)
+        call = self._of_text(TEXTS, owner, asked, text)
         return await self._ended(call, request, self._store(call, name, replace, asked))
 
     async def _store(self, call, name, replace, asked):
@@ -182,7 +180,7 @@ class Server:
         return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
 
     def list_texts(self, request: Request) -> dict[str, Any]:
-        """GET /v1/kvevict/texts: the names of a key's texts. It looks at files, so it is called in a thread."""
+        """GET /v1/kvevict/texts: list the names of a key's texts. FastAPI calls it in a thread: it looks at files."""
         found = self.texts.of(self.owner(request))
         return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
 
@@ -206,10 +204,10 @@ class Server:
         asyncio.get_running_loop().run_in_executor(None, tidy)
 
     async def kept(self, request: Request, name: str) -> Response:
-        """GET /v1/kvevict/texts/NAME/kept: the share of heads that kept each piece of a stored text."""
+        """GET /v1/kvevict/texts/NAME/kept: tell the share of heads that kept each piece of a stored text."""
         owner = self.owner(request)
         text, asked = await self._aside(self.texts.get, owner, name)
-        call = self._of_text("/v1/kvevict/texts/kept", owner, self.policies.of(asked, True), text)
+        call = self._of_text("/v1/kvevict/texts/kept", owner, asked, text)
         return await self._ended(call, request, self._kept(call, name))
 
     async def _kept(self, call, name):
@@ -225,12 +223,12 @@ class Server:
 
         return await self._tokenising(len(call.text) > SMALL, response)
 
-    def _of_text(self, endpoint, owner, chosen: Chosen, text) -> Call:
-        deadline = time.monotonic() + self.timeout
+    def _of_text(self, endpoint, owner, asked: dict, text) -> Call:
+        chosen, deadline = self.policies.of(asked, True), time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:
-        """GET /v1/kvevict/queue: how far the requests of a key are; those of others are counted."""
+        """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
         owner, calls = self.owner(request), list(self.calls)
         data = [progress(call) for call in calls if call.owner == owner]
         waiting = sum(not call.running for call in calls)

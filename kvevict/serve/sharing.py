@@ -28,9 +28,9 @@ PIECE = 2048  # tokens of a shared beginning that are read before their slots ar
 
 @dataclass(frozen=True)
 class Reader:
-    """How beginnings that requests share are read.
+    """Reads beginnings that requests share.
 
-    policy  without a budget that counts
+    policy  whose budget does not count
     budget  slots of a beginning, or the share of its tokens that is kept; None: a threshold says how many
     least   slots of a beginning at least, where the budget is a share
     most    slots that memory holds
@@ -44,31 +44,33 @@ class Reader:
     longest: int = PLENTY
 
     def slots(self, tokens: int) -> int:
-        """Of a beginning of so many tokens, at most."""
+        """Return the slots of a beginning of so many tokens, at most."""
         if self.budget is None:
             return self.most
         asked = self.budget if isinstance(self.budget, int) else max(self.least, math.ceil(self.budget * tokens))
         return max(1, min(asked, self.most))
 
     def kept(self, tokens: int) -> float:
-        """The share of a beginning's tokens that is kept."""
+        """Return the share of a beginning's tokens that is kept."""
         return min(1.0, self.slots(tokens) / max(tokens, 1))
 
     def of(self, tokens: int) -> Policy:
-        """The policy of a prompt of so many tokens. A number of slots, so that a text that is read in pieces keeps as
-        much as one that is read at once."""
+        """Make the policy of a prompt of so many tokens. Its budget is a number of slots, so that a text keeps as many
+        when it is read in pieces."""
         return build(self.policy, budget=max(self.slots(tokens), self.policy.smallest_budget()))
 
     def whole(self, tokens: int) -> bool:
-        """Whether all of a beginning is kept."""
+        """Tell whether all of a beginning is kept."""
         return self.policy.threshold is None and self.slots(tokens) >= tokens
 
     def worth(self, tokens: int) -> bool:
-        """Whether a beginning of so many tokens can be shared: memory holds a quarter of it, and it can be read."""
+        """Tell whether a beginning of so many tokens can be shared: memory holds a quarter of its tokens, and the model
+        has the positions to read it."""
         return tokens <= 4 * self.most and (tokens <= self.longest or self.whole(tokens))
 
     def policies(self, ends: Sequence[int]) -> list[Policy]:
-        """The policy of a beginning for each of its ends. One that fits is kept as it is: nothing needs a score."""
+        """Make the policy of a beginning for each of its ends. A beginning that fits is kept whole: nothing needs a
+        score."""
         if self.whole(ends[-1]):
             whole = Policy(score="streaming", budget=PLENTY, decode=False, chunk_size=self.policy.chunk_size)
             return [whole] * len(ends)
@@ -76,16 +78,16 @@ class Reader:
 
 
 def followed(policy: Policy, reader: Reader, prompt: Prompt) -> Prompt:
-    """A prompt that shares nothing where more follows than is kept in full: its policy then reads all of it with the
-    question. Many a policy cannot continue a cache that another one has read."""
+    """Drop a prompt's ends if more tokens follow them than are kept in full: the call's policy then reads all of it
+    with the question. Many a policy cannot continue a cache that another one has read."""
     tokens, end = len(prompt.ids), max(prompt.ends, default=0)
     kept = max(policy.slots(tokens), reader.slots(end))
     return prompt if tokens - end <= kept else replace(prompt, ends=())
 
 
 def pieces(policy: Policy, start: int, end: int) -> list[int]:
-    """Where to stop while tokens start .. end - 1 are read, `end` last. The same slots are kept without the stops: they
-    are ends of chunks."""
+    """List the stops while tokens start .. end - 1 are read, `end` last. Stops are ends of chunks, so they change no
+    kept slots."""
     size = policy.chunk_size
     if size is None or policy.schedule != "chunk":
         return [end]
@@ -94,7 +96,7 @@ def pieces(policy: Policy, start: int, end: int) -> list[int]:
 
 
 class Sharing:
-    """The beginnings of the prompts that came before, as hashes. One owner's tell nothing to another."""
+    """The beginnings of earlier prompts, as hashes, for each owner."""
 
     def __init__(self, most: int = HASHES):
         self.most, self._lock = most, threading.Lock()
@@ -103,7 +105,7 @@ class Sharing:
     def cut(
         self, owner: str, prompt: Prompt, reader: Reader, cuts: tuple[int, ...] | None, stored: Collection[int] = ()
     ) -> Prompt:
-        """A prompt with the ends of its shared beginnings. It is remembered for those that follow.
+        """Give a prompt the ends of its shared beginnings, and remember the prompt for later ones.
 
         cuts    where a chat's beginning may end, ascending; None: a plain prompt, cut after any block
         stored  places among them that are shared already
@@ -141,7 +143,7 @@ class Sharing:
 
 
 def _hashes(ids: list, places: list) -> dict:
-    """{place: hash of the ids before it}, for ascending places."""
+    """Make {place: hash of the ids before the place}, for ascending places."""
     digest, found = hashlib.sha256(), {}
     for start, place in pairwise((0, *places)):
         digest.update(np.array(ids[start:place], np.int64).tobytes())
@@ -150,7 +152,7 @@ def _hashes(ids: list, places: list) -> dict:
 
 
 def said(call: Call) -> dict[str, Any]:
-    """A call's shared beginning, for its answer and its log line."""
+    """Tell of a call's shared beginning, for the answer and the log."""
     if call.shared_tokens == 0:
         return {}
     told: dict = dict(shared_tokens=call.shared_tokens, kept=round(call.kept, 3))

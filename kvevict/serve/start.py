@@ -1,4 +1,4 @@
-"""From a command's arguments to a server that runs."""
+"""Makes a server of a command's options, and runs it."""
 
 import gc
 import os
@@ -50,13 +50,13 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
 
 def page(host: str, port: int) -> str:
-    """The address of the page at `/`, for a browser on this machine."""
+    """Return the address of the page at `/`, for a browser on this machine."""
     name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/"
 
 
 def server_of(model: str | None = None, **options: Any) -> Server:
-    """Load a model, None: the bundled one, patch it, and make its server. options: fields of `Options`."""
+    """Load and patch a model (None: the bundled one), and make its server. options: fields of `Options`."""
     for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
         os.environ.setdefault(name, entries)
     told, where = Options(**options), model or small_llama()

@@ -1,4 +1,4 @@
-"""Texts that requests open by their names. A cache of one can be lost; it is read from its text again."""
+"""Texts that requests open by their names. A cache that is lost is read from its text again."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,7 @@ JOINERS = "\u200c\u200d"  # in words of many scripts
 
 
 def checked(name: object) -> str:
-    """A text's name, as it is compared. Raises Refused for one that could be more than a file name."""
+    """Return a text's name in NFC. Raises Refused for a name that could be more than a file's."""
     found = unicodedata.normalize("NFC", name) if isinstance(name, str) else ""
     fits = 0 < len(found) <= LETTERS and len(found.encode("utf-8", "replace")) <= BYTES
     fits = fits and all(each.isprintable() or each in JOINERS for each in found)
@@ -36,18 +36,18 @@ def checked(name: object) -> str:
 
 
 class Text(NamedTuple):
-    """A text, and the policy and the budget that it asks for."""
+    """A text, and the policy and budget that it was stored with."""
 
     text: str
     asked: dict
 
 
 class _Known(NamedTuple):
-    """This server's knowledge of a text.
+    """What this server knows of a text.
 
-    mark   of the text, as in the names of its prefixes; None: its file is damaged
-    file   facts of its file that change when it is replaced
-    whole  where there are no files
+    mark   in the names of the text's prefixes; None: the text's file is damaged
+    file   facts of the file that change when it is replaced
+    whole  the text, if there are no files
     """
 
     size: int
@@ -57,8 +57,8 @@ class _Known(NamedTuple):
 
 
 class Texts:
-    """Texts by owner and name: in files, if there is a folder; other servers may have it too. Every text is looked
-    for there when it is asked for, so that all of them know the texts that one has stored or deleted.
+    """Texts by owner and name, in files if there is a folder. Servers may share the folder: a text is looked for there
+    each time, so that every server knows the texts that one has stored or deleted.
 
     most   bytes of all texts at most
     """
@@ -75,36 +75,32 @@ class Texts:
 
     @property
     def bytes(self) -> int:
-        """Of all texts."""
+        """The bytes of all texts."""
         with self._lock:
             self._refresh()
             return sum(each.size for each in self._known.values())
 
-    def free(self, owner: str, name: str, text: str) -> None:
-        """Raise Refused where the name is another text's."""
-        there = self._text(owner, name)
-        if there is not None and there.text != text:
-            raise _taken(name)
-
-    def fits(self, owner: str, name: str, text: str) -> int:
-        """Bytes of all texts with this one. Raises Refused where these are too many."""
+    def check(self, owner: str, name: str, text: str, replace: bool) -> None:
+        """Raise Refused if a text cannot be stored: it does not fit, or the name is another's that may not be
+        replaced."""
         with self._lock:
+            there = None if replace else self._text(owner, name)
             used, before = self.bytes, self._known.get((owner, name))
-            size = used - (before.size if before else 0) + _size(text)
+        if there is not None and there.text != text:
+            raise Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
+        size = used - (before.size if before else 0) + _size(text)
         if size > self.most:
             raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
-        return size
 
     def put(
         self, owner: str, name: str, text: str, replace: bool = True, asked: dict[str, Any] | None = None
     ) -> str | None:
-        """Store a text, in place of the one of this name, if it may be replaced; returns that one's mark. asked: how it
-        is read, where that is not the server's way. Raises Refused where it does not fit or cannot be written."""
+        """Store a text, and return the mark of the text that had the name. replace: whether that may be another text;
+        asked: the policy and budget, if not the server's. Raises Refused if the text does not fit or cannot be
+        written."""
         whole = Text(text, {key: value for key, value in (asked or {}).items() if value is not None})
         with self._lock:
-            if not replace:
-                self.free(owner, name, text)
-            self.fits(owner, name, text)
+            self.check(owner, name, text, replace)
             before = self._known.get((owner, name))
             if self.folder is None:
                 self._note(owner, name, _Known(_size(text), mark_of(owner, text), whole=whole))
@@ -115,21 +111,21 @@ class Texts:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 files.write(path, said, mode=0o600, replace=replace)
             except FileExistsError:  # another server was faster
-                self.free(owner, name, text)
+                self.check(owner, name, text, replace)
             except OSError as error:
                 raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
             self._load(owner, name, path)
             return before and before.mark
 
     def get(self, owner: str, name: str) -> Text:
-        """Raises Refused for a text that the owner does not have."""
+        """Return a text. Raises Refused for a text that the owner does not have."""
         found = self._text(owner, checked(name))
         if found is None:
             raise Refused(404, f"text {name!r} does not exist: store it with POST /v1/kvevict/texts", "text_not_found")
         return found
 
     def remove(self, owner: str, name: str) -> str:
-        """Forget a text, and return its mark. Raises Refused for one that the owner does not have."""
+        """Forget a text, and return its mark. Raises Refused for a text that the owner does not have."""
         name = checked(name)
         with self._lock:
             mark = mark_of(owner, self.get(owner, name).text)
@@ -139,8 +135,8 @@ class Texts:
             return mark
 
     def gone(self, *marks: str | None) -> set:
-        """The marks of texts that no name has any more: of those that were here since this was asked for, and of
-        these."""
+        """Return the marks of deleted texts: those deleted since the last call, and those of `marks` that no stored
+        text has."""
         with self._lock:
             self._refresh()
             known = {each.mark for each in self._known.values()}
@@ -148,7 +144,7 @@ class Texts:
             return found - {None}
 
     def of(self, owner: str) -> list[tuple[str, int]]:
-        """(name, bytes) of an owner's texts."""
+        """List (name, bytes) of an owner's texts."""
         with self._lock:
             self._refresh(every=0)
             return sorted(
@@ -163,7 +159,7 @@ class Texts:
             return known and known.whole
 
     def _refresh(self, every: float = EVERY) -> None:
-        """Look at the folders that have changed, and at all after so many seconds."""
+        """Look at the folders that have changed, and at all folders after `every` seconds."""
         if self.folder is None:
             return
         folders = {each.name: each for each in os.scandir(self.folder) if each.is_dir()}
@@ -191,7 +187,7 @@ class Texts:
             del self._known[at]
 
     def _load(self, owner, name, path) -> Text | None:
-        """A text from its file, where all but the letters is noted; None where there is none that is whole."""
+        """Load a text from its file, and note all but the letters. None if the file is missing or damaged."""
         before, file = self._known.get((owner, name)), ()
         try:
             file = _file(os.stat(path))
@@ -225,10 +221,6 @@ class Texts:
 
 def _file(stat) -> tuple:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def _taken(name) -> Refused:
-    return Refused(409, f"there is a text {name!r} already: give another name", "text_exists", "name")
 
 
 def _said(owner, name, text, asked) -> dict:

@@ -1,4 +1,4 @@
-"""An answer: its text, reasoning, tool calls and end, from the tokens that the model writes, one after the other."""
+"""An answer: text, reasoning, tool calls and end, made of the model's tokens one after the other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
 class Form:
-    """How a model writes: its tokens that are not text, and its response template, a grammar that parts reasoning and
-    tool calls from text. Transformers' template for the model's type counts only where the chat template opens an
-    answer as that one expects."""
+    """How a model writes: the special tokens, and the response template, a grammar that parts reasoning and tool calls
+    from text. Transformers' template for the model's type counts only if the chat template opens an answer as it
+    expects."""
 
     def __init__(self, tokenizer, model):
         added = tokenizer.added_tokens_decoder
@@ -37,14 +37,14 @@ class Form:
                 self.template = None
 
     def parser(self, prompt: list[int], tools: list[Any] | None) -> Parser | None:
-        """Of an answer to a prompt's ids; without tools there are no calls. None: all is text."""
+        """Make the parser of an answer to a prompt's ids; None: all is text. Without tools there are no calls."""
         if self.template is None:
             return None
         fields = {name: field for name, field in self.template["fields"].items() if tools or name != CALLS}
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
     def silent(self, parser: object) -> set[int]:
-        """Special tokens that are not written; those are that the response template looks for."""
+        """Return the special tokens that are not written: those that the response template does not look for."""
         if parser is None:
             return self.special
         looked_for = "\n".join(_strings(self.template))
@@ -53,8 +53,8 @@ class Form:
 
 
 class Token(NamedTuple):
-    """A token that was written, with the logarithm of its probability, and (letters, logarithm) of the likeliest, in
-    their order; start: letters of the answer before it."""
+    """A written token: the logarithm of its probability, and (letters, logarithm) of the likeliest tokens in their
+    order. start: letters of the answer before the token."""
 
     letters: str
     log: float
@@ -70,11 +70,11 @@ class Written:
     """An answer that grows by `put` until it has `ended`; `close` has the rest. Both return the parts that are certain:
     texts, `ReasoningText`, `ToolCall`, and a `Token` for each probability.
 
-    stops   strings that end the answer, wherever the model writes them; it has none of them
-    ends    tokens that end it
-    most    tokens that it may have
-    single  whether it ends with its first tool call
-    loops   whether it may have so many where it repeats itself, too
+    stops   strings that end the answer and are cut from it
+    ends    tokens that end the answer
+    most    tokens of the answer at most
+    single  True ends the answer with its first tool call
+    loops   False ends an answer that repeats itself before `most`
     """
 
     def __init__(self, form: Form, parser, stops, ends, most: int, single: bool = False, loops: bool = True):
@@ -90,7 +90,7 @@ class Written:
 
     @property
     def over(self) -> bool:
-        """Whether it takes no more tokens."""
+        """Whether the answer takes no more tokens."""
         return self.ended or self.tokens >= self.most
 
     @property
@@ -101,7 +101,7 @@ class Written:
         return "tool_calls" if self.calls else "stop"
 
     def put(self, token: int, probabilities: tuple[float, dict[int, float]] | None = None) -> list[Part]:
-        """probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
+        """Append a token. probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
         self.tokens += 1
         if self._repetition is not None and self._repetition.put(token):
             self.most = self.tokens
@@ -123,7 +123,7 @@ class Written:
         return Token(self._decoded([token]), log, others, self._decided)
 
     def _tokens(self) -> list:
-        """The tokens of the letters that are certain."""
+        """Take the tokens whose letters are certain."""
         count = sum(token.start < self._certain for token in self._likely)
         tokens, self._likely = self._likely[:count], self._likely[count:]
         return tokens
@@ -146,14 +146,14 @@ class Written:
         return self._counted([part for part in parts if part])
 
     def _new(self) -> str:
-        """The letters of the ids that are not told."""
+        """Decode the ids that are in no part yet."""
         return self._decoded(self._ids)[len(self._decoded(self._ids[: self._told])) :]
 
     def _decoded(self, ids) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
     def _until_stop(self, text: str) -> str:
-        """The letters held before and of a text that stand before a stop string for certain."""
+        """Return the letters, held ones first, that certainly stand before a stop string."""
         text = self._held + text
         cut = cut_at(text, self.stops)
         if cut < len(text):
@@ -182,11 +182,11 @@ class Written:
 
 
 class Parser:
-    """Transformers' parser, which loses nothing: a tool call that is cut, or cannot be read, is text. Nothing of the
-    prompt is in its parts.
+    """Transformers' parser without its losses: a tool call that is cut, or cannot be read, is text. No part has letters
+    of the prompt.
 
-    Transformers' parser raises for a region that it cannot read, and has lost it then. So its template here makes every
-    region all of its letters, and each region is then read alone.
+    Transformers' parser raises for a region that it cannot read, and loses the region. So the template here makes every
+    region text, and each region is then read alone.
     """
 
     def __init__(self, template: dict, prompt: str, tools: list | None):
@@ -199,11 +199,11 @@ class Parser:
         self._lost = False  # whether the last region could not be read
 
     def parts(self, text: str) -> list[Part]:
-        """The parts that are certain after more text."""
+        """Return the parts that are certain after more text."""
         return self._told(self._parser.feed(text))
 
     def close(self, text: str, cut: bool) -> list[Part]:
-        """The rest, after the last text; cut: whether the answer could have gone on."""
+        """Return the rest, with the last text. cut: whether the answer could have gone on."""
         return self.parts(text) + self._told(self._parser.finalize()[1], cut)
 
     def _told(self, events: list, cut: bool = False) -> list:
@@ -223,7 +223,7 @@ class Parser:
         return joined(parts)
 
     def _region(self, event: dict, cut: bool) -> list:
-        """A region that is not text: its calls, or, where it cannot be read, its letters."""
+        """Return the calls of a region that is not text, or the letters of a region that cannot be read."""
         letters = _letters(event)
         said = self._new(letters)
         try:
@@ -242,13 +242,13 @@ class Parser:
         return [call_of(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
 
     def _new(self, text: str) -> str:
-        """A text without the letters of the prompt."""
+        """Cut the letters of the prompt from a text."""
         new = text[self._given :]
         self._given = max(self._given - len(text), 0)
         return new
 
     def _stripped(self, text: str, field: str) -> str:
-        """Without the space at the ends of a field, as the whole message has it."""
+        """Strip the space at the ends of a field, as Transformers does for a whole message."""
         if not self._template["fields"][field].get("content_args", {}).get("strip", True):
             return text
         text = self._blank + text if self._spoke else text.lstrip()
@@ -258,7 +258,7 @@ class Parser:
 
 
 def _whole(name: str, field: dict) -> dict:
-    """A field of a response template that is never missing; its value is all of its letters, unless it is text."""
+    """Change a field of a response template so that it is never missing, and that its value is all of its letters."""
     if name in TEXTS:
         return {**field, "content": "text", "optional": True}
     start, end = _pattern(field, "open"), _pattern(field, "close")
@@ -272,7 +272,7 @@ def _whole(name: str, field: dict) -> dict:
 
 
 def _pattern(field: dict, key: str) -> str | None:
-    """Of a delimiter: one text, or several."""
+    """Return the pattern of a delimiter, which is one text or several."""
     if key not in field:
         return field.get(f"{key}_pattern")
     texts = [field[key]] if isinstance(field[key], str) else sorted(field[key], key=len, reverse=True)
@@ -280,14 +280,14 @@ def _pattern(field: dict, key: str) -> str | None:
 
 
 def _letters(event: dict) -> str:
-    """Of an event: a chunk of a text, or all of another region that ends."""
+    """Return the letters of an event: a chunk of a text, or all of another region that ends."""
     if event["field"] in TEXTS:
         return event.get("text", "")
     return "".join(event["value"].values()) if event["type"] == "region_close" else ""
 
 
 def joined(parts: Iterable[Part]) -> list[Any]:
-    """Parts with the texts of a kind that follow each other as one."""
+    """Join texts of one kind that follow each other."""
     found: list = []
     for part in parts:
         if found and isinstance(part, str) and type(found[-1][0]) is type(part):
@@ -302,7 +302,7 @@ def _listed(value) -> list:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Raises one of `NOT_READ` for a value that is not a call."""
+    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):
@@ -311,7 +311,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def _strings(value):
-    """The texts in a value of JSON."""
+    """Iterate over the texts in a value of JSON."""
     if isinstance(value, str):
         return [value]
     each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -319,10 +319,10 @@ def _strings(value):
 
 
 def cut_at(text: str, stops: Iterable[str]) -> int:
-    """Where the first stop string begins; the text's length without one."""
+    """Find where the first stop string begins; the text's length without one."""
     return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
 
 
 def unfinished(text: str, stops: Iterable[str]) -> int:
-    """How many of the text's last letters may begin a stop string."""
+    """Count the last letters of a text that may begin a stop string."""
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

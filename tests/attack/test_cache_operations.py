@@ -19,7 +19,7 @@ from kvevict.engine.read import choosers, evict
 from kvevict.engine.read import layer as read_layer
 from kvevict.engine.slots.cache import HALF_READ, EvictionLayer
 
-NEEDS_MORE = ("lookahead", "gate", "speckv", "speckv/paper")  # trained rows, gates, another model
+NEEDS_MORE = ("lookahead", "gate", "speckv")  # trained rows, gates, another model
 CARRIES = {
     f"snapkv {carry}": ("snapkv", dict(carry=carry, pool="none") | more)
     for carry, more in (("max", {}), ("keep", {}), ("sum", dict(decode=True, interval=2)))
@@ -50,7 +50,8 @@ def model():
 @cached
 def policy(name, budget):
     preset, options = CARRIES.get(name, (name, {}))
-    more = dict(ids=(5, 6, 7)) if name == "oracle" else dict(tsp_len=24, sink=2, lag=4, c=3)
+    more = dict(ids=(5, 6, 7)) if name == "oracle" else dict(tsp_len=24, sink=2, c=3)
+    more |= dict(score=tiny.short_parts(4)) if name == "lagkv" else {}
     more |= dict(tsp=None) if budget == 4096 else {}
     return policy_of(preset, options | more | dict(budget=budget, chunk_size=16))
 

@@ -4,10 +4,11 @@ an error and nothing written."""
 from itertools import pairwise
 
 import fuzzing
-import helpers
+import problems
 import torch
-from helpers import DTYPES, ERRORS, call, same_bits
+from helpers import ERRORS, call, same_bits
 from op_cases import attend, compact, decode, error, kl, norm, peak, quadratic, refine, score, select
+from problems import DTYPES
 
 from kvevict import _native
 from kvevict import _ops as ops
@@ -20,11 +21,11 @@ def problem(rng, **fixed):
     B, Hkv, T = rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 5, 17))
     G = rng.choice((1, 2, 4)) if rng.random() < 0.9 else rng.choice((61, 71, 128))
     drawn = dict(B=B, Hkv=Hkv, T=T, S=rng.choice((0, 1, T, T + 3)), G=G, dtype=rng.choice(DTYPES))
-    drawn |= dict(D=rng.choice((8, 24, 32, 64, 80, 128, 256, 512)), layout=rng.choice(helpers.LAYOUTS), **fixed)
+    drawn |= dict(D=rng.choice((8, 24, 32, 64, 80, 128, 256, 512)), layout=rng.choice(problems.LAYOUTS), **fixed)
     drawn |= dict(softcap=rng.choice((0.0, 1.5)), sinks=rng.random() < 0.3)
     if rng.random() < 0.7:
         drawn["lens"] = [[rng.choice(SHORT) for _ in range(Hkv)] for _ in range(B)]
-    return helpers.problem(rng.randrange(10**6), **drawn)
+    return problems.problem(rng.randrange(10**6), **drawn)
 
 
 def scored(rng):

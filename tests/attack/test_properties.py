@@ -23,12 +23,11 @@ SHARES = [share / 20 for share in range(1, 20)]
 
 OPTIONS = [(option, value) for option, values in dict(
     window=(1, 3, 6), probe=(1, 3, 6, (1, 5), (-5, -1)), n_d=(1, 3), recent=(0, 2, 9), sink=(0, 1, 4),
-    kernel=(1, 3, 7), pool=("none", "max", "avg"), reduce=("sum", "mean", "max"), decode=(True, False),
-    interval=(1, 2, 5), heads=("equal", "flat", "ada"), layers=("uniform", "pyramid", "tada", "cake"),
-    select=("token", "chunk"), c=(1, 3, 8), per_head=(True, False), warmup_layers=(None, 1, 2, "half"),
-    n_reuse=(1, 2), refine=("none", "caote", "fastcaote", "critical"), tsp=(None, 0, "half"),
-    tsp_len=(8, 50), diagnose=(True,), ema_space=("aligned", "literal"), append=(True, False),
-    f=(0.0, 0.7),
+    keep_first=(0, 1, 4), kernel=(1, 3, 7), pool=("none", "max", "avg"), reduce=("sum", "mean", "max"),
+    decode=(True, False), interval=(1, 2, 5), heads=("equal", "flat", "ada"),
+    layers=("uniform", "pyramid", "tada", "cake"), select=("token", "chunk"), c=(1, 3, 8), per_head=(True, False),
+    warmup_layers=(None, 1, 2, "half"), n_reuse=(1, 2), refine=("none", "caote", "fastcaote", "critical"),
+    tsp=(None, 0, "half"), tsp_len=(8, 50), diagnose=(True,), ema_alpha=(0.0, 0.3), append=(True, False), f=(0.0, 0.7),
 ).items() for value in values]  # fmt: skip
 FAMILIES = ("llama", "gemma2", "qwen3", "hybrid")
 WHOLE = (None, 4096)  # budgets that all of a prompt fits into; None: just so

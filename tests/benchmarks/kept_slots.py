@@ -17,7 +17,6 @@ import untrained
 
 import kvevict
 from kvevict.policy.adapter import Adapter
-from kvevict.policy.scores.lagkv import LagKV
 
 LENGTH, NEW, BUDGET = 301, 6, 96
 SITUATIONS = {
@@ -28,10 +27,6 @@ SITUATIONS = {
     "decoding": dict(budget=BUDGET, chunk_size=64, decode=True, interval=2),
     "forks": dict(budget=BUDGET, chunk_size=64),
 }
-
-
-class ShortParts(LagKV):
-    lag = 16
 
 
 def digest(x) -> str:
@@ -60,7 +55,7 @@ def given(preset: str, model, folder: str) -> dict:
         return dict(adapter=adapter)
     if preset.startswith("speckv"):
         return dict(draft_model=tiny.model(seed=2, num_hidden_layers=2))
-    return {"gate": dict(gates=folder), "oracle": dict(ids=(7, 11, 13)), "lagkv": dict(score=ShortParts())}.get(
+    return {"gate": dict(gates=folder), "oracle": dict(ids=(7, 11, 13)), "lagkv": dict(score=tiny.short_parts(16))}.get(
         preset, {}
     )
 

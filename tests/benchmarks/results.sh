@@ -5,14 +5,14 @@
 # Environment; without a model its tables are left out:
 #   SMOLLM2, GEMMA3   folders of SmolLM2-135M-Instruct and Gemma 3 270M
 #   BOOKS, OTHERS     text to hide facts in, and other text, with which nothing was chosen (default: BOOKS)
-#   TRAINING          text from which the tables `adapter` and `gates` train lookahead rows and gates of SmolLM2
-#   ADAPTER, GATES    folders of these two (default: OUT/adapter, OUT/gates); without them their policies are left out
+#   TRAINING          text from which the table `gates` trains gates of SmolLM2
+#   ADAPTER, GATES    folders of lookahead rows and of gates for SmolLM2 (default: OUT/adapter, OUT/gates); without them
+#                     their policies are left out
 set -euo pipefail
 out=$1 cases=${2:-}
 shift $(($# > 2 ? 2 : $#))
 only=" $* "
 mkdir -p "$out"
-here=$(dirname "$0")
 : "${SMOLLM2:=}" "${GEMMA3:=}" "${TRAINING:=}" "${BOOKS:=}" "${OTHERS:=$BOOKS}"
 : "${ADAPTER:=$out/adapter}" "${GATES:=$out/gates}"
 
@@ -25,7 +25,7 @@ table() { # NAME CASES ARGUMENTS of `kvevict eval`
   local name=$1 own=$2 start=$SECONDS
   shift 2
   wanted "$name" || return 0
-  python -m kvevict eval --dtype float32 --mode aware --cases "${cases:-$own}" --out "$out/$name.jsonl" \
+  python -m kvevict eval --dtype float32 --mode known --cases "${cases:-$own}" --out "$out/$name.jsonl" \
     "$@" ${cases:+--seeds 0} >"$out/$name.txt"
   echo "$name $((SECONDS - start)) s" >>"$out/seconds.txt"
 }
@@ -33,24 +33,18 @@ table() { # NAME CASES ARGUMENTS of `kvevict eval`
 many() { # NAME CHUNKS POLICY... ARGUMENTS: a text read once, many questions; more of NAME's runs go to its file
   local name=$1 chunks=$2
   shift 2
-  table "$name" 8 --tasks many --lengths 2000 --mode agnostic --shares 1/8 1/4 1/2 --share-reads \
+  table "$name" 8 --tasks many --lengths 2000 --mode later --shares 1/8 1/4 1/2 \
     --chunk-size ${chunks//,/ } --policies "$@"
 }
 
-opened() { # NAME MODEL BOOKS TEXTS SHARE SEED: the question anywhere, the answer opened after the prompt was read
-  local name=$1 start=$SECONDS
-  wanted "$name" || return 0
-  python "$here/opened_after.py" "$2" "$3" "${cases:-$4}" "$5" "$6" >"$out/$name.txt"
-  echo "$name $((SECONDS - start)) s" >>"$out/seconds.txt"
-}
-
-presets="oracle snapkv snapkv/kvcf snapkv/kvpress adakv adakv/edie adakv/kvpress pyramidkv cake laq laq/paper chunkkv"
-presets+=" chunkkv+reuse chunkkv/kvpress edie edie-exact edie+tada chunkkv/edie paasvn vatp take"
-presets+=" take/no-probe take+caote h2o h2o/kvcf tova streaming knorm keydiff keydiff/kvpress random"
+laq=laq:n_d=32,window=32,draft_keys=true # LookaheadKV's appendix F
+presets="oracle snapkv adakv adakv:pool=avg pyramidkv cake laq $laq chunkkv chunkkv:n_reuse=2 edie edie-exact edie+tada"
+presets+=" edie:pool=none,select=chunk,per_head=true paasvn vatp take take:append=false take+caote h2o tova streaming"
+presets+=" knorm keydiff random"
 all="$presets take+chunkkv take+edie take+edie:pool=max"
 all+=" snapkv+caote snapkv+fastcaote h2o+caote h2o+fastcaote tova+caote tova+fastcaote"
-chunks="take+edie take+edie:pool=max take take/no-delay take/no-probe take+chunkkv snapkv:rows=probe edie:rows=probe"
-chunks+=" edie+tada/chunked edie snapkv streaming oracle"
+chunks="take+edie take+edie:pool=max take take:warmup_layers=none take:append=false take+chunkkv snapkv:rows=probe"
+chunks+=" edie:rows=probe edie+tada:own=true edie snapkv streaming oracle"
 fidelity="take+edie take+edie:pool=max snapkv paasvn"
 without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the first four tokens
 
@@ -59,25 +53,18 @@ without=edie:rows=probe,heads=equal,kernel=31,pool=avg # take+edie without the f
   table lookahead 12 --tasks needle facts keyvalue --lengths 512 1024 --budgets 64 128 256 \
     --policies snapkv take laq oracle lookahead
   for protocol in lookaheadkv chunkkv take edie caote; do
-    table "protocol-$protocol" 16 --protocol $protocol --lengths 1024 --budgets 64 --share-reads
+    table "protocol-$protocol" 16 --protocol $protocol --lengths 1024 --budgets 64
   done
   table chunks 10 --tasks facts keyvalue --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
   table chunks-needle 2 --tasks needle --policies $chunks --budgets 48 64 128 256 --chunk-size 128 --seeds 0 1 2
-  table bundled-whole 2 --tasks facts keyvalue fidelity --share-reads --lengths 1920 --budgets 60 120 240 --seeds 31 \
+  table bundled-whole 2 --tasks facts keyvalue fidelity --lengths 1920 --budgets 60 120 240 --seeds 31 \
     --policies lookahead fastkv:tsp_len=512 $all
-  table continuing 2 --tasks fidelity --lengths 1920 --budgets 60 120 240 --seeds 31 --share-reads --policies $fidelity
-  table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 --share-reads \
+  table continuing 2 --tasks fidelity --lengths 1920 --budgets 60 120 240 --seeds 31 --policies $fidelity
+  table whole 10 --tasks facts keyvalue --budgets 64 128 256 --seeds 0 1 2 \
     --policies fastkv:tsp_len=256 $presets
 }
-if [ -n "$SMOLLM2" ] && [ -n "$TRAINING" ]; then
-  if wanted adapter; then
-    python "$here/lookahead_pairs.py" --model "$SMOLLM2" --haystack "$TRAINING" --out "$out/pairs.jsonl"
-    python -m kvevict train --model "$SMOLLM2" --dtype float32 --data "$out/pairs.jsonl" --out "$ADAPTER" --steps 100 \
-      --batch 5 --lr 1.5e-3 --max-response 24
-  fi
-  if wanted gates; then
-    python -m kvevict train --kind gates --model "$SMOLLM2" --dtype float32 --data "$TRAINING" --out "$GATES"
-  fi
+if [ -n "$SMOLLM2" ] && [ -n "$TRAINING" ] && wanted gates; then
+  python -m kvevict train --kind gates --model "$SMOLLM2" --dtype float32 --data "$TRAINING" --out "$GATES"
 fi
 [ -d "$ADAPTER" ] && learned=lookahead:adapter=$ADAPTER || learned=
 [ -d "$GATES" ] && gate=gate:gates=$GATES || gate=
@@ -86,45 +73,43 @@ if [ -n "$SMOLLM2" ]; then
   real=(--model "$SMOLLM2" --haystack "$BOOKS" --seeds 31)
   long=(--model "$SMOLLM2" --haystack "$OTHERS" --dtype bfloat16 --seeds 31)
   other=(--model "$SMOLLM2" --haystack "$OTHERS" --dtype bfloat16 --seeds 0 --lengths 2000 --chunk-size 512)
-  table smollm2-whole 4 "${real[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 fidelity --share-reads \
+  table smollm2-whole 4 "${real[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
     --lengths 2048 --budgets 64 128 256 --policies $learned fastkv:tsp_len=512 $all
   table smollm2-whole-4096 3 "${real[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 fidelity \
-    --lengths 4096 --budgets 128 256 512 --share-reads --policies $learned fastkv:tsp_len=512 $all
-  table smollm2-first-tokens 6 "${long[@]}" --tasks fidelity --lengths 1024 --budgets 64 --share-reads \
+    --lengths 4096 --budgets 128 256 512 --policies $learned fastkv:tsp_len=512 $all
+  table smollm2-first-tokens 6 "${long[@]}" --tasks fidelity --lengths 1024 --budgets 64 \
     --policies take+edie $without {edie+tada,snapkv,random}{,:keep_first=4}
   table smollm2-4096 8 "${long[@]}" --tasks ruler/niah_single_{1,2} ruler/niah_multikey_1 --lengths 4096 \
     --chunk-size 512 --budgets 256 --policies take+edie{,:pool=max} take+chunkkv take $learned
   table smollm2-8000 2 "${long[@]}" --tasks ruler/niah_single_{1,2} --lengths 8000 --budgets 250 500 1000 \
-    --share-reads --policies take+edie take+chunkkv $learned laq oracle snapkv
-  table smollm2-continuing 4 "${long[@]}" --tasks fidelity --lengths 2048 --budgets 64 128 256 --share-reads \
+    --policies take+edie take+chunkkv $learned laq oracle snapkv
+  table smollm2-continuing 4 "${long[@]}" --tasks fidelity --lengths 2048 --budgets 64 128 256 \
     --policies $fidelity
-  table smollm2-continuing-4096 3 "${long[@]}" --tasks fidelity --lengths 4096 --budgets 128 256 512 --share-reads \
+  table smollm2-continuing-4096 3 "${long[@]}" --tasks fidelity --lengths 4096 --budgets 128 256 512 \
     --policies $fidelity
   table smollm2-numbers 44 "${other[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 --shares 1/16 \
-    --share-reads --policies take+edie
+    --policies take+edie
   table smollm2-ends 8 "${other[@]}" --tasks needle --shares 1/16 --depths 0 0.02 0.04 0.96 0.98 1 --policies take+edie
-  opened smollm2-opened "$SMOLLM2" "$OTHERS" 12 1/16 211
-  opened smollm2-opened-32nd "$SMOLLM2" "$OTHERS" 12 1/32 211
-  table smollm2-several 5 "${other[@]}" --tasks many --share-reads --shares 1/16 1/32 --policies take+edie{,:pool=max}
-  table smollm2-several-whole 5 "${long[@]}" --seeds 0 --tasks many --lengths 2000 --share-reads --shares 1/16 \
+  table smollm2-several 5 "${other[@]}" --tasks many --shares 1/16 1/32 --policies take+edie{,:pool=max}
+  table smollm2-several-whole 5 "${long[@]}" --seeds 0 --tasks many --lengths 2000 --shares 1/16 \
     --policies take+edie laq
-  table smollm2-paraphrased 4 "${other[@]}" --tasks many/paraphrased --share-reads --shares 1/16 --policies take+edie
-  table smollm2-half 5 "${other[@]}" --tasks many --share-reads --shares 1/16 \
+  table smollm2-paraphrased 4 "${other[@]}" --tasks many/paraphrased --shares 1/16 --policies take+edie
+  table smollm2-half 5 "${other[@]}" --tasks many --shares 1/16 \
     --policies take+edie take+edie/half{,:tsp=7,:tsp_len=64}
   many smollm2-many 0,512,1024 kvzip "${real[@]}" --seeds 0
   many smollm2-many 0 snapkv streaming "${real[@]}" --seeds 0
   many smollm2-many 512 'kvzip:carry="none"' kvzip:layers=uniform kvzip+ read-once compactor keydiff expected lagkv \
     $gate "${real[@]}" --seeds 0
   [ -z "$learned" ] || table smollm2-lookaheadkv 10 "${real[@]}" --protocol lookaheadkv --adapter "$ADAPTER" \
-    --tasks ruler/niah_single_2 fidelity --lengths 1024 --budgets 64 --share-reads
+    --tasks ruler/niah_single_2 fidelity --lengths 1024 --budgets 64
   for protocol in chunkkv edie caote take; do
     table "smollm2-$protocol-384" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
-      --budgets 384 --share-reads
+      --budgets 384
   done
   table lookahead-smollm2 10 "${real[@]}" --seeds 5 --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 fidelity \
     --lengths 1024 --budgets 64 128 --policies snapkv laq oracle $learned
   for t in "" 0.8; do
-    table "smollm2-temperature${t:+-$t}" 8 "${real[@]}" --seeds 41 --lengths 1024 --budgets 64 --share-reads \
+    table "smollm2-temperature${t:+-$t}" 8 "${real[@]}" --seeds 41 --lengths 1024 --budgets 64 \
       --tasks facts ruler/niah_single_2 ruler/niah_multikey_1 --policies snapkv laq $learned ${t:+--temperature $t}
   done
 fi
@@ -133,20 +118,19 @@ if [ -n "$GEMMA3" ]; then
   real=(--model "$GEMMA3" --haystack "$BOOKS" --seeds 31)
   answers="ruler/niah_single_2 ruler/niah_multikey_1 fidelity"
   long=(--model "$GEMMA3" --haystack "$OTHERS" --dtype bfloat16 --seeds 31)
-  opened gemma3-opened "$GEMMA3" "$OTHERS" 12 1/16 211
-  table gemma3-continuing 3 "${long[@]}" --tasks fidelity --lengths 2048 --budgets 64 128 256 --share-reads \
+  table gemma3-continuing 3 "${long[@]}" --tasks fidelity --lengths 2048 --budgets 64 128 256 \
     --policies $fidelity
-  table gemma3-continuing-4096 3 "${long[@]}" --tasks fidelity --lengths 4096 --budgets 128 256 512 --share-reads \
+  table gemma3-continuing-4096 3 "${long[@]}" --tasks fidelity --lengths 4096 --budgets 128 256 512 \
     --policies $fidelity
-  table gemma3-several 4 "${long[@]}" --tasks many --lengths 2000 --seeds 0 --share-reads --shares 1/16 \
+  table gemma3-several 4 "${long[@]}" --tasks many --lengths 2000 --seeds 0 --shares 1/16 \
     --chunk-size 512 --policies take+edie
   many gemma3-many 0,512 kvzip "${real[@]}" --seeds 0
-  table gemma3-whole 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --share-reads --policies $all
-  table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --share-reads --policies $all
+  table gemma3-whole 3 "${real[@]}" --tasks $answers --lengths 2048 --budgets 64 128 256 --policies $all
+  table gemma3-4096 3 "${real[@]}" --tasks $answers --lengths 4096 --budgets 128 256 512 --policies $all
   table gemma3-2048 12 "${long[@]}" --tasks ruler/niah_single_2 ruler/niah_multikey_1 --lengths 2048 \
     --budgets 64 128 256 --chunk-size 512 --policies take+edie take+chunkkv take snapkv
   for protocol in chunkkv edie take caote; do
     table "gemma3-$protocol" 16 "${real[@]}" --protocol $protocol --tasks ruler/niah_single_2 --lengths 1024 \
-      --budgets $([ $protocol = caote ] && echo 384 || echo 256) --share-reads
+      --budgets $([ $protocol = caote ] && echo 384 || echo 256)
   done
 fi

@@ -40,12 +40,12 @@ def test_a_reader_that_leaves():
     ("text", "want"),
     [
         ("take", ("take", {})),
-        ("take/no-probe:alpha=0.3", ("take/no-probe", dict(alpha=0.3))),
+        ("edie-exact:alpha=0.3", ("edie-exact", dict(alpha=0.3))),
         ("take:probe=[0, 32],alpha=0.3", ("take", dict(probe=(0, 32), alpha=0.3))),
         ("take:alpha=1,probe=[-9,-1]", ("take", dict(alpha=1, probe=(-9, -1)))),
         ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
-        ("take:ema-space=literal,decode=true,warmup_layers=null",
-         ("take", dict(ema_space="literal", decode=True, warmup_layers=None))),
+        ("take:warmup-budget=90,decode=true,warmup_layers=null",
+         ("take", dict(warmup_budget=90, decode=True, warmup_layers=None))),
         ("edie+tada:task=7", ("edie+tada", dict(task="7"))),
     ],
 )  # fmt: skip
@@ -217,16 +217,33 @@ def test_ctrl_c_is_one_line(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("AutoConfig", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"transformers.{name}.from_pretrained", stopped)
-    monkeypatch.setattr("kvevict.lab.analysis.plain.read", stopped)
     assert main(words.split()) == 130
     assert capsys.readouterr().err == said
 
 
-def test_a_plan_beyond_the_context(capsys):
-    assert main(["plan", "--tokens", "131072"]) == 0
-    assert "131072 and 256 more tokens exceed the model's context of 2048" in capsys.readouterr().err
-    assert main(["plan", "--tokens", "1792"]) == 0
-    assert "context" not in capsys.readouterr().err
+def test_a_plan_within_and_beyond_the_context(capsys):
+    """By default prompt and answer fill the model's context."""
+    assert main(["plan"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 x 1792 tokens" in out and not err
+    assert main(["plan", "--tokens", "1793"]) == 0
+    warning = "kvevict plan: warning: 1793 and 256 more tokens exceed the model's context of 2048"
+    assert capsys.readouterr().err.startswith(warning)
+
+
+def test_no_command_prints_the_commands(capsys):
+    assert main([]) == 2
+    assert "  demo  " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own, warned", [(False, True), (True, False)])
+def test_the_bundled_model_is_told(own, warned, tmp_path, capsys):
+    """Where it answers about a user's text."""
+    (tmp_path / "text").write_text("The code of Naislet is 364735. " * 9)
+    more = ["--model", save(tmp_path / "model")[0]] if own else []
+    words = ["generate", "--file", str(tmp_path / "text"), "--budget", "90", "--max-new-tokens", "2", *more, "Who?"]
+    assert main(words) == 0
+    assert ("the bundled model finds" in capsys.readouterr().err) == warned
 
 
 def test_version(capsys):

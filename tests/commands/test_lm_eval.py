@@ -174,7 +174,7 @@ def models():
 
 
 def local(name, records, folder, **changes):
-    """lm-eval's task with the records of a file per split in place of its download, as docs/usage.md gives them."""
+    """lm-eval's task with the records of a file per split in place of its download."""
     needed(name)
     for split, rows in records.items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

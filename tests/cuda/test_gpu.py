@@ -10,7 +10,8 @@ import pytest
 import ref
 import tiny
 import torch
-from helpers import Moved, held_of, i32, problem, same_bits
+from helpers import Moved, held_of, same_bits
+from problems import i32, problem
 
 import kvevict
 from kvevict import _ops as ops

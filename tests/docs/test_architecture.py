@@ -14,7 +14,7 @@ import kvevict
 from kvevict.engine.measure.quantities import per_head
 from kvevict.engine.slots.carried import join
 from kvevict.policy.policy import Policy, build
-from kvevict.policy.rows import AppendedRows, Part
+from kvevict.policy.rows import AppendedRows
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
 ENGINE = Path(kvevict.__file__).parent / "engine"
@@ -82,7 +82,6 @@ def example(request):
     (source,) = [each for each in snippets if request.param in each]
     names = dict(
         kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows,
-        Part=Part,
     )  # fmt: skip
     exec(compile(source, "docs/architecture.md", "exec"), names)
     yield names

@@ -1,5 +1,6 @@
 """The loop's own parts: a red test that is run again, marks of slow tests, the tests that a change touches."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -65,13 +66,13 @@ def test_a_long_list_of_flaky_tests_is_red(tmp_path):
 
 
 @pytest.mark.parametrize("code, found", [
-    ("import pytest\n@pytest.mark.slow\ndef test_a(): pass\ndef test_b(): pass", {"test_a"}),
-    ("import pytest\npytestmark = [pytest.mark.slow]\ndef test_a(): pass\ndef test_b(): pass", {"test_a", "test_b"}),
-    ("def test_a(): pass", set()),
+    ("import pytest\n@pytest.mark.slow\ndef test_a(): pass\ndef test_b(): pass", {"test_b"}),
+    ("import pytest\npytestmark = [pytest.mark.slow]\ndef test_a(): pass\ndef test_b(): pass", set()),
+    ("def test_a(): pass", {"test_a"}),
 ])  # fmt: skip
 def test_marks_of_slow_tests(code, found, tmp_path):
     (tmp_path / "test_x.py").write_text(code)
-    assert durations.marked(tmp_path / "test_x.py") == found
+    assert durations.unmarked(tmp_path / "test_x.py") == found
 
 
 def test_slow_tests_have_the_mark():
@@ -105,6 +106,49 @@ def test_what_a_change_touches(path, nearest, monkeypatch):
         assert touched.chosen_of([f"{nearest}::test_x", "tests/docs/nothing.py::test_y"]) == {f"{nearest}::test_x"}
     finally:
         touched.nearest.cache_clear()
+
+
+LOST = {  # what ends a worker, or keeps it from its end
+    "exits": "os._exit(3)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "hangs": "time.sleep(1000)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "leaves_its_pipe": "os.fork() and os.kill(os.getpid(), signal.SIGKILL) or time.sleep(40)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [("killed",), pytest.param([*LOST], marks=pytest.mark.nightly)])
+def test_a_lost_worker(ways, tmp_path):
+    """Its test fails by name; every other test is run, once, and pytest ends."""
+    (tmp_path / "conftest.py").write_text(
+        "import workers, xdist.workermanage\nworkers.GRACE = 10\nxdist.workermanage.NodeManager.EXIT_TIMEOUT = 1\n"
+        "pytest_plugins = ['workers']"
+    )
+    for way in ways:
+        tests = ["def test_before(): pass", f"def test_{way}(): {LOST[way]}", "def test_after(): pass"]
+        (tmp_path / f"test_{way}.py").write_text("\n".join(["import os, signal, time", *tests]))
+    (tmp_path / "test_green.py").write_text("def test_green(): pass")
+    options = [
+        "-q",
+        "-n2",
+        "--dist",
+        "loadfile",
+        "--timeout",
+        "3",
+        "--timeout-method",
+        "thread",
+        "-p",
+        "no:cacheprovider",
+    ]
+    with (tmp_path / "output").open("w+") as output:  # not a pipe, whose end a fork keeps
+        env = os.environ | dict(PYTHONPATH=str(touched.ROOT / "tests/lib"))
+        done = subprocess.run([sys.executable, "-m", "pytest", *options, tmp_path], stdout=output, env=env, timeout=300)
+        output.seek(0)
+        said = output.read()
+    assert done.returncode == 1 and f"{len(ways)} failed, {2 * len(ways) + 1} passed" in said
+    for way in ways:
+        assert re.search(rf"worker 'gw\d' crashed while running '.*test_{way}.py::test_{way}'", said)
 
 
 def test_no_test_module_imports_another():

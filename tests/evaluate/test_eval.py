@@ -35,7 +35,7 @@ def toy_ids(case):
 
 @pytest.mark.quick
 def test_full_and_aware_are_what_generate_gives(net, tmp_path):
-    lines = results(net, tmp_path / "r", policies=("tova", "take"), chunk_sizes=(None, 20), modes=("aware",))
+    lines = results(net, tmp_path / "r", policies=("tova", "take"), chunk_sizes=(None, 20), modes=("known",))
     assert [line["policy"] for line in lines] == 2 * ["full", "tova", "tova", "take", "take"]
     cases = list(toy(plan().groups(tokenizer())[0][1]))
     for line in lines:
@@ -56,7 +56,7 @@ def test_full_and_aware_are_what_generate_gives(net, tmp_path):
 
 def test_a_schedule_of_the_policy_s_own(net, tmp_path):
     policies = ("snapkv", "snapkv:schedule=chunk", "snapkv:schedule=prompt", "laq")
-    lines = results(net, tmp_path / "r", policies=policies, chunk_sizes=(20,), modes=("aware",), cases=1)
+    lines = results(net, tmp_path / "r", policies=policies, chunk_sizes=(20,), modes=("known",), cases=1)
     peaks = [line["peak_cache_bytes"] for line in lines[1:]]
     assert peaks[0] == peaks[1] < peaks[2] <= peaks[3]
     with pytest.raises(ValueError, match="a draft needs the whole prompt"):  # not that a chunk size is missing
@@ -65,7 +65,7 @@ def test_a_schedule_of_the_policy_s_own(net, tmp_path):
 
 def test_agnostic_compresses_the_context_and_keeps_the_question(net, tmp_path):
     """Against the unpatched model with the middle of its cache cut out: StreamingLLM keeps 4 sinks and the end."""
-    lines = results(net, tmp_path / "r", policies=("streaming",), modes=("agnostic",), cases=4)
+    lines = results(net, tmp_path / "r", policies=("streaming",), modes=("later",), cases=4)
     cases = list(toy(plan(cases=4).groups(tokenizer())[0][1]))
     for case, line in zip(cases, [line for line in lines if line["policy"] == "streaming"], strict=True):
         context, question = (torch.tensor([ids]) for ids in toy_ids(case))
@@ -98,8 +98,8 @@ def test_perplexity(net, tmp_path):
         same = line["budget"] != 16
         assert (abs(line["score"] - loss) < 1e-4) is same
         assert line["prompt_tokens"] == 40
-    aware, agnostic = (next(x for x in lines if x["mode"] == m and x["budget"] == 16) for m in ("aware", "agnostic"))
-    assert aware["score"] != agnostic["score"]  # five of the prompt's tokens are the question
+    known, later = (next(x for x in lines if x["mode"] == m and x["budget"] == 16) for m in ("known", "later"))
+    assert known["score"] != later["score"]  # five of the prompt's tokens are the question
 
 
 def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
@@ -114,8 +114,8 @@ def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
     lines = results(net, tmp_path / "r", policies=("knorm",), cases=1)
     question = toy_ids(next(toy(plan().groups(tokenizer())[0][1])))[1]
     assert len(lines[0]["response"]) == NEW
-    assert given["aware"] == lines[0]["response"]
-    assert given["agnostic"] == question + lines[0]["response"]
+    assert given["known"] == lines[0]["response"]
+    assert given["later"] == question + lines[0]["response"]
 
 
 def test_oracle(net, tmp_path):
@@ -131,11 +131,11 @@ def test_oracle(net, tmp_path):
     ("policy", "budget", "option", "value"),
     [
         ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
-        ("h2o/kvcf", 12, "recent", 6), ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
+        ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
     ],
 )  # fmt: skip
 def test_small_budgets_have_small_windows(net, tmp_path, policy, budget, option, value):
-    line = results(net, tmp_path / "r", policies=(policy,), budgets=(budget,), cases=1, modes=("aware",))[1]
+    line = results(net, tmp_path / "r", policies=(policy,), budgets=(budget,), cases=1, modes=("known",))[1]
     assert line["options"][option] == value
     assert line["kept"][0][0] <= (budget if isinstance(budget, int) else 30)
 
@@ -264,7 +264,7 @@ def test_other_settings_are_refused(net, tmp_path):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("dtype", torch.bfloat16), ("temperature", 0.7), ("observe", "question"), ("haystack", "HAYSTACK"), ("seeds", (1,)),
+    ("dtype", torch.bfloat16), ("temperature", 0.7), ("haystack", "HAYSTACK"), ("seeds", (1,)),
     ("lengths", (50,)), ("name", "another"),
 ])  # fmt: skip
 def test_every_setting_that_changes_numbers_is_one_of_the_file(net, tmp_path, name, value):
@@ -311,26 +311,26 @@ def test_intervals():
 
 def test_summary():
     full = [toy_task.line("full", s, id=i, depth=i % 2) for i, s in enumerate((1, 1, 1, 0))]
-    aware = [toy_task.line("take", s, "aware", i, 64, depth=i % 2) for i, s in enumerate((1, 0, 1))]
-    blind = [toy_task.line("take", s, "agnostic", i, 64, depth=i % 2) for i, s in enumerate((0, 0, 1, 0))]
-    got = summary.summarize(full + aware + blind)
+    known = [toy_task.line("take", s, "known", i, 64, depth=i % 2) for i, s in enumerate((1, 0, 1))]
+    blind = [toy_task.line("take", s, "later", i, 64, depth=i % 2) for i, s in enumerate((0, 0, 1, 0))]
+    got = summary.summarize(full + known + blind)
     take = got["take", 64, None]
     assert list(got) == [("full", None, None), ("take", 64, None)]
-    assert got["full", None, None]["toy", (), "aware"].mean == 0.75
-    assert take["toy", (), "aware"].mean == take["toy", (), "aware"].share == pytest.approx(2 / 3)  # of the same cases
-    assert take["toy", (), "agnostic"].share == pytest.approx(1 / 3)
-    assert take["toy", (), "agnostic"].cases == 4
-    by = summary.summarize(full + aware + blind, ("depth",))["take", 64, None]
+    assert got["full", None, None]["toy", (), "known"].mean == 0.75
+    assert take["toy", (), "known"].mean == take["toy", (), "known"].share == pytest.approx(2 / 3)  # of the same cases
+    assert take["toy", (), "later"].share == pytest.approx(1 / 3)
+    assert take["toy", (), "later"].cases == 4
+    by = summary.summarize(full + known + blind, ("depth",))["take", 64, None]
     assert {key[1:]: cell.mean for key, cell in by.items()} == {
-        ((0,), "aware"): 1, ((1,), "aware"): 0, ((0,), "agnostic"): 0.5, ((1,), "agnostic"): 0,
+        ((0,), "known"): 1, ((1,), "known"): 0, ((0,), "later"): 0.5, ((1,), "later"): 0,
     }  # fmt: skip
 
 
 def test_perplexity_in_tables():
     about = dict(task="text", metric="perplexity")
     full = [toy_task.line("full", s, id=i, **about) for i, s in enumerate((2.0, 3.0))]
-    lines = [toy_task.line("h2o", s, "aware", i, 8, **about) for i, s in enumerate((3.0, 3.2))]
-    cell = summary.summarize(full + lines)["h2o", 8, None]["text", (), "aware"]
+    lines = [toy_task.line("h2o", s, "known", i, 8, **about) for i, s in enumerate((3.0, 3.2))]
+    cell = summary.summarize(full + lines)["h2o", 8, None]["text", (), "known"]
     half = NORMAL * math.sqrt(0.02 / 2)  # variance of 3.0 and 3.2: 0.02
     assert (cell.mean, cell.low, cell.high) == pytest.approx([math.exp(3.1 + d) for d in (0, -half, half)])
     assert cell.share == pytest.approx(math.exp(2.5) / math.exp(3.1))
@@ -338,20 +338,21 @@ def test_perplexity_in_tables():
 
 def test_rendered():
     lines = [toy_task.line("full", 1, depth=0.5), toy_task.line("full", 1, task="other", depth=0.5)]
-    lines += [toy_task.line("take", 0, mode, budget=64, depth=0.5) for mode in ("aware", "agnostic")]
+    lines += [toy_task.line("take", 0, mode, budget=64, depth=0.5) for mode in ("known", "later")]
     text = table.render(lines).splitlines()[3:]
     assert text[0].split("  ")[0] == "policy"
     assert [word.strip() for word in text[0].split("  ") if word][-4:] == [
-        "toy, aware", "toy, agnostic", "other, aware", "other, agnostic",
+        "toy, known", "toy, later", "other, known", "other, later",
     ]  # fmt: skip
     assert text[2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%", "0.0", "[0,", "79]", "0%"]
-    marked = table.render(lines, ("depth",), markdown=True).splitlines()
-    assert [row for row in marked if "by depth" in row] == [
-        f"{task}, {mode}, by depth" for task in ("toy", "other") for mode in ("aware", "agnostic")
+    by_depth = table.render(lines, ("depth",)).splitlines()
+    assert [row for row in by_depth if "by depth" in row] == [
+        f"{task}, {mode}, by depth" for task in ("toy", "other") for mode in ("known", "later")
     ]  # fmt: skip
-    rows = [[word.strip() for word in row.split("|")[1:-1]] for row in marked if row.startswith("|")]
-    assert rows[0] == ["policy", "budget", "chunk", "0.5"]
-    assert rows[3] == ["take", "64", "whole", "0.0 [0, 79] 0%"]
+    at = next(n for n, row in enumerate(by_depth) if row.startswith("policy"))
+    assert by_depth[at].split() == ["policy", "budget", "chunk", "0.5"]
+    assert by_depth[at + 2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%"]
+    assert "read-twice" in text[-2] and "read-twice" not in table.render(lines[:3])  # no question came later
     assert table.render([]) == "no results yet"
 
 

@@ -37,7 +37,7 @@ def test_against_float64(tmp_path):
     """StreamingLLM keeps 4 sinks and the end, so its cache is the full one with the middle cut out."""
     net = tiny_model()
     net.lm_head.weight.data.mul_(20)
-    usual = dict(policies=("streaming",), budgets=(6,), modes=("aware",), cases=3)
+    usual = dict(policies=("streaming",), budgets=(6,), modes=("known",), cases=3)
     lines, same = results(net, tmp_path / "r", tasks=(TASK,), **usual), []
     full, kept = ([x for x in lines if (x["policy"] == "full") == whole] for whole in (True, False))
     for case, truth, found in zip(toy(plan(cases=3).groups(tokenizer())[0][1]), full, kept, strict=True):
@@ -99,7 +99,7 @@ def test_samples_have_the_right_shares(top_p, left):
 
 
 def test_runs_share_their_noise(net, tmp_path):
-    changes = dict(policies=("knorm",), budgets=(100,), temperature=1.0, seeds=(0, 1), cases=1, modes=("aware",))
+    changes = dict(policies=("knorm",), budgets=(100,), temperature=1.0, seeds=(0, 1), cases=1, modes=("known",))
     lines = results(net, tmp_path / "hot", **changes)
     greedy = results(net, tmp_path / "cold", **changes | dict(temperature=None))
     assert untimed(lines) == untimed(results(net, tmp_path / "again", **changes))
@@ -113,12 +113,12 @@ def test_runs_share_their_noise(net, tmp_path):
 
 
 def near(policy, score, same, id):
-    return line(policy, score, "aware", id, 16, TASK, FIDELITY) | dict(same=same)
+    return line(policy, score, "known", id, 16, TASK, FIDELITY) | dict(same=same)
 
 
 def test_cells_by_hand():
     lines = [near("take", 0.1, 1.0, 0), near("take", 0.3, 0.5, 1)]
-    cell = summary.summarize(lines)["take", 16, None][TASK, (), "aware"]
+    cell = summary.summarize(lines)["take", 16, None][TASK, (), "known"]
     assert (cell.mean, cell.error, cell.same, cell.same_error) == pytest.approx((0.2, 0.1, 0.75, 0.25))
     assert (cell.low, cell.high) == pytest.approx((0.2 - 0.1 * NORMAL, 0.2 + 0.1 * NORMAL))
     text = table.render(lines)
@@ -128,15 +128,15 @@ def test_cells_by_hand():
 
 def test_averages_by_hand():
     lines = [line("full", 1, id=i) for i in range(2)] + [line("full", 0.6, task="other"), near("take", 0.1, 1.0, 0)]
-    lines += [line("take", s, "aware", i, 16) for i, s in enumerate((0, 1))]
-    lines += [line("take", 0.3, "aware", 0, 16, "other"), line("h2o", 1, "aware", 0, 16)]
-    lines.append(line("take", 2.0, "aware", 0, 16, "text", "perplexity"))
-    means = summary.averages(summary.summarize(lines), "aware")
+    lines += [line("take", s, "known", i, 16) for i, s in enumerate((0, 1))]
+    lines += [line("take", 0.3, "known", 0, 16, "other"), line("h2o", 1, "known", 0, 16)]
+    lines.append(line("take", 2.0, "known", 0, 16, "text", "perplexity"))
+    means = summary.averages(summary.summarize(lines), "known")
     assert list(means) == [("full", None, None), ("take", 16, None)]
     assert means["full", None, None].mean == pytest.approx(0.8)
     assert (means["take", 16, None].mean, means["take", 16, None].share) == pytest.approx((0.4, 0.5))
     assert re.search(r"^take +16 +whole +40\.0 50% ", table.render(lines), re.MULTILINE)
-    assert not summary.averages(summary.summarize(lines[:2]), "aware")
+    assert not summary.averages(summary.summarize(lines[:2]), "known")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def toy_many(settings):
             yield Case("toy-many", id, context, asked, (answer,), "contains_any", 5, dict(text=text), likelihood=True)
 
 
-def lines_of(net, out, policies=("streaming", "kvzip"), modes=("agnostic",), batch_size=1, **changes):
+def lines_of(net, out, policies=("streaming", "kvzip"), modes=("later",), batch_size=1, **changes):
     usual = dict(budgets=(0.25,), chunk_sizes=(None, 32), modes=modes, cases=2)
     plan = Plan(("toy-many",), (80,), policies, **usual | changes)
     evaluate(net, tokenizer(), plan, out, batch_size=batch_size)
@@ -61,7 +61,7 @@ def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
     net, reads = tiny_model(family), Counter()
     real = run.read
     monkeypatch.setattr(run, "read", lambda *a: reads.update([a[3].policy]) or real(*a))
-    what = dict(policies=("streaming", "kvzip", "oracle"), modes=("aware", "agnostic"), chunk_sizes=(32,))
+    what = dict(policies=("streaming", "kvzip", "oracle"), modes=("known", "later"), chunk_sizes=(32,))
     shared = lines_of(net, tmp_path / "shared", **what)
     assert reads == dict(full=2, streaming=2, kvzip=2)
     monkeypatch.setattr(run, "reads_alone", lambda run: False)
@@ -208,20 +208,19 @@ def test_tables():
     full = [line("full", s, id=i, text=i // 2) | dict(nats=0.5) for i, s in enumerate((1, 1, 1, 0))]
     nats = (0.5, 0.7, 1.1, 1.3)
     cut = [
-        line("a", s, "agnostic", i, 0.25, text=i // 2) | dict(nats=n)
-        for i, (s, n) in enumerate(zip((1, 0, 1, 1), nats))
+        line("a", s, "later", i, 0.25, text=i // 2) | dict(nats=n) for i, (s, n) in enumerate(zip((1, 0, 1, 1), nats))
     ]
     worse = [x | dict(policy="b", score=0, nats=x["nats"] + 0.1) for x in cut]
     costs = dict(read_seconds=2.0, cache_bytes=2**20, peak_cache_bytes=3 * 2**20, ask_seconds=0.5, ask_bytes=512)
     lines = [x | costs for x in full + cut + worse]
-    cell = summary.summarize(lines)["a", 0.25, None]["toy", (), "agnostic"]
+    cell = summary.summarize(lines)["a", 0.25, None]["toy", (), "later"]
     assert (cell.counted, cell.cases, cell.mean) == (3, 4, pytest.approx(2 / 3))
     # Deviations from 0.4 are -0.4, -0.2, 0.2, 0.4: sums -0.6 and 0.6; t of one degree of freedom is 12.7062.
     assert (cell.dnll, cell.half) == pytest.approx((0.4, 12.7062 * math.sqrt(2 * 0.72) / 4), rel=1e-4)
     assert intervals.clustered([1.0, 3.0], "aa") == math.inf
     # Each value is a cluster: Student's interval.
     assert intervals.clustered([1.0, 2.0, 4.0], "abc") == pytest.approx(intervals.student([1.0, 2.0, 4.0]))
-    found = summary.differences(lines, ("a", None))["b", 0.25, None]["toy", (), "agnostic"]
+    found = summary.differences(lines, ("a", None))["b", 0.25, None]["toy", (), "later"]
     assert (found.score, found.nats, found.nats_half) == pytest.approx((-2 / 3, 0.1, 0))
     text = table.render(lines, against=("a", None))
     assert "66.7 [21, 94] of 3/4; +0.400 ±" in text and "-66.7 ±" in text
@@ -235,7 +234,7 @@ def test_the_command(tmp_path, capsys):
     net, out = tiny_model(), tmp_path / "r"
     net.save_pretrained(tmp_path / "m")
     tokenizer().save_pretrained(tmp_path / "m")
-    words = f"eval --model {tmp_path / 'm'} --out {out} --tasks toy-many --lengths 80 --cases 2 --mode agnostic"
+    words = f"eval --model {tmp_path / 'm'} --out {out} --tasks toy-many --lengths 80 --cases 2 --mode later"
     words += " --policies streaming knorm --shares 1/8 1/4 --chunk-size 32 --against knorm 32"
     assert main(words.split()) == 0
     told = capsys.readouterr().out

@@ -20,9 +20,6 @@ WORKED = [
     ("f1_line", "x", ["y", "x"], 1),
     ("f1_line", "red blue", ["red"], 2 / 3),
     ("f1_line", "\n\nred\nblue", ["red"], 1),  # the first line that is not empty
-    ("longeval", "The <REGISTER_CONTENT> in line 9 is <02416>.", ["2416"], 1),
-    ("longeval", "2416 or 17", ["2416"], 0),
-    ("longeval", "I forgot", ["2416"], 0),
 ]
 
 
@@ -34,5 +31,5 @@ def test_worked(name, prediction, answers, want):
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="longeval"):
-        METRICS.find("longevil")
+    with pytest.raises(ValueError, match="f1_line"):
+        METRICS.find("f1_lin")

@@ -21,9 +21,9 @@ QUANTILES = {9: 2.2622, 19: 2.0930, 39: 2.0227}  # Student's, two-sided 95 %, by
 @pytest.mark.parametrize("name", protocols.PROTOCOLS)
 def test_every_policy_is_one(name):
     """And both sides of a claim differ."""
-    plan = Plan((), (1024,), (), (64, 128), modes=("aware",), protocol=name)
+    plan = Plan((), (1024,), (), (64, 128), modes=("known",), protocol=name)
     assert plan.runs(layers=30)[0].policy == "full"
-    for claim, sides in protocols.pairs(name, (64, 128), "aware", 30, draft="folder"):
+    for claim, sides in protocols.pairs(name, (64, 128), "known", 30, draft="folder"):
         assert len(sides) == (claim.least <= 64) + (claim.least <= 128), claim
         assert all(better != than for better, than in sides), claim
 
@@ -31,27 +31,27 @@ def test_every_policy_is_one(name):
 def test_only_what_can_be_told_apart():
     """Of three layers a quarter and a half are one; 64 slots hold no probe of 64 tokens."""
     names = lambda **about: [claim.says for claim, _ in protocols.pairs("take", **about)]  # noqa: E731
-    many = names(budgets=(64, 128, 256), mode="aware", layers=30)
-    few = names(budgets=(64,), mode="aware", layers=3)
+    many = names(budgets=(64, 128, 256), mode="known", layers=30)
+    few = names(budgets=(64,), mode="known", layers=3)
     assert set(many) - set(few) == {
         "table 2: delay helps", "table 2: delay without probe neither helps nor harms",
         "figure 7: B_warmup of 20 B beats B", "figure 7: W = L/4 beats L/2",
         "ours: a probe of 64 tokens is about as good as one of 32",
         "ours: a probe of 128 tokens is about as good as one of 32",
     }  # fmt: skip
-    plans = {claim.says: sides for claim, sides in protocols.pairs("take", (64, 128, 256), "aware", 30)}
+    plans = {claim.says: sides for claim, sides in protocols.pairs("take", (64, 128, 256), "known", 30)}
     assert len(plans["ours: a probe of 64 tokens is about as good as one of 32"]) == 2
 
 
 def test_claims_of_drafts_need_one():
-    without, given = (protocols.runs("lookaheadkv", (64,), "aware", 4, None, draft) for draft in (None, "folder"))
+    without, given = (protocols.runs("lookaheadkv", (64,), "known", 4, None, draft) for draft in (None, "folder"))
     assert {run.policy for run in given} - {run.policy for run in without} == {
-        "speckv:draft_model=folder", "speckv/paper:draft_model=folder",
+        "speckv:draft_model=folder", "laq:n_d=32,window=32,draft_keys=true,draft_model=folder",
     }  # fmt: skip
 
 
 def test_an_adapter_is_named_to_all_that_read_it():
-    runs = protocols.runs("lookaheadkv", (64,), "aware", 4, "folder")
+    runs = protocols.runs("lookaheadkv", (64,), "known", 4, "folder")
     named = [run.policy for run in runs if "adapter=folder" in run.policy]
     assert named == ["lookahead:adapter=folder", "edie:rows=lookahead,adapter=folder"]
 
@@ -59,7 +59,7 @@ def test_an_adapter_is_named_to_all_that_read_it():
 def test_layers_are_those_that_evict(tmp_path):
     """Halves and quarters of Gemma 3 are of its layers with full attention."""
     net = tiny.model("gemma3")
-    plan = Plan(("toy",), (120,), (), (64,), modes=("aware",), cases=1, protocol="chunkkv")
+    plan = Plan(("toy",), (120,), (), (64,), modes=("known",), cases=1, protocol="chunkkv")
     evaluate(net, tokenizer(), plan, tmp_path / "lines.jsonl")
     settings, made = read(tmp_path / "lines.jsonl")
     evicts = families.layer_kinds(net.config).count(families.FULL_ATTENTION)
@@ -79,13 +79,13 @@ def test_interval_is_student_s(n):
 def lines(task, metric, scores):
     """scores: {(policy, budget): a number per case}"""
     return [dict(task=task, id=str(i), seed=0, policy=policy, budget=budget, chunk_size=None, score=score,
-                 metric=metric, mode=None if policy == "full" else "aware")
+                 metric=metric, mode=None if policy == "full" else "known")
             for (policy, budget), numbers in scores.items() for i, score in enumerate(numbers)]  # fmt: skip
 
 
 def told(scores, metric="exact", budgets=(64,), **options):
     claim = protocols.Claim("x", "a", "b", **options)
-    sides = [claim.runs(budget, "aware", {}) for budget in budgets]
+    sides = [claim.runs(budget, "known", {}) for budget in budgets]
     of = metric == "fidelity"
     found = claims.scores(lines("t", metric, scores), of)
     apart = claims.compared(found, sides, of)

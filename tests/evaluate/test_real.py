@@ -1,15 +1,10 @@
-"""What tokenizers of other models need: room for answers, one line, chat templates, windows that reach the question."""
-
-import dataclasses
+"""What tokenizers of other models need: room for answers, one line, chat templates."""
 
 import pytest
 import torch
-from tiny import byte_tokenizer, chat_tokenizer, save, scripted
+from tiny import byte_tokenizer, chat_tokenizer, scripted
 
-from kvevict.cli import main
-from kvevict.lab.analysis import compare
-from kvevict.lab.analysis import run as analysis
-from kvevict.lab.analysis.run import Prompt, encode, measure, observe
+from kvevict.lab.analysis.run import encode, measure
 from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
@@ -87,9 +82,7 @@ def test_a_template_without_a_system_turn():
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "task", ["needle", "facts", "multivalue", "tracking", "keyvalue", "longeval/lines", "ruler/niah_single_1"]
-)
+@pytest.mark.parametrize("task", ["needle", "facts", "multivalue", "tracking", "keyvalue", "ruler/niah_single_1"])
 def test_the_right_answer_has_room(task):
     settings = Settings(byte_tokenizer(), 3000, 2)
     for made in TASKS[task](settings):
@@ -118,94 +111,3 @@ def test_measured_answers_stop_too(net, policy, one_line):
 def test_empty_lines_do_not_end_an_answer():
     assert not line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42")["input_ids"])
     assert line_ended(byte_tokenizer(), byte_tokenizer()("\n\n 42\n")["input_ids"])
-
-
-# -- windows and probes -----------------------------------------------------------------------------------------------
-
-
-def test_rows_that_observe_by_hand():
-    prompt = Prompt([1] * 50, [2] * 12, suffix=5)
-    assert prompt.observed("question") == 12
-    assert prompt.observed(3) == 8
-
-
-@pytest.mark.parametrize(
-    ("policy", "named", "option", "want"),
-    [
-        (build("snapkv", budget=90), (), "window", 40),
-        (build("snapkv", budget=0.1), (), "window", 30),  # half of 60
-        (build("take", budget=90, chunk_size=36), (), "probe", 35),
-        (build("take", budget=90, probe=(-9, 0)), (), "probe", (-9, 0)),
-        (build("laq", budget=90), (), "window", 40),
-        (build("snapkv", budget=90, window=7), ("window",), "window", 7),
-    ],
-)
-def test_windows_named_by_the_question(policy, named, option, want):
-    assert getattr(observe(policy, 40, 600, named).rows, option) == want
-    assert observe(policy, 40, 600, named).score == policy.score
-
-
-def test_a_policy_without_a_window_stays():
-    for name in ("tova", "h2o", "streaming"):
-        assert observe(build(name, budget=90), 40, 600) == build(name, budget=90)
-
-
-def test_observe_in_eval(net, tmp_path):
-    plan = Plan(("scripted",), (40,), ("snapkv", "snapkv:window=3"), (80,), cases=1, observe=4)
-    evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
-    got = {(line["policy"], line["mode"]): line["options"]["window"] for line in read(tmp_path / "r")[1][1:]}
-    suffix = 2 + 2 + len(OPENING)  # two special tokens, each with a newline
-    assert got == {("snapkv", "aware"): 4 + suffix, ("snapkv", "agnostic"): 32, ("snapkv:window=3", "aware"): 3,
-                   ("snapkv:window=3", "agnostic"): 3}  # fmt: skip
-
-
-def test_a_probe_of_the_question(net, tmp_path):
-    policies = ("take:probe=question", "take", "snapkv:window=question")
-    plan = Plan(("scripted", "fidelity"), (80,), policies, (80,), (40,), cases=1)
-    evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
-    got = {
-        (line["task"], line["policy"], line["mode"]): line["options"].get("probe") or line["options"]["window"]
-        for line in read(tmp_path / "r")[1] if line["policy"] != "full"
-    }  # fmt: skip
-    asked = len("\n\nQuestion: What?") + 2 + 2 + len(OPENING)  # the chat template's suffix, too
-    for task, tokens in (("scripted", asked), ("fidelity", 32)):  # which asks nothing
-        got_here = {key[1:]: value for key, value in got.items() if key[0] == task}
-        assert got_here == {
-            (policies[0], "aware"): tokens, (policies[0], "agnostic"): 32, (policies[1], "aware"): 32,
-            (policies[1], "agnostic"): 32, (policies[2], "aware"): tokens, (policies[2], "agnostic"): 32,
-        }  # fmt: skip
-    with pytest.raises(ValueError, match="its rows have no window"):
-        dataclasses.replace(plan, policies=("take:window=question",)).runs()
-
-
-def test_observe_where_nothing_is_asked(net, tmp_path):
-    plan = Plan(("fidelity",), (80,), ("snapkv",), (80,), cases=1, observe="question")
-    evaluate(net, byte_tokenizer(), plan, tmp_path / "r")
-    assert {line["options"]["window"] for line in read(tmp_path / "r")[1][1:]} == {32}
-
-
-@pytest.mark.parametrize("name", ["demo", "generate", "inspect", "diagnose"])
-def test_observe_in_commands(name, tmp_path, monkeypatch):
-    folder, _ = save(tmp_path / "model", max_position_embeddings=1000)
-    seen, file = [], tmp_path / "text"
-    file.write_text("Some text. " * 20)
-    for module, function in ((analysis, "measure"), (compare, "left")):
-        real = getattr(module, function)
-
-        def spy(model, *args, real=real, **options):
-            seen.extend(arg.rows.window for arg in args if hasattr(arg, "rows"))
-            return real(model, *args, **options)
-
-        monkeypatch.setattr(module, function, spy)
-    words = ["--model", folder, "--budget", "100", "--observe", "question"]
-    words += ["--policy", "snapkv"] if name in ("generate", "inspect") else ["--policies", "snapkv"]
-    words += [] if name == "generate" else ["--out", str(tmp_path / "out")] if name != "diagnose" else []
-    words += ["--cases", "1"] if name == "demo" else ["--file", str(file), "--opening", "So", "Why not?"]
-    assert main([name, *words]) == 0
-    assert set(seen) == {50 if name == "demo" else len("\n\nWhy not?\nSo")}  # half the budget, or the question
-
-
-def test_observe_is_a_number_or_the_question(capsys):
-    with pytest.raises(SystemExit):
-        main(["eval", "--observe", "0"])
-    assert "'0' is not 'question', 'asked' or a number of rows" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""The tasks of made-up facts: a case is within its length, and its answer can be found by following its words."""
+"""The tasks of made-up facts: a case is within its length, and its answer can be found by following its words; and
+`perplexity`."""
 
+import random
 import re
 
 import pytest
@@ -66,3 +68,28 @@ def test_lines(tokenizer):
 def test_cases_depend_on_the_seed_alone(tokenizer, task):
     first = cases(tokenizer, task, count=2)
     assert first == cases(tokenizer, task, count=2) != cases(tokenizer, task, count=2, seed=6)
+
+
+class Words:
+    """A tokenizer of which every word with the white space before it is a token."""
+
+    def __init__(self):
+        self.ids = {}
+
+    def __call__(self, text, add_special_tokens=True, **kwargs):
+        assert not add_special_tokens  # a prompt's pieces are counted; the runner adds what is special
+        return {"input_ids": [self.ids.setdefault(w, len(self.ids)) for w in re.findall(r"\s*\S+|\s+$", text)]}
+
+
+def test_perplexity(tmp_path):
+    """The answer goes on where the context ends."""
+    rng = random.Random(3)
+    book = " ".join(f"Sentence {i} has {' '.join('many' for _ in range(rng.randint(1, 9)))} words." for i in range(900))
+    (tmp_path / "book.txt").write_text(book)
+    settings = Settings(Words(), 300, 4, haystack=tmp_path / "book.txt")
+    for case in TASKS["perplexity"](settings):
+        (answer,) = case.answers
+        assert case.question == "" and answer.startswith(" Sentence")
+        assert case.context + answer in f"{book} {book}"
+        assert 285 < settings.tokens(case.context) <= 300
+        assert 240 < case.new_tokens == settings.tokens(answer) < 275

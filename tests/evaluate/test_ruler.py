@@ -197,25 +197,6 @@ def test_fwe(settings):
                 assert abs(count - most_often / k**2) <= 1.25
 
 
-def test_wonderwords(tmp_path, settings):
-    """Keys and listed words come from the lists of `data`, in it or in its folder wonderwords."""
-    chosen = list(islice(words(random.Random()), 330))
-    for kind, some in (("noun", chosen[:110]), ("adjective", chosen[110:220]), ("verb", chosen[220:])):
-        (tmp_path / f"{kind}list.txt").write_text("\n".join(some) + "\n\n")
-    for case in cases("niah_multikey_2", replace(settings, data=tmp_path)):
-        for adjective, noun in re.findall(r"numbers for (\w+(?:-finished)?)-([\w-]+) is:", case.context):
-            assert noun in chosen[:110] and adjective in chosen[110:220]
-    (case,) = cases("cwe", replace(settings, data=tmp_path, cases=1))
-    assert set(listed(case.context.split("words.")[2])) <= set(chosen)
-    lists = os.path.join(SHARED, "eval/ruler")
-    if os.path.isdir(lists):
-        with open(os.path.join(lists, "wonderwords/nounlist.txt")) as file:
-            nouns = {line.strip() for line in file}
-        (case,) = cases("niah_single_1", replace(settings, data=lists, cases=1))
-        key = re.search(r"numbers for (.+) is: ", case.context)[1]
-        assert any(key.endswith("-" + noun) for noun in nouns)
-
-
 @pytest.mark.parametrize("name", [name for name in TOKENS if name != "fwe"])
 def test_too_short(name, settings):
     with pytest.raises(ValueError, match=r"^length: ") as error:
@@ -340,5 +321,3 @@ def test_growing():
 def test_words():
     chosen = list(islice(words(random.Random()), 3000))
     assert len(set(chosen)) == 3000 and all(re.fullmatch("[a-z-]+", word) for word in chosen)
-    some = ["x", "y", "z", "x"]
-    assert set(islice(words(random.Random(), some), 3)) == {"x", "y", "z"}

@@ -81,7 +81,8 @@ def test_a_policy_for_later_questions_reads_where_it_is_the_models(net, policy):
 
 
 def test_little_of_a_text_is_told(net):
-    """By `read`, under any policy, and by `generate` under one that does not know the question; once for a budget."""
+    """By `read`, under any policy, and by `generate` under one that neither needs the question nor evicts while it
+    decodes; once for a budget."""
     tokenizer, inputs = tiny.byte_tokenizer(), row(TEXT)
     said = "22% of the 267 tokens are kept, and answers about the rest are often wrong: give more slots"
     for policy in (None, "snapkv"):
@@ -89,7 +90,7 @@ def test_little_of_a_text_is_told(net):
         assert said in told(lambda policy=policy: kvevict.read(net, tokenizer, TEXT, policy, budget=60))[0]
         assert not told(lambda policy=policy: kvevict.read(net, tokenizer, TEXT, policy, budget=60))
         assert not told(lambda policy=policy: kvevict.read(net, tokenizer, TEXT, policy, budget=0.25))
-    for policy, warns in (("keydiff", True), ("read-twice", True), ("snapkv", False), ("take+edie", False)):
+    for policy, warns in dict(keydiff=True, kvzip=True, snapkv=False, streaming=False).items():
         kvevict.cautions._given.clear()
         with kvevict.evicting(net, policy, budget=60, tokenizer=False):
             found = told(lambda: net.generate(**inputs, max_new_tokens=2))

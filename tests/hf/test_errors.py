@@ -31,14 +31,13 @@ def model():
 NAMES = [
     (dict(policy="snapvk", budget=64), "unknown policy 'snapvk'.*did you mean 'snapkv'"),
     (dict(policy="streamingllm", budget=64), "did you mean 'streaming'"),
-    (dict(policy="take/noprobe", budget=64), "did you mean 'take/no-probe'"),
+    (dict(policy="take/edie", budget=64), "did you mean 'take\\+edie'"),
     (dict(policy="xxxxxxxx", budget=64), "known: .*h2o.*tova"),
     (dict(policy="", budget=64), "known: .*h2o.*tova"),
     (dict(policy="snapkv", budget=64, windw=16), "unknown option 'windw'.*did you mean 'window'"),
     (dict(policy="snapkv", budget=64, chunksize=16), "did you mean 'chunk_size'"),
     (dict(policy="h2o", budget=64, window=16), "unknown option 'window'"),
-    (dict(policy="take", budget=64, emaspace="aligned"), "did you mean 'ema_space'"),
-    (dict(policy="take", budget=64, ema_space="align"), "unknown ema_space 'align'.*did you mean 'aligned'"),
+    (dict(policy="take", budget=64, emaalpha=0.3), "did you mean 'ema_alpha'"),
     (dict(policy="snapkv", budget=64, pool="mean"), "unknown pool 'mean'"),
     (dict(policy="snapkv", budget=64, reduce="avg"), "unknown reduce 'avg'"),
     (dict(policy="snapkv", budget=64, schedule="chunks"), "unknown schedule 'chunks'.*did you mean 'chunk'"),
@@ -55,7 +54,7 @@ NUMBERS = [
     (dict(policy="take", budget=32), "budget >= 33"),
     (dict(policy="take", budget=6, probe=(10, 16)), "budget >= 7"),
     (dict(policy="h2o", budget=8, recent=8), "budget >= 9"),
-    (dict(policy="take:probe=16", budget=64), "give options by keyword, as in 'take', probe=16"),
+    (dict(policy="take:probe", budget=64), "policy option 'probe': write NAME"),
     (dict(policy="SnapKV", budget=64), "unknown policy 'SnapKV'; did you mean 'snapkv'"),
     (dict(policy="tova", budget=0), "budget must be at least 1, got 0"),
     (dict(policy="random", budget=-5), "budget must be at least 1, got -5"),
@@ -248,7 +247,17 @@ def test_prompt_within_the_budget(policy, options, length):
 
 
 @pytest.mark.parametrize(
-    "policy", ["take", "take/no-probe", "take/chunk-only", "snapkv", "h2o", "streaming", "tova", "keydiff"]
+    "policy",
+    [
+        "take",
+        "take:append=false",
+        "take:append=false,warmup_layers=none",
+        "snapkv",
+        "h2o",
+        "streaming",
+        "tova",
+        "keydiff",
+    ],
 )
 @pytest.mark.parametrize("length", [17, 18, 31, 32, 33])
 def test_prompt_just_over_the_budget(policy, length):

@@ -30,7 +30,7 @@ PRESETS = {
     "knorm": dict(budget=10, chunk_size=16),
     "keydiff": dict(budget=10, chunk_size=16),
     "take": dict(budget=10, probe=6, chunk_size=16),
-    "take/no-probe": dict(budget=10, probe=6, chunk_size=16),
+    "take:append=false": dict(budget=10, probe=6, chunk_size=16),
 }
 TAKE = dict(budget=16, probe=6, chunk_size=16)
 

@@ -160,7 +160,7 @@ def test_what_latents_are_chosen_by(latent, policy, score):
     ("knorm", {}), ("keydiff", {}), ("vatp", dict(sink=2, recent=4)), ("edie-exact", dict(window=4)),
     ("cake", dict(window=4)), ("h2o+caote", {}), ("edie+tada", dict(window=4)),
     ("laq", dict(window=4)), ("fastkv", dict(window=4)),
-    ("snapkv", dict(window=4, diagnose=True)), ("chunkkv+reuse", dict(window=4)), ("take", dict(probe=4)),
+    ("snapkv", dict(window=4, diagnose=True)), ("chunkkv:n_reuse=2", dict(window=4)), ("take", dict(probe=4)),
 ])  # fmt: skip
 def test_scores_of_latents(latent, policy, options):
     """Every kind of score has one number a slot, and every kind of choice one head."""

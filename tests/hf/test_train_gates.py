@@ -39,8 +39,7 @@ def test_labels_are_the_numbers_of_kvzip():
     torch.testing.assert_close(found[2][0], inputs[0][0, 4:48], rtol=0, atol=1e-5)
 
 
-class Ridge:
-    ridge, seed = 0.3, 0
+RIDGE = 0.3
 
 
 def test_ridge_is_the_minimum():
@@ -49,29 +48,28 @@ def test_ridge_is_the_minimum():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(200, 7, generator=generator) * torch.logspace(-1, 2, 7) + 5
     y = torch.randn(200, 3, generator=generator) + x[:, :3] / 10
-    whole, parted = (fits.Linear(Ridge) for _ in range(2))
-    whole.add(x, y, 0.0)
+    whole, parted = (fits.Fit(RIDGE) for _ in range(2))
+    whole.add(x, y)
     for rows in (slice(0, 1), slice(1, 90), slice(90, 200)):
-        parted.add(x[rows], y[rows], 0.0)
-    ((weight, bias),) = whole.affines()
-    for one, other in zip(*(fit.affines()[0] for fit in (whole, parted)), strict=True):
+        parted.add(x[rows], y[rows])
+    weight, bias = whole.affine()
+    for one, other in zip(*(fit.affine() for fit in (whole, parted)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     w, b = weight.double().requires_grad_(), bias.double().requires_grad_()
     variance = x.double().var(0, correction=0)
-    loss = (x.double() @ w.T + b - y).square().mean(0).sum() + Ridge.ridge * (variance * w.square()).sum()
+    loss = (x.double() @ w.T + b - y).square().mean(0).sum() + RIDGE * (variance * w.square()).sum()
     loss.backward()
     # Weights were rounded to float32: the gradient is that error times the second derivative.
     bound = 2.0**-22 * (x.double().square().mean() * weight.abs().sum() + y.abs().max()).item() * 7
     assert w.grad.abs().max() < bound * x.abs().max() and b.grad.abs().max() < bound
 
 
-@pytest.mark.quick(kind="linear")
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_learns_saves_and_evicts(kind, tmp_path):
+@pytest.mark.quick
+def test_learns_saves_and_evicts(tmp_path):
     made = model()
-    gates = kvevict.gates.train(made, TEXTS, tmp_path / "gates", kind=kind, held_out=2, **FAST)
+    gates = kvevict.gates.train(made, TEXTS, tmp_path / "gates", held_out=2, **FAST)
     config = json.loads((tmp_path / "gates" / "config.json").read_text())
-    assert config["kind"] == kind and config["pieces"] == 7  # of 44, 43 and 43 tokens a text
+    assert config["kind"] == "linear" and config["pieces"] == 7  # of 44, 43 and 43 tokens a text
     assert config["tokens"] == 2 * len(TEXTS[0]) + 44 and config["held_out"]["tokens"] == 2 * 43
     held = config["held_out"]
     assert held["r2"] <= 1 and held["r2_by_head"] <= 1 and set(held["recall"]) == {"0.125", "0.25", "0.5"}
@@ -86,22 +84,21 @@ def test_learns_saves_and_evicts(kind, tmp_path):
     assert sorted(path.name for path in (tmp_path / "gates").iterdir()) == ["config.json", "gates.safetensors"]
 
 
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_goes_on_where_it_was(kind, tmp_path, monkeypatch):
+def test_goes_on_where_it_was(tmp_path, monkeypatch):
     """Ended after a checkpoint and a piece more: the same bits as in one go."""
     made = model()
-    whole = kvevict.gates.train(made, TEXTS, tmp_path / "a", kind=kind, **FAST)
+    whole = kvevict.gates.train(made, TEXTS, tmp_path / "a", **FAST)
     monkeypatch.setattr(training, "MINUTE", 0)
     real, read = training.each_layer, []
     monkeypatch.setattr(training, "each_layer", lambda *a: read.append(0) or (real(*a) if len(read) < 5 else 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        kvevict.gates.train(made, TEXTS, tmp_path / "b", kind=kind, **FAST)
+        kvevict.gates.train(made, TEXTS, tmp_path / "b", **FAST)
     monkeypatch.setattr(training, "each_layer", lambda *a: read.append(0) or real(*a))
     with pytest.raises(ValueError, match=r"a training with ridge=0\.01"):
-        kvevict.gates.train(made, TEXTS, tmp_path / "b", kind=kind, ridge=0.5, **FAST)
+        kvevict.gates.train(made, TEXTS, tmp_path / "b", ridge=0.5, **FAST)
     with pytest.raises(ValueError, match="a training with data="):
-        kvevict.gates.train(made, TEXTS[1:], tmp_path / "b", kind=kind, **FAST)
-    parted = kvevict.gates.train(made, TEXTS, tmp_path / "b", kind=kind, **FAST)
+        kvevict.gates.train(made, TEXTS[1:], tmp_path / "b", **FAST)
+    parted = kvevict.gates.train(made, TEXTS, tmp_path / "b", **FAST)
     assert len(read) == 5 + 3
     for layer, affines in whole.layers.items():
         for one, other in zip(affines, parted.layers[layer], strict=True):
@@ -238,11 +235,9 @@ def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
     (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
     (dict(texts=[torch.zeros(20)]), "1-D token ids"),
     (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
-    (dict(kind="tree"), "unknown kind 'tree'"),
     (dict(label="snapkv"), "unknown label 'snapkv'"),
     (dict(length=5), "length must be at least 6"),
     (dict(ridge=-1), "ridge must be"),
-    (dict(kind="mlp", WORLD_SIZE="2"), "kind='mlp' takes one step after the other"),
     (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
 ])  # fmt: skip
 def test_refused(given, text, tmp_path, monkeypatch):

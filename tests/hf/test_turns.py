@@ -201,17 +201,17 @@ def test_layers_that_share_a_choice_must_hold_the_same_slots():
     net = kvevict.patch(model(), "snapkv", budget=20, window=4)
     cache = net(ids(1, 60)).past_key_values
     before = kept(cache)
-    for policy, more in (("take", dict(probe=5, chunk_size=20)), ("chunkkv+reuse", dict(window=4)), ("tova", {})):
+    for policy, more in (("take", dict(probe=5, chunk_size=20)), ("chunkkv:n_reuse=2", dict(window=4)), ("tova", {})):
         kvevict.patch(net, policy, budget=20, **more)
         with pytest.raises(ValueError, match="hold different slots; read the prompt again"):
             net(ids(1, 30, 2), past_key_values=cache)
         assert kept(cache) == before
 
 
-TAKES, LAYERS = {"take", "take/no-probe", "take+caote"}, {"tova", "chunkkv", "chunkkv/kvpress"}
-SHARED = {"take+chunkkv", "chunkkv+reuse", "streaming"}
-FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)  # the table of docs/usage.md
-FOLLOW |= {"take+chunkkv": SHARED, "chunkkv+reuse": SHARED - {"take+chunkkv"}}
+TAKES, LAYERS = {"take", "take:append=false", "take+caote"}, {"tova", "chunkkv", "chunkkv:exact=false"}
+SHARED = {"take+chunkkv", "chunkkv:n_reuse=2", "streaming"}
+FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)
+FOLLOW |= {"take+chunkkv": SHARED, "chunkkv:n_reuse=2": SHARED - {"take+chunkkv"}}
 
 
 def test_which_policies_may_follow_which():
@@ -239,7 +239,7 @@ def test_which_policies_may_follow_which():
 def test_a_reuse_group_that_keeps_everything_follows_no_other():
     """exact=False fills groups at different times: a follower must not take another group's choice."""
     options = dict(budget=40, window=8, n_reuse=2, decode=True, interval=1)
-    net = kvevict.patch(model(), "chunkkv/kvpress", **options)
+    net = kvevict.patch(model(), "chunkkv", c=20, exact=False, **options)
     cache = net(ids(1, 80)).past_key_values
     tokens_of(net, cache, ids(1, 1, 3), 30)
     held = kept(cache)

@@ -75,7 +75,7 @@ def per_layer(monkeypatch, decoding, policy, of=lambda cache: cache, **options):
     return {name: n / 4 / calls for name in found[8] if (n := found[8][name] - found[4][name])}
 
 
-@pytest.mark.parametrize("policy", ["take/no-delay", "snapkv", "adakv", "edie"])
+@pytest.mark.parametrize("policy", ["take:warmup_layers=none", "snapkv", "adakv", "edie"])
 def test_plain_decoding_waits_for_nothing(monkeypatch, policy):
     small = dict(probe=4) if policy.startswith("take") else dict(window=4)
     assert per_layer(monkeypatch, True, policy, budget=16, chunk_size=24, **small) == {}
@@ -84,7 +84,7 @@ def test_plain_decoding_waits_for_nothing(monkeypatch, policy):
 # The remaining waits by layer and evicting chunk (docs/performance.md). If heads compete: the number of the best slots,
 # in all and of each head. With "ada" also whether a head got more slots than it has.
 CHUNKED = {
-    "take/no-delay": (dict(probe=4), 0),
+    "take:warmup_layers=none": (dict(probe=4), 0),
     "snapkv": (dict(window=4), 0),
     "h2o": ({}, 0),
     "streaming": ({}, 0),

@@ -34,23 +34,22 @@ def write(path, seconds: dict) -> None:
     Path(path).write_text(HEAD + "".join(lines), encoding="utf-8")
 
 
-def marked(file: Path) -> set:
-    """Functions of a file with the mark `slow`; with it as the file's `pytestmark`, all."""
-    tree, found = ast.parse(file.read_text(encoding="utf-8")), set()
+def unmarked(file: Path) -> set:
+    """Functions of a file without the mark `slow`; none if it is the file's `pytestmark`."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     slow = lambda node: "pytest.mark.slow" in ast.unparse(node)  # noqa: E731
-    everything = any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and slow(node.value)
-                     for node in tree.body)  # fmt: skip
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and (everything or any(map(slow, node.decorator_list))):
-            found.add(node.name)
-    return found
+    if any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and slow(node.value)
+           for node in tree.body):  # fmt: skip
+        return set()
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {node.name for node in functions if not any(map(slow, node.decorator_list))}
 
 
 def main() -> int:
     wrong = []
     for test, (_, _, longest) in read().items():
         file, _, function = test.partition("::")
-        if longest > SLOW and (ROOT / file).is_file() and function.split("::")[-1] not in marked(ROOT / file):
+        if longest > SLOW and (ROOT / file).is_file() and function.split("::")[-1] in unmarked(ROOT / file):
             wrong.append(f"{test} takes {longest} s: mark it with @pytest.mark.slow, or make it faster")
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     return bool(wrong)

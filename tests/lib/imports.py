@@ -6,14 +6,9 @@ from pathlib import Path
 
 def imported(file: Path, text: str):
     """Names of the package that a file imports, as paths: ("kvevict", "engine", "evict", "choose"). `file` is relative
-    to the package; a file outside has only absolute imports. Imports under `if TYPE_CHECKING` do not run, and do not
-    count."""
-    folder, tree = file.parent.parts, ast.parse(text)
-    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    skipped = {id(node) for test in tests for node in test.body}
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    to the package; a file outside has only absolute imports. Imports under `if TYPE_CHECKING` count, too."""
+    folder = file.parent.parts
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names if _ours(alias.name))
         elif isinstance(node, ast.ImportFrom) and (node.level or _ours(node.module)):

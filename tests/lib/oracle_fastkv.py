@@ -10,7 +10,7 @@ from oracle import Row, Seen, _running
 
 
 class FastRow(Row):
-    def __init__(self, model, budget, near=0.0, tsp="half", tsp_len=2048, policy="fastkv", **options):
+    def __init__(self, model, policy, budget, near=0.0, tsp="half", tsp_len=2048, **options):
         super().__init__(model, policy, budget, near, **options)
         last = len(self.layers) - 1
         self.tsp = {"half": (last + 1) // 2 - 1, None: last}.get(tsp, tsp)

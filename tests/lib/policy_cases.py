@@ -80,13 +80,13 @@ def tokens(rows, seed):
     return [(torch.randperm(VOCAB - 3, generator=generator) + 3)[: sum(row)].split(row) for row in rows]
 
 
-def truth(made, policy, rows, /, **options):
-    """The first seed without a near-tie, and the oracle's (logits [T, V], positions) as [call][row]."""
+def truth(made, policy, rows, /, kind=oracle.Row, **options):
+    """The first seed without a near-tie, and the oracle's (logits [T, V], positions) as [call][row]. kind: a `Row`."""
     for seed in range(60):
         try:
             results = []
             for calls in tokens(rows, seed):
-                row = oracle.Row(made, policy, near=NEAR, **options)
+                row = kind(made, policy, near=NEAR, **options)
                 answers = ((row.step(t.item()) if len(t) == 1 and row.seen else row.read(t.tolist())) for t in calls)
                 results.append([(logits.view(-1, VOCAB), row.positions) for logits in answers])
             return seed, list(zip(*results, strict=True))
@@ -95,8 +95,9 @@ def truth(made, policy, rows, /, **options):
     raise AssertionError("60 seeds and every one has a near-tie")
 
 
-def ours(made, policy, rows, text, watch=None, /, **options):
-    """The same from kvevict: rows of a batch, their first calls padded at the left to the longest."""
+def ours(made, policy, rows, text, watch=None, /, last=False, **options):
+    """The same from kvevict: rows of a batch, their first calls padded at the left to the longest. last: the logits of
+    each call's last row alone."""
     data, longest = tokens(rows, text), max(row[0] for row in rows)
     pad = [longest - row[0] for row in rows]
     ids = torch.stack([torch.cat([torch.zeros(p, dtype=torch.long), *row]) for p, row in zip(pad, data)])
@@ -109,7 +110,7 @@ def ours(made, policy, rows, text, watch=None, /, **options):
             if any(pad):
                 inputs |= dict(attention_mask=mask[:, : at + length], position_ids=positions[:, at : at + length])
             at += length
-            out = made(**inputs, use_cache=True)
+            out = made(**inputs, use_cache=True, logits_to_keep=int(last))
             cache = out.past_key_values
             assert cache.get_seq_length() == at
             stored = kept(cache)
@@ -119,8 +120,9 @@ def ours(made, policy, rows, text, watch=None, /, **options):
                 check_report(report, cache, [sum(row[: call + 1]) for row in rows])
             if watch:
                 watch(call, cache)
+            padding = [0] * len(pad) if last or call else pad
             results.append([
-                (out.logits[b, p * (call == 0) :], [layer and layer[b] for layer in stored]) for b, p in enumerate(pad)
+                (out.logits[b, p:], [layer and layer[b] for layer in stored]) for b, p in enumerate(padding)
             ])  # fmt: skip
     return results
 
@@ -138,15 +140,17 @@ def check_report(report, cache, seen):
     assert cache.layers[report["positions"].index(layers[0])].seen.tolist() == seen
 
 
-def compare(made, policy, rows, watch=None, /, **options):
-    """Oracle and kvevict over conversations `rows` [row][call]; returns the oracle's results [call][row]."""
-    seed, want = truth(made, policy, rows, **options)
-    got = ours(made, policy, rows, seed, watch, **options)
+def compare(made, policy, rows, watch=None, /, kind=oracle.Row, **options):
+    """Oracle and kvevict over conversations `rows` [row][call]; returns the oracle's results [call][row]. Another kind
+    of oracle than `Row` may lack rows but the last."""
+    seed, want = truth(made, policy, rows, kind=kind, **options)
+    got = ours(made, policy, rows, seed, watch, last=kind is not oracle.Row, **options)
     for call, (theirs, mine) in enumerate(zip(want, got, strict=True)):
         for b, ((logits, positions), (our_logits, our_positions)) in enumerate(zip(theirs, mine, strict=True)):
             where = f"call {call}, row {b}, lengths {rows[b][: call + 1]}, seed {seed}"
             assert our_positions == positions, where
             scale = logits.abs().max().item()
+            logits = logits[len(logits) - len(our_logits) :]
             torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * scale, msg=lambda m: where + m)  # noqa: B023
     return want
 

@@ -7,6 +7,8 @@ import tokenizers
 import torch
 import transformers
 
+import kvevict
+
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 BASE = dict(
@@ -219,6 +221,11 @@ def streaming_sees(length, new, size, sink, budget):
         alive = [*alive, *range(start, end)]
         alive = alive[:sink] + alive[sink:][-(budget - sink) :]
     return mask
+
+
+def short_parts(tokens):
+    """LagKV's score with parts of so many tokens, in place of 128."""
+    return type("ShortParts", (kvevict.SCORES["lagkv"],), dict(lag=tokens))()
 
 
 def snapshot(model):

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from helpers import copied, i32, on_cpu, problem
+from helpers import on_cpu
+from problems import copied, i32, problem
 
 from kvevict import _ops as ops
 

@@ -2,19 +2,18 @@ import os
 import subprocess
 import sys
 
-import helpers
+import problems
 import pytest
 import ref
 import torch
-from helpers import DTYPES, ERRORS, FP32, INF, NAN, OUT, call, close, i32, opcheck, same_for_threads
+from helpers import ERRORS, FP32, OUT, call, close, opcheck, same_for_threads
 from op_cases.attend import check, fuzz, matrix, problem
+from problems import DTYPES, INF, NAN, i32, of_matrix
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype):
     check(matrix(case, dtype, T=17))
 
@@ -62,12 +61,12 @@ def test_rows_that_see_nothing(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", range(8))
 def test_matches_not_causal(case, dtype):
-    check(helpers.matrix(case, dtype, T=[1, 17, 40][case % 3], S=[33, 17, 5, 0][case % 4]))
+    check(problems.matrix(case, dtype, T=[1, 17, 40][case % 3], S=[33, 17, 5, 0][case % 4]))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_fuzz_not_causal(seed):
-    check(helpers.fuzz(seed))
+    check(problems.fuzz(seed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,7 +195,7 @@ def test_errors(wrong):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
     opcheck("attend", problem(11, dtype=dtype, sinks=True, first=[0, 2]))
-    opcheck("attend", helpers.problem(11, dtype=dtype, first=[0, 2]))
+    opcheck("attend", problems.problem(11, dtype=dtype, first=[0, 2]))
 
 
 @pytest.mark.slow

@@ -1,14 +1,13 @@
 import pytest
 import torch
-from helpers import DTYPES, ERRORS, call, copied, fuzz, i32, matrix, opcheck, problem, same_bits
+from helpers import ERRORS, call, opcheck, same_bits
 from op_cases.compact import DST, check, prepared
+from problems import DTYPES, copied, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype):
     check(prepared(matrix(case, dtype, T=17), case))
 

@@ -1,32 +1,14 @@
 import pytest
 import ref
 import torch
-from helpers import (
-    DTYPES,
-    ERRORS,
-    FP32,
-    NAN,
-    OUT,
-    call,
-    close,
-    copied,
-    fuzz,
-    guarded,
-    i32,
-    matrix,
-    opcheck,
-    problem,
-    same_bits,
-    same_for_threads,
-)
+from helpers import ERRORS, FP32, OUT, call, close, guarded, opcheck, same_bits, same_for_threads
 from op_cases.decode import SLOTS, check, forked, prepared, step
+from problems import DTYPES, NAN, copied, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype):
     check(prepared(matrix(case, dtype, T=1, first=0)))
 

@@ -1,32 +1,15 @@
 import pytest
 import ref
 import torch
-from helpers import (
-    DTYPES,
-    ERRORS,
-    FP32,
-    INF,
-    NAN,
-    alive_counts,
-    call,
-    fuzz,
-    held_of,
-    i32,
-    matrix,
-    opcheck,
-    problem,
-    same_bits,
-    same_for_threads,
-)
+from helpers import ERRORS, FP32, call, held_of, opcheck, same_bits, same_for_threads
 from op_cases.error import GROUP, KINDS, check, prepared
+from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype, kind):
     check(prepared(matrix(case, dtype, T=17), kind, causal=case % 2 == 0, seed=case))
 

@@ -1,15 +1,14 @@
 import pytest
 import ref
 import torch
-from helpers import DTYPES, ERRORS, call, fuzz, i32, matrix, on_cpu, opcheck, problem, same_bits, same_for_threads
+from helpers import ERRORS, call, on_cpu, opcheck, same_bits, same_for_threads
 from op_cases.kl import check, grads, prepared
+from problems import fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype):
     check(prepared(matrix(case, dtype, T=17), case, causal=case % 2 == 0))
 

@@ -1,16 +1,15 @@
 import pytest
 import torch
-from helpers import DTYPES, ERRORS, NAN, alive_counts, call, fuzz, i32, matrix, opcheck, problem, same_for_threads
+from helpers import ERRORS, call, opcheck, same_for_threads
 from op_cases.norm import check, prepared
+from problems import NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("of", "kv")
 @pytest.mark.parametrize("norm", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype, norm, of):
     check(prepared(matrix(case, dtype, T=17), of, norm))
 

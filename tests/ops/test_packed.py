@@ -4,30 +4,17 @@ stand for."""
 import random
 
 import helpers
+import problems
 import pytest
 import ref
 import torch
-from helpers import (
-    DTYPES,
-    INF,
-    NAN,
-    OUT,
-    call,
-    close,
-    copied,
-    fuzz,
-    i32,
-    matrix,
-    opcheck,
-    problem,
-    same_bits,
-    same_for_threads,
-)
+from helpers import OUT, call, close, opcheck, same_bits, same_for_threads
 from op_cases import attend, error, kl, norm, peak, quadratic, refine, score
 from op_cases.compact import DST
 from op_cases.compact import prepared as moving
 from op_cases.decode import SLOTS, forked
 from op_cases.decode import prepared as decoding
+from problems import DTYPES, INF, NAN, copied, fuzz, i32, matrix, problem
 
 from kvevict import _ops as ops
 
@@ -216,7 +203,7 @@ def test_many_blocks(dtype, kinds):
 def test_compact(dtype, kinds):
     """Stored rows move as they are; new ones, and stored ones as computed, are packed by their definition."""
     for seed in range(4):
-        plain = problem(seed, dtype=dtype, D=(64, 40, 128, 8)[seed], first=[0, 3], layout=helpers.LAYOUTS[seed])
+        plain = problem(seed, dtype=dtype, D=(64, 40, 128, 8)[seed], first=[0, 3], layout=problems.LAYOUTS[seed])
         for src in (pack(plain, kinds, seed, seed % 2 == 0), plain):
             p = moving(src, seed)
             p["dst_centre"] = pack(plain, kinds, seed, seed % 2 == 0)["held_centre"]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from helpers import call, problem, same_bits
+from helpers import call, same_bits
 from op_cases.compact import DST, prepared
 from op_cases.decode import SLOTS, forked, step
+from problems import problem
 
 from kvevict import _ops as ops
 

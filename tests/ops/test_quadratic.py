@@ -1,14 +1,13 @@
 import pytest
 import torch
-from helpers import DTYPES, ERRORS, FP32, NAN, alive_counts, call, fuzz, i32, matrix, opcheck, problem, same_for_threads
+from helpers import ERRORS, FP32, call, opcheck, same_for_threads
 from op_cases.quadratic import check, prepared
+from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype):
     check(prepared(matrix(case, dtype, T=17), "kv"[case // 2 % 2], case))
 

@@ -1,31 +1,15 @@
 import pytest
 import ref
 import torch
-from helpers import (
-    DTYPES,
-    ERRORS,
-    INF,
-    NAN,
-    alive_counts,
-    call,
-    fuzz,
-    held_of,
-    i32,
-    matrix,
-    opcheck,
-    problem,
-    same_bits,
-    same_for_threads,
-)
+from helpers import ERRORS, call, held_of, opcheck, same_bits, same_for_threads
 from op_cases.refine import FORMS, MOST, allowed, check, prepared
+from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
 @pytest.mark.parametrize("fast, squared", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype, fast, squared):
     check(prepared(matrix(case, dtype, T=17), case, fast=fast, squared=squared))
 

@@ -3,30 +3,14 @@ import itertools
 import pytest
 import ref
 import torch
-from helpers import (
-    DTYPES,
-    ERRORS,
-    FP32,
-    NAN,
-    alive_counts,
-    call,
-    close,
-    fuzz,
-    i32,
-    matrix,
-    opcheck,
-    problem,
-    same_bits,
-    same_for_threads,
-)
+from helpers import ERRORS, FP32, call, close, opcheck, same_bits, same_for_threads
 from op_cases.score import GROUP, REDUCE, TERM, check, prepared
+from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
 
 
-@pytest.mark.quick(case=0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(8))
+@of_matrix
 def test_matches(case, dtype):
     p = matrix(case, dtype, T=17)
     check(prepared(p, causal=case % 2 == 0, reduce=REDUCE[case % 3]))

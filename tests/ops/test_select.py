@@ -1,7 +1,8 @@
 import pytest
 import torch
-from helpers import ERRORS, INF, NAN, call, i32, opcheck, same_for_threads
+from helpers import ERRORS, call, opcheck, same_for_threads
 from op_cases.select import check, drawn
+from problems import INF, NAN, i32
 
 from kvevict import _ops as ops
 

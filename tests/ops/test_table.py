@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import copied, i32, named, on_cpu, problem
+from helpers import named, on_cpu
+from problems import copied, i32, problem
 
 from kvevict import _native
 from kvevict import _ops as ops

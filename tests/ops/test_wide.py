@@ -1,7 +1,7 @@
 """Heads wider than 256, which the CPU's kernels take: the ops' own tests, run again at such dimensions, so that the
 modules of tests are imported."""
 
-import helpers
+import problems
 import pytest
 import test_attend
 import test_compact
@@ -14,7 +14,7 @@ import test_quadratic
 import test_refine
 import test_score
 import torch
-from helpers import DTYPES
+from problems import DTYPES
 
 from kvevict import _ops as ops
 
@@ -32,7 +32,7 @@ MATCHES = {
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("op", MATCHES)
 def test_matches(op, case, dtype, monkeypatch):
-    monkeypatch.setattr(helpers, "DIMS", [264, 384, 440, 512])
+    monkeypatch.setattr(problems, "DIMS", [264, 384, 440, 512])
     MATCHES[op](case, dtype)
 
 

@@ -105,7 +105,7 @@ def test_plan(tmp_path, capsys):
 
 
 def test_eval(model):
-    run = Run("snapkv", "64KiB", 64, "agnostic")
+    run = Run("snapkv", "64KiB", 64, "later")
     policy = policy_for(run, 300, (), model=model)
     assert (policy.budget, policy.rows.window) == (32, 16)  # at most half of the budget
     assert policy_for(run, 300, ()).budget == "64KiB"

@@ -11,8 +11,9 @@ import pytest
 import tiny
 import torch
 from caches import kept
+from choices import CHUNKED
 from fuzzing import one_in
-from policy_cases import VOCAB, Slots, model, ours, read, tokens
+from policy_cases import VOCAB, Slots, model, ours, read, tokens, truth
 from tiny import snapshot
 
 import kvevict
@@ -287,6 +288,16 @@ def task():
     kvevict.history("test").__init__()
 
 
+def test_errors_give_shares(task):
+    """Slots in proportion to a history; a layer without errors keeps its window alone."""
+    chosen, past = dict(**CHUNKED, window=4, heads="flat"), kvevict.history(task)
+    for errors in ([1.0, 3.0, 0.5, 2.0], [1.0, 0.0, 0.0, 50.0], [0.0] * 4):
+        past.frozen, past.contexts, past.errors = True, 1, errors
+        seed, (((_, want),),) = truth(model(), "snapkv", [[61]], **chosen, errors=errors)
+        (((_, got),),) = ours(model(), "snapkv", [[61]], seed, layers="tada", task=task, **chosen)
+        assert got == want
+
+
 def errors_in_float64(made, ids, window, until="attention"):
     """sum of the last `window` rows' attention to earlier slots, mean over the group, times the mean of
     1 - cos(R, R + O) over those rows, per full-attention layer."""
@@ -513,6 +524,13 @@ def legal(name, rows, given):
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
         or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
     )
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_part_is_in_the_matrix(kind):
+    registry, _ = PARTS[kind]
+    elsewhere = {"lookahead", "gate"}  # test_lookahead.py and test_gates.py have these
+    assert in_matrix(kind) == {*registry} - elsewhere
 
 
 @pytest.mark.parametrize("name", SCORES)

@@ -88,7 +88,7 @@ def window_score(a, w, kernel, pool, heads, reduce="sum"):
 @pytest.mark.parametrize("name, w, kernel, pool, options", [
     ("snapkv", 32, 7, "max", {}),  # the LongBench configurations
     ("snapkv", 32, 5, "avg", dict(kernel=5, pool="avg")),  # the code's defaults
-    ("snapkv/kvcf", 8, 7, "max", {}),
+    ("snapkv", 8, 7, "max", dict(window=8)),
 ])  # fmt: skip
 def test_snapkv(seed, heads, name, w, kernel, pool, options):
     """FasterDecoding/SnapKV, and KVCache-Factory's runner: the best C - w past slots of each head, and the window."""
@@ -237,7 +237,7 @@ def test_h2o_of_kvcache_factory(seed, heads):
         score = a[:, :, :-8].sum(1).unflatten(0, (heads, -1)).mean(1)
         return with_window([best(row, 24) for row in score], a.shape[2], 8)
 
-    check(seed, heads, 90, source, "h2o/kvcf", budget=32, decode=False)
+    check(seed, heads, 90, source, "h2o", budget=32, recent=8, decode=False)
 
 
 @any_seed
@@ -255,6 +255,9 @@ def test_tova(seed, heads):
         check_steps(seed, heads, length, 8, lambda: choose, "tova", budget=16)
 
 
+KVPRESS = "window=64,kernel=5,pool=avg,reduce=mean"
+
+
 # -- kvpress ----------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +272,7 @@ def test_kvpress_snapkv(seed):
     def source(a, k, v):
         return [best(row, 100) for row in kvpress_score(a)]
 
-    check(seed, 2, 180, source, "snapkv/kvpress", budget=100)
+    check(seed, 2, 180, source, f"snapkv:{KVPRESS}", budget=100)
 
 
 @any_seed
@@ -283,7 +286,7 @@ def test_kvpress_chunkkv(seed, length, runs):
         kept = [i for run in best(means, runs) for i in range(20 * run, min(20 * run + 20, length))]
         return [kept] * 2
 
-    check(seed, 2, length, source, "chunkkv/kvpress", budget=20 * runs - 16)
+    check(seed, 2, length, source, f"chunkkv:{KVPRESS},c=20,exact=false", budget=20 * runs - 16)
 
 
 @any_seed
@@ -299,18 +302,18 @@ def test_kvpress_adakv(seed, safe):
         kept = best(score.flatten(), 2 * b)
         return [[i - head * n for i in kept if i // n == head] for head in range(2)]
 
-    want, got = compare(seed, 2, n, source, "adakv/kvpress", budget=b, f=safe)
+    want, got = compare(seed, 2, n, source, f"adakv:{KVPRESS},floor=all", budget=b, f=safe)
     assert got == want and any(len(x) != len(y) for x, y in got)
     assert safe < 0.9 or any(90 in map(len, layer) for layer in got)
 
 
 @any_seed
-@pytest.mark.parametrize("name", ["knorm", "keydiff", "keydiff/kvpress"])
+@pytest.mark.parametrize("name", ["knorm", "keydiff", "keydiff:unit=true"])
 def test_kvpress_controls(seed, name):
     """Its KeyDiff takes the mean of keys scaled to length 1: METHODS' of the keys as they are."""
 
     def source(a, k, v):
-        mean = (F.normalize(k, dim=-1) if name == "keydiff/kvpress" else k).mean(1, keepdim=True)
+        mean = (F.normalize(k, dim=-1) if name == "keydiff:unit=true" else k).mean(1, keepdim=True)
         score = -k.norm(dim=-1) if name == "knorm" else -F.cosine_similarity(k, mean, dim=-1)
         return [best(row, 30) for row in score]
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import tiny
 import torch
+from choices import DRAFT, DRAFTS
 from policy_cases import VOCAB, alone_and_batched, compare, model, ours, tokens
 
 import kvevict
@@ -13,20 +14,7 @@ from kvevict.engine.hook.installed import patch_of
 from kvevict.patch import is_patched
 from kvevict.policy import Policy, build
 
-DRAFT = tiny.model("llama", vocab_size=VOCAB, seed=3, num_hidden_layers=2, hidden_size=32, head_dim=16)
-SMALL = dict(n_d=4, window=3, kernel=5)
-POLICIES = {
-    "laq": SMALL,
-    "laq, no prompt rows": dict(n_d=5, window=0, pool="avg"),
-    "laq, drafted keys": SMALL | dict(draft_keys=True),
-    "laq, drafted keys, no prompt rows": dict(n_d=6, window=0, draft_keys=True),
-    "laq, paper": dict(n_d=6, window=4, draft_keys=True),
-    "speckv": SMALL | dict(draft_model=DRAFT),
-    "speckv, one row": dict(n_d=1, window=1, draft_model=DRAFT),
-    "speckv, drafted keys": dict(n_d=6, window=0, draft_keys=True, draft_model=DRAFT),
-    "laq, by another": dict(n_d=6, window=4, draft_keys=True, draft_model=DRAFT),
-}
-ITSELF = [name for name, chosen in POLICIES.items() if name.startswith("laq") and "draft_model" not in chosen]
+ITSELF = [name for name, chosen in DRAFTS.items() if name.startswith("laq") and "draft_model" not in chosen]
 GEOMETRIES = {
     "whole": dict(budget=16),
     "fraction": dict(budget=0.4),
@@ -34,11 +22,11 @@ GEOMETRIES = {
     "chunks, evict at the end": dict(budget=16, chunk_size=13, schedule="prompt"),
     "chunks": dict(budget=16, chunk_size=12),
 }
-any_policy = pytest.mark.parametrize("name", POLICIES)
+any_policy = pytest.mark.parametrize("name", DRAFTS)
 
 
 def options(name, **more):
-    chosen = POLICIES[name] | more
+    chosen = DRAFTS[name] | more
     if name in ITSELF and "chunk_size" in chosen:
         chosen["schedule"] = "prompt"  # the oracle needs it named
     return name.split(",")[0], chosen
@@ -133,7 +121,7 @@ def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
 
 
 def test_rows_keep_what_they_keep_alone():
-    for name in POLICIES:
+    for name in DRAFTS:
         policy, chosen = options(name, budget=16)
         alone_and_batched(policy, **chosen)
 
@@ -150,7 +138,7 @@ def runs(module):
 @pytest.mark.parametrize("name", ["laq", "speckv"])
 def test_nothing_is_drafted_for_a_prompt_within_the_budget(name):
     policy, chosen = options(name, budget=16)
-    for length, drafted in ((16, 0), (17, SMALL["n_d"])):
+    for length, drafted in ((16, 0), (17, DRAFTS[name]["n_d"])):
         calls, hook = runs(model().lm_head if name == "laq" else DRAFT)
         ours(model(), policy, [[length]], 0, **chosen)
         hook.remove()

@@ -4,56 +4,20 @@ import pytest
 import tiny
 import torch
 from caches import kept
-from policy_cases import BUDGET, CHUNK, VOCAB, compare, compare_in_chunks, model, tokens
+from choices import CHUNKED
+from policy_cases import BUDGET, VOCAB, compare, model, tokens
 
 import kvevict
 from kvevict.engine.measure import moments
 from kvevict.engine.watch.meter import allocated_bytes
 from kvevict.policy import build
 
-CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
-CHOICES = {
-    "expected": {},
-    "expected, no sink": dict(eps=0.0, sink=0, heads="equal"),
-    "expected, flat": dict(heads="flat", sink=6),
-    "expected, pool": dict(heads="flat", layers="pool"),
-    "expected, carried": dict(carry="max", heads="equal"),
-    "expected, wait": dict(warmup_layers=3, warmup_budget=22),
-}  # "preset, remark": options
-any_choice = pytest.mark.parametrize("name", CHOICES)
-
-
-def options(name, **more):
-    return name.split(",")[0], more | CHOICES[name]
-
-
 # -- against the oracle ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in CHOICES if name != "expected, carried"])
-def test_chunks(name):
-    policy, chosen = options(name, **CHUNKED)
-    compare_in_chunks(policy, **chosen)
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-def test_groups_of(heads):
-    compare(model(num_key_value_heads=heads), "expected", [[39]], budget=BUDGET)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
-def test_other_families(family):
-    """Query norms, fused projections, partial and scaled rotation, another scale."""
-    compare(model(family), "expected", [[40, 1, 1]], **CHUNKED)
 
 
 def test_turns_and_decoding():
     """Queries of all prompts count, of decoded tokens none."""
     compare(model(), "expected", [[1, 1, 30, *[1] * 6, 25, 1, 1]], decode=True, interval=2, **CHUNKED)
-
-
-def test_padded_rows():
-    compare(model(), "expected", [[41, 1, 14], [26, 1, 14], [2, 1, 14]], **CHUNKED)
 
 
 # -- statistics -----------------------------------------------------------------------------------------------------

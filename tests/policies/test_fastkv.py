@@ -4,13 +4,13 @@ import copy
 import dataclasses
 import itertools
 
-import oracle
+import policy_cases
 import pytest
 import tiny
 import torch
 from caches import kept
 from oracle_fastkv import FastRow
-from policy_cases import NEAR, VOCAB, check_report, model, tokens
+from policy_cases import VOCAB, model, tokens, truth
 from tiny import snapshot
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
@@ -29,59 +29,10 @@ def no_grad():
         yield
 
 
-def truth(made, rows, /, **options):
-    """The first seed without a near-tie, and the oracle's (next token's logits, positions) as [call][row]."""
-    for seed in range(60):
-        try:
-            results = []
-            for calls in tokens(rows, seed):
-                row = FastRow(made, near=NEAR, **options)
-                answers = ((row.step(t.item()) if len(t) == 1 and row.seen else row.read(t.tolist())) for t in calls)
-                results.append([(logits.view(-1, VOCAB)[-1], row.positions) for logits in answers])
-            return seed, list(zip(*results, strict=True))
-        except oracle.NearTie:
-            continue
-    raise AssertionError("60 seeds and every one has a near-tie")
-
-
-def ours(made, rows, seed, /, policy="fastkv", **options):
-    """The same from kvevict: rows of a batch, their first calls padded at the left to the longest."""
-    data, longest = tokens(rows, seed), max(row[0] for row in rows)
-    pad = [longest - row[0] for row in rows]
-    ids = torch.stack([torch.cat([torch.zeros(p, dtype=torch.long), *row]) for p, row in zip(pad, data)])
-    mask = (torch.arange(ids.shape[1]) >= torch.tensor(pad)[:, None]).long()
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    results, cache, at = [], None, 0
-    with kvevict.evicting(made, policy, **options):
-        for call, length in enumerate([longest, *rows[0][1:]]):
-            part = slice(at, at + length)
-            at += length
-            out = made(
-                ids[:, part], attention_mask=mask[:, :at], position_ids=positions[:, part], past_key_values=cache,
-                logits_to_keep=1,
-            )  # fmt: skip
-            cache = out.past_key_values
-            assert [layer.get_seq_length() for layer in cache.layers] == [at] * len(cache.layers)
-            stored = kept(cache)
-            if length > 1 or call == 0:
-                report = kvevict.report(made, positions=True)
-                assert report["positions"] == stored
-                check_report(report, cache, [sum(row[: call + 1]) for row in rows])
-            results.append([(out.logits[b, -1], [layer[b] for layer in stored]) for b in range(len(rows))])
-    return results
-
-
-def compare(made, rows, /, **options):
+def compare(made, rows, /, policy="fastkv", **options):
     """Oracle and kvevict over conversations `rows` [row][call]; returns the oracle's positions [call][row]."""
-    options = options if "policy" in options else dict(window=W) | options
-    seed, want = truth(made, rows, **options)
-    got = ours(made, rows, seed, **options)
-    for call, (theirs, mine) in enumerate(zip(want, got, strict=True)):
-        for b, ((logits, positions), (our_logits, our_positions)) in enumerate(zip(theirs, mine, strict=True)):
-            where = f"call {call}, row {b}, lengths {rows[b][: call + 1]}, seed {seed}"
-            assert our_positions == positions, where
-            error = (our_logits.double() - logits).abs().max() / logits.abs().max()
-            assert error < 1e-5, where
+    options = dict(window=W) | options if policy == "fastkv" else options
+    want = policy_cases.compare(made, policy, rows, kind=FastRow, **options)
     return [[positions for _, positions in call] for call in want]
 
 
@@ -104,7 +55,7 @@ def entering(made):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral"])
 def test_the_oracle_that_drops_nothing_is_the_unpatched_model(family):
     made, ids = model(family), tokens([[40]], 0)[0][0]
-    row = FastRow(made, 1000, chunk_size=12)
+    row = FastRow(made, "fastkv", 1000, chunk_size=12)
     logits = torch.cat([row.read(ids[:30].tolist()), *(row.step(t)[None] for t in ids[30:].tolist())])
     torch.testing.assert_close(made(ids[None], use_cache=False).logits[0].double(), logits, rtol=0, atol=1e-5)
 
@@ -139,7 +90,7 @@ def test_read(geometry, n):
 HALVES = {
     "share": dict(tsp_len=0.5),
     "as few as can be": dict(tsp_len=0.1),
-    "number": dict(tsp_len=14, sink=2),
+    "number": dict(tsp_len=14, keep_first=2),
     "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19),
     "in one pass": dict(chunk_size=None, tsp_len=0.4),
 }
@@ -198,9 +149,9 @@ def test_other_choices(given):
 def test_tada_measures_what_the_layers_read():
     made, history = model(), kvevict.history("fastkv")
     history.reset()
-    seed, _ = truth(made, [[61]], budget=16, tsp_len=20, window=W, heads="flat")
+    seed, _ = truth(made, "fastkv", [[61]], kind=FastRow, budget=16, tsp_len=20, window=W, heads="flat")
     (ids,) = tokens([[61]], seed)[0]
-    row = FastRow(made, 16, tsp_len=20, window=W, heads="flat", measure=True)
+    row = FastRow(made, "fastkv", 16, tsp_len=20, window=W, heads="flat", measure=True)
     row.read(ids.tolist())
     given = dict(budget=16, tsp_len=20, window=W, heads="flat", layers="tada", cd="layer", task="fastkv")
     with kvevict.evicting(made, "fastkv", **given):
@@ -258,7 +209,7 @@ def test_what_is_kept_and_what_goes_on_are_the_source_s():
 def test_first_tokens_that_are_always_kept_go_on(policy, first, pad):
     """Whatever they score, also where columns are padding; of a score that keeps none they may be lost."""
     made, inputs = tiny.model(num_hidden_layers=6), tiny.prompt(1, 61, pad=(pad,))
-    given = dict(knorm={}, edie=dict(window=8, sink=4)).get(policy, dict(probe=8))
+    given = dict(knorm={}, edie=dict(window=8, keep_first=4)).get(policy, dict(probe=8))
     with kvevict.evicting(made, policy, budget=24, chunk_size=20, tsp_len=18, tsp=2, **given):
         made(**inputs, logits_to_keep=1)
         positions = kvevict.report(made, positions=True)["positions"]
@@ -372,21 +323,15 @@ def test_room_is_made_for_what_a_layer_reads():
     (dict(budget=20, tsp_len=15, chunk_size=40, warmup_layers="half", warmup_budget=30), 130),
 ], ids=str)  # fmt: skip
 def test_plan(given, n, monkeypatch):
-    """Slots to the byte, and FLOPs of linear layers, attention and scores as counted."""
-    made, policy, counted = tiny.shared(), build("fastkv", **given), {"attend": 0, "score": 0}
-    attend, score = kvevict._ops.attend, kvevict._ops.score
+    """Slots to the byte, and FLOPs of linear layers and attention as counted."""
+    made, policy, counted = tiny.shared(), build("fastkv", **given), {"attend": 0}
+    attend = kvevict._ops.attend
 
     def attend_counted(q, held, k, *more, **options):
         counted["attend"] += 2 * int((q.shape[2] * (q.shape[2] + 1) // 2 + q.shape[2] * held.len).sum())
         return attend(q, held, k, *more, **options)
 
-    def score_counted(q, row_first, held, k, *more, **options):
-        rows, n = q.shape[2], held.len + k.shape[2]
-        counted["score"] += 2 * int((rows * n - rows * (rows - 1) // 2).sum())
-        return score(q, row_first, held, k, *more, **options)
-
     monkeypatch.setattr(kvevict._ops, "attend", attend_counted)
-    monkeypatch.setattr(kvevict._ops, "score", score_counted)
     with kvevict.evicting(made, policy), FlopCounterMode(display=False) as counter:
         made(tiny.prompt(2, n)["input_ids"], logits_to_keep=1)
         report = kvevict.report(made)
@@ -395,7 +340,6 @@ def test_plan(given, n, monkeypatch):
     products = {str(op).removeprefix("aten."): n for op, n in counter.get_flop_counts()["Global"].items()}
     assert want["flops"]["linear"] == products["mm"]
     assert want["flops"]["attention"] == 4 * 32 * counted["attend"]
-    assert want["flops"]["evict"] == 2 * 32 * counted["score"] > 0
 
 
 def test_plan_of_a_large_model():
@@ -488,7 +432,7 @@ def test_crop_takes_back_only_what_was_decoded():
     (dict(n_reuse=2), "n_reuse=1 or tsp=None"), (dict(tsp_len=8), "tsp_len must be at least 9"),
     (dict(tsp=-1), "tsp must be at least 0"), (dict(tsp="all"), "tsp must be a whole number"),
     (dict(tsp_len=20.0), r"tsp_len=20.0 is not a share in \(0, 1\)"),
-    (dict(tsp_len="half"), "tsp_len must be a whole number"), (dict(reduce="min"), "unknown reduce 'min'"),
+    (dict(tsp_len="half"), "tsp_len must be a whole number"),
     (dict(kernel=4), "kernel must be odd"), (dict(budget=8), "budget >= 9"),
 ], ids=str)  # fmt: skip
 def test_refused_policies(given, text):

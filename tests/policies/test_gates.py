@@ -8,6 +8,7 @@ import tiny
 import torch
 import zoo
 from caches import kept
+from choices import GATES
 from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, tokens
 from untrained import written
 
@@ -18,24 +19,13 @@ from kvevict.families import find_decoder
 from kvevict.policy import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK, recent=2)
-CHOICES = {
-    "gate": {},
-    "gate, few kept": dict(sink=0, recent=0, least=0),
-    "gate, per layer": dict(layers="uniform"),
-    "gate, per head": dict(layers="uniform", heads="equal"),
-    "gate, pyramid": dict(layers="pyramid", beta=3, heads="ada"),
-    "gate, reuse": dict(layers="uniform", n_reuse=2),
-    "gate, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
-    "gate, caote": dict(layers="uniform", refine="caote"),
-}  # "preset, remark": options
-any_choice = pytest.mark.parametrize("name", CHOICES)
 
 
 @pytest.fixture
 def options(tmp_path):
     def chosen(name, made=None, kind="linear", **more):
         folder = written(tmp_path / "gates", made or model(), kind)
-        return name.split(",")[0], dict(gates=folder) | CHUNKED | CHOICES[name] | more
+        return name.split(",")[0], dict(gates=folder) | CHUNKED | GATES[name] | more
 
     return chosen
 
@@ -44,7 +34,7 @@ def options(tmp_path):
 
 
 @pytest.mark.quick(name="gate, few kept")
-@any_choice
+@pytest.mark.parametrize("name", GATES)
 def test_chunks_turns_and_padding(name, options):
     """A token has one number: in whatever chunk it is read, decoded, in a row with padding, in a later turn."""
     policy, chosen = options(name)

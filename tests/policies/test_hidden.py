@@ -8,7 +8,8 @@ import tiny
 import torch
 import zoo
 from caches import kept
-from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, compare_in_chunks, model, tokens
+from choices import CHUNKED, options
+from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, model, tokens
 
 import kvevict
 from kvevict.answer import room_of, within_positions
@@ -16,23 +17,6 @@ from kvevict.engine.slots.carried import join
 from kvevict.policy import build
 from kvevict.prompts import ids_of
 
-CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
-CHOICES = {
-    "kvzip": {},
-    "kvzip, told": dict(instruction=(5, 9), sink=2),
-    "kvzip, anew": dict(carry="none"),
-    "kvzip, largest": dict(carry="max"),
-    "kvzip, least": dict(least=9),
-    "kvzip, no least": dict(least=0, sink=0),
-    "kvzip, per layer": dict(layers="uniform"),
-    "kvzip, per head": dict(layers="uniform", heads="equal"),
-    "kvzip, pyramid": dict(layers="pyramid", beta=3),
-    "kvzip, reuse": dict(layers="uniform", n_reuse=2),
-    "kvzip, wait": dict(layers="uniform", warmup_layers=3, warmup_budget=22),
-    "read-twice": {},
-    "kvzip+": {},
-    "kvzip+, per head": dict(layers="uniform", heads="equal", instruction=(5, 9), carry="max"),
-}  # "preset, remark": options
 WHOLE = {
     "kvzip": dict(part=20),
     "kvzip, told": dict(instruction=(5, 9), sink=2, part=25),
@@ -45,32 +29,14 @@ WHOLE = {
     "kvzip, wait": dict(layers="uniform", warmup_layers=3, part=24),
     "kvzip+": dict(part=20),
 }  # "preset, remark": options
-any_choice = pytest.mark.parametrize("name", CHOICES)
 any_whole = pytest.mark.parametrize("name", WHOLE)
-
-
-def options(name, **more):
-    return name.split(",")[0], more | CHOICES[name]
 
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
 
 
-@any_choice
-def test_chunks(name):
-    policy, chosen = options(name, **CHUNKED)
-    compare_in_chunks(policy, **chosen)
-
-
-@any_choice
-def test_whole_prompt(name):
-    """Read twice, then cut once."""
-    policy, chosen = options(name, budget=BUDGET, chunk_size=80)
-    compare(model(), policy, [[53]], **chosen)
-
-
 def whole(name, **more):
-    return name.split(",")[0], more | dict(schedule="prompt", budget=BUDGET) | WHOLE[name]
+    return options(WHOLE, name, schedule="prompt", budget=BUDGET, **more)
 
 
 @any_whole
@@ -99,33 +65,6 @@ def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
     policy, chosen = whole(name, chunk_size=CHUNK)
     compare(model(family), policy, [[41, 1, 23], [27, 1, 23], [5, 1, 23]], **chosen)
-
-
-@pytest.mark.parametrize("name", ["kvzip", "kvzip, per head", "kvzip+"])
-@pytest.mark.parametrize("heads", [1, 4])
-def test_groups_of(name, heads):
-    policy, chosen = options(name, **CHUNKED)
-    compare(model(num_key_value_heads=heads), policy, [[39]], **chosen)
-
-
-@any_choice
-def test_fractions_and_turns(name):
-    """Slots that were decoded have no number until the next chunk is repeated."""
-    policy, chosen = options(name, budget=0.4, chunk_size=14)
-    compare(model(), policy, [[47, 1, 1, 1, 21, 1]], **chosen)
-
-
-@any_choice
-def test_padded_rows(name):
-    policy, chosen = options(name, **CHUNKED)
-    compare(model(), policy, [[41, 1, 14], [26, 1, 14], [10, 1, 14]], **chosen)
-
-
-@pytest.mark.parametrize("name", ["kvzip", "kvzip+"])
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
-def test_other_families(family, name):
-    policy, chosen = options(name, **CHUNKED)
-    compare(model(family), policy, [[40, 1, 1]], **chosen)
 
 
 # -- by hand --------------------------------------------------------------------------------------------------------
@@ -278,7 +217,6 @@ def test_the_plan_counts_a_whole_prompt_and_its_parts():
     taken = list(Layers(policy, 60, 4, 2).chunks())
     assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 27), (0, 27), (0, 12)]
     assert [sum(each.kept) for each in taken[-3:]] == [4 * 60, 4 * 60, 4 * BUDGET] and taken[-1].peak == 4 * 60
-    assert [sum(len(layer) for layer in each.parts) for each in taken] == [0] * 5 + [4] * 3
 
 
 def test_the_plan_counts_one_ranking():
@@ -288,7 +226,6 @@ def test_the_plan_counts_one_ranking():
     taken = list(Layers(build("kvzip", budget=BUDGET, chunk_size=CHUNK), 60, 4, 2).chunks())
     assert [each.peak for each in taken[2:]] == [4 * (BUDGET + CHUNK)] * 3
     assert {sum(each.kept) for each in taken[1:]} == {4 * BUDGET}
-    assert all(part.rows == CHUNK for each in taken for layer in each.parts for part in layer)
 
 
 @pytest.mark.parametrize("chosen, text", [

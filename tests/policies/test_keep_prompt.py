@@ -3,33 +3,16 @@
 import pytest
 import torch
 from caches import kept
+from choices import ANSWERS
 from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens
 
 import kvevict
 from kvevict.policy import Policy, build
 
 DECODED = dict(budget=BUDGET, chunk_size=CHUNK, decode=True, keep_prompt=True)
-POLICIES = {
-    "streaming": {},
-    "h2o": {},
-    "tova": {},
-    "snapkv": dict(window=4),
-    "adakv": dict(window=4),
-    "edie": dict(window=4),
-    "defensive": dict(window=4),
-    "vatp": dict(sink=2, recent=2),
-    "chunkkv": dict(window=4, c=3),
-    "adakv, critical": dict(window=4, refine="critical"),
-    "h2o+caote": {},
-    "take": dict(probe=5),
-    "expected": {},
-    "pyramidkv": dict(window=4),
-    "tri": dict(sink=2),
-    "rkv": dict(window=4),
-}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.drawn(8)
 def test_against_the_oracle(name, interval):
@@ -40,7 +23,7 @@ def test_against_the_oracle(name, interval):
         most.append(max(int(layer.counts.sum()) for layer in cache.layers))
 
     rows = [[29, *[1] * 22, 13, *[1] * 20], [11, *[1] * 22, 13, *[1] * 20]]
-    compare(model(), name.split(",")[0], rows, watch, **DECODED | dict(interval=interval), **POLICIES[name])
+    compare(model(), name.split(",")[0], rows, watch, **DECODED | dict(interval=interval), **ANSWERS[name])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
@@ -48,7 +31,7 @@ def test_against_the_oracle(name, interval):
 def test_scores_for_long_answers(name, family):
     """Against the papers' formulas: prompts in one pass and in chunks, turns, padded rows, partial rotation."""
     rows = [[29, *[1] * 16, 13, *[1] * 10], [9, *[1] * 16, 13, *[1] * 10]]
-    own = dict(budget=BUDGET, interval=3, **POLICIES[name])
+    own = dict(budget=BUDGET, interval=3, **ANSWERS[name])
     compare(model(family), name, rows, **own)
     compare(model(family), name, rows[:1], chunk_size=CHUNK, keep_prompt=name == "rkv", **own)
 

@@ -251,9 +251,9 @@ def test_a_large_bias_of_keys_is_the_centre_s():
 
 POLICIES = {
     "take+edie": {}, "h2o": dict(decode=True), "tova": {}, "kvzip": {}, "knorm": {}, "keydiff": {},
-    "lagkv": dict(lag=16), "expected": {}, "compactor": {}, "rkv": dict(decode=True, interval=2), "tri": {},
-    "laq": {}, "cake": {},
-    "snapkv+caote": {}, "fastkv": dict(tsp_len=40), "edie+tada/chunked": {}, "defensive": {},
+    "lagkv": dict(score=tiny.short_parts(16)), "expected": {}, "compactor": {}, "tri": {},
+    "rkv": dict(decode=True, interval=2), "laq": {}, "cake": {},
+    "snapkv+caote": {}, "fastkv": dict(tsp_len=40), "edie+tada": dict(own=True), "defensive": {},
     "snapkv": dict(diagnose=True),
 }  # fmt: skip
 
@@ -511,6 +511,6 @@ def test_commands(tmp_path, capsys):
 
 
 def test_a_server_s_slots():
-    policies = Policies("snapkv", "kvzip", 512, kv="int8")
+    policies = Policies(Options(policy="snapkv", unasked="kvzip", kv="int8"))
     assert {policies.of({}, each)[0].kv for each in (True, False)} == {"int8"}
     assert Options().kv == "model"

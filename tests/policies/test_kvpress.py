@@ -1,4 +1,4 @@
-"""The presets named after kvpress keep the positions that kvpress keeps, both with their defaults.
+"""Policies by kvpress' defaults keep the positions that kvpress keeps.
 
 kvpress needs an older Transformers than our oldest, so it needs a separate environment:
 
@@ -31,21 +31,25 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="set KVPRESS_PYTHON to a Pyth
 
 def budget(name, length, ratio):
     """Slots that stay by kvpress' rounding."""
-    if name != "chunkkv/kvpress":
+    if name != "chunkkv":
         return int(length * (1 - ratio))
     runs = -(-length // RUN)
     return RUN * int(runs * (1 - ratio)) - (RUN * runs - length)  # the last, short run is in the window
 
 
-EXPECTED = {  # options to get kvpress' defaults without a preset
-    "expected": dict(heads="equal", eps=0.0),
-    "expected, ada": dict(floor="all"),
+WINDOW = "window=64,kernel=5,pool=avg,reduce=mean"
+DEFAULTS = {  # kvpress' name: the same in a text
+    "snapkv": f"snapkv:{WINDOW}",
+    "chunkkv": f"chunkkv:{WINDOW},c=20,exact=false",
+    "adakv": f"adakv:{WINDOW},floor=all",
+    "keydiff": "keydiff:unit=true",
+    "expected": "expected:heads=equal,eps=0.0",
+    "expected, ada": "expected:floor=all",
 }
-ATTENTION = ["snapkv/kvpress", "chunkkv/kvpress", "adakv/kvpress"]
-NAMES = {
-    "llama": [*ATTENTION, "knorm", "keydiff/kvpress", "streaming", *EXPECTED],
+CASES = {
+    "llama": [*DEFAULTS.items(), ("knorm", "knorm"), ("streaming", "streaming")],
     # Keys of qwen3 are of one length, so both keydiffs have the same mean.
-    "qwen3": [*ATTENTION, *EXPECTED, "keydiff/kvpress", "keydiff"],
+    "qwen3": [*DEFAULTS.items(), ("keydiff", "keydiff")],
 }
 
 
@@ -53,11 +57,11 @@ LENGTHS = ((224, 0.25), (204, 0.4), (164, 0.3))
 KVZIP = dict(schedule="prompt", instruction=TOLD)
 POOLED = KVZIP | dict(least=0)
 ZAP = dict(layers="uniform", schedule="prompt", sink=0, recent=0)
-CRITICAL = dict(refine="critical", window=64)
+CRITICAL = dict(refine="critical")
 PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
     # Half of the slots hold the window, and no head gets less than twice what it has for sure.
-    "critical": ("snapkv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
-    "criticalada": ("adakv/kvpress", CRITICAL, ((224, 0.25), (264, 0.4))),
+    "critical": (DEFAULTS["snapkv"], CRITICAL, ((224, 0.25), (264, 0.4))),
+    "criticalada": (DEFAULTS["adakv"], CRITICAL, ((224, 0.25), (264, 0.4))),
     # Each head keeps its best; or heads of a layer compete.
     "kvzap-linear": ("gate", ZAP | dict(heads="equal"), LENGTHS),
     "kvzap-mlp": ("gate", ZAP | dict(heads="equal"), LENGTHS),
@@ -75,7 +79,7 @@ PARTS = {  # beside kvpress' name: preset, options, lengths and ratios
 }
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", CASES)
 def test_same_positions(family, tmp_path):
     made, cases = model(family), []
     made.save_pretrained(tmp_path)
@@ -83,8 +87,8 @@ def test_same_positions(family, tmp_path):
         published(tmp_path / f"kvzap-{kind}", made, kind, torch.float32)
         kvevict.gates.convert(tmp_path / f"kvzap-{kind}", made, tmp_path / f"gates-{kind}")
     torch.save(sketch(32), tmp_path / "sketch.pt")
-    table = {name: (name.split(",")[0], EXPECTED.get(name, {}), LENGTHS) for name in NAMES[family]} | PARTS
-    for press, (name, options, lengths) in table.items():
+    table = [(press, (text, {}, LENGTHS)) for press, text in CASES[family]] + [*PARTS.items()]
+    for press, (name, options, lengths) in table:
         for length, ratio in lengths:
             own = dict(blend=ratio) if press == "compactor" else {}
             if name == "gate":
@@ -94,7 +98,7 @@ def test_same_positions(family, tmp_path):
             ((_, got),) = ours(made, name, [[length]], seed, **options)[0]
             assert got == want
             cases.append((press, ratio, tokens([[length]], seed)[0][0].tolist(), got))
-    asks = [(name.split("/")[0], ratio, ids) for name, ratio, ids, _ in cases]
+    asks = [(press, ratio, ids) for press, ratio, ids, _ in cases]
     (tmp_path / "asks.json").write_text(json.dumps(asks))
     script = pathlib.Path(__file__).parents[1] / "lib/parity_kvpress.py"
     subprocess.run([PYTHON, "-I", script, tmp_path], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})

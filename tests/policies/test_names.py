@@ -1,7 +1,9 @@
 """Names: parts of one's own, and what is said of wrong ones."""
 
 import json
+import re
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ from kvevict.policy.scores import SCORES
         ("take", dict(alpha=0.32), "unknown option 'alpha'; did you mean 'ema_alpha'"),
         ("snapkv", dict(refinement="caote"), "unknown option 'refinement'; did you mean 'refine'"),
         ("snapkv", dict(error="caote"), "unknown option 'error'; known: .*refine"),
-        ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*ema_space"),
+        ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*ema_alpha"),
+        ("take+edie", dict(window=8), r"'window': it is of rows='drafted', 'window'; rows='probe' has .*, probe$"),
+        ("h2o", dict(c=3), "'c': it is of select='chunk'; select='token' has none"),
         ("vatp", dict(base="snapkv"), "unknown option 'base'; known: .*score"),
     ],
 )
@@ -43,6 +47,31 @@ def test_other_libraries_names_are_not_ours():
     own = {f.name for part in [Policy, *(p for r, _ in PARTS.values() for p in r.values())] for f in fields(part)}
     assert not own & peers.NAMES.keys()
     assert {said.partition("=")[0] for said in peers.NAMES.values()} <= own
+
+
+def test_what_is_gone_says_what_to_write():
+    """As an error of an unknown name; docs/migrating.md has a row of each."""
+    page = (Path(__file__).parents[2] / "docs/migrating.md").read_text("utf-8")
+    for name, text in peers.PRESETS.items():
+        with pytest.raises(ValueError, match=re.escape(f"unknown policy {name!r}; write {text!r}")):
+            build(name, budget=300)
+        build(text.replace("FOLDER", "/a/folder"), budget=300)
+        assert f"| `{name}` | `{text}` |" in page
+    for name, now in peers.OPTIONS.items():
+        with pytest.raises(ValueError, match=re.escape(f"unknown option {name!r}; {now}")):
+            build("paasvn", budget=300, **{name: 1})
+        assert f"| option `{name}` | {now} |" in page
+    with pytest.raises(ValueError, match="unknown option of snapkv 'sink'; write keep_first="):
+        Policy.from_json('{"score": {"name": "snapkv", "sink": 4}}')
+
+
+def test_a_text_is_a_policy():
+    """Keywords win over it."""
+    text = "snapkv:window=8,budget=64,layers=pyramid"
+    assert build(text) == build("snapkv", window=8, budget=64, layers="pyramid")
+    assert build(text, window=9, budget=70, chunk_size=99) == build("pyramidkv", window=9, budget=70, chunk_size=99)
+    with pytest.raises(ValueError, match="unknown policy 'snapv'; did you mean 'snapkv'"):
+        build("snapv:window=8", budget=64)
 
 
 def test_a_policy_s_first_argument_is_its_score():
@@ -72,6 +101,11 @@ def test_no_option_has_two_meanings():
                 seen.setdefault(field.name, set()).add(kind)
     policy = {f.name for f in fields(Policy)}
     assert {name for name, kinds in seen.items() if len(kinds) > 1 or name in policy} == {"per_head"}
+    made = build(
+        "snapkv", budget=64, window=8, layers="pyramid", beta=5, heads="ada", floor="max", select="chunk", c=3,
+        per_head=True,
+    )  # fmt: skip
+    assert (made.rows.window, made.layers.beta, made.heads.floor, made.select.c) == (8, 5, "max", 3)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +120,8 @@ def test_no_option_has_two_meanings():
         ("h2o", dict(rows="drafted"), "sums over every chunk"),
         ("snapkv", dict(rows="none"), "rows='none' has no queries"),
         ("snapkv", dict(rows="probe", window=8), "unknown option 'window'"),
-        ("snapkv", dict(group="median"), "unknown group 'median'"),
-        ("snapkv", dict(sink=-1), "sink must be at least 0"),
+        ("snapkv", dict(reduce="median"), "unknown reduce 'median'"),
+        ("streaming", dict(sink=-1), "sink must be at least 0"),
         ("snapkv", dict(rows="drafted", draft_model=None), "needs a smaller model"),
         ("laq", dict(tsp=1), "a draft comes after all layers"),
     ],
@@ -133,9 +167,9 @@ def test_rows_of_one_s_own():
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "edie", "take", "cake", "paasvn"])
-def test_sink_keeps_the_first_slots(policy):
+def test_keep_first_keeps_the_first_slots(policy):
     model = tiny.model()
-    kvevict.patch(model, policy, budget=20, sink=3, **(dict(probe=4) if policy == "take" else dict(window=4)))
+    kvevict.patch(model, policy, budget=20, keep_first=3, **(dict(probe=4) if policy == "take" else dict(window=4)))
     tiny.generate(model, tiny.prompt(1, 60), new=1)
     for layer in kvevict.report(model, positions=True)["positions"]:
         assert all(head[:3] == [0, 1, 2] for head in layer[0])

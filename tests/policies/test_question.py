@@ -33,11 +33,11 @@ from kvevict.turns import Turns
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
 ASKED = "When is the lantern lit?"
 MORE = "Answer in one short sentence. Do not explain how you found it, and do not repeat it."
-PRESETS = {"take": {}, "take+edie": dict(kernel=5, sink=2), "take+chunkkv": dict(c=3)}
+PRESETS = {"take": {}, "take+edie": dict(kernel=5, keep_first=2), "take+chunkkv": dict(c=3)}
 CHOICES = [
     *PRESETS.items(),
-    ("take+edie", dict(kernel=5, sink=2, heads="ada")),
-    ("take+edie", dict(kernel=5, sink=0, heads="flat")),
+    ("take+edie", dict(kernel=5, keep_first=2, heads="ada")),
+    ("take+edie", dict(kernel=5, keep_first=0, heads="flat")),
 ]
 MEASURED = [(name, dict(rows="probe")) for name in ("edie-exact", "snapkv", "defensive")]
 MEASURED += [("take+caote", {}), ("take+edie", dict(kernel=5, weight="all"))]
@@ -68,22 +68,39 @@ def tokenizer(request):
 # -- against the oracle ---------------------------------------------------------------------------------------------
 
 
-def truth(name, lengths, spans, ending=PROBE, **options):
-    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. A span in the second
-    half of its prompt begins a request; one in the first stands before the text."""
+def truth(name, lengths, asked, **options):
+    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. asked: each row's
+    options."""
     for seed in range(60):
         try:
             results = []
-            for (ids,), span in zip(tokens([[n] for n in lengths], seed), spans, strict=True):
-                rest = -(span[0] % -len(ids)) if span[0] else len(ids)
-                request, before = ((rest,), None) if rest <= len(ids) // 2 else ((), (*span, True))
-                asked = dict(probe=span, ending=ending, request=request, before=before)
-                row = oracle.Row(model(), name, near=NEAR, **asked, **options)
+            for (ids,), own in zip(tokens([[n] for n in lengths], seed), asked, strict=True):
+                row = oracle.Row(model(), name, near=NEAR, **own, **options)
                 results.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
             return seed, results
         except oracle.NearTie:
             continue
     raise AssertionError("60 seeds and every one has a near-tie")
+
+
+def spans_of(lengths, spans, ending=PROBE, **more):
+    """The oracle's options of each row's span. One in the second half of its prompt begins a request; one in the first
+    stands before the text."""
+    for n, span in zip(lengths, spans, strict=True):
+        rest = -(span[0] % -n) if span[0] else n
+        request, before = ((rest,), None) if rest <= n // 2 else ((), (*span, True))
+        yield dict(probe=span, ending=ending, request=request, before=before, **more)
+
+
+def check(name, lengths, question, asked, probe=PROBE, **chosen):
+    """Rows with this question keep what the oracle keeps; returns ours, (logits, positions) of each row."""
+    seed, want = truth(name, lengths, [*asked], **chosen)
+    with question:
+        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=probe)
+    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
+        assert our_positions == positions
+        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    return got
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 64])
@@ -92,46 +109,30 @@ def test_a_span_of_each_row(name, chunk):
     """Of other lengths, and at either end of a prompt; rows with fewer tokens are padded."""
     lengths, spans = [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)]
     chosen = dict(budget=BUDGET, chunk_size=chunk) | PRESETS[name]
-    seed, want = truth(name, lengths, spans, **chosen)
-    with kvevict.observing(spans):
-        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=PROBE)
-    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
-        assert our_positions == positions
-        scale = logits.abs().max().item()
-        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * scale)
+    check(name, lengths, kvevict.observing(spans), spans_of(lengths, spans), **chosen)
 
 
 @pytest.mark.parametrize("chunk", [16, 64, None])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_span_near_the_end(name, chunk):
     """The last chunk has its tokens; they are not appended to it again, and see the tokens before them."""
-    lengths, spans, probe = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)], 11
+    lengths, spans = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)]
+    asked = spans_of(lengths, spans, ending=11, ends=True)
     chosen = dict(budget=32, chunk_size=chunk) | PRESETS[name]
-    seed, want = truth(name, lengths, spans, ending=probe, ends=True, **chosen)
-    with kvevict.observing(spans):
-        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=probe)
-    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
-        assert our_positions == positions
-        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    check(name, lengths, kvevict.observing(spans), asked, probe=11, **chosen)
 
 
 @pytest.mark.parametrize("probe", [8, 12])
 def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
     """A policy's default probe has 32 rows; with a question elsewhere, few of the last slots are the question's."""
-    spans, chosen = [(5, 10), (3, 6)], dict(budget=20, chunk_size=14, kernel=5)
-    seed, want = truth("take+edie", [48, 15], spans, ending=probe, **chosen)
-    with kvevict.observing(spans):
-        ((*got,),) = ours(model(), "take+edie", [[48], [15]], seed, **chosen, probe=probe)
-    assert [positions for _, positions in got] == [positions for _, positions in want]
+    lengths, spans, chosen = [48, 15], [(5, 10), (3, 6)], dict(budget=20, chunk_size=14, kernel=5, probe=probe)
+    check("take+edie", lengths, kvevict.observing(spans), spans_of(lengths, spans, ending=probe), **chosen)
 
 
 def test_slots_that_weigh_rows_and_are_the_question_s():
     """At the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1."""
-    spans, chosen = [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, sink=2)
-    seed, want = truth("take+edie", [48, 44], spans, ending=12, **chosen)
-    with kvevict.observing(spans):
-        ((*got,),) = ours(model(), "take+edie", [[48], [44]], seed, **chosen, probe=12)
-    assert [positions for _, positions in got] == [positions for _, positions in want]
+    lengths, spans, chosen = [48, 44], [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, keep_first=2)
+    check("take+edie", lengths, kvevict.observing(spans), spans_of(lengths, spans, ending=12), probe=12, **chosen)
 
 
 def test_one_span_for_all_rows_and_while_decoding():
@@ -170,20 +171,9 @@ def test_a_request_against_the_oracle(name, options, chunk):
     spans = ((50, 55), (40, 43), (44, 51), (35, 40), (2, 5), (22, 25))
     requests = ((15, 12), (20, 8), (30, 24, 17), (14,), (), (26, 18))
     chosen = dict(budget=32, chunk_size=chunk) | options
-    for seed in range(60):
-        try:
-            want = []
-            for (ids,), span, request in zip(tokens([[n] for n in lengths], seed), spans, requests, strict=True):
-                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=11, request=request, **chosen)
-                want.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
-            break
-        except oracle.NearTie:
-            continue
-    with within(question=Known([(span,) for span in spans], requests)):
-        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=11)
-    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
-        assert our_positions == positions
-        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    asked = [dict(probe=span, ending=11, request=request) for span, request in zip(spans, requests, strict=True)]
+    question = within(question=Known([(span,) for span in spans], requests))
+    got = check(name, lengths, question, asked, probe=11, **chosen)
     for n, kept, (_, positions) in zip(lengths, (15, 8, 8, 14, 0, 8), got, strict=True):
         assert all(head[len(head) - kept :] == list(range(n - kept, n)) for layer in positions for head in layer)
 
@@ -193,19 +183,10 @@ def test_a_request_that_observes_and_does_not_fit(name):
     """The question's rows score every slot of it that half of the budget does not hold."""
     lengths, spans, requests = [62, 70], ((42, 47), (52, 54)), ((24, 20), (19,))
     chosen = dict(budget=24, chunk_size=24) | PRESETS[name]
-    for seed in range(60):
-        try:
-            want = []
-            for (ids,), span, request in zip(tokens([[n] for n in lengths], seed), spans, requests, strict=True):
-                row = oracle.Row(model(), name, near=NEAR, probe=span, ending=9, ends=True, request=request, **chosen)
-                row.read(ids.tolist())
-                want.append(row.positions)
-            break
-        except oracle.NearTie:
-            continue
-    with within(question=Known([(span,) for span in spans], requests, near=True)):
-        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=9)
-    assert [positions for _, positions in got] == want
+    known = dict(ending=9, ends=True)
+    asked = [dict(probe=span, request=request, **known) for span, request in zip(spans, requests, strict=True)]
+    question = within(question=Known([(span,) for span in spans], requests, near=True))
+    check(name, lengths, question, asked, probe=9, **chosen)
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
@@ -217,23 +198,10 @@ def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
     spans = (((5, 10),), ((3, 13),), ((44, 51),), ((2, 6), (35, 40)), ((20, 25),))
     before = ((5, 10, True), (3, 13, True), (4, 11, False), (2, 6, True), None)
     requests = ((), (), (11,), (6,), (13,))
-    chosen = dict(budget=32, chunk_size=chunk) | options
-    for seed in range(60):
-        try:
-            want = []
-            rows = zip(tokens([[n] for n in lengths], seed), spans, requests, before, strict=True)
-            for (ids,), asked, request, opens in rows:
-                known = dict(probe=asked, ending=11, request=request, before=opens)
-                row = oracle.Row(model(), name, near=NEAR, **known, **chosen)
-                want.append((row.read(ids.tolist()).view(-1, VOCAB), row.positions))
-            break
-        except oracle.NearTie:
-            continue
-    with within(question=Known(spans, requests, before=before)):
-        ((*got,),) = ours(model(), name, [[n] for n in lengths], seed, **chosen, probe=11)
-    for (logits, positions), (our_logits, our_positions) in zip(want, got, strict=True):
-        assert our_positions == positions
-        torch.testing.assert_close(our_logits.double(), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    rows = zip(spans, requests, before, strict=True)
+    asked = [dict(probe=span, ending=11, request=request, before=opens) for span, request, opens in rows]
+    question = within(question=Known(spans, requests, before=before))
+    got = check(name, lengths, question, asked, probe=11, **dict(budget=32, chunk_size=chunk) | options)
     for b, (start, stop) in ((0, (5, 10)), (3, (2, 6))):
         assert all({*range(start, stop)} <= {*head} for layer in got[b][1] for head in layer)
 
@@ -267,7 +235,7 @@ def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options)
         ids = torch.tensor([tokenizer(text + opening, add_special_tokens=False)["input_ids"]])
         rest = len(tokenizer((text + opening)[text.rindex(request) :], add_special_tokens=False)["input_ids"])
         for how in ("patched", "observing"):
-            chosen = dict(budget=420, kernel=5, sink=2) | options
+            chosen = dict(budget=420, kernel=5, keep_first=2) | options
             question = {} if how == "patched" else dict(question=ASKED, tokenizer=tokenizer)
             kept = slots(net, ids, **question, patched=tokenizer if how == "patched" else False, **chosen)
             assert not holes(kept, ids.shape[1] - rest, ids.shape[1])
@@ -281,7 +249,7 @@ def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
     end = ids.shape[1]
     for half, kept in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1]), (sizes[1] - 1, sizes[2]), (sizes[2] - 1, 0)):
         for size in (512, 150):
-            found = slots(net, ids, patched=tok, budget=2 * half, chunk_size=size, sink=2)
+            found = slots(net, ids, patched=tok, budget=2 * half, chunk_size=size, keep_first=2)
             assert not holes(found, end - (kept or half // 4), end)
             for head in (head for layer in found for row in layer for head in row):
                 assert kept or sum(position >= end - sizes[0] for position in head) <= 3 * half // 4
@@ -625,7 +593,7 @@ def test_the_users_question_observes_a_tools_result(net, results):
 
 def test_other_rows_are_left_alone(net):
     tok, ids = tiny.byte_tokenizer(), row(f"{TEXT}\n\n{ASKED}\n\n{MORE}")
-    for policy, options in (("snapkv", dict(window=4)), ("take/no-probe", dict(probe=8)), ("streaming", {}),
+    for policy, options in (("snapkv", dict(window=4)), ("take", dict(probe=8, append=False)), ("streaming", {}),
                             ("take", dict(probe=(3, 9)))):  # fmt: skip
         held = []
         for patched in (None, tok):

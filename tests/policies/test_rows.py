@@ -1,29 +1,16 @@
 """The observing rows are an independent choice: every score, refinement and layer budget over every choice of rows,
-against the float64 oracle; refusals; and every part and preset is in the tests' tables,
-for which their modules are imported."""
+against the float64 oracle; refusals; and every part and preset is in the tests' tables."""
 
 import itertools
 
 import oracle
 import pytest
-import test_budgets
-import test_cake
-import test_choices
-import test_drafted
-import test_expected
-import test_gates
-import test_hidden
-import test_keep_prompt
-import test_output_errors
-import test_policies
-import test_values_and_keys
-import tiny
-from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, ours, tokens, truth
+from choices import ANSWERS, DRAFT, DRAFTS, GATES, TABLES
+from policy_cases import BUDGET, CHUNK, POLICIES, compare, model, ours, tokens, truth
 
 import kvevict
 from kvevict.policy import PARTS, build
 
-DRAFT = tiny.model("llama", vocab_size=VOCAB, seed=3, num_hidden_layers=2, hidden_size=32, head_dim=16)
 ROWS = {
     "last": {},
     "all": {},
@@ -242,18 +229,15 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
 
 # -- nothing is left out --------------------------------------------------------------------------------------------
 
-TABLES = [
-    test_policies.POLICIES, test_budgets.CHOICES, test_output_errors.CHOICES, test_cake.CHOICES, test_hidden.CHOICES,
-    test_expected.CHOICES, test_values_and_keys.CHOICES, test_drafted.POLICIES, test_keep_prompt.POLICIES,
-]  # fmt: skip
+ALL = [POLICIES, *TABLES.values(), DRAFTS, ANSWERS]
 
 
 def covering():
-    """{"preset, remark": options} of TABLES, a few that have every part together, except gates (test_gates.py has
+    """{"preset, remark": options} of ALL, a few that have every part together, except gates (test_gates.py has
     them)."""
     found, seen = {}, set()
-    for name, chosen in (row for table in TABLES for row in table.items()):
-        policy = build(name.split(",")[0], **chosen | dict(budget=100))
+    for name, chosen in (row for table in ALL for row in table.items()):
+        policy = build(name.split(",")[0], **chosen | dict(budget=300))
         parts = {(kind, type(getattr(policy, kind))) for kind in PARTS}
         if not parts <= seen:
             found[name] = dict(chunk_size=CHUNK) | chosen
@@ -272,16 +256,9 @@ def test_every_part_once(name):
 
 
 def test_every_preset_is_compared_with_the_oracle():
-    compared = {name.split(",")[0] for table in (*TABLES, test_gates.CHOICES) for name in table}
+    compared = {name.split(",")[0] for table in (*ALL, GATES) for name in table}
     elsewhere = {"random", "edie+tada"}  # by hand, test_choices.py
     elsewhere |= {"lookahead", "random/redraw"}  # test_lookahead.py, test_keep_prompt.py
     halves = {"fastkv", "take+edie/half"}  # test_fastkv.py
     assert {*kvevict.policies()} - compared == elsewhere | halves
     assert {*oracle.PRESETS} == {*kvevict.policies()} - elsewhere | halves
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_every_part_is_in_the_matrix(kind):
-    registry, _ = PARTS[kind]
-    elsewhere = {"lookahead", "gate"}  # test_lookahead.py and test_gates.py have these
-    assert test_choices.in_matrix(kind) == {*registry} - elsewhere

@@ -1,130 +1,18 @@
 """LagKV, Compactor, DefensiveKV and CriticalKV: scores of keys and values, against the oracle and by hand."""
 
-import itertools
-
-import oracle
-import policy_cases
 import pytest
 import tiny
 import torch
 import transformers
 from caches import kept
-from policy_cases import BUDGET, CHUNK, Slots, compare, compare_in_chunks, model, tokens
+from choices import CHUNKED, VALUES_AND_KEYS, options
+from policy_cases import BUDGET, CHUNK, Slots, model, tokens
 
 import kvevict
 from kvevict import families
-from kvevict.engine.measure.quantities import compactor
 from kvevict.policy import build
-from kvevict.policy.scores import defensive
-
-CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
-CHOICES = {
-    "lagkv": dict(sink=2),
-    "lagkv, ada": dict(sink=1, heads="ada"),
-    "lagkv, no sink": dict(sink=0, heads="flat"),
-    "lagkv, runs": dict(sink=2, select="chunk", c=2),
-    "lagkv, wait": dict(sink=2, warmup_layers=3, warmup_budget=22),
-    "compactor": dict(sink=3, recent=2),
-    "read-once": dict(sink=2, recent=2),
-    "compactor, keys alone": dict(sink=3, recent=3, blend=1e6),
-    "compactor, values alone": dict(sink=0, recent=0, blend=0, heads="flat"),
-    "defensive": dict(window=4),
-    "defensive, covered": dict(window=3, kernel=3, keep_first=2, heads="flat"),
-    "defensive, nothing first": dict(window=4, heads="equal"),
-    "defensive, pool": dict(window=4, heads="flat", layers="pool", least=2),
-    "defensive, all rows": dict(rows="all", heads="flat", kernel=1),
-    "snapkv, critical": dict(window=4, refine="critical"),
-    "adakv, critical": dict(window=4, refine="critical", pool="avg", kernel=3),
-    "h2o, critical": dict(refine="critical", recent=3),
-    "kvzip, critical": dict(refine="critical"),
-    "cake, critical": dict(refine="critical", window=4),
-}  # "preset, remark": options
-SMALL = dict(SKETCH=6, BLOCK=5)  # short texts have several blocks too, and more tokens than the sketch has columns
-CONSTANTS = {"compactor": SMALL, "keys alone": SMALL, "read-once": SMALL}
-CONSTANTS |= {"defensive, covered": dict(COVER=1.0), "nothing first": dict(COVER=0.0)}  # in place of 0.9
-any_choice = pytest.mark.parametrize("name", CHOICES)
-
-
-@pytest.fixture(autouse=True)
-def near(monkeypatch, request):
-    """Logits that are not scaled (Compactor) magnify the rounding of float32."""
-    if any(name in request.node.name for name in ("compactor", "read-once")):
-        monkeypatch.setattr(policy_cases, "NEAR", 1e-4)
-
-
-@pytest.fixture(autouse=True)
-def short_parts(monkeypatch, request):
-    """LagKV's have 4 tokens here, not 128."""
-    if "lagkv" in request.node.name and "test_refused" not in request.node.name:
-        monkeypatch.setattr(kvevict.SCORES["lagkv"], "lag", 4)
-        monkeypatch.setitem(oracle.oracle_scores.SCORES, "lagkv", oracle.oracle_scores.SCORES["lagkv"] | dict(lag=4))
-
-
-@pytest.fixture(autouse=True)
-def constants(monkeypatch, request):
-    """Those of CONSTANTS, in the package and in the oracle."""
-    (chosen,) = [own for name, own in CONSTANTS.items() if f"{name}]" in request.node.name] or [{}]
-    for module, name in itertools.product((compactor, defensive, oracle.oracle_values), chosen):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, chosen[name])
-
-
-def options(name, **more):
-    return name.split(",")[0], more | CHOICES[name]
-
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
-
-
-@any_choice
-@pytest.mark.drawn(5)
-def test_chunks(name):
-    policy, chosen = options(name, **CHUNKED)
-    compare_in_chunks(policy, **chosen)
-
-
-@any_choice
-def test_whole_prompt(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=80)
-    compare(model(), policy, [[53]], **chosen)
-
-
-@any_choice
-@pytest.mark.drawn(8)
-def test_fractions_and_turns(name):
-    """Tokens that were decoded, one by one and as a turn's beginning, and a second prompt."""
-    policy, chosen = options(name, budget=0.4, chunk_size=14)
-    compare(model(), policy, [[47, 1, 1, 1, 21, 1]], **chosen)
-
-
-@any_choice
-@pytest.mark.drawn(4)
-def test_padded_rows(name):
-    """No chunk has one or two keys that Compactor's sinks leave: centred, they are all alike."""
-    policy, chosen = options(name, **CHUNKED)
-    compare(model(), policy, [[39, 1, 24], [36, 1, 24], [27, 1, 24]], **chosen)
-
-
-@pytest.mark.parametrize("name", ["lagkv", "compactor", "defensive", "snapkv, critical"])
-@pytest.mark.parametrize("heads", [1, 4])
-def test_groups_of(name, heads):
-    policy, chosen = options(name, **CHUNKED)
-    compare(model(num_key_value_heads=heads), policy, [[39]], **chosen)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("name", ["lagkv", "compactor", "defensive", "snapkv, critical"])
-@pytest.mark.drawn(6)
-def test_other_families(name, family):
-    policy, chosen = options(name, **CHUNKED)
-    compare(model(family), policy, [[40, 1, 1]], **chosen)
-
-
-@pytest.mark.parametrize("name", ["lagkv", "defensive", "snapkv, critical", "h2o, critical"])
-def test_decoding(name):
-    """Prompts above the budget and below it; LagKV scores decoded parts as any."""
-    policy, chosen = options(name, **CHUNKED, decode=True, interval=2)
-    compare(model(), policy, [[29, *[1] * 8], [12, *[1] * 8]], **chosen)
 
 
 # -- by hand --------------------------------------------------------------------------------------------------------
@@ -134,7 +22,7 @@ def test_decoding(name):
 @pytest.mark.parametrize("name", ["lagkv", "compactor", "defensive, pool", "adakv, critical"])
 def test_a_budget_above_all_tokens_changes_nothing(name):
     made, ids = model(), tokens([[61]], 0)[0][0][None]
-    policy, chosen = options(name, budget=64, chunk_size=CHUNK)
+    policy, chosen = options(VALUES_AND_KEYS, name, budget=64, chunk_size=CHUNK)
     want = made(ids, use_cache=False).logits
     with kvevict.evicting(made, policy, **chosen):
         out = made(ids)
@@ -173,7 +61,7 @@ def test_the_output_projection_of_any_kind(change):
         module.o_proj.more, want = more, want + more
     elif change == "int8":
         module.o_proj = _Stored(plain)
-    torch.testing.assert_close(families.output_weight(module), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(families.output_weight(module, torch.float32), want, rtol=0, atol=1e-5)
 
 
 def test_an_unknown_output_projection_is_refused():
@@ -214,7 +102,7 @@ def test_latents(name):
     made = pytest.importorskip("zoo").make("deepseek_v3", "DeepseekV3ForCausalLM")
     if not hasattr(made.model.layers[0].self_attn, "expand_kv"):
         pytest.skip("this version of Transformers caches no latents")
-    policy, chosen = options(name, **CHUNKED)
+    policy, chosen = options(VALUES_AND_KEYS, name, **CHUNKED)
     ids = tokens([[61]], 0)[0][0][None] % 300
     with kvevict.evicting(made, policy, **chosen):
         places = kept(made(ids).past_key_values)

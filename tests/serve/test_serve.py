@@ -1,7 +1,5 @@
 """`kvevict serve`: OpenAI's endpoints, and what a request may choose."""
 
-import json
-
 import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, model, said, server, unpatched  # noqa: F401
 
@@ -25,62 +23,6 @@ def test_chat_answers_as_the_patched_model_does():
         "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     assert body["choices"][0]["finish_reason"] == "length" and body["model"] == "small"
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_a_stream_says_what_the_whole_answer_says(path):
-    client, question = Client(server()), f"{SHORT}\n\n{asks('Naislet')}"
-    own = {
-        "/v1/chat/completions": dict(messages=[dict(role="user", content=question)], max_tokens=10),
-        "/v1/completions": dict(prompt=f"{question}\nAnswer:", max_tokens=10),
-        "/v1/responses": dict(input=question, max_output_tokens=10),
-    }[path]
-    counting = {} if path == "/v1/responses" else dict(stream_options=dict(include_usage=True))
-    whole, stream = client.post(path, **own).json(), client.post(path, **own, stream=True, **counting)
-    parts = events(stream)
-    if path == "/v1/responses":
-        text = whole["output"][0]["content"][0]["text"]
-        assert "".join(e["delta"] for e in parts if e["type"] == "response.output_text.delta") == text
-        assert parts[-1]["response"]["usage"] == whole["usage"]
-        assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 0
-    else:
-        choice = whole["choices"][0]
-        text = choice["text"] if "text" in choice else choice["message"]["content"]
-        got = [e["choices"][0].get("text") or e["choices"][0].get("delta", {}).get("content") or "" for e in parts[:-1]]
-        assert "".join(got) == text and parts[-2]["choices"][0]["finish_reason"] == "length"
-        assert parts[-1]["usage"] == whole["usage"] and parts[-1]["choices"] == []
-        assert not any("usage" in each for each in [*parts[:-1], *events(client.post(path, **own, stream=True))])
-        assert stream.text.endswith("data: [DONE]\n\n")
-    assert "364735" in text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "stop, want", [("735", " The code of Naislet is 364"), (["zz", " is 364735"], " The code of Naislet")]
-)
-def test_text_ends_before_a_stop_string(stop, want, stream):
-    response = Client(server()).chat(f"{SHORT}\n\n{asks('Naislet')}", stop=stop, stream=stream, max_tokens=30)
-    if stream:
-        parts = events(response)
-        assert "".join(e["choices"][0]["delta"].get("content", "") for e in parts) == want
-        assert parts[-1]["choices"][0]["finish_reason"] == "stop"
-    else:
-        assert said(response) == want and response.json()["choices"][0]["finish_reason"] == "stop"
-
-
-def test_seeds():
-    client = Client(server())
-
-    def drawn(**body):
-        return said(client.chat("Once", temperature=1.5, max_tokens=16, **body))
-
-    assert drawn(seed=3) == drawn(seed=3)
-    assert len({drawn(seed=seed) for seed in range(4)}) > 1
-    assert len({drawn() for _ in range(4)}) > 1
-    chosen = json.dumps(dict(do_sample=True, temperature=1.5, max_new_tokens=16, eos_token_id=5))
-    messages = [dict(role="user", content="Once")]
-    response = client.post("/v1/chat/completions", messages=messages, seed=3, generation_config=chosen)
-    assert said(response) == drawn(seed=3)  # as `transformers chat` sends it
 
 
 def test_what_is_not_an_answer():

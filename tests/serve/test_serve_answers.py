@@ -197,12 +197,6 @@ def test_a_single_call(path):
             assert found["finish"] == ("tool_calls" if path == PATHS[0] else "stop")
 
 
-@pytest.mark.parametrize("path", PATHS[:2])
-def test_no_stop_strings(path):
-    client = Client(server())
-    assert alike(client, path, stop=[]) == alike(client, path) == alike(client, path, stop=None)
-
-
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])
 def test_reasoning(path, opening):

@@ -1,15 +1,13 @@
 """Answers that are written together: each is the answer that its request gets alone, whoever comes, leaves or fails."""
 
 import asyncio
-import errno
 import gc
-import os
 import threading
 
 import pytest
 from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
 
-from kvevict import _ops, files
+from kvevict import _ops
 from kvevict.batch import Batch
 from kvevict.serve import call
 from kvevict.serve.row import Row
@@ -58,17 +56,6 @@ def test_alone_and_together():
     assert [choices(each) for each in together(client, MIXED[::-1])] == alone[::-1]
     client.server.scheduler.stall = 0.0
     assert [choices(each) for each in together(client, MIXED)] == alone
-
-
-def test_streams_of_several_answers():
-    client = Client(server())
-    asked = body("Once", n=3, max_tokens=8, temperature=1.0, seed=3)
-    whole = [text for text, _ in choices(client.ask("POST", PATH, asked))]
-    told = ["", "", ""]
-    for event in events(client.ask("POST", PATH, asked | dict(stream=True))):
-        [choice] = event["choices"]
-        told[choice["index"]] += choice["delta"].get("content", "")
-    assert told == whole and len(set(told)) > 1
 
 
 def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
@@ -201,22 +188,6 @@ def test_answers_that_memory_does_not_hold_wait(monkeypatch):
     assert max(most) == 1
 
 
-def test_requests_that_cannot_be_answered_do_not_touch_others():
-    """No tokens, a prompt longer than the context, more answers than there may be, and more than memory and a batch
-    hold: one sentence, or a turn alone."""
-    bodies = [body("Once", max_tokens=20), body(FILLER, max_tokens=20), body("The baker", max_tokens=4, n=16)]
-    alone = [choices(Client(server()).ask("POST", PATH, each)) for each in bodies]
-    client = Client(server(memory=1 << 20, batch=4))
-    wrong = {
-        "max_tokens must be a whole number of at least 1": body("Once", max_tokens=0),
-        "the prompt has at least 2048 tokens, and the model's context is 2048: shorten it": body(FILLER * 200),
-        "n must be a whole number of at least 1, and at most 16": body("Once", n=17),
-    }
-    found = together(client, [*bodies, *wrong.values()])
-    assert [choices(each) for each in found[:3]] == alone
-    assert [each.json()["error"]["message"] for each in found[3:]] == list(wrong)
-
-
 def test_keys_get_their_turns_by_turns(monkeypatch):
     """One key's many requests do not keep another key's one from running."""
     made = server(batch=2, keys=("one", "two"))
@@ -239,17 +210,6 @@ def test_keys_get_their_turns_by_turns(monkeypatch):
 
     assert all(each.status_code == 200 for each in asyncio.run(all_of()))
     assert max(order) in order[:2]
-
-
-def test_what_the_pools_lend_comes_back():
-    client = Client(server())
-    pools = client.server.manager.pools.of.values()
-    before = [pool.left() for pool in pools]
-    for _ in range(2):
-        together(client, MIXED)
-    client.server.scheduler.submit(bool).result()
-    gc.collect()
-    assert [pool.left() for pool in pools] == before and any(pool.buffers for pool in pools)
 
 
 def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
@@ -285,39 +245,3 @@ def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
     client.server.scheduler.submit(bool).result()
     gc.collect()
     assert prefixes.live_bytes == 0 and [pool.left() for pool in pools] == before
-
-
-def test_metrics_of_running_answers():
-    client = Client(server())
-    client.chat("Once")
-    client.server.scheduler.submit(bool).result()
-    assert "kvevict_running 0.0" in client.ask("GET", "/metrics").text
-
-
-def test_a_disk_that_is_full_under_load(tmp_path, monkeypatch):
-    """Requests of stored texts, of chats that share and of others are answered as before; a text is refused."""
-    opens = dict(kvevict=dict(text="text"))
-    bodies = [body(asks("Orshan"), **opens), *MIXED[:4], body(asks("Naislet"), **opens), body(FILLER * 30, **SHARED)]
-    client = Client(server(tmp_path, memory=1 << 18))
-    client.store()
-    alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
-    before, tried = set(tmp_path.rglob("*")), []
-
-    def full(path):
-        tried.append(os.path.splitext(path)[1])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files, "_sync", full)
-    other = dict(name="other", text=FILLER * 20)
-
-    async def all_of():
-        asked = [client.asked("POST", PATH, each) for each in bodies * 2]
-        return await asyncio.gather(client.asked("POST", "/v1/kvevict/texts", other), *asked)
-
-    refused, *answers = asyncio.run(all_of())
-    assert [choices(each) for each in answers] == alone * 2
-    assert refused.status_code == 507 and "No space left" in refused.json()["error"]["message"]
-    assert {".json", ".safetensors"} <= set(tried) and set(tmp_path.rglob("*")) <= before
-    monkeypatch.undo()
-    assert client.store("other", FILLER * 20).status_code == 200
-    assert choices(client.ask("POST", PATH, bodies[0])) == alone[0]

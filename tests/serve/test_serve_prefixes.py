@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
+from untrained import written
 
 import kvevict
 from kvevict.serve.prefixes import Prefixes, bytes_of
@@ -64,17 +65,6 @@ def test_a_chats_past_is_read_once():
         turns += [said(response).partition("\n")[0].strip(), asks(name)]
     named = client.chat(*turns, kvevict=dict(question="the code of Naislet"))  # this request names its question
     assert cached(named) == 0
-
-
-def test_null_hides_the_question():
-    client = Client(server())
-    system = [dict(role="system", content=TEXT)]
-    for name, want in (("Naislet", 0), ("Orshan", 550)):
-        messages = [*system, dict(role="user", content=asks(name))]
-        response = client.post("/v1/chat/completions", messages=messages, kvevict=dict(question=None), max_tokens=12)
-        assert cached(response) >= want and (want or cached(response) == 0)
-    long = client.chat(TEXT * 2, kvevict=dict(question=None), max_tokens=1)  # longer than the budget
-    assert long.status_code == 200
 
 
 def test_memory_and_disk_are_bounded(tmp_path, alone):
@@ -260,11 +250,6 @@ def test_a_text_that_is_not_to_be_replaced():
     assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a").text == TEXT
 
 
-def test_a_file_that_is_not_a_text():
-    refused = Client(server()).store("a.pdf", "%PDF-1.7 %\ufffd\ufffd")
-    assert refused.status_code == 400 and "PDF" in refused.json()["error"]["message"]
-
-
 def test_bytes_are_those_of_the_tensors():
     kvevict.patch(model(), "streaming", budget=64)
     ids = server().tokenizer(TEXT, return_tensors="pt").input_ids
@@ -365,6 +350,20 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
     assert [each.status_code for each in asyncio.run(all_of())] == [200] * 3
     client.server.scheduler.submit(bool).result()
     assert stored(tmp_path) == [] and not client.server.prefixes._live
+
+
+def test_gates_of_a_folder(tmp_path):
+    """They read shared texts, and a prefix belongs to the gates that read it."""
+    from kvevict.serve.start import server_of
+
+    places = [written(tmp_path / f"{seed}", model(), seed=seed) for seed in range(2)]
+    one, again, two = (
+        Client(server_of(gates=place, store=str(tmp_path / "store"), budget=256)) for place in (*places[:1], *places)
+    )
+    assert one.server.policies.options.unasked == "gate"
+    one.store()
+    asked = dict(prompt=asks("Orshan"), max_tokens=1, **OPENS)
+    assert [cached(each.post("/v1/completions", **asked)) > 0 for each in (one, again, two)] == [True, True, False]
 
 
 def test_nobody_else_reads_what_is_stored(tmp_path):

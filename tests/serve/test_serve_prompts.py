@@ -9,7 +9,6 @@ from kvevict.serve import call
 from kvevict.serve.check import PROMPTS
 
 PATH = "/v1/completions"
-IDS = [5, 9, 11, 40]
 SEVERAL = [f"{TEXT}\n\n{asks('Orshan')}\nAnswer:", "Once", f"{FILLER * 6}{asks('Naislet')}\nAnswer:"]
 OPTIONS = {
     "greedy": dict(max_tokens=12),
@@ -39,14 +38,6 @@ def test_each_prompt_is_answered_as_alone(options):
             texts[choice["index"]] += choice["text"]
     assert list(texts.values()) == [choice["text"] for choice in wanted]
     assert {name: streamed[-1]["usage"][name] for name in COUNTS} == {name: said["usage"][name] for name in COUNTS}
-
-
-def test_ids_and_a_list_of_one():
-    client = Client(server())
-    one, other = (client.post(PATH, prompt=ids, max_tokens=5).json()["choices"][0]["text"] for ids in (IDS, IDS[::-1]))
-    both = client.post(PATH, prompt=[IDS, IDS[::-1]], max_tokens=5).json()
-    assert [choice["text"] for choice in both["choices"]] == [one, other]
-    assert client.post(PATH, prompt=[IDS], max_tokens=5).json()["choices"][0]["text"] == one
 
 
 def test_a_stored_text_opens_each_prompt():

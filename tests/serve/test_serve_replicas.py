@@ -13,7 +13,6 @@ import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
-import kvevict
 from kvevict.serve.texts import Texts
 
 OPTIONS = ("--budget", "256", "--share", "never")
@@ -40,10 +39,6 @@ def stored(folder) -> list:  # noqa: F811
 
 def kept(answer) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
-
-
-def used(folder) -> int:  # noqa: F811
-    return sum(path.stat().st_size for path in stored(folder))
 
 
 @pytest.mark.slow
@@ -117,55 +112,6 @@ def test_one_is_killed_while_it_writes(process, tmp_path):  # noqa: F811
     (store / "texts" / "a" / ".kvevict-living").mkdir(parents=True)
     server(store)
     assert not left.exists() and (store / "texts" / "a" / ".kvevict-living").exists()
-
-
-@pytest.mark.slow
-def test_one_is_killed_under_load(process, tmp_path):  # noqa: F811
-    """While clients of both store texts and ask for them. The other has each text that either said was stored."""
-    options, said_so = ("--budget", "256", "--store", str(tmp_path / "store")), {}
-    one, two = process(*options), process(*options)
-    writers = [threading.Thread(target=stores_texts, args=(each, said_so, f"{at}")) for at, each in
-               enumerate((one, two, one, two))]  # fmt: skip
-    for each in writers:
-        each.start()
-    while len(said_so) < 8 and all(each.is_alive() for each in writers):
-        time.sleep(0.01)
-    assert one.end(signal.SIGKILL) == -signal.SIGKILL
-    known = dict(said_so)
-    assert len(known) >= 8
-    for name, code in known.items():
-        found = asked_of(two, name)
-        assert str(code) in found.choices[0].message.content and kept(found) > 100, name
-    assert not [line for line in two.lines if '"warning"' in line.lower() or "Traceback" in line]
-    assert two.end(signal.SIGKILL) == -signal.SIGKILL
-    for each in writers:
-        each.join()
-
-
-@pytest.mark.slow
-def test_a_bound_that_two_servers_keep(process, tmp_path):  # noqa: F811
-    """The least recently used files go, whoever wrote them, and their texts are read again."""
-    alone = process(*OPTIONS, "--store", str(tmp_path / "alone"))
-    alone.store(TEXT)
-    disk = 3 * used(tmp_path / "alone")
-    store = tmp_path / "store"
-    servers = [process(*OPTIONS, "--store", str(store), "--store-bytes", str(disk)) for _ in range(2)]
-
-    def fill(at):
-        for n in range(4):
-            servers[at].store(f"Server {at}, text {n}. {TEXT}", f"{at} {n}")
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(fill, range(2)))
-    texts = sum(path.stat().st_size for path in (store / "texts").rglob("*.json"))
-    assert len(stored(store)) >= 2 and used(store) <= disk - texts + 8 * 300  # files of texts have more than the text
-    for name in ("0 0", "1 0", "0 3"):
-        for each in servers:
-            answer = each.ask(asks("Orshan"), **opens(name))
-            assert str(FACTS["Orshan"]) in answer.choices[0].message.content
-    for each in servers:
-        assert not [line for line in each.lines if '"warning"' in line.lower() or "Traceback" in line]
-    assert used(store) <= disk
 
 
 def _ignored(function, *args):
@@ -255,55 +201,31 @@ def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     assert two.gone() == {*two.gone("x"), *one.gone()} - {"x"} != set()
 
 
-def test_unfinished_files_are_looked_for_once_an_hour(tmp_path, monkeypatch):
-    """With the files that are written then; that of this hour may be a living server's."""
-    prefixes, later = server(tmp_path).prefixes, time.monotonic() + 3601
-    cache = kvevict.read(model(), server().tokenizer, TEXT, "streaming", budget=64)
-    old, new = tmp_path / "prefixes" / ".kvevict-old", tmp_path / "prefixes" / ".kvevict-new"
-    for path in (old, new):
-        path.mkdir()
-    os.utime(old, (time.time() - 3601,) * 2)
-    prefixes.put("a", cache)
-    prefixes.flush()
-    assert len(stored(tmp_path)) == 1 and old.exists()
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "monotonic", lambda: later)
-        prefixes.put("b", cache)
-        prefixes.flush()
-    assert len(stored(tmp_path)) == 2 and not old.exists() and new.exists()
-
-
 def test_texts_are_looked_for_where_their_folder_has_changed(tmp_path, monkeypatch):
     """Once its last change is not of these seconds, for file systems do not tell two changes at once apart."""
     one, two, looks, look = Texts(100, tmp_path), Texts(100, tmp_path), [], Texts._look
     monkeypatch.setattr(Texts, "_look", lambda self, owner, entries: looks.append(owner) or look(self, owner, entries))
 
-    def looked(what):
+    def looked() -> tuple:
         looks.clear()
-        return what(), looks
+        return len(two.gone()), sorted(looks)
 
     one.put("me", "a", "a text")
     one.put("you", "b", "a text")
-    for _ in range(2):
-        found, owners = looked(two.gone)
-        assert found == set() and sorted(owners) == ["me", "you"]
+    assert looked() == looked() == (0, ["me", "you"])
     for owner in ("me", "you"):
         os.utime(tmp_path / owner, (time.time() - 60,) * 2)
-    assert len(looked(two.gone)[1]) == 2 and looked(two.gone) == (set(), []) and looked(lambda: two.bytes) == (12, [])
+    assert looked() == (0, ["me", "you"]) and looked() == (0, []) and two.bytes == 12
     one.remove("me", "a")
-    found, owners = looked(two.gone)
-    assert len(found) == 1 and owners == ["me"] and two.bytes == 6
-
-    before, three = os.stat(tmp_path / "you"), Texts(100, tmp_path)
+    assert looked() == (1, ["me"]) and two.bytes == 6
+    before = os.stat(tmp_path / "you")
     one.remove("you", "b")
     os.utime(tmp_path / "you", ns=(before.st_atime_ns, before.st_mtime_ns))  # as if the folder's time were not kept
     os.utime(tmp_path / "me", (time.time() - 60,) * 2)
-    assert two.gone() == set() and looked(two.gone) == (set(), [])
-    assert looked(lambda: three.bytes) == (6, ["me"]) and three.of("you") == []
+    assert looked() == (0, ["me"]) and looked() == (0, [])
     later = time.time() + 61
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "time", lambda: later)
-        assert len(two.gone()) == 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert looked()[0] == 1
 
 
 def test_texts_of_others_count(tmp_path):
@@ -319,30 +241,6 @@ def test_texts_of_others_count(tmp_path):
     assert (one.bytes, two.bytes) == (0, 0)
     with pytest.raises(Refused, match="does not exist"):
         two.get("me", "a")
-
-
-def test_a_text_that_cannot_be_read_for_a_while(tmp_path, monkeypatch, caplog):
-    """It is not known for that time, with one line in the log for each request of it; its prefixes stay."""
-    from kvevict.serve.errors import Refused
-
-    def failing(*args, **options):
-        raise OSError(5, "Input/output error")
-
-    one, new = Texts(100, tmp_path), Texts(100, tmp_path)
-    one.put("me", "a", "a text")
-    monkeypatch.setattr("builtins.open", failing)
-    for texts, count in ((one, 1), (new, 2)):
-        for _ in range(2):
-            with pytest.raises(Refused, match="does not exist"):
-                texts.get("me", "a")
-            assert texts.gone() == set()
-        assert len(caplog.records) == 2 * count - (texts is new)
-    monkeypatch.undo()
-    for texts in (one, new):
-        assert texts.get("me", "a").text == "a text" and texts.of("me") == [("a", 6)]
-        assert texts.gone() == set()
-    one.remove("me", "a")
-    assert len(one.gone()) == 1 and one.gone() == set() and new.gone() != set()
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-import types
 from itertools import pairwise
 
 import pytest
@@ -126,7 +125,7 @@ def test_a_plain_prompt_that_begins_as_another():
 def test_a_long_message_after_what_is_shared():
     """It is kept in full; a longer one is read by the policy with all that is before it."""
     system, longer = dict(role="system", content=TEXT + TEXT), FILLER * 15 + asks("Orshan")
-    for policy in ("take", "chunkkv+reuse"):
+    for policy in ("take", "chunkkv:n_reuse=2"):
         client, alone = automatic(policy=policy), Client(server(policy=policy))
 
         def asked(client, content):
@@ -304,10 +303,6 @@ def test_how_far_a_read_is():
     assert f"kvevict_tokens_to_read {2 * tokens - first['tokens_read']}.0" in metrics
     assert client.ask("GET", "/v1/kvevict/queue").json()["data"] == []
     assert Client(client.server).ask("GET", "/v1/kvevict/queue").status_code == 401
-
-
-def test_a_call_that_shares_nothing_says_nothing():
-    assert sharing.said(types.SimpleNamespace(shared_tokens=0, kept=1.0)) == {}
 
 
 def test_shared_texts_in_8_bits(tmp_path):

@@ -156,24 +156,3 @@ def test_no_prompt_in_an_answer(name):
                             if text is not None and end == len(answer):
                                 assert all_of.strip() == text, case
     assert tried >= 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_prompt_in_an_answer_of_the_server(name):
-    """At both endpoints that have messages, whole and as a stream, in Qwen's type."""
-    client = Client(server(of=qwen(), template=TEMPLATES[name]))
-    tokenizer = client.server.tokenizer
-    ids = tokenizer("Hello there.", add_special_tokens=False)["input_ids"]
-    chat = CHATS[1]
-    with saying(qwen(), [*ids, tokenizer.eos_token_id]):
-        whole = client.post("/v1/chat/completions", messages=chat, max_tokens=20)
-        stream = client.post("/v1/chat/completions", messages=chat, max_tokens=20, stream=True)
-        response = client.post("/v1/responses", input=chat, max_output_tokens=20)
-    message = whole.json()["choices"][0]["message"]
-    told = message["content"] or message["reasoning_content"]  # where the template opens a thought
-    assert told.strip() == "Hello there." and SECRET not in whole.text + response.text
-    deltas = [each["choices"][0]["delta"] for each in events(stream)]
-    assert "".join(each.get("content") or each.get("reasoning_content") or "" for each in deltas) == told
-    texts = [part["text"] for item in response.json()["output"] for part in item["content"]]
-    assert texts[0] == told

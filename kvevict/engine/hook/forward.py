@@ -142,7 +142,7 @@ def _generate(self, run, *args, **kwargs):
             output = run(*args, **compat.named(kwargs))
     finally:
         installed.leave(decoder)
-    if patch.meter() is not before and not patch.policy.rows.needs_question:
+    if patch.meter() is not before and not (patch.policy.rows.needs_question or patch.policy.decode):
         cautions.of_text(patch.meter(), patch.policy.budget, 4)
     return output
 

@@ -99,5 +99,5 @@ def _pictures(more, start, end, appended) -> dict:
 
 
 def _rows(x, columns):
-    """x [B, N, ..] at columns [B, p]."""
+    """Take x [B, N, ..] at columns [B, p]."""
     return x[torch.arange(len(columns), device=x.device)[:, None], columns]

@@ -29,7 +29,7 @@ class Packing:
             self.place = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
     def pack(self, x: torch.Tensor | None, dim: int = 1) -> torch.Tensor | None:
-        """x with its columns [B, N], dimension `dim`, in reading order; None for None."""
+        """Put the columns [B, N] of x, dimension `dim`, in reading order; None for None."""
         return x if x is None or self.place is None else _take(x, self.order, dim)
 
     def unpack(self, output: Any) -> None:
@@ -59,7 +59,7 @@ def packed_mask(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.T
 
 
 def _take(x, columns, dim):
-    """x with its columns in the order `columns` [B, N]. Columns are dimension `dim`, batch rows the one before."""
+    """Put the columns of x in the order `columns` [B, N]. Columns are dimension `dim`, batch rows the one before."""
     rest = x.ndim - 1 if dim == -1 else 1
     index = columns.to(x.device)
     index = index.view(*(1,) * (rest - 1), *index.shape, *(1,) * (x.ndim - rest - 1))

@@ -96,7 +96,7 @@ def _layers(decoder: Any) -> list[int]:
 
 
 def loaded(folder: Any, decoder: Any, order: Any) -> Gates:
-    """`load` gates once per decoder. folder None: the one that `own` finds; from a named folder on, that is this."""
+    """Load gates once per decoder. folder None: the one that `own` finds; after a named folder, `own` finds that."""
     known = _loaded.get(decoder)
     if known is None or known[0] != folder:
         known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
@@ -129,13 +129,6 @@ def forget(decoder: Any) -> None:
     _loaded.pop(decoder, None)
 
 
-def inner_of(folder: Any) -> int:
-    """Outputs of the first of two affine maps of the gates in a folder; 0: linear gates, or no folder."""
-    if folder is None or not (path := Path(folder) / CONFIG).is_file():
-        return 0
-    return _of_config(Path(folder), path.stat().st_mtime_ns, "inner", 0)
-
-
 def mark_of(folder: Any, decoder: Any) -> str:
     """A text that tells the gates in a folder (None: the model's) from others; "" without gates."""
     folder = own(decoder) if folder is None else Path(folder)
@@ -146,7 +139,7 @@ def mark_of(folder: Any, decoder: Any) -> str:
 
 @functools.lru_cache
 def _of_config(folder: Any, stamp: Any, name: str, default: Any) -> Any:
-    return _config(folder, repr(os.fspath(folder)), AGAIN).get(name, default)
+    return _config(folder, repr(os.fspath(folder))).get(name, default)
 
 
 def outputs(decoder: Any) -> int:
@@ -156,14 +149,14 @@ def outputs(decoder: Any) -> int:
 
 
 def _read(folder: Any, decoder: Any, order: Any) -> Any:
-    name, again = repr(os.fspath(folder)), AGAIN
-    config = _config(Path(folder), name, again)
+    name = repr(os.fspath(folder))
+    config = _config(Path(folder), name)
     if other := other_model(config["base"], decoder):
-        raise ValueError(f"gates: {name} is of another model: {other}; {again}")
+        raise ValueError(f"gates: {name} is of another model: {other}; {AGAIN}")
     try:
         tensors = sealed.tensors_of_pair(Path(folder) / WEIGHTS, Path(folder) / CONFIG)
     except (OSError, ValueError) as error:
-        raise ValueError(f"gates: {WEIGHTS} in {name} is missing or damaged ({error}); {again}") from None
+        raise ValueError(f"gates: {WEIGHTS} in {name} is missing or damaged ({error}); {AGAIN}") from None
     wide, narrow, count = decoder.config.hidden_size, config.get("inner"), KINDS[config["kind"]]
     sizes = [wide, *[narrow] * (count - 1), outputs(decoder)]
     layers = {}
@@ -173,21 +166,21 @@ def _read(folder: Any, decoder: Any, order: Any) -> Any:
             pair = [tensors.get(f"{layer}.{number}.{part}") for part in ("weight", "bias")]
             wanted = [(torch.float32, (sizes[number + 1], sizes[number])), (torch.float32, (sizes[number + 1],))]
             if [None if x is None else (x.dtype, tuple(x.shape)) for x in pair] != wanted:
-                raise ValueError(f"gates: {name} is damaged: its tensors of layer {layer} do not fit; {again}")
+                raise ValueError(f"gates: {name} is damaged: its tensors of layer {layer} do not fit; {AGAIN}")
             affines.append(tuple(pair))
         layers[layer] = tuple(affines)
     return Gates(layers, {key: value for key, value in config.items() if key not in ("format", "version", sealed.NAME)})
 
 
-def _config(folder: Any, name: str, again: str) -> Any:
+def _config(folder: Any, name: str) -> Any:
     try:
         config = parsed((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"gates: {name} is not a folder of gates ({error}); {again}") from None
+        raise ValueError(f"gates: {name} is not a folder of gates ({error}); {AGAIN}") from None
     if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
-        raise ValueError(f"gates: {CONFIG} in {name} is not of {FORMAT}, version {VERSION}; {again}")
+        raise ValueError(f"gates: {CONFIG} in {name} is not of {FORMAT}, version {VERSION}; {AGAIN}")
     kind = config.get("kind")
     whole = isinstance(config.get("base"), dict) and isinstance(kind, str) and kind in KINDS
     if not whole or (kind == "mlp" and not isinstance(config.get("inner"), int)):
-        raise ValueError(f"gates: {CONFIG} in {name} lacks its kind, sizes or base model; {again}")
+        raise ValueError(f"gates: {CONFIG} in {name} lacks its kind, sizes or base model; {AGAIN}")
     return config

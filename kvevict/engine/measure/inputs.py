@@ -51,14 +51,14 @@ def _hidden(at: Source) -> Any:
 @INPUTS.add("output_weight")
 def _output_weight(at: Source) -> Any:
     """[H, Dv, E] the weights of the projection after attention, of this rank's query heads."""
-    patch = at.step.patch
-    return families.output_weight(at.module, patch.ranks.size > 1).T.unflatten(0, (patch.local_heads[0], -1))
+    weight = families.output_weight(at.module, at.like.dtype, at.step.patch.ranks.size > 1)
+    return weight.T.unflatten(0, (at.step.patch.local_heads[0], -1))
 
 
 @INPUTS.add("output_gram")
 def _output_gram(at: Source) -> Any:
     """fp32 [H, D, D] the products W_O,h^T W_O,h of this rank's query heads."""
-    return projection.gram(at.module, at.step.patch.local_heads[0], at.like)
+    return projection.gram(_output_weight(at), at.like)
 
 
 @INPUTS.add("gates")

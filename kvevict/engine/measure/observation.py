@@ -28,7 +28,7 @@ class Observers:
 
 
 def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """x [B, H, R, ..] with the rows of each batch row moved on by by[b] places, the last ones to the front."""
+    """Move the rows of x [B, H, R, ..] on by by[b] places in each batch row, the last ones to the front."""
     row = (torch.arange(x.shape[2], device=x.device) - by[:, None]) % x.shape[2]
     row = row[:, None].expand(-1, x.shape[1], -1)
     return x.gather(2, row[(..., *[None] * (x.ndim - 3))].expand_as(x))

@@ -13,7 +13,7 @@ def check(module: Any) -> None:
     if families.output_of(module) is None:
         raise ValueError(
             f"{type(module).__name__} has no output projection by a known name ({', '.join(families.OUTPUTS)}), whose "
-            "weights this score needs: take another one, such as kvzip"
+            "weights this policy needs: take another score or refinement"
         )
 
 
@@ -24,25 +24,11 @@ def norms(slots: Slots, gram: torch.Tensor) -> torch.Tensor:
     return _ops.quadratic(stored.of("v"), kv.v, kv.first, kv.end, gram, columns=slots.columns).clamp_min(0).sqrt()
 
 
-def gram(module: Any, heads: Any, values: torch.Tensor) -> torch.Tensor:
-    """W_O,h^T W_O,h, fp32 [H, D, D], padded with zeros from the heads' width to that of values [.., D].
+def gram(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """W_O,h^T W_O,h, fp32 [H, D, D], of weights [H, Dv, E]; padded with zeros from Dv to the width of values [.., D].
 
     Computed anew for every chunk, so that it always follows the present weights. That costs as much as about a hundred
     tokens in this one projection."""
-    width = families.value_dim(module, module.config)
-    matrix = _matrix(families.output_of(module), heads * width, values).unflatten(1, (heads, width))
-    padded = torch.nn.functional.pad(matrix, (0, values.shape[-1] - width))
-    return torch.einsum("ehi,ehj->hij", padded, padded)
-
-
-def _matrix(projection: Any, inputs: int, values: torch.Tensor) -> torch.Tensor:
-    """fp32 [E, inputs]: a rank's part of the weights. If the projection is more than a matrix in memory (quantised,
-    offloaded, with an adapter), its outputs for unit vectors."""
-    from transformers.pytorch_utils import Conv1D
-
-    weight = getattr(projection, "weight", None)
-    if type(projection) in (torch.nn.Linear, Conv1D) and not weight.is_meta:
-        weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        return (weight if type(projection) is torch.nn.Linear else weight.T).to(values.device, torch.float32)
-    units = torch.eye(inputs, dtype=values.dtype, device=values.device)
-    return (projection(units).float() - projection(0 * units[:1]).float()).T
+    rows = values.shape[-1] - weight.shape[1]
+    padded = torch.nn.functional.pad(weight.to(values.device, torch.float32), (0, 0, 0, rows))
+    return torch.einsum("hie,hje->hij", padded, padded)

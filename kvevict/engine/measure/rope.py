@@ -8,7 +8,8 @@ from ... import families
 
 
 class Rope:
-    """rotates: whether the module rotates at all; None: the model was not checked, so nothing may be rotated."""
+    """An attention module's rotation. rotates: whether it rotates at all; None: the model was not checked, so nothing
+    may be rotated."""
 
     __slots__ = ("_decoder", "_module", "rotates")
 
@@ -16,7 +17,7 @@ class Rope:
         self._decoder, self._module, self.rotates = decoder, module, rotates
 
     def turned(self, x: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
-        """x [B, H, p, D], rotated from positions [B] to other ones [B], or to the mean over [B, n]."""
+        """Rotate x [B, H, p, D] from positions [B] to other ones [B], or to the mean over [B, n]."""
         if self.rotates is None:
             raise ValueError(
                 "a part that rotates must declare it, so that models are checked: rows with rotates = True, a quantity "
@@ -27,7 +28,7 @@ class Rope:
         return families.rotate(self._decoder, self._module, x, position_from, position_to)
 
     def unrotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [B, H, T, D] at positions [B, T], rotated back to position 0: fp32."""
+        """Rotate x [B, H, T, D] from positions [B, T] back to position 0: fp32."""
         if not self.rotates:
             return x.float()
         batch, _, rows, _ = x.shape

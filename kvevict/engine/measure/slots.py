@@ -26,7 +26,7 @@ class Heads:
         return self.ranks.rank * self.count + torch.arange(self.count, device=device)
 
     def gather(self, x: torch.Tensor, columns: Any = None) -> torch.Tensor:
-        """x [B, Hkv, ..] of all ranks' heads; columns: pad x [B, Hkv, C] with 0 to so many."""
+        """Gather x [B, Hkv, ..] of all ranks' heads; columns: pad x [B, Hkv, C] with 0 to so many."""
         return self.ranks.gather(x, columns)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,11 +34,11 @@ class Heads:
         return self.ranks.sum(x)
 
     def reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        """x [B, H, C] of query heads, reduced over each group ("sum", "mean", "max"): [B, Hkv, C]; "none": as it is."""
+        """Reduce x [B, H, C] of query heads over each group ("sum", "mean", "max"): [B, Hkv, C]; "none": leave it."""
         return x if how == "none" else REDUCE[how](x.unflatten(1, (self.count, -1)), 2)
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, heads, C] for one choice: for latents, the mean over the heads that share them."""
+        """Merge x [B, heads, C] for one choice: for latents, the mean over the heads that share them."""
         return x if x.shape[1] == self.count else x.mean(1, keepdim=True)
 
 

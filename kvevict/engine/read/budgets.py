@@ -56,7 +56,7 @@ class Budgets:
         return Decisions(policy, self.layers, limit, observed, bar)
 
     def split(self, alive: np.ndarray | None, measured: list) -> np.ndarray:
-        """int [layers, B] by `layer_slots`."""
+        """Slots int [layers, B] that each layer may keep, by `layer_slots`."""
         return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
 
     def _shared(self, alive, asked):

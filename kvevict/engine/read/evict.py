@@ -115,7 +115,7 @@ def _equal(call, slots):
 
 
 def within(keep: torch.Tensor, slots: Slots, score: torch.Tensor, bar: np.ndarray | None) -> torch.Tensor:
-    """keep [B, Hkv], but at most the slots that reach the bar [B] of a threshold; bar None: no threshold."""
+    """Limit keep [B, Hkv] to the slots that reach the bar [B] of a threshold; bar None: no threshold."""
     if bar is None:
         return keep
     return torch.minimum(keep, above(slots, score, _ops.upload(bar, slots.device, torch.float32)).to(keep.device))
@@ -157,7 +157,7 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
 
 
 def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """x [B, Hkv, C] at the slots index [B, Hkv, K]; `fill` where the index is -1."""
+    """Take x [B, Hkv, C] at the slots index [B, Hkv, K]; `fill` where the index is -1."""
     return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)
 
 

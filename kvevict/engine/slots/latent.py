@@ -28,14 +28,11 @@ class Expanded(Held):
 
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
 
-    device = property(lambda self: self.k.device)
+    longest, device = Storage.longest, Storage.device
 
     def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
         """The rows [n, D] of "k" or "v" that belong to head (b, h)."""
         return getattr(self, name)[rows]
-
-    def longest(self) -> int:
-        return int(self.counts.max()) if self.counts.size else 0
 
     def segments(self) -> Iterator[tuple[int, int, slice]]:
         """(b, h, slice of the flat buffers) of every head's slots."""

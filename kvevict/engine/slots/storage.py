@@ -172,8 +172,8 @@ class Storage(Held):
         return into._blank(self.capacity)._filled(self, None, self.counts)
 
     def centred_at(self, centre: Tensor, known: np.ndarray) -> Storage:
-        """These slots, with centre fp32 [B, Hkv, D] for the keys of batch rows that had none. known: bool [B] on the
-        host, the rows that have one in `centre`."""
+        """Give batch rows that have no centre for their keys the one in centre fp32 [B, Hkv, D]. known: bool [B] on the
+        host, the rows that `centre` has one for."""
         old = _ops.upload(self.centred, self.device, torch.bool)[:, None, None]
         both = torch.where(old, self.centre, centre)  # type: ignore[arg-type]  # packed keys have one
         return replace(self, centre=both, centred=self.centred | known)

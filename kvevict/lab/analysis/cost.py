@@ -4,39 +4,41 @@ weights needed.
 Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` are
 `kvevict.report`'s after such a read. Layer budgets that measure the prompt are taken as uniform, or as TADA's history
 in this process has them; with them only `cache_bytes` is exact. The slots that a threshold leaves depend on the text;
-their upper bound is counted. FLOPs and bytes are those of `work`. Each stage of each chunk and of each decoded token
-takes the longer of FLOPs / rate and bytes / rate. Memory leaves out masks, "eager" attention's matrices and free
-slots.
+their upper bound is counted.
+
+FLOPs are those of matrix products (a multiply and an add are two), and bytes the least possible: weights once per pass,
+a layer's slots once per pass; activations are taken to stay on the chip. Each stage of each chunk and of each decoded
+token takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a patched
+prefill in docs/performance.md), drafts, norms, softmax, masks, "eager" attention's matrices and free slots.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.measure import quantities
 from ...engine.read import propagate
+from ...engine.read.schedule import overfull
 from ...policy.checks import count
 from ...policy.policy import Policy
 from .shape import Shape
-from .slots import Layers
-from .work import decoding, work
+from .slots import Layers, Taken
 
 UNPATCHED = "unpatched"  # the run of the unpatched model
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak TFLOP/s (10^12), memory GB/s (10^9), the share that is reached, and peak TFLOP/s in float64. Default: an
-    H100 SXM, bf16."""
+    """Peak TFLOP/s (10^12), memory GB/s (10^9), and the share that is reached. Default: an H100 SXM, bf16."""
 
     tflops: float = 989.0
     bandwidth: float = 3350.0
     efficiency: float = 0.7
-    tflops64: float = 67.0
 
     def __post_init__(self):
         endless = float("inf")
-        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1), ("tflops64", endless)):
+        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1)):
             if not 0 < getattr(self, name) <= most:
                 wanted = "a positive number" if most > 1 else "a number in (0, 1]"
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
@@ -63,99 +65,106 @@ class Bill:
 
 def plan(
     shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
-    causal: bool = True, new_tokens: int = 256, draft_model: Shape | None = None,
+    causal: bool = True, new_tokens: int = 256,
 ) -> dict[str, Any]:  # fmt: skip
     """The cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more. policy
-    None: the unpatched model. draft_model: the drafting model's shape (speckv).
+    None: the unpatched model.
 
     causal=False counts every (row, key) pair of a chunk, as several papers do.
 
-    flops, moved         per stage of `work`: FLOPs, bytes
+    flops, moved         per stage: FLOPs, bytes; "linear", products with weights of the prompt's rows; "attention" of
+                         those rows; "appended", both of rows that are appended to chunks
     cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
     sliding_bytes        of sliding-window layers after the prompt
     weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
-    draft_bytes          weights of the drafting model
     peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
     seconds              to the first token
-    waiting              None, or of layers that wait for another's choice (TAKE): `delayed_slots`, the most per kv head
-                         in a layer that waits, `other_slots`, in another one, and `between_bytes` of those that stay
-                         between two chunks
     decode               of the `tokens` new ones: `first` and `last`, the costs of a token (mean over an eviction's
                          interval: flops, moved, tokens_per_second), `flops`, `moved`, `seconds` of all, and
                          `cache_bytes` after them
-    left_out             stages that are not counted
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
     policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
-    _check(shape, policy, draft_model)
+    _check(shape, policy)
     shape = replace(shape, kv=policy.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
     layers, bill = Layers(policy, tokens, shape.windows.count(None), shape.kv_heads, sizes), Bill(hardware)
-    (slot, new), peak, widest, chunks = sizes, 0, 0, []
+    (slot, new), peak, widest, chunks = sizes, 0.0, 0, 0
     for taken in layers.chunks():
-        bill.add(work(shape, policy, taken, batch, causal))
+        bill.add(work(shape, taken, batch, causal))
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
-        chunks.append(taken)
+        chunks += 1
     row = shape.row_bytes * batch
-    if len(chunks) > 1:  # the previous chunk's last hidden state waits for the next one's
+    if chunks > 1:  # the previous chunk's last hidden state waits for the next one's
         row += shape.element * shape.hidden * batch
     result = dict(
-        flops=bill.flops, moved=bill.moved, cache_bytes=round(slot * sum(layers.kept)),
+        flops=dict(bill.flops), moved=dict(bill.moved), cache_bytes=round(slot * sum(layers.kept)),
         peak_cache_bytes=round(peak),
         sliding_bytes=new * sum(min(tokens, w - 1) for w in shape.windows if w is not None),
-        weight_bytes=shape.element * shape.weights, activation_bytes=row * widest, draft_bytes=0,
+        weight_bytes=shape.element * shape.weights, activation_bytes=row * widest,
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
-    result |= dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, left_out=[])
-    if layers.evicts and policy.rows.n_d and not policy.rows.needs_full_prompt:
-        _add_draft(result, draft_model, tokens, policy.rows.n_d, batch, hardware, causal)
-    result |= dict(flops=dict(result["flops"]), moved=dict(result["moved"]))
-    waiting = _waiting(policy, chunks, layers, slot)
-    return result | dict(waiting=waiting, decode=_decode(shape, policy, layers, tokens, new_tokens, batch, hardware))
+    decode = _decode(shape, policy, layers, tokens, new_tokens, batch, hardware)
+    return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 
 
-def _check(shape, policy, draft_model) -> None:
+def _check(shape, policy) -> None:
     """Raise ValueError if the policy cannot run in such a model, or misses an argument."""
-    drafts = policy.rows.n_d and not policy.rows.needs_full_prompt
-    if not drafts:
+    if not policy.rows.n_d or policy.rows.needs_full_prompt:
         policy.rows.ready(None)
-        if draft_model is not None:
-            raise ValueError("draft_model is of policies for which another model drafts: drop it, or choose speckv")
     policy.check_layers(shape.windows.count(None))
     quantities.rotates(policy, shape.rope_depends_on_length)  # or an error
     propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 
-def _add_draft(result, model, tokens, n_d, batch, hardware, causal) -> None:
-    """Add the drafting model's costs: it reads the prompt, decodes n_d - 1 tokens more and frees its cache."""
-    if model is None:
-        result["left_out"].append("draft")
-        return
-    drafted = plan(model, None, tokens, batch=batch, hardware=hardware, causal=causal, new_tokens=n_d - 1)
-    for name in ("flops", "moved"):
-        result[name]["draft"] += sum(drafted[name].values()) + drafted["decode"][name]
-    result["seconds"] += drafted["seconds"] + drafted["decode"]["seconds"]
-    result["draft_bytes"] = drafted["weight_bytes"]
-    reading = result["peak_bytes"] + drafted["weight_bytes"]
-    result["peak_bytes"] = max(reading, result["weight_bytes"] + drafted["peak_bytes"])
+def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
+    """(row, key) pairs of one head: row t of a chunk sees `seen` earlier keys and the chunk's rows 0..t (all of them,
+    when not causal), but at most the last `window` keys."""
+    most = seen + rows if window is None else window
+    if not causal:
+        return rows * min(seen + rows, most)
+    growing = min(rows, max(0, most - seen))  # rows before the window is full
+    return growing * seen + growing * (growing + 1) // 2 + (rows - growing) * most
 
 
-def _waiting(policy, chunks, layers, slot) -> dict | None:
-    """TAKE's three figures of memory (METHODS section 3)."""
-    first = policy.waiting_layers(layers.count)  # the first layer that no layer waits for
-    if first == 1:
-        return None
+def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dict[str, tuple[float, ...]]:
+    """Stage -> (FLOPs, bytes moved) of one chunk."""
+    chunk, linear = taken.chunk, 2 * shape.products * batch
+    head = shape.head_weights if chunk.last else 0  # logits of the last row
+    pair, slot, new = _pair(shape, batch), shape.slot_bytes * batch, shape.new_bytes * batch
+    seen = iter(zip(taken.stored, taken.read, strict=True))
+    layers = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
+    attended = sum(pairs(rows, n, w, causal) for n, rows, w in layers)
+    appended = sum(pairs(chunk.appended, n + rows, w, causal) for n, rows, w in layers)
+    read = sum(new * (rows + min(n, w - 1)) if w is not None else slot * n + new * rows for n, rows, w in layers)
+    entered = sum(rows for _, rows, _ in layers)
+    return {
+        "linear": (linear * entered // len(layers) + 2 * head * batch, (shape.layer_weights + head) * shape.element),
+        "attention": (pair * attended, read),
+        "appended": (linear * chunk.appended + pair * appended, 0),
+    }
 
-    def most(which):
-        slots = (taken.stored[i] + taken.read[i] + taken.chunk.appended for taken in chunks for i in which)
-        return max(slots, default=0)
 
-    between = max((sum(taken.kept) for taken in chunks[:-1]), default=0)
-    return dict(
-        delayed_slots=most(range(first)), other_slots=most(range(first, layers.count)),
-        between_bytes=round(slot * between),
-    )  # fmt: skip
+def _pair(shape, batch) -> int:
+    """FLOPs of q.k and a.v for one key and a row of every query head."""
+    return 4 * shape.head_dim * shape.heads * batch
+
+
+def decoding(
+    shape: Shape, policy: Policy, slots: list[Any], budgets: list[Any], seen: int, count: int, batch: int = 1
+) -> Iterator[tuple[dict[str, tuple[float, ...]], list[Any]]]:
+    """Yields (stages, slots per kv head of each layer after it) of each of `count` tokens decoded after `seen`. Of a
+    mixture only the chosen experts' weights are read."""
+    slot = shape.slot_bytes * batch
+    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights
+    linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
+    for number in range(1, count + 1):
+        slots = [n + 1 for n in slots]
+        windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
+        attended, moved = sum(slots) + windows, slot * sum(slots) + shape.new_bytes * batch * windows
+        slots = [budget if overfull(policy, n, budget) else n for n, budget in zip(slots, budgets, strict=True)]
+        yield {"linear": linear, "attention": (_pair(shape, batch) * attended, moved)}, slots
 
 
 def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:

@@ -1,12 +1,9 @@
 """One measured generation, patched or not, for the commands."""
 
 import ctypes
-import dataclasses
-import math
 import os
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +13,9 @@ from ...context import within
 from ...families import device_of
 from ...patch import evicting
 from ...policy.policy import Policy
-from ...policy.rows import Question
 from ...policy.tokenizer import told
 from ...prompts import first_ids, frame, ids_of, until_line_end
-from ...question import LastTurn, in_last_part, near_end
+from ...question import LastTurn
 from ...report import report
 
 
@@ -32,44 +28,11 @@ class Prompt:
     question: list
     suffix: int = 0
     answer: list | None = None
-    said: tuple | None = None  # (start, stop) of the question's words, if others surround them or they are elsewhere
+    said: tuple | None = None  # (start, stop) of the question's tokens, where a case tells them
 
     def row(self, device: str | torch.device) -> torch.Tensor:
         """Ids [1, N]."""
         return torch.tensor([self.context + self.question], device=device)
-
-    def observed(self, observe: Any) -> int | tuple[int, int]:
-        """The rows that observe. For "question": the number of rows from the question on; for N: N plus the suffix's
-        rows; for "asked": (start, stop) of the question's tokens."""
-        if observe == ASKED:
-            start = len(self.context)
-            return self.said or (start, start + len(self.question) - self.suffix)
-        return len(self.question) if observe == QUESTION else observe + self.suffix
-
-
-QUESTION, ASKED = "question", "asked"
-OBSERVERS = ("window", "probe")  # options of rows: the number of a prompt's last tokens that observe
-
-
-def observe(policy: Policy, rows: int | tuple[int, int], tokens: int, named: Collection[str] = ()) -> Policy:
-    """A copy of the policy whose window or probe is the last `rows` tokens of a prompt of `tokens` tokens, limited to
-    half the budget and to less than a chunk. Options that the caller set by name (`named`) are not changed. rows
-    (start, stop): a probe of these tokens (the last ones that fit), as in `kvevict.observing`; other rows stay
-    unchanged."""
-    own: Any = policy.rows  # an object, not a name, once the policy is built
-    budget: Any = tokens if policy.budget is None else policy.budget
-    slots = budget if isinstance(budget, int) else math.ceil(budget * tokens)
-    most = max(1, min(slots // 2, (policy.chunk_size or tokens) - 1))
-    numbers = [name for name in OBSERVERS if isinstance(getattr(own, name, None), int) and name not in named]
-    if not isinstance(rows, tuple):
-        chosen = dataclasses.replace(own, **dict.fromkeys(numbers, min(rows, most)))
-    elif "probe" in numbers and own.append:
-        span, near = (max(rows[0], rows[1] - most), rows[1]), in_last_part(rows, tokens)
-        asked = [Question((span,), (tokens - rows[0],)) if near else Question((span,), before=(*rows, True))]
-        chosen = own.asked(asked, near_end(policy, asked, [tokens]))
-    else:
-        return policy
-    return dataclasses.replace(policy, rows=chosen)
 
 
 def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:

@@ -1,5 +1,5 @@
-"""Simulates the slots of every layer while a prompt is read, and the rows that observe them. It runs the engine's
-chunks, budgets and decisions on counts instead of tensors: without weights or text.
+"""Simulates the slots of every layer while a prompt is read. It runs the engine's chunks, budgets and decisions on
+counts instead of tensors: without weights or text.
 
 A layer's slots are counted as if split evenly over its heads: their sum is the same. A selection that leaves some of
 the budget unused (chunk, exact=False) and a threshold are counted as if they used all of it. Layers that share by
@@ -7,7 +7,7 @@ measurements of the prompt are counted as if all measured the same.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,10 +24,7 @@ class Taken:
     read: list  # the chunk's rows that get to the layer
     stored: list  # slots before
     kept: list  # slots after
-    scored: list  # whether the layer scores and chooses in this chunk
-    parts: list  # `kvevict.policy.rows.Part`s: the rows of its scores
-    peak: int  # most slots alive at once, summed over layers, each times its `sizes`
-    draft: list = field(default_factory=list)  # slots of the copy that the model drafts over, if it does
+    peak: float  # most slots alive at once, summed over layers, each times its `sizes`
 
 
 class Layers:
@@ -63,44 +60,28 @@ class Layers:
         read = schedule.read(policy, chunk.narrow, np.array([chunk.rows]))[:, 0].tolist()
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
         cuts = chunk.evicts and bool(self.planned.cuts.any())
-        alive = [n + rows for n, rows in zip(stored, read, strict=True)]
-        draft = []
+        peak = self._carry_out(decisions, read)
         if chunk.last and cuts and policy.rows.needs_full_prompt:
-            draft = [min(n, most) for n, most in zip(alive, self._per_head(self.planned.targets), strict=True)]
-        scored, peak = self._carry_out(decisions, read, cuts)
-        if draft:  # until then the chunk waits in every layer
-            slot, new = self.sizes
-            peak = slot * (sum(stored) + sum(draft) + self.count * policy.rows.n_d) + new * sum(read)
-        seen = [self.observed(chunk, layer, chooses) for layer, chooses in enumerate(scored)]
-        parts = [
-            policy.rows.parts(rows, n, chunk.appended, self.tokens) if observed else []
-            for rows, n, observed in zip(read, stored, seen, strict=True)
-        ]
-        return Taken(chunk, read, stored, self.kept, scored, parts, peak, draft)
+            # The chunk waits in every layer while the model drafts over a copy, cut to the budgets.
+            most = zip(stored, read, self._per_head(self.planned.targets), strict=True)
+            copy = sum(min(n + rows, target) + policy.rows.n_d for n, rows, target in most)
+            peak = self.sizes[0] * (sum(stored) + copy) + self.sizes[1] * sum(read)
+        return Taken(chunk, read, stored, self.kept, peak)
 
-    def observed(self, chunk: Chunk, layer: int, scored: bool) -> bool:
-        """Whether rows observe this layer in the chunk. Carried or joined numbers are made in every chunk, with or
-        without eviction."""
-        made = self.policy.carry != "none" or chunk.again is not None
-        return chunk.observed and (schedule.observes(self.policy, layer, self.count) if made else scored)
-
-    def _carry_out(self, decisions, read, cuts) -> tuple:
-        """(whether each layer is scored, most slots at once) as `kvevict.engine.read.choosers.Deciding` has it."""
-        scored, peak, new, sizes = [], 0, np.zeros_like(self.slots), self.sizes
+    def _carry_out(self, decisions, read) -> float:
+        """Most slots at once, cut as `kvevict.engine.read.choosers.Deciding` cuts them."""
+        peak, new, sizes = 0, np.zeros_like(self.slots), self.sizes
         for layer, rows in enumerate(read):
             new[layer] = rows * self.kv_heads
             peak = max(peak, int(sizes[0] * self.slots.sum() + sizes[1] * new.sum()))
             if decisions.asks:
                 decisions.ask(layer, np.ones(1))
             decision = decisions.at(layer, self.slots[layer] + new[layer])
-            narrows = layer == self.tsp and read[-1] < rows
-            measures = cuts and self.policy.layers.measures
-            scored.append(bool(decision.scores or narrows or measures))
             for cut in decision.cuts:
                 left = self.slots[cut.layer] + new[cut.layer]
                 self.slots[cut.layer] = left if cut.slots is None else np.minimum(left, cut.slots)
                 new[cut.layer] = 0
-        return scored, peak / self.kv_heads
+        return peak / self.kv_heads
 
     def _per_head(self, slots) -> list:
         return [n / self.kv_heads if n % self.kv_heads else n // self.kv_heads for n in slots[:, 0].tolist()]

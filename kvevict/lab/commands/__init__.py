@@ -8,25 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...commands import model_name, read_text, words
 from ...policy.registry import load_folder
-from ...policy.text import parse_policy
 
 if TYPE_CHECKING:
-    from ...policy.policy import Policy
     from ..analysis.run import Prompt
-
-
-def add_observe(parser: argparse.ArgumentParser, more: str = "") -> None:
-    parser.add_argument("--observe", type=observed, metavar="question|asked|N",
-                        help="rows of windows and probes: all from the question on, or N rows up to the question's end "
-                        "and all after it; asked: probes are the question's tokens alone, at any place; at most half "
-                        f"the budget; default: as the policy says{more}")  # fmt: skip
-
-
-def observed(text: str) -> int | str:
-    """The value of `--observe`, as `kvevict.lab.analysis.run.Prompt.observed` takes it."""
-    if text not in ("question", "asked") and not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not 'question', 'asked' or a number of rows; give one of them")
-    return int(text) if text.isdigit() else text
 
 
 def add_question(parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True) -> None:
@@ -42,7 +26,6 @@ def add_question(parser: argparse.ArgumentParser, new_tokens: int | None, needed
     parser.add_argument("--limit", type=int, help="prompt tokens at most: cuts the text's end; default: the context")
     parser.add_argument("--max-new-tokens", type=int, default=new_tokens,
                         help=f"length of the answer at most; default {default}")  # fmt: skip
-    add_observe(parser)
 
 
 def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
@@ -53,6 +36,9 @@ def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
 
     count("--max-new-tokens", args.max_new_tokens, 1)
     text, name = read_text(args.file), model_name(args)
+    if args.model is None:
+        print("the bundled model finds names and numbers such as \"The code of Naislet is 364735.\" and little else; "
+              "give --model for other texts and questions", file=sys.stderr)  # fmt: skip
     model, tokenizer = load_model(name, args.dtype, args.device)
     limit = room(model, args.max_new_tokens, args.limit)
     return name, model, tokenizer, encode(tokenizer, text, args.question, limit, args.opening)
@@ -69,18 +55,6 @@ def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
             f"--max-new-tokens {new_tokens}: the model's context is {context} tokens; give at most {context - 1}"
         )
     return context - new_tokens if limit is None else min(limit, context - new_tokens)
-
-
-def observing(policies: dict[str, Policy], model: Any, prompt: Prompt, observe: int | str | None) -> dict[str, Policy]:
-    """The policies for a model (`in_slots`), with `--observe` applied, except to options that a policy's text names."""
-    from ...patch import in_slots
-    from ..analysis.run import observe as observed
-
-    policies = {text: in_slots(policy, model) for text, policy in policies.items()}
-    if observe is None:
-        return policies
-    rows, tokens = prompt.observed(observe), len(prompt.context + prompt.question)
-    return {text: observed(policy, rows, tokens, parse_policy(text)[1]) for text, policy in policies.items()}
 
 
 load_folder(sys.modules[__name__])

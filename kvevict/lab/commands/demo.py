@@ -20,7 +20,6 @@ from ...commands import (
     number,
 )
 from ...policy.text import DEFAULT
-from . import add_observe, observing
 from .inspect import page_run
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
     add_budget(parser, budget=128, chunk_size=256)
-    add_observe(parser)
     parser.add_argument("--cases", type=int, default=4, help="texts, each with a question; default 4")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other texts; default 0")
     parser.add_argument("--out", default="kvevict-demo", help="folder for page and picture; default kvevict-demo")
@@ -61,14 +59,14 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
     print(answers_table(asked), costs_table(totals), sep="\n\n")
-    made = write(Path(args.out), tokenizer, asked, name)
+    made = write(Path(args.out), tokenizer, asked, policies, name)
     print("\nWhich tokens were kept:", *made, sep="\n  ")
     settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
     return {"model": name, **settings, "runs": totals, "files": made}
 
 
 def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a dict per case: case, ids [1, N], policies, and runs: by name the result of
+    """Yields a dict per case: case, ids [1, N], and runs: by name the result of
     `kvevict.lab.analysis.run.measure`, and whether the answer is `right`."""
     from tqdm import tqdm
 
@@ -83,12 +81,12 @@ def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace
     with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
         for case in cases:
             prompt, runs = encode(model, tokenizer, case), {}
-            ids, own = prompt.row(device_of(model)), observing(policies, model, prompt, args.observe)
-            for name, policy in ((FULL, None), *own.items()):
+            ids = prompt.row(device_of(model))
+            for name, policy in ((FULL, None), *policies.items()):
                 runs[name] = run = measure(model, tokenizer, ids, policy, case.new_tokens, True, case.one_line)
                 run["right"] = METRICS[case.metric](run["answer"], case.answers) == 1
                 bar.update()
-            yield dict(case=case, ids=ids, policies=own, runs=runs)
+            yield dict(case=case, ids=ids, runs=runs)
 
 
 def total(name: str, asked: list) -> dict:
@@ -131,13 +129,13 @@ def asks(case: Case) -> str:
     return case.question.strip().splitlines()[0].removeprefix("Question: ")
 
 
-def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], model: str) -> list[str]:
+def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], policies: dict[str, Policy], model: str) -> list[str]:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
     from ...prompts import pieces
     from ..analysis.page import page, picture, places
 
     one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])
-    case, ids, runs, policies = one["case"], one["ids"], one["runs"], one["policies"]
+    case, ids, runs = one["case"], one["ids"], one["runs"]
     facts = [("model", model), ("question", asks(case)), ("truth", case.answers[0]), (FULL, said(runs[FULL]))]
     shown = [page_run(name, policy, said(runs[name]), runs[name]["report"]) for name, policy in policies.items()]
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from ...commands import (
     number,
 )
 from ...policy.checks import installed
-from . import add_observe
 
 
 @command
@@ -35,8 +34,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
                         help="slots per kv head, shares (1/8, 0.1) or bytes (64MiB); default 128")  # fmt: skip
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
-    parser.add_argument("--mode", choices=["aware", "agnostic", "both"], default="both", help="question known or not")
-    add_observe(parser, more="; of one policy alone: take:probe=question")
+    parser.add_argument("--mode", choices=["known", "later", "both"], default="both", help="question known or not")
     parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes different cases; default 0")
@@ -47,14 +45,13 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N",
                         help="ask up to N questions about a text at once, if it was read without them (tasks many, "
-                        "--mode agnostic); seconds are a question's share; default 1")  # fmt: skip
+                        "--mode later); seconds are a question's share; default 1")  # fmt: skip
     parser.add_argument("--by", nargs="+", default=[], metavar="TAG", help="columns of the table: depth, length, facts")
     parser.add_argument("--against", nargs="+", metavar=("POLICY", "CHUNK"),
                         help="add paired differences from this policy (read in chunks of so many tokens)")  # fmt: skip
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
-    installed("eval", "kvevict eval", "scipy", "tabulate")
+    installed("eval", "kvevict eval", "scipy")
     from ...processes import Processes
     from ..evaluate.results import read
     from ..evaluate.table import render
@@ -72,9 +69,9 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
-    tables = [render(lines, tuple(args.by), args.markdown, _against(args.against))]
+    tables = [render(lines, tuple(args.by), _against(args.against))]
     if settings.get("protocol"):
-        tables.append(_claims(settings, lines, args.markdown))
+        tables.append(_claims(settings, lines))
     print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
@@ -114,7 +111,7 @@ def _evaluate(args) -> None:
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
         budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
         modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
-        haystack=args.haystack, data=args.data, observe=args.observe, temperature=args.temperature,
+        haystack=args.haystack, data=args.data, temperature=args.temperature,
         protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
@@ -136,14 +133,14 @@ def _protocol(args) -> None:
     if fractions := [budget for budget in args.budgets if not isinstance(number(budget), int)]:
         raise ValueError(f"--budgets {fractions[0]}: a protocol's budgets are whole numbers of slots; give e.g. 64")
     args.tasks = args.tasks or list(TASKS)
-    args.mode = "aware" if args.mode == "both" else args.mode
+    args.mode = "known" if args.mode == "both" else args.mode
 
 
-def _claims(settings, lines, markdown) -> str:
+def _claims(settings, lines) -> str:
     from ..evaluate.claims import render
 
     names = ("protocol", "budgets", "modes", "layers", "adapter", "draft")
     name, budgets, modes, layers, adapter, draft = (settings.get(key) for key in names)
     if not (isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
         raise ValueError("--out: its settings lack the protocol's budgets, modes or layers; evaluate into another file")
-    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft, markdown)}"
+    return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft)}"

@@ -10,7 +10,7 @@ from ...commands import (
     command,
     grid,
 )
-from . import add_question, load_prompt, observing
+from . import add_question, load_prompt
 
 
 @command
@@ -29,10 +29,9 @@ def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     policies = build_policies([args.policy], args, progress=True)
     check_complete(policies)
     _, model, tokenizer, prompt = load_prompt(args)
-    policies, ids = observing(policies, model, prompt, args.observe), prompt.row(device_of(model))
+    ids = prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies
-    asked = "" if args.observe else args.question
-    how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), question=asked)
+    how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), question=args.question)
     runs = {name: measure(model, tokenizer, ids, policy, **how) for name, policy in chosen.items()}
     print(table(runs, ids.shape[1]))
     return {"tokens": ids.shape[1], "runs": runs}

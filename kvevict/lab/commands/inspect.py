@@ -14,7 +14,7 @@ from ...commands import (
     options_of,
 )
 from ...policy.text import DEFAULT, FORM
-from . import add_question, load_prompt, observing
+from . import add_question, load_prompt
 
 if TYPE_CHECKING:
     from ...policy.policy import Policy
@@ -42,9 +42,9 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     policies = build_policies(args.policy or [DEFAULT], args)
     check_complete(policies)
     name, model, tokenizer, prompt = load_prompt(args)
-    policies, ids = observing(policies, model, prompt, args.observe), prompt.row(device_of(model))
-    asked = "" if args.observe else args.question
-    how: dict = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening), question=asked)
+    ids = prompt.row(device_of(model))
+    how: dict = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening))
+    how |= dict(question=args.question)
     runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
     facts = [("model", name), ("text", args.file), ("question", args.question)]
     shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]

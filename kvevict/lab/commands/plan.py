@@ -13,6 +13,8 @@ from ...commands import (
     model_name,
 )
 
+LONG = 131072  # tokens
+
 
 @command
 def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
@@ -20,28 +22,26 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     add_model(parser)
     add_policy(parser)
     add_budget(parser)
-    parser.add_argument("--tokens", type=int, default=131072, help="prompt length; default 131072")
+    parser.add_argument("--tokens", type=int, help="prompt length; default 131072, within the model's context")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens decoded after it; default 256")
     parser.add_argument("--batch", type=int, default=1, help="prompts read together; default 1")
-    parser.add_argument("--draft-model", metavar="CONFIG", help="of speckv: folder or hub id of the drafting model")
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s; default: an H100 SXM's in bf16")
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
-    parser.add_argument("--tflops64", type=float, help="peak TFLOP/s in float64, of gates' training; default: the same")
     args = parser.parse_args(argv)
     from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
-    from ..analysis.gates import gates
 
-    numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency", "tflops64")}
+    numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
     shape, context = _shape(model_name(args), args.dtype)
-    draft = args.draft_model and _shape(args.draft_model, args.dtype)[0]
-    if context is not None and args.tokens + args.new_tokens > context:
+    if args.tokens is None:
+        args.tokens = LONG if context is None else max(1, min(LONG, context - args.new_tokens))
+    elif context is not None and args.tokens + args.new_tokens > context:
         print(
-            f"kvevict plan: {args.tokens} and {args.new_tokens} more tokens exceed the model's context of {context}: "
-            "it was not trained for such a prompt; give fewer --tokens",
+            f"kvevict plan: warning: {args.tokens} and {args.new_tokens} more tokens exceed the model's context of "
+            f"{context}: it was not trained for such a prompt; give fewer --tokens",
             file=sys.stderr,
         )
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
@@ -50,7 +50,7 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         print(f"A budget of {args.budget} is {policy.budget} slots of each kv head.")
     runs = {
         UNPATCHED: cost(shape, None, args.tokens, **common),
-        args.policy: cost(shape, policy, args.tokens, **common, draft_model=draft),
+        args.policy: cost(shape, policy, args.tokens, **common),
     }
     print(
         f"{shape.weights / 1e9:.3g} G parameters, {len(shape.windows)} layers ({shape.windows.count(None)} evict); "
@@ -61,67 +61,30 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     if policy.threshold is not None:
         most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
-    if runs[args.policy]["left_out"]:
-        print("The drafting model is left out; give its config with --draft-model.")
-    result = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
-    if hasattr(policy.score, "gates"):
-        result["gates"] = gates(shape, policy.score.gates, hardware, context)
-        print(_told(result["gates"]))
-    return result
+    if policy.rows.n_d:
+        print("What the policy drafts is left out.")
+    return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
 
 
 def _shape(name: str, dtype: str) -> tuple:
-    """(`Shape`, context in tokens or None) of a model's config. Transformers is imported for a type that needs it."""
-    from ...models import check_there, pretrained
-    from ..analysis import plain
+    """(`Shape`, context in tokens or None) of a model's config."""
+    from transformers import AutoConfig
 
-    check_there(name)
-    found = plain.read(name, dtype)
-    if found is not None:
-        return found
-    try:
-        from transformers import AutoConfig
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{name}: its sizes are read with Transformers ({error}); install it, or give a folder whose config.json "
-            f"is of model_type {', '.join(plain.LAYOUTS)}, in full attention"
-        ) from None
+    from ...models import check_there, pretrained
     from ..analysis.shape import shape_of
 
+    check_there(name)
     config = pretrained(AutoConfig, name)
     return shape_of(config, dtype), getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _told(gates) -> str:
-    """Of gates' size and cost, and their training's."""
-    made = gates["training"]
-    return (
-        f"Gates: {gates['bytes'] / 2**20:.3g} MiB; each token read takes {gates['flops_per_token'] / 1e6:.3g} MFLOP "
-        f"more, {gates['share']:.2g} of its products with weights.\n"
-        f"Training them (linear) on {made['tokens']} tokens, each read twice: {made['flops'] / 1e12:.3g} TFLOP, and "
-        f"{made['flops64'] / 1e12:.3g} in float64; {made['seconds']:.3g} s; peak memory "
-        f"{made['peak_bytes'] / 2**30:.3g} GiB, of which {made['sums_bytes'] / 2**30:.3g} are sums of products."
-    )
-
-
-def _drafted(run, what, unit):
-    """None for a policy without a draft."""
-    return "left out" if "draft" in run["left_out"] else run[what]["draft"] / unit or None
 
 
 ROWS = (
     ("linear layers, TFLOP", lambda run: run["flops"]["linear"] / 1e12),
     ("attention, TFLOP", lambda run: run["flops"]["attention"] / 1e12),
-    ("rows reading along, TFLOP", lambda run: run["flops"]["probe"] / 1e12),
-    ("scoring, TFLOP", lambda run: (run["flops"]["evict"] + run["flops"]["refine"]) / 1e12),
-    ("draft, TFLOP", lambda run: _drafted(run, "flops", 1e12)),
+    ("appended rows, TFLOP", lambda run: run["flops"]["appended"] / 1e12),
     ("all, TFLOP", lambda run: sum(run["flops"].values()) / 1e12),
     ("weights read, GiB", lambda run: run["moved"]["linear"] / 2**30),
-    ("KV moved, GiB", lambda run: sum(run["moved"][stage] for stage in ("attention", "evict", "refine")) / 2**30),
-    ("draft moved, GiB", lambda run: _drafted(run, "moved", 2**30)),
-    ("peak slots/head, waiting", lambda run: run["waiting"] and run["waiting"]["delayed_slots"]),
-    ("peak slots/head, others", lambda run: run["waiting"] and run["waiting"]["other_slots"]),
-    ("KV between chunks, GiB", lambda run: run["waiting"] and run["waiting"]["between_bytes"] / 2**30),
+    ("KV read, GiB", lambda run: run["moved"]["attention"] / 2**30),
     ("peak KV, GiB", lambda run: (run["peak_cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("KV after, GiB", lambda run: (run["cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("activations, GiB", lambda run: run["activation_bytes"] / 2**30),

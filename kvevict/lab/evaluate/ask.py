@@ -3,10 +3,11 @@
 A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks, with the
 question known or not:
 
-    aware      context and question are one prompt, read under the policy; a policy that evicts while decoding does so
-    agnostic   the context alone is read under the policy. Then the question is appended to the kept slots and the
-               answer is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up
-               turn would be read like a prompt and evict again, this time knowing the question.)
+    known   context and question are one prompt, read under the policy; a policy that evicts while decoding does so. If
+            the case tells the question's place, its tokens observe
+    later   the context alone is read under the policy. Then the question is appended to the kept slots and the answer
+            is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up turn would
+            be read like a prompt and evict again, this time knowing the question.)
 
 The continuation of a perplexity case is scored in one call that does not evict either. So is the response of a fidelity
 case; the full run writes it.
@@ -33,14 +34,14 @@ from ...policy.policy import Policy, build
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
 from ...prompts import frame, ids_of
-from ...question import find
+from ...question import find, observing
 from ...report import report
 from ...writing import drawn, written
-from ..analysis.run import QUESTION, Prompt, observe
+from ..analysis.run import Prompt
 from .metrics import METRICS
 from .tasks import FIDELITY, Case
 
-MODES = ("aware", "agnostic")
+MODES = ("known", "later")
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
 ONE_PASS = 2**30  # a chunk size above every prompt's length
 KEEP_ALL = Policy(score="knorm", budget=2**30)
@@ -64,8 +65,6 @@ FULL = Run("full")
 class Asked:
     """A case while its runs are measured.
 
-    observe      the rows of windows and probes, as `Prompt.observed` takes it. The policy's rows are used if it is
-                 None, if the case has no question, and if the context is read alone
     temperature  tokens are sampled, with the same noise in all runs; None: the likeliest token is taken
     response     ids that the full run generated; None before it did
     logits       [R, vocabulary] of the full cache, for each of the response's tokens; for fidelity, once needed
@@ -74,7 +73,6 @@ class Asked:
     case: Case
     prompt: Prompt
     seed: int = 0
-    observe: int | str | None = None
     temperature: float | None = None
     response: list | None = None
     logits: torch.Tensor | None = None
@@ -97,7 +95,6 @@ class Asked:
 
 def encode(model: Any, tokenizer: Any, case: Case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
-
     asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
     head, question, suffix = frame(tokenizer, asked, case.opening, chat)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
@@ -126,12 +123,9 @@ def options_of(policy: Policy) -> dict[str, Any]:
     return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
-def policy_for(
-    run: Run, tokens: int, response: Sequence[int], task: str = "eval", asks: int | None = None, model: Any = None
-) -> Policy:
+def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval", model: Any = None) -> Policy:
     """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
-    the life of the process. asks: size of a window or probe of "question", in last tokens; None, if no question is
-    read: the policy's number. model: needed for a budget in bytes, which is left as it is without.
+    the life of the process. model: needed for a budget in bytes, which is left as it is without.
 
     Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
     know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
@@ -140,17 +134,12 @@ def policy_for(
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    asking = [option for option in OBSERVERS if given.get(option) == QUESTION]
-    given = {option: value for option, value in given.items() if option not in asking}
     ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
-    if unknown := set(asking) - observers(ample).keys():
-        raise ValueError(f"policy {run.policy!r}: its rows have no {unknown.pop()}; leave it out")
     budget: Any = run.budget
     if isinstance(budget, str) and model is not None:
         budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
     slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
-    sizes = observers(ample) | (dict.fromkeys(asking, asks) if asks else {})
-    options = {option: min(size, max(1, slots // 2)) for option, size in sizes.items()}
+    options = {option: min(size, max(1, slots // 2)) for option, size in observers(ample).items()}
     chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
     if rows is not ample.rows:
         options["rows"], chunk = rows, ONE_PASS
@@ -183,7 +172,7 @@ class Reading:
 
 def reads_alone(run: Run) -> bool:
     """Whether a run's read of a context is the same for all questions, so that one read is enough."""
-    if run == FULL or run.mode == "aware":
+    if run == FULL or run.mode == "known":
         return run == FULL
     return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
 
@@ -194,17 +183,16 @@ def read(model: Any, tokenizer: Any, asked: Asked, run: Run, alone: bool = True)
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
     policy = options = None
+    observes: Any = nullcontext()
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
-        asks = None if alone else len(prompt.question)
-        policy = policy_for(run, len(ids), following, asked.case.task, asks, model)
-        if asked.observe is not None and not alone and prompt.question:
-            policy = observe(policy, prompt.observed(asked.observe), len(ids), named)
-        policy = told(policy, tokenizer)
+        policy = told(policy_for(run, len(ids), following, asked.case.task, model), tokenizer)
+        if prompt.said is not None and not alone and "probe" in options_of(policy) and "probe" not in named:
+            observes = observing(prompt.said)
         options = named | options_of(policy)
         options.pop("ids", None)
-    with _patched(model, policy):
+    with _patched(model, policy), observes:
         start = _now(model)
         out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
         seconds = _now(model) - start
@@ -223,7 +211,7 @@ def ask(model: Any, tokenizer: Any, asked: Asked, run: Run, text: Reading | None
     log likelihood of a token of the right answer, if the case asks for it.
     """
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
-    alone = run.mode == "agnostic" or text is not None
+    alone = run.mode == "later" or text is not None
     own = text or read(model, tokenizer, asked, run, alone)
     result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
     policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else text.fork()

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...commands import grid
 from .ask import FULL, PERPLEXITY, Run
 from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
-from .table import format_table
 from .tasks import FIDELITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
@@ -80,7 +80,6 @@ def render(
     layers: int,
     adapter: str | None = None,
     draft: str | None = None,
-    markdown: bool = False,
 ) -> str:
     """A row per claim and kind of score."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
@@ -99,7 +98,7 @@ def render(
             ])  # fmt: skip
     about = PROTOCOLS.find(name)
     text = "\n".join([CAPTION, *(f"Not tested here: {line}" for line in about.cannot)])
-    return f"{about.paper}\n\n{format_table(table, markdown)}\n\n{text}"
+    return f"{about.paper}\n\n{grid(table, left=len(table[0]))}\n\n{text}"
 
 
 CAPTION = (

@@ -152,9 +152,9 @@ def filled(template: str, cast: dict[str, str], rng: Random) -> str:
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", re.sub(r"\{(\w+)\}", word, template))
 
 
-def words(rng: Random, listed: list[str] | None = None) -> Iterator[str]:
-    """Distinct words without end: the listed ones (None: ours) in random order, then compounds: "harbourlantern"."""
-    listed = sorted({w for slot in ("noun", "adj", "did") for w in LISTS[slot]} if listed is None else set(listed))
+def words(rng: Random) -> Iterator[str]:
+    """Distinct words without end: those of words.py in random order, then compounds: "harbourlantern"."""
+    listed = sorted({word for slot in ("noun", "adj", "did") for word in LISTS[slot]})
     rng.shuffle(listed)
     yield from listed
     seen = set(listed)

@@ -1,8 +1,8 @@
 """Scores of an answer. METRICS: name -> function(prediction, answers) -> a number in [0, 1].
 
 The best of the accepted answers counts, except where the answers are parts ("contains_all"). "f1_line" is SQuAD's F1 of
-the first line. The conventions of "contains_any" and "contains_all" are those of RULER (arXiv 2404.06654), that of
-"longeval" is LongEval's for lines. "perplexity" is not a function of texts and is computed where the model is.
+the first line. The conventions of "contains_any" and "contains_all" are those of RULER (arXiv 2404.06654). "perplexity"
+is not a function of texts and is computed where the model is.
 """
 
 import re
@@ -56,9 +56,3 @@ def f1_line(prediction: str, answer: str) -> float:
     said, right = words(prediction.lstrip("\n").split("\n")[0]), words(answer)
     common = (Counter(said) & Counter(right)).total()
     return 2 * common / (len(said) + len(right)) if common else 0.0
-
-
-@best("longeval")
-def longeval(prediction: str, answer: str) -> bool:
-    """Whether the last number is the answer."""
-    return [int(n) for n in re.findall(r"\d+", prediction)[-1:]] == [int(answer)]

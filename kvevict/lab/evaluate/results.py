@@ -55,6 +55,7 @@ OPTIONAL = dict(
 KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
 
 
+OLD_MODES = {"aware": "known", "agnostic": "later"}  # the modes' names in files of earlier versions
 ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
 
 
@@ -103,7 +104,8 @@ class Results:
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(settings, lines) of a results file; a half-written last line is left out. Raises ValueError for other files."""
+    """(settings, lines) of a results file; a half-written last line is left out. Modes have their names of today.
+    Raises ValueError for other files."""
     text = Path(path).read_bytes()
     first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")
     try:
@@ -112,6 +114,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no results of `kvevict eval`, settings first, in lines; give another file")
+    if isinstance(settings.get("modes"), list):
+        settings["modes"] = [OLD_MODES.get(str(mode), mode) for mode in settings["modes"]]
     return settings, [_line(path, *numbered) for numbered in enumerate(rest[:-1], 2)]
 
 
@@ -129,7 +133,7 @@ def _line(path, number, text) -> dict:
         raise ValueError(
             f"line {number} of {path} is damaged ({', '.join(wrong)}); delete the line to measure it again"
         )
-    return line
+    return line | dict(mode=OLD_MODES.get(line["mode"], line["mode"]))
 
 
 def _only_a_start(path) -> bool:

@@ -39,8 +39,7 @@ class Plan:
     depths: tuple[float, ...] = Settings.depths
     haystack: str | None = None
     data: str | None = None
-    observe: int | str | None = None  # as in `kvevict.lab.evaluate.ask.Asked`
-    temperature: float | None = None  # likewise
+    temperature: float | None = None  # as in `kvevict.lab.evaluate.ask.Asked`
     protocol: str | None = None  # evaluate its policies and chunk sizes, not the plan's
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
@@ -131,8 +130,7 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, batch_size):
     runs. Runs that need only one read of the context come first."""
     asked = {
         case.id: Asked(
-            case, encode(model, tokenizer, case), seed, plan.observe, plan.temperature,
-            responses.get((case.task, case.id, seed)),
+            case, encode(model, tokenizer, case), seed, plan.temperature, responses.get((case.task, case.id, seed)),
         )
         for case in cases
     }  # fmt: skip

@@ -1,34 +1,32 @@
-"""Results as tables, in text or Markdown."""
+"""Results as tables."""
 
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from ...commands import grid
 from .summary import averages, differences, summarize
 from .tasks import FIDELITY
 
 
-def render(
-    lines: list[dict[str, Any]], by: Sequence[str] = (), markdown: bool = False, against: Sequence[Any] | None = None
-) -> str:
+def render(lines: list[dict[str, Any]], by: Sequence[str] = (), against: Sequence[Any] | None = None) -> str:
     """A table with a column per task and mode, after the average of several tasks. With tags `by`: a table per task and
     mode with a column per value. against: a policy and chunk size; the other rows' differences from its rows are added.
     If texts were read once for many questions, the costs of reading and of a question come last."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
-    parts = [CAPTION + NEAR * near + LIKELY * likely, *_tables(summarize(lines, by), by, markdown)]
+    parts = [CAPTION + NEAR * near + LIKELY * likely, *_tables(summarize(lines, by), by)]
     if against is not None:
-        parts += [
-            f"Differences from {' '.join(map(str, against))}.",
-            *_tables(differences(lines, against, by), by, markdown),
-        ]
+        parts += [f"Differences from {' '.join(map(str, against))}.", *_tables(differences(lines, against, by), by)]
     if costs := _costs(lines):
-        parts += [COSTS, format_table(costs, markdown)]
+        parts += [COSTS, _left(costs)]
+    if any(line["mode"] == "later" for line in lines):
+        parts.append(LATER)
     return "\n\n".join(parts)
 
 
-def _tables(summary, by, markdown) -> list:
+def _tables(summary, by) -> list:
     columns, parts = list(dict.fromkeys(column for row in summary.values() for column in row)), []
     if not by:
         heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
@@ -36,12 +34,12 @@ def _tables(summary, by, markdown) -> list:
             if means := averages(summary, mode):
                 heads = {f"average, {mode}": (None, (), mode)} | heads
                 summary = {row: cells | {(None, (), mode): means.get(row, "")} for row, cells in summary.items()}
-        parts.append(format_table(_cells(summary, heads), markdown))
+        parts.append(_left(_cells(summary, heads)))
         columns = []
     for task, mode in dict.fromkeys((task, mode) for task, _, mode in columns):
         values = sorted((value for other, value, its in columns if (other, its) == (task, mode)), key=_place)
         heads = {" ".join(map(str, value)): (task, value, mode) for value in values}
-        parts += [f"{task}, {mode}, by {' and '.join(by)}", format_table(_cells(summary, heads), markdown)]
+        parts += [f"{task}, {mode}, by {' and '.join(by)}", _left(_cells(summary, heads))]
     return parts
 
 
@@ -69,8 +67,8 @@ def _place(value):
 
 
 CAPTION = (
-    "Score in % (perplexity as such), its 95 % interval, and its share of the full cache's. aware: the question is\n"
-    "known while the prompt is read; agnostic: it comes after the context was compressed."
+    "Score in % (perplexity as such), its 95 % interval, and its share of the full cache's. known: the question is\n"
+    "known while the prompt is read; later: it comes after the context was compressed."
 )
 NEAR = (
     "\nfidelity: mean KL divergence from the full cache's next-token distributions in nats, and the share of equal\n"
@@ -80,6 +78,10 @@ NEAR = (
 LIKELY = (
     "\nOf questions with a right answer's likelihood: score of those that the full cache answers (of COUNTED/ALL);\n"
     "dnll, the nats a token of the right answer above the full cache's, over all of them, with its paired interval."
+)
+LATER = (
+    "For questions that come later choose a policy that needs none to read: gate, read-twice or read-once, or others\n"
+    "that `kvevict policies` lists."
 )
 COSTS = (
     "Medians: reading a text, what is kept of it and at most held meanwhile; one question and its answer, on a fork."
@@ -104,12 +106,6 @@ def _setting(budget, chunk) -> list:
     return ["", ""] if budget is None else [str(budget), str(chunk or "whole")]
 
 
-def format_table(table: Sequence[Sequence[str]], markdown: bool = False, left: int | None = None) -> str:
-    """Rows of texts, the head first, as aligned columns or in Markdown; the first `left` columns (None: all) are
-    aligned left, the others right."""
-    from tabulate import tabulate
-
-    width = len(table[0])
-    left = width if left is None else left
-    form = dict(headers="firstrow", tablefmt="github") if markdown else dict(tablefmt="plain")
-    return tabulate(table, **form, disable_numparse=True, colalign=("left",) * left + ("right",) * (width - left))
+def _left(table: Sequence[Sequence[str]]) -> str:
+    """Rows of texts, the head first, in columns that are aligned left."""
+    return grid(table, left=len(table[0]))

@@ -26,14 +26,6 @@ class Refinement:
     def check(self, policy: Policy) -> None:
         """Raise ValueError when the options do not fit each other or the policy."""
 
-    def scans(self) -> int:
-        """How often every slot's value is read."""
-        return 0
-
-    def flops(self) -> int:
-        """FLOPs per component of a slot's value."""
-        return 0
-
     def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return score
 

@@ -16,12 +16,6 @@ class Caote(Refinement):
     fast: ClassVar[bool] = False
     refines: ClassVar[bool] = True
 
-    def scans(self) -> int:
-        return 2  # the mean value, and distances from it
-
-    def flops(self) -> int:
-        return 4 if self.fast else 5  # weighted or not, summed; less, squared, summed
-
     def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return slots.removal_error(score, self.fast)
 

@@ -57,15 +57,6 @@ class Bounds(NamedTuple):
 FREE = Bounds()  # all are chosen by score
 
 
-class Part(NamedTuple):
-    """Observers as `kvevict plan` counts them: `rows` rows over `slots` alive slots."""
-
-    rows: int
-    slots: int
-    causal: bool  # the rows belong to the last slots
-    attended: bool  # their log-sum-exp and outputs over these slots are known from attention itself
-
-
 @dataclass(frozen=True)
 class Rows:
     needs_full_prompt: ClassVar[bool] = False  # they exist once all of the prompt was read, so layers wait for that
@@ -161,18 +152,8 @@ class Rows:
         """The positions of slots that are always kept, or limited in number, wherever they stand."""
         return FREE
 
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Any]:
-        """`Part`s that observe a layer of `stored` slots after a chunk of `rows` rows, to which `appended` ones are
-        appended; tokens: the prompt's."""
-        return []
-
     def __deepcopy__(self, memo: Any) -> Any:  # immutable, and its draft model is another model
         return self
-
-
-def last(rows: int, most: int, stored: int) -> Part:
-    """The last `most` of a chunk's rows, as `plan` counts them."""
-    return Part(min(rows, most), stored + rows, True, True)
 
 
 load_folder(sys.modules[__name__])

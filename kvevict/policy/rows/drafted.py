@@ -10,7 +10,7 @@ from ...compat import CACHE, cache_of
 from ...models import pretrained
 from ..checks import count, flag
 from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import ROWS, Part, Rows, last
+from . import ROWS, Rows
 from .given import after
 
 
@@ -110,10 +110,6 @@ class Drafted(Rows):
 
     def protect(self, call: LayerRows) -> Any:
         return self.decoded if call.decoding else self.window
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        window = [last(rows, self.window, stored)] if self.window else []
-        return [Part(self.n_d, stored + rows, False, self.draft_keys), *window]
 
 
 def head(top: Any) -> Any:

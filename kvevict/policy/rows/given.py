@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import ROWS, AppendedRows, Part, Rows
+from . import ROWS, AppendedRows, Rows
 
 
 @ROWS.add("given")
@@ -56,9 +56,6 @@ class Given(Rows):
 
     def observing(self, rows: CallRows) -> Any:
         return np.full(len(rows.tokens), len(self.ids))
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        return [Part(len(self.ids), stored + rows, False, True)]
 
 
 def after(arguments: Any, read: Any, ids: Any) -> AppendedRows:

@@ -13,7 +13,7 @@ from ...weights import differ, fingerprint
 from ..adapter import Adapter, base_of, bundled, config_of, load
 from ..checks import count
 from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import ROWS, AppendedRows, Part, Rows
+from . import ROWS, AppendedRows, Rows
 from .probe import Probe
 
 USUAL = 32  # lookahead rows of an adapter that is not named yet
@@ -100,9 +100,6 @@ class Lookahead(Rows):
 
     def observing(self, rows: CallRows) -> Any:
         return np.full(len(rows.tokens), self.most)
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        return [Part(self.most, stored + rows, False, True)]
 
 
 @functools.lru_cache

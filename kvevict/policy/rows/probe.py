@@ -8,7 +8,7 @@ import torch
 
 from ..checks import count, flag, fraction
 from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import FREE, ROWS, AppendedRows, Bounds, Part, Question, Rows, last
+from . import FREE, ROWS, AppendedRows, Bounds, Question, Rows
 
 ENDING = 8  # last slots of a prompt that are kept if a span observes
 UNLIMITED = 2**30  # slots of a head: more than there are
@@ -158,12 +158,6 @@ class Probe(Rows):
             return self.most
         most = min(self.most, ENDING) if self.span else self.most
         return call.upload(np.minimum(call.prompt_tokens // 2, most)) if call.ends_prompt else 0
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        count = int(self.lengths(np.array(tokens)))
-        if not self.append:
-            return [last(rows, count, stored)]
-        return [Part(count, stored + rows - (0 if appended else count), False, False)]
 
 
 @dataclass(frozen=True, eq=False)

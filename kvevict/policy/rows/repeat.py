@@ -8,7 +8,7 @@ import torch
 from ... import families
 from ..checks import count
 from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
-from . import ROWS, AppendedRows, Part, Rows
+from . import ROWS, AppendedRows, Rows
 
 
 @ROWS.add("repeat")
@@ -100,6 +100,3 @@ class Repeat(Rows):
         if again is not None:
             tokens = np.minimum(rows.prompt_tokens - again.start, len(again))
         return np.where(tokens > 0, len(self.instruction) + tokens, 0)
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        return [Part(appended, stored + rows, False, True)]

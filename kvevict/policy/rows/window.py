@@ -7,7 +7,7 @@ import numpy as np
 
 from ..checks import count
 from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import ROWS, Part, Rows, last
+from . import ROWS, Rows
 
 
 @ROWS.add("none")
@@ -39,9 +39,6 @@ class Last(Rows):
     def observing(self, rows: CallRows) -> Any:
         return np.minimum(1, rows.tokens)
 
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        return [last(rows, 1, stored)]
-
 
 @ROWS.add("all")
 @dataclass(frozen=True)
@@ -56,9 +53,6 @@ class All(Rows):
 
     def observing(self, rows: CallRows) -> Any:
         return rows.tokens
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        return [last(rows, rows, stored)]
 
 
 @ROWS.add("window")
@@ -85,9 +79,6 @@ class Window(Rows):
 
     def protect(self, call: LayerRows) -> Any:
         return self.window
-
-    def parts(self, rows: int, stored: int, appended: int, tokens: int) -> list[Part]:
-        return [last(rows, self.window, stored)]
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ DIGITS = 31  # kernel="digits": a question attends to a number's first digit, an
 class Pooled(Score):
     """A score that is pooled over `kernel` neighbouring slots, by their largest ("max") or mean ("avg").
 
-    kernel   an odd number; "digits": as many slots as hold `DIGITS` digits of a number, by the model's tokenizer, and
-             `DIGITS` without a tokenizer
+    kernel   slots that pooling looks at, an odd number; "digits": as many as hold 31 digits of a number, by the model's
+             tokenizer, and 31 without a tokenizer
     """
 
     kernel: int | str = 7

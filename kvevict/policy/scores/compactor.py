@@ -12,7 +12,7 @@ from . import SCORES, Score
 @SCORES.add("compactor")
 @dataclass(frozen=True)
 class Compactor(Score):
-    """Compactor (Chari & Van Durme 2025): outlying keys, and attention both ways in blocks; question unknown.
+    """Compactor (Chari & Van Durme 2025): outlying keys, and attention both ways in blocks; for later questions.
 
     blend    weight of the keys' statistical leverage beside attention, both in standard deviations
     sink     first slots that are always kept

@@ -12,7 +12,7 @@ from . import SCORES, Score
 @SCORES.add("gate")
 @dataclass(frozen=True)
 class Gate(Score):
-    """KVzap's gates (Jegou and Jeblick 2026): KVzip's number, expected of each token as it is read; question unknown.
+    """KVzap's gates (Jegou and Jeblick 2026): KVzip's number of a token, expected as it is read; for later questions.
 
     gates    folder of gates that were trained on this model (`kvevict train --kind gates`); None: those named
              last for this model, or kvevict_gates in its folder

@@ -11,7 +11,7 @@ from . import SCORES, Score
 @SCORES.add("kvzip")
 @dataclass(frozen=True)
 class KVzip(Score):
-    """KVzip (Kim et al. 2025): the largest attention that a slot gets when its chunk is read again; question unknown.
+    """KVzip (Kim et al. 2025): a slot's largest attention when its chunk is read again; for later questions.
 
     sink   first slots that are always kept
 

@@ -1,6 +1,6 @@
 """Arguments of `attend`, and its result against the oracle's."""
 
-import helpers
+import problems
 import ref
 import torch
 from helpers import FP32, OUT, call, close
@@ -12,7 +12,7 @@ def causal(make):
     return lambda *args, **options: {**make(*args, **options), "stop": None}
 
 
-problem, fuzz, matrix = map(causal, (helpers.problem, helpers.fuzz, helpers.matrix))
+problem, fuzz, matrix = map(causal, (problems.problem, problems.fuzz, problems.matrix))
 
 
 def check(p):

@@ -4,7 +4,8 @@ import random
 
 import ref
 import torch
-from helpers import NAN, call, copied, i32, same_bits, scattered
+from helpers import call, same_bits
+from problems import NAN, copied, i32, scattered
 
 from kvevict import _ops as ops
 from kvevict._native import PARTS

@@ -5,7 +5,8 @@ import random
 import helpers
 import ref
 import torch
-from helpers import FP32, OUT, call, close, copied, i32, problem, same_bits
+from helpers import FP32, OUT, call, close, same_bits
+from problems import copied, i32, problem
 
 from kvevict import _ops as ops
 

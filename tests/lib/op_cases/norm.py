@@ -2,7 +2,8 @@
 
 import ref
 import torch
-from helpers import FP32, alive_counts, call
+from helpers import FP32, call
+from problems import alive_counts
 
 from kvevict import _ops as ops
 

@@ -4,7 +4,8 @@ import itertools
 
 import ref
 import torch
-from helpers import FP32, NAN, alive_counts, call, held_of
+from helpers import FP32, call, held_of
+from problems import NAN, alive_counts
 
 from kvevict import _ops as ops
 

@@ -4,7 +4,8 @@ import itertools
 
 import ref
 import torch
-from helpers import FP32, alive_counts, call, close
+from helpers import FP32, call, close
+from problems import alive_counts
 
 from kvevict import _ops as ops
 

@@ -4,7 +4,8 @@ import random
 
 import ref
 import torch
-from helpers import INF, NAN, call, i32
+from helpers import call
+from problems import INF, NAN, i32
 
 from kvevict import _ops as ops
 

@@ -1,8 +1,7 @@
-"""The ingredients of scores: one file per quantity of a layer's slots, with its cost beside it.
+"""The ingredients of scores: one file per quantity of a layer's slots.
 
 A quantity is a frozen dataclass; its fields are its options, and the file registers it. A part of a policy names the
-quantities it needs. Only these are computed, each once per layer and cut. `kvevict plan` prices a policy by their
-`passes` and `scans`.
+quantities it needs. Only these are computed, each once per layer and cut.
 """
 
 import functools
@@ -60,34 +59,6 @@ class Quantity:
         """For an `of_tokens` quantity: one fp32 number per token and kv head, [B, Hkv, T], from the values that it
         `needs`. If a score needs only this quantity and carry="keep", the number is the score."""
         raise NotImplementedError
-
-    def passes(self, known: bool = False) -> int:
-        """How often the observers' logits are computed. known: a single row observes, and its attention is at hand."""
-        return 0
-
-    def looks_at(self, alive: int, again: int) -> int:
-        """How many of a head's alive slots a pass looks at; again: how many of them belong to a part that is repeated
-        after its full prompt, 0 without such a part."""
-        return alive
-
-    def attended(self, tokens: int, stored: int, appended: int) -> int:
-        """Pairs of query and slot in further attention, after a chunk or repeated part of `tokens` tokens with
-        `appended` ones appended, over `stored` slots of each head."""
-        return 0
-
-    def scans(self) -> int:
-        """How often every slot's key or value is read beside the passes."""
-        return 0
-
-    def products(self, rows: int, slots: int) -> int:
-        """Number of vectors multiplied with a [d, d] matrix of each query head, after a chunk of `rows` rows, over
-        `slots` alive slots (0: no measurement)."""
-        return 0
-
-    def flops(self, shape: Any, rows: int, slots: int) -> int:
-        """FLOPs of a layer's other matrix products, after a chunk of `rows` rows, over its `slots` alive slots per
-        head; shape: a `kvevict.lab.analysis.shape.Shape`."""
-        return 0
 
 
 @functools.cache
@@ -183,7 +154,7 @@ def each_head(slots: Slots, of: str) -> Iterator[Any]:
 
 
 def per_head(slots: Slots, of: str, function: Any) -> torch.Tensor:
-    """function(x [n, D]) -> [n] of every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
+    """Apply function(x [n, D]) -> [n] to every head's alive keys ("k") or values ("v"): [B, Hkv, C]."""
     out = torch.zeros(*slots.kv.stored.len.shape, slots.columns, device=slots.device)
     for b, h, x in each_head(slots, of):
         out[b, h, : len(x)] = function(x)

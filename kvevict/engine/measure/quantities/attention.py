@@ -22,13 +22,10 @@ class Attention(Quantity):
     group: str = "mean"
     term: str = "a"
 
-    def passes(self, known: bool = False) -> int:
-        return int(not (known and self.group == "mean" and self.term == "a"))
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         parts, reduce, group = observation.parts, self.reduce, self.group
         if len(parts) == 1:
-            if parts[0].probs is not None and self.passes(known=True) == 0:
+            if parts[0].probs is not None and self.group == "mean" and self.term == "a":
                 return parts[0].probs
             return self._of(slots, parts[0], reduce, group)
         if reduce == "max":  # over all rows before it is over heads
@@ -49,9 +46,6 @@ class Attention(Quantity):
 class Moments(Quantity):
     """(mean, sample variance), [B, H, C] each, of the attention weights, over the observers; a single row's variance is
     0."""
-
-    def passes(self, known: bool = False) -> int:
-        return 2
 
     def measure(self, slots: Slots, observation: Observation) -> tuple[torch.Tensor, torch.Tensor]:
         rows = observation.row_count.float()[:, None, None]

@@ -57,7 +57,7 @@ def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
 
 
 def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
-    """x [H, L] in standard deviations from the mean of the first `counted` slots of all ranks' heads."""
+    """Standardise x [H, L] by mean and deviation of the first `counted` slots of all ranks' heads."""
     part = x[:, :counted].double()
     number = max(part.numel() * heads.ranks.size, 1)
     mean = heads.sum(part.sum()) / number
@@ -95,9 +95,6 @@ class Leverage(OfFresh):
     observes: ClassVar[bool] = False
     needs: ClassVar[tuple[Any, ...]] = (*OfFresh.needs, "rope")
 
-    def flops(self, shape: Any, rows: int, slots: int) -> int:
-        return 2 * rows * shape.kv_heads * SKETCH * (shape.head_dim + 2 * SKETCH)
-
     def _of(self, slots: Slots, fresh: Fresh, observation: Observation, rope: Rope) -> torch.Tensor:
         keys = _unrotated(rope, fresh)
         counted = keys[:, : fresh.counted]
@@ -116,9 +113,6 @@ class BlockAttention(OfFresh):
     """Non-causal attention to slots within blocks of the chunk, logits not scaled: summed over rows, mean over the
     group, times ||v_i||_2, averaged over 3 slots; in standard deviations over the row's heads and slots. Decoded slots
     have the mean, because their queries are gone."""
-
-    def flops(self, shape: Any, rows: int, slots: int) -> int:
-        return 2 * rows * min(rows, BLOCK) * shape.heads * shape.head_dim
 
     def _of(self, slots: Slots, fresh: Fresh, observation: Observation) -> torch.Tensor:
         kv, b = slots.kv, fresh.row

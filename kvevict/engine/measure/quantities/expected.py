@@ -9,6 +9,8 @@ from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, Quantity
 
+SPAN = 512  # positions after the last token that later queries may have
+
 
 @dataclass(frozen=True)
 class OfQueries(Quantity):
@@ -52,18 +54,10 @@ def turned(rope: Rope, last: torch.Tensor, x: torch.Tensor, ahead: torch.Tensor)
 class ExpectedAttention(OfQueries):
     """The expected attention of later queries to a slot (Devoto et al. 2025): [B, Hkv, C].
 
-    With queries before rotation of mean mu and covariance S, and R the mean rotation to the next `span` positions:
+    With queries before rotation of mean mu and covariance S, and R the mean rotation to the next `SPAN` positions:
     z_i = exp((R mu).k_i scale + k_i^T (R S R^T) k_i scale^2 / 2), divided by its sum over the slots after the first
     `sink`, and 0 for these; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
     """
-
-    span: int = 512
-
-    def scans(self) -> int:
-        return 1
-
-    def products(self, rows: int, slots: int) -> int:
-        return slots + (rows if self.stats is None else 0)
 
     def measure(
         self,
@@ -83,11 +77,11 @@ class ExpectedAttention(OfQueries):
         return slots.heads.reduce(power.masked_fill(others, -torch.inf).softmax(-1).masked_fill(others, 0), "mean")
 
     def _later(self, rope: Rope, of_queries: tuple[torch.Tensor, ...], last: torch.Tensor) -> tuple[Any, ...]:
-        """(mean [B, H, D], covariance [B, H, D, D]) of queries at the next `span` positions."""
+        """(mean [B, H, D], covariance [B, H, D, D]) of queries at the next `SPAN` positions."""
         mean, covariance, _ = of_queries
         if not rope.rotates:
             return mean, covariance
-        ahead = 1 + torch.arange(self.span)
+        ahead = 1 + torch.arange(SPAN)
         both = torch.cat([mean[:, :, None], covariance], 2)
         both = turned(rope, last, both, ahead)  # rows are R mu and those of S R^T
         return both[:, :, 0], turned(rope, last, both[:, :, 1:].mT, ahead)

@@ -29,10 +29,6 @@ class Gate(Quantity):
         gates.forget(decoder)
         gates.loaded(self.gates, decoder, [module.layer_idx for module in modules])
 
-    def flops(self, shape: Any, rows: int, slots: int) -> int:
-        inner = gates.inner_of(self.gates)
-        return 2 * rows * (inner * (shape.hidden + shape.kv_heads) if inner else shape.hidden * shape.kv_heads)
-
     def tokens(self, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
         return of_layer.numbers(hidden)
 

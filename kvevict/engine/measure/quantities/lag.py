@@ -24,9 +24,6 @@ class Lag(Quantity):
     sink: int = 4
     observes: ClassVar[bool] = False
 
-    def scans(self) -> int:
-        return 2
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads = slots.kv.stored.len.shape[1]
         out = torch.full((slots.n.shape[0], heads, slots.columns), torch.nan, device=slots.device)

@@ -16,9 +16,6 @@ class Norm(Quantity):
     p: int = 2  # 1 or 2
     observes: ClassVar[bool] = False
 
-    def scans(self) -> int:
-        return 1
-
     def _of(self, slots: Slots, of: str) -> torch.Tensor:
         kv = slots.kv
         norms = _ops.norm(kv.stored.of(of), getattr(kv, of), kv.first, kv.end, p=self.p, columns=slots.columns)
@@ -55,9 +52,6 @@ class KeyCosine(Quantity):
 
     unit: bool = False
     observes: ClassVar[bool] = False
-
-    def scans(self) -> int:
-        return 2  # the mean key, and cosines with it
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         def one(keys: torch.Tensor) -> Any:

@@ -28,12 +28,6 @@ class OutputError(Quantity):
     group: str = "sum"
     outputs: ClassVar[bool] = True
 
-    def passes(self, known: bool = False) -> int:
-        return 1 if self.weight == "none" else 2
-
-    def scans(self) -> int:
-        return 1
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         weights, start = self.row_weights(slots, observation), 0
         total: Any = None

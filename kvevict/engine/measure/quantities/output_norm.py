@@ -3,8 +3,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .... import families
 from ....policy.inputs import Observation, Slots
+from .. import projection
 from . import QUANTITIES, Quantity, each_head
 
 BLOCK = 1024  # slots at once, so that their product with W_O is a small matrix
@@ -21,17 +21,7 @@ class OutputNorm(Quantity):
 
     def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
-            if families.output_of(module) is None:
-                raise ValueError(
-                    f"{type(module).__name__} has no output projection by a known name, by which this policy measures "
-                    f"values ({', '.join(families.OUTPUTS)}): take another score or refinement"
-                )
-
-    def scans(self) -> int:
-        return 1
-
-    def flops(self, shape: Any, rows: int, slots: int) -> int:
-        return 2 * slots * shape.heads * shape.head_dim * shape.hidden
+            projection.check(module)
 
     def measure(self, slots: Slots, observation: Observation, weight: torch.Tensor) -> torch.Tensor:
         kv = slots.kv

@@ -20,9 +20,6 @@ class Redundancy(Quantity):
 
     observes: ClassVar[bool] = False
 
-    def scans(self) -> int:
-        return 1
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         return per_head(slots, "k", self._of)
 
@@ -42,9 +39,6 @@ class Redundancy(Quantity):
 class GroupAttention(Quantity):
     """Softmax of each row's largest logits of a group, over all slots but the last protected ones; mean over rows
     (R-KV's importance, 2505.24133): [B, Hkv, C]."""
-
-    def passes(self, known: bool = False) -> int:
-        return 1
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads, best = slots.kv.stored.len.shape[1], {}

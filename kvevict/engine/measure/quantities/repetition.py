@@ -22,15 +22,6 @@ class Repetition(Quantity):
 
     sink: int = 4
 
-    def passes(self, known: bool = False) -> int:
-        return 1
-
-    def looks_at(self, alive: int, again: int) -> int:
-        return again or alive
-
-    def attended(self, tokens: int, stored: int, appended: int) -> int:
-        return appended * (min(stored, self.sink) + tokens) + appended * (appended + 1) // 2
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
         part = self.spanning(slots, part)
@@ -76,7 +67,7 @@ def _largest(slots: Slots, part: Observers, columns: int) -> torch.Tensor:
 
 
 def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """`found` [B, Hkv, C] with `own` [B, Hkv, K] in its columns begin .. begin + count - 1 [B, Hkv]."""
+    """Put `own` [B, Hkv, K] into columns begin .. begin + count - 1 [B, Hkv] of a copy of `found` [B, Hkv, C]."""
     place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
     inside = (place >= 0) & (place < count[..., None])
     return torch.where(inside, own.gather(2, place.clamp(0, own.shape[2] - 1)), found)
@@ -93,12 +84,6 @@ class RepeatedOutput(Repetition):
     def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
             projection.check(module)
-
-    def scans(self) -> int:
-        return 1
-
-    def products(self, rows: int, slots: int) -> int:
-        return slots
 
     def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         (part,) = observation.parts

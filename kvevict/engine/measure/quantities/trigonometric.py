@@ -22,12 +22,6 @@ class Trigonometric(OfQueries):
     the slots that compete; then the largest of a group. A dimension without rotation is one half alone.
     """
 
-    def scans(self) -> int:
-        return 2
-
-    def products(self, rows: int, slots: int) -> int:
-        return rows if self.stats is None else 0
-
     def measure(
         self,
         slots: Slots,

@@ -22,9 +22,6 @@ class WorstAttention(Quantity):
 
     kernel: int = 5
 
-    def passes(self, known: bool = False) -> int:
-        return 1
-
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads = slots.kv.stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)

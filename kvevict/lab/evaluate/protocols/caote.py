@@ -35,6 +35,6 @@ PROTOCOLS.add("caote")(Protocol(
     "CAOTE (Goel et al. 2025), tables 2 to 5",
     (*refined(), *on_the_prompt(), *blocks()),
     ("Its numbers: LongBench and Booksum with models of 3 to 8 billion parameters.",
-     "Table 6's overhead: `tests/benchmarks/bench_cost.py` has ours. Table 7's correlation: `kvevict diagnose`.",
+     "Table 6's overhead, and table 7's correlation.",
      "Fidelity scores a response that evicts nothing, so its numbers are the same whatever is evicted while decoding."),
 ))  # fmt: skip

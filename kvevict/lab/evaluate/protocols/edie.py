@@ -27,5 +27,5 @@ PROTOCOLS.add("edie")(Protocol(
     "EDIE and TADA, tables 1 to 4",
     tuple(claims()),
     ("Its numbers: LongBench with models of 7 and 8 billion parameters.",
-     "Table 5's batch sizes in 64 GB: `kvevict plan` prices them; `tests/benchmarks/bench_batch.py` has ours."),
+     "Table 5's batch sizes in 64 GB: `kvevict plan` prices them."),
 ))  # fmt: skip

@@ -26,7 +26,6 @@ def claims() -> Iterator[Claim]:
     for tokens in (16, 48, 64, 128):
         says = f"ours: a probe of {tokens} tokens is about as good as one of 32"
         yield Claim(says, f"take:probe={tokens}", "take", 0.05, Z, least=tokens + 16)
-    yield Claim("ours: a probe of the question is about as good", "take:probe=question", "take", 0.05, Z)
     yield Claim(
         "table 1: no worse than SnapKV, which reads the prompt in one pass", "take", "snapkv", 0.05, (256, None)
     )

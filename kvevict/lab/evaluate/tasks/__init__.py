@@ -26,7 +26,7 @@ MARGIN = 8  # tokens that an answer may take beyond those of the right one
 
 @dataclass(frozen=True)
 class Case:
-    """One question. The prompt is `context + question`, exactly; a query-agnostic run compresses `context` alone."""
+    """One question. The prompt is `context + question`, exactly; a run of mode `later` compresses `context` alone."""
 
     task: str
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"

@@ -1,28 +1,22 @@
-"""Tasks about the question's place: facts in other text (`settings.haystack`), each asked for in one of four ways.
+"""Tasks about the question's place: facts in other text (`settings.haystack`), asked for in four ways in turn (a case's
+tag `place`): last, the question ends the prompt; before, instructions of 30 to 100 tokens follow it; long, it stands
+within a request of 60 to 200 tokens; first, it stands before the text.
 
-    asked              all of these, in turn
-    asked/last         the question ends the prompt
-    asked/before       instructions of 30 to 100 tokens follow it
-    asked/long         it stands within a request of 60 to 200 tokens
-    asked/first        it stands before the text
-    asked/opened       as `asked`, and the fact's words open the answer, as small models need it
-    asked/numbers      as `asked`, about one of four facts like `recall`'s, of four relations: the bundled model can
-                       answer these
+    asked           the answer is written freely
+    asked/opened    the fact's words open the answer, as small models need it
 
 A text has facts of eight kinds (those of `many`, a sentence, and a constant of source code) and one question of each
 kind; `settings.cases` counts texts. A case's `said` is the question alone.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 from ..haystack import haystack
 from ..words import LISTS
 from . import TASKS, Case, Settings
 from .many import drawn_facts
-from .recall import RELATIONS, draw, statement
 
 PLACES = ("last", "before", "long", "first")
 ROOM = 24  # tokens for words before an answer without an opening
@@ -81,59 +75,30 @@ def framed(place: str, question: str, number: int) -> tuple:
     return "", "\n\n" + (REQUESTS[number % len(REQUESTS)].format(asked=question) if place == "long" else question)
 
 
-def cases_of(
-    settings: Settings,
-    task: str,
-    number: int,
-    rng: Random,
-    facts: list[tuple],
-    asked: Iterable[tuple[str, int]],
-    **tags: Any,
-) -> Iterator[Case]:
-    """Cases of a text with facts (kind, statement, question, answers, opening). asked: pairs (place, index of a
-    fact)."""
+def asked(settings: Settings, task: str = "asked", opened: bool = False) -> Iterator[Case]:
     chat = getattr(settings.tokenizer, "chat_template", None)
     opens, end = ("", "") if chat else ("Question: ", "\nAnswer:")
-    depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]
-    said = {depth: fact for depth, (_, fact, *_) in zip(depths, facts)}
-    closed = [f"{end} {opened}" if opened else end for *_, opened in facts]
-    longest = max(("".join(framed(place, f"{opens}{fact[2]}{closing}", wording)) for fact, closing in zip(facts, closed)
-                   for place in PLACES for wording in range(len(INSTRUCTIONS))), key=settings.tokens)  # fmt: skip
-    text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
-    for place, which in asked:
-        kind, _, question, answers, opened = facts[which]
-        before, after = framed(place, opens + question, number + which)
-        about = dict(length=settings.length, kind=kind, place=place, depth=round(depths[which], 2)) | tags
-        id, new = f"{task}/{settings.length}/{number}/{kind}", settings.room(answers) + ROOM
-        opening = closed[which].lstrip() if opened else ""
-        asks = after + ("\n" + opening if opened else end)
-        yield Case(task, id, before + text, asks, answers, "contains_any", new, about, opening, one_line=True,
-                   said=opens + question)  # fmt: skip
-
-
-def asked(
-    settings: Settings, places: Sequence[str] = PLACES, task: str = "asked", opened: bool = False
-) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("asked", settings.length, i)
-        facts = [fact if opened else (*fact[:4], "") for fact in facts_of(rng)]
-        by_kind = sorted(range(len(facts)), key=lambda which: facts[which][0])
-        wanted = [(places[(turn + i) % len(places)], which) for turn, which in enumerate(by_kind)]
-        yield from cases_of(settings, task, i, rng, facts, wanted, text=i)
-
-
-def asked_numbers(settings: Settings, places: Sequence[str] = PLACES, task: str = "asked/numbers") -> Iterator[Case]:
-    for i in range(settings.cases):
-        rng = settings.rng("asked/numbers", settings.length, i)
-        facts = [
-            ("number", statement(relation, who, what), f"What is the {relation} of {who}?", (what,), "")
-            for relation, (_, who, what) in zip(rng.sample(RELATIONS, 4), draw(rng, 4))
-        ]
-        yield from cases_of(settings, task, i, rng, facts, [(places[i // 4 % len(places)], i % 4)])
+        facts = facts_of(rng)
+        depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]
+        said = {depth: fact for depth, (_, fact, *_) in zip(depths, facts)}
+        closed = [f"{end} {words}" if opened else end for *_, words in facts]
+        longest = max(
+            ("".join(framed(place, f"{opens}{fact[2]}{closing}", wording)) for fact, closing in zip(facts, closed)
+             for place in PLACES for wording in range(len(INSTRUCTIONS))), key=settings.tokens,
+        )  # fmt: skip
+        text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
+        for turn, which in enumerate(sorted(range(len(facts)), key=lambda which: facts[which][0])):
+            (kind, _, question, answers, _), place = facts[which], PLACES[(turn + i) % len(PLACES)]
+            before, after = framed(place, opens + question, i + which)
+            tags = dict(length=settings.length, kind=kind, place=place, depth=round(depths[which], 2), text=i)
+            id, new = f"{task}/{settings.length}/{i}/{kind}", settings.room(answers) + ROOM
+            opening = closed[which].lstrip() if opened else ""
+            asks = after + ("\n" + opening if opened else end)
+            yield Case(task, id, before + text, asks, answers, "contains_any", new, tags, opening, one_line=True,
+                       said=opens + question)  # fmt: skip
 
 
 TASKS.add("asked")(asked)
 TASKS.add("asked/opened")(functools.partial(asked, task="asked/opened", opened=True))
-TASKS.add("asked/numbers")(asked_numbers)
-for _place in PLACES:
-    TASKS.add(f"asked/{_place}")(functools.partial(asked, places=(_place,), task=f"asked/{_place}"))

@@ -1,5 +1,5 @@
 """Many questions about one text. A text's questions are consecutive cases with the same context, so an evaluation reads
-it once per run (mode agnostic).
+it once per run (mode later).
 
     many                facts of six kinds in other text (`settings.haystack`), at even depths
     many/paraphrased    the same, asked for in other words than the text's
@@ -13,10 +13,11 @@ import ast
 import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..data import drawn, files, read_jsonl
+from ....policy.checks import parsed
 from ..haystack import haystack, most, sentences
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, Settings, opening
@@ -159,6 +160,14 @@ def plain(question: str) -> str:
     return f"\n\nQuestion: {question.strip()}\nAnswer:"
 
 
+def file_of(settings: Settings, task: str, pattern: str, origin: str) -> Path:
+    """The first file in `settings.data` that matches the pattern. ValueError if none does."""
+    found = [] if settings.data is None else sorted(Path(settings.data).glob(pattern))
+    if not found:
+        raise ValueError(f"data: {task} found no {pattern} in {settings.data}; give the folder that has it ({origin})")
+    return found[0]
+
+
 def asked_of(
     settings: Settings,
     rng: Random,
@@ -177,7 +186,7 @@ def asked_of(
 def xquad(settings: Settings) -> Iterator[Case]:
     """XQuAD's or SQuAD's articles in random order, as many whole paragraphs as fit, each article once."""
     task = "many/xquad"
-    (path, *_) = files(settings, task, "xquad.en.json of the repository google-deepmind/xquad", "*.json")
+    path = file_of(settings, task, "*.json", "xquad.en.json of the repository google-deepmind/xquad")
     try:
         articles = [
             [(p["context"], [(q["question"], q["answers"]) for q in p["qas"] if q["answers"]]) for p in a["paragraphs"]]
@@ -214,8 +223,9 @@ def joined(paragraphs: Iterable[tuple[str, Any]]) -> str:
 def loogle(settings: Settings) -> Iterator[Case]:
     """The first complete sentences of a text, up to the length, and the questions with their evidence in them."""
     task = "many/loogle"
-    (path, *_) = files(settings, task, "the hub's dataset bigai-nlco/LooGLE", "shortdep_qa.jsonl")
-    for i, record in drawn(settings, task, read_jsonl(path)):
+    path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
+    records = [parsed(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
+    for i, record in settings.rng(task).sample(list(enumerate(records)), len(records))[: settings.cases]:
         try:
             known = [(q["Q"], [q["A"]], " ".join(q["S"].split())) for q in ast.literal_eval(record["qa_pairs"])]
             parts = sentences(record["input"])

@@ -8,19 +8,14 @@ many of its task's units (lines, words) as fit. Deliberate differences:
 - every case is drawn separately (RULER places and shuffles all cases alike), with distinct keys, values and words;
 - below 4096 tokens, RULER's shortest length, `vt`'s solved example is as short as possible;
 - generation ends with the line if the answer is one line, and after as many of the model's tokens as the answer needs.
-
-`settings.data` may hold the wonderwords lists (nounlist.txt, adjectivelist.txt, verblist.txt, in it or in its folder
-wonderwords); without them the words are ours.
+- words are ours, not those of the package wonderwords.
 """
 
-import functools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from ..haystack import most
-from ..words import LISTS
 from . import TASKS, Case, Settings, opening
 
 # The published wording (RULER's constants.py): the words before the units; the question after them, with the answer's
@@ -115,18 +110,3 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
 def codes(rng: random.Random, alphabet: str, length: int) -> Iterator[str]:
     """Distinct strings of random letters, without end."""
     return distinct(lambda: "".join(rng.choices(alphabet, k=length)))
-
-
-def word_lists(settings: Settings) -> tuple[list[str], list[str], list[str]]:
-    """Nouns, adjectives and verbs: of the wonderwords lists in `settings.data` where they are, else ours."""
-    return _word_lists(settings.data and Path(settings.data))
-
-
-@functools.lru_cache(maxsize=2)
-def _word_lists(data: Path | None):
-    for folder in [data, data / "wonderwords"] if data else []:
-        files = [folder / f"{kind}list.txt" for kind in ("noun", "adjective", "verb")]
-        if all(file.is_file() for file in files):
-            lines = (file.read_text(encoding="utf-8").splitlines() for file in files)
-            return tuple([word.strip() for word in words if word.strip()] for words in lines)
-    return LISTS["noun"], LISTS["adj"], LISTS["did"]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from itertools import islice, pairwise, repeat
 
 from ..haystack import growing, haystack, most
+from ..words import LISTS
 from . import Settings
-from .ruler import PROMPTS, codes, distinct, fill, register, word_lists
+from .ruler import PROMPTS, codes, distinct, fill, register
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
@@ -23,13 +24,12 @@ def hidden(lines: list[str], facts: list[str], seed: float) -> str:
     return "\n".join(lines)
 
 
-def drawn(settings: Settings, rng: random.Random, kind: str) -> Iterator[str]:
+def drawn(rng: random.Random, kind: str) -> Iterator[str]:
     """Distinct keys or values without end: "number"s of 7 digits, "uuid"s, or "word"s such as "mossy-anvil"."""
-    nouns, adjectives, _ = word_lists(settings)
     draw = {
         "number": lambda: str(rng.randrange(10**6, 10**7)),
         "uuid": lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
-        "word": lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}",
+        "word": lambda: f"{rng.choice(LISTS['adj'])}-{rng.choice(LISTS['noun'])}",
     }
     return distinct(draw[kind])
 
@@ -47,7 +47,7 @@ def niah(
     queries: int = 1,
 ) -> tuple[str, str, list[str]]:
     """`values` needles for each of `keys` keys, in "noise", "essay" or other needles; `queries` keys are asked for."""
-    some_key, some_value = drawn(settings, rng, key), drawn(settings, rng, kind)
+    some_key, some_value = drawn(rng, key), drawn(rng, kind)
     sought = {k: list(islice(some_value, values)) for k in islice(some_key, keys)}
     needles = [NEEDLE.format(kind=kind, key=k, value=v) for k in sought for v in sought[k]]
     rng.shuffle(needles)

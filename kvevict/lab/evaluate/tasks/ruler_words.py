@@ -7,7 +7,7 @@ from random import Random
 
 from ..haystack import growing, words
 from . import Settings
-from .ruler import PROMPTS, codes, fill, register, shuffled, word_lists
+from .ruler import PROMPTS, codes, fill, register, shuffled
 
 
 def numbered(items: list[str]) -> str:
@@ -23,7 +23,7 @@ def cwe(settings: Settings, rng: Random, room: int, i: int, common: int = 10) ->
     """A solved example, then the list. Below 4096 tokens words come less often, as in RULER's code."""
     size, shown, asked = (20, (3, 1), (6, 1)) if settings.length < 4096 else (40, (10, 3), (30, 3))
     seed, (before, after) = rng.random(), PROMPTS["cwe"][:2]
-    take = growing(words(rng, [word for words in word_lists(settings) for word in words]))
+    take = growing(words(rng))
     example = before + mixed(take(size), common, *shown, seed) + after + " " + numbered(take(common)) + "\n" + before
 
     def body(n):

@@ -1,0 +1,73 @@
+"""Every row of the tables of choices over prompts, turns, padded rows and decoded tokens: against the oracle."""
+
+import pytest
+from choices import CHUNKED, TABLES, decodes, options
+from policy_cases import BUDGET, compare, compare_in_chunks, model
+
+CASES = [(table, name) for table, rows in TABLES.items() for name in rows]
+every = pytest.mark.parametrize("table, name", CASES)
+
+
+@every
+@pytest.mark.drawn(64)
+def test_chunks(table, name):
+    policy, chosen = options(TABLES[table], name, **CHUNKED)
+    compare_in_chunks(policy, **chosen)
+
+
+@every
+@pytest.mark.drawn(64)
+def test_whole_prompt(table, name):
+    """Also with one query head a group, and with one group."""
+    policy, chosen = options(TABLES[table], name, budget=BUDGET, chunk_size=80)
+    for heads in (2, 4, 1):
+        compare(model(num_key_value_heads=heads), policy, [[53]], **chosen)
+
+
+@every
+@pytest.mark.drawn(48)
+def test_fractions_and_turns(table, name):
+    """Tokens that were decoded, one by one and as a turn's beginning, and a second prompt."""
+    policy, chosen = options(TABLES[table], name, budget=0.4, chunk_size=14)
+    compare(model(), policy, [[47, 1, 1, 1, 21, 1]], **chosen)
+
+
+@every
+@pytest.mark.drawn(40)
+def test_padded_rows(table, name):
+    """Some rows of a chunk are cut, others have room, or nothing but padding. No chunk has one or two keys that
+    Compactor's sinks leave: centred, they are all alike."""
+    policy, chosen = options(TABLES[table], name, **CHUNKED)
+    lengths = ([39, 24], [36, 24], [27, 24]) if table == "values" else ([41, 14], [26, 14], [10, 14])
+    compare(model(), policy, [[first, 1, second] for first, second in lengths], **chosen)
+
+
+@pytest.mark.parametrize("table, name", [case for case in CASES if decodes(TABLES[case[0]], case[1])])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.drawn(32)
+def test_decoding(table, name, interval):
+    """A row never exceeds its budget by more than interval - 1 slots per head. One prompt is below the budget."""
+    policy, chosen = options(TABLES[table], name, **CHUNKED, decode=True, interval=interval)
+    most = []
+
+    def watch(call, cache):
+        most.append(max(sum(int(layer.len[row].sum()) for layer in cache.layers) for row in range(2)))
+
+    compare(model(), policy, [[29, *[1] * 14], [9, *[1] * 14]], watch, **chosen)
+    assert max(most) <= (BUDGET + interval - 1) * 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("table, name", [
+    ("budgets", "adakv"), ("budgets", "pyramidkv"), ("budgets", "chunkkv, reuse"), ("budgets", "snapkv, pyramid, flat"),
+    ("cake", "cake"), ("errors", "edie"), ("errors", "edie-exact"), ("errors", "tova+caote, ada"),
+    ("errors", "h2o+caote, flat"), ("errors", "snapkv, cake"), ("repeated", "kvzip"), ("repeated", "kvzip+"),
+    ("expected", "expected"), ("values", "lagkv"), ("values", "compactor"), ("values", "defensive"),
+    ("values", "snapkv, critical"),
+])  # fmt: skip
+@pytest.mark.drawn(40)
+def test_other_families(table, name, family):
+    """Query norms, fused projections, partial and scaled rotation, softcaps, sink logits, sliding windows between."""
+    decoding = dict(decode=True, interval=2) if decodes(TABLES[table], name) else {}
+    policy, chosen = options(TABLES[table], name, **CHUNKED, **decoding)
+    compare(model(family), policy, [[40, *[1] * 4]], **chosen)
