@@ -268,7 +268,7 @@ def test_what_a_file_says(saved):
 
 def test_another_version(saved, tmp_path):
     with safe_open(saved["llama"], framework="pt") as file:
-        sealed.write(tmp_path / "old", load_file(saved["llama"]), file.metadata() | dict(format="kvevict-cache-3"))
+        sealed.write(tmp_path / "old", load_file(saved["llama"]), file.metadata() | dict(format="kvevict-cache-4"))
     assert "another version of kvevict" in refused(tmp_path / "old")
 
 

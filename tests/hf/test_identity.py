@@ -1,0 +1,161 @@
+"""A cache belongs to what computed it: fields of a configuration that move logits are compared, the others are few."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from tiny import model, prompt, relative
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
+
+import kvevict
+from kvevict import known
+from kvevict.weights import SILENT, settings
+
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+LONG = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 16, long_factor=[1.5] * 16,
+            original_max_position_embeddings=32)  # fmt: skip
+CASES = {
+    "llama": {}, "dynamic rope": dict(type="llama", max_position_embeddings=32, rope_parameters=DYNAMIC),
+    "long rope": dict(type="phi3", original_max_position_embeddings=32, max_position_embeddings=64,
+                      rope_parameters=LONG, sliding_window=None),
+    "qwen2": {}, "qwen3": {}, "gemma2": {}, "gemma3_text": {}, "mixtral": {}, "qwen2_moe": {}, "deepseek_v3": {},
+    "granite": {}, "cohere": {}, "gpt_oss": {}, "dbrx": {},
+}  # fmt: skip
+IDS = prompt(1, 48)["input_ids"]
+
+
+def config_of(case):
+    changes = dict(CASES[case])
+    config = zoo.config_of(changes.pop("type", case))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def made(config, state=None):
+    net = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").float().eval()
+    if state is None:
+        zoo.settle(net, 0)
+    else:
+        net.load_state_dict(state)
+    return net
+
+
+@torch.no_grad()
+def logits(net):
+    return net(IDS).logits
+
+
+def others(value):
+    """Other values for a field."""
+    return [each for each in _others(value) if each != value]
+
+
+def _others(value):
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, max(1, value - 1), 1]
+    if isinstance(value, float):
+        return [1.5 * value + 0.25, value / 2]
+    if isinstance(value, str):
+        return ["gelu", "relu", "other"]
+    if isinstance(value, (list, tuple)) and value:
+        return [value[::-1], *([each, *value[1:]] for each in others(value[0]))]
+    if isinstance(value, dict):
+        return [value | {name: each} for name in value for each in others(value[name])]
+    if isinstance(value, PreTrainedConfig):
+        counting = [(name, held) for name, held in vars(value).items() if name not in SILENT]
+        return [changed(value, name, each) for name, held in counting for each in others(held)]
+    return [True, 2, 0.5, [1], "gelu"] if value is None else []
+
+
+def changed(config, name, value):
+    config = copy.deepcopy(config)
+    vars(config)[name] = value
+    return config
+
+
+def twins(net, name):
+    """Models of the same weights with other values of a field, where these make one with logits."""
+    for other in others(vars(net.config)[name]):
+        try:
+            twin = made(changed(net.config, name, other), net.state_dict())
+            logits(twin)
+        except Exception:  # an impossible value, other shapes
+            continue
+        yield twin
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.quick(case="dynamic rope")
+@pytest.mark.parametrize("case", CASES)
+def test_a_field_that_moves_logits_is_compared(case, tmp_path):
+    """Each field is changed: where logits move, the file is refused with the field's name; a field that is not compared
+    does not move them."""
+    net = made(config_of(case))
+    want, moving = logits(net), set()
+    with kvevict.evicting(net, "streaming", budget=1000, decode=False, tokenizer=False), torch.no_grad():
+        kvevict.save_cache(kvevict.compat.cache_of(net(IDS, use_cache=True)), tmp_path / "cache")
+    for name in vars(net.config):
+        for twin in twins(net, name):
+            moves = relative(logits(twin), want) > 1e-5
+            if name in SILENT:
+                assert not moves, name
+                kvevict.load_cache(tmp_path / "cache", twin)
+                break
+            with pytest.raises(ValueError, match=f"written for another model: .*its ({name}|weights|layers)"):
+                kvevict.load_cache(tmp_path / "cache", twin)
+            if moves:
+                moving.add(name)
+                break
+    assert len(moving) > 3, moving
+
+
+@torch.no_grad()
+def test_a_live_cache_after_a_change_in_place(tmp_path):
+    """It is refused while a field that counts has another value, and saved without a model's name."""
+    net = model()
+    with kvevict.evicting(net, "h2o", budget=20):
+        cache, before = net(IDS).past_key_values, net.config.rms_norm_eps
+        net.config.pad_token_id, net.config._name_or_path, net.config.use_cache = 5, "elsewhere", False
+        cache = net(IDS[:, :4], past_key_values=cache, use_cache=True).past_key_values
+        net.config.rms_norm_eps = 0.5
+        with pytest.raises(ValueError, match=f"its rms_norm_eps is {before}, this model's 0.5"):
+            net(IDS[:, :4], past_key_values=cache, use_cache=True)
+        kvevict.save_cache(cache, tmp_path / "unnamed")
+        kvevict.load_cache(tmp_path / "unnamed", net)
+        net.config.rms_norm_eps = before
+        net.config.rope_parameters["rope_theta"] = 5.0
+        with pytest.raises(ValueError, match="its rope_parameters is "):
+            net(IDS[:, :4], past_key_values=cache, use_cache=True)
+        net.config.rope_parameters["rope_theta"] = 10000.0
+        net(IDS[:, :4], past_key_values=cache, use_cache=True)
+        twin = model(rms_norm_eps=0.5)
+        with kvevict.evicting(twin, "h2o", budget=20), pytest.raises(ValueError, match="another model: its rms_norm"):
+            twin(IDS[:, :4], past_key_values=cache)
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize("name", [line.name for line in known.table() if line.verdict in (known.EQUAL, known.LIMITED)])
+def test_a_configuration_that_was_saved(name, tmp_path):
+    """It is the same one, wherever it lies, and with any dtype and attention."""
+    try:
+        config = zoo.config_of(name).get_text_config(decoder=True)
+        config.save_pretrained(tmp_path)
+        loaded = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager")
+    except Exception as error:
+        pytest.skip(f"{type(error).__name__}: no tiny config of it, or none that can be saved")
+    loaded.dtype = torch.float16
+    assert settings(loaded) == settings(config)
+
+
+def test_a_quantisers_settings():
+    """They count, in any process alike."""
+    config = AutoConfig.for_model("llama", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    assert " at 0x" not in settings(config)
+    other = AutoConfig.for_model("llama", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    assert settings(config) == settings(other) != settings(AutoConfig.for_model("llama"))
+    other.quantization_config.bnb_4bit_quant_type = "nf4"
+    assert settings(config) != settings(other)
