@@ -224,6 +224,7 @@ REASONS = {  # a word of the reason: what it means
 }
 
 
+SERVED = Path(__file__).parents[1] / "tests/serve/types.tsv"
 VERDICTS, SINCE = (known.EQUAL, known.LIMITED, known.REFUSED, known.UNTRIED), "5.23"
 
 
@@ -257,7 +258,28 @@ the unpatched model. Outputs are equal with Transformers {SINCE} and newer, or s
 ## Not compared: {counts[known.UNTRIED]}
 
 {filled(f"No tiny model that reads text alone can be made of them: {labels(some[known.UNTRIED])}")}
+
+## Served
+
+`tests/serve/test_serve_types.py` asks a server of a tiny model of each type that has a state, a sliding window, latents
+or layers that share keys and values. `=`: each token's logits are the unpatched model's, and with few slots or slots of
+8 bits those of the request alone. Answers of types with a state or a window are written one beside the other, without a
+common step.
+
+{served()}
 """
+
+
+def served() -> str:
+    """The table of tests/serve/types.tsv, and the reasons of what is refused."""
+    head, *types = (line.split("\t") for line in SERVED.read_text(encoding="utf-8").splitlines())
+    reasons = sorted(
+        {re.sub(r"\w+Model", "the model", cell) for _, _, *cells in types for cell in cells if cell != "="}
+    )
+    text = f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
+    for name, holds, *cells in types:
+        text += f"| `{name}` | {holds} | {' | '.join('=' if cell == '=' else 'refused' for cell in cells)} |\n"
+    return text + "".join(f"\nRefused: {reason}.\n" for reason in reasons).rstrip()
 
 
 def labels(types) -> str:

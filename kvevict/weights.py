@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 RUNS, WIDTH = 16, 64  # of a tensor, so many runs of so many numbers are looked at
 GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, are spread evenly over 0 .. 1
 LONG = 200  # letters of a field of a configuration that is named as it is
+NAMED = 4  # fields that an error names
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's name
 # Fields of a configuration that change no number of a model in eval mode. All others count, whatever their effect is.
 # tests/hf/test_identity.py changes each field of many families.
@@ -75,13 +77,14 @@ class Identity(NamedTuple):
 
 def identity(model: Any) -> Identity:
     """The identity of a decoder, as it is now."""
-    return Identity(fingerprint(model), _by_field(settings(model.config)))
+    return Identity(fingerprint(model), _by_field(settings(model.config, _adapted(model))))
 
 
-def settings(config: Any) -> str:
-    """The fields of a configuration that may change a number which a model computes, as JSON: all but those of SILENT,
-    also in the configurations within it."""
-    return json.dumps(_written(config), sort_keys=True)
+def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
+    """What may change a number that a model computes, beside its weights, as JSON: the fields of its configuration but
+    those of SILENT, also in the configurations within it, and the scales of the active adapters of PEFT's modules."""
+    scales = [_written(each.scaling[name]) for each in adapted for name in _active(each) if name in _scales(each)]
+    return json.dumps(_written(config) | (dict(scaling=scales) if scales else {}), sort_keys=True)
 
 
 def _written(value):
@@ -116,8 +119,8 @@ def _by_field(text: str) -> dict[str, str]:
 def _difference(one: dict[str, str], other: dict[str, str]) -> str | None:
     """The fields in which two configurations differ, in words; None: in none."""
     names = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
-    each = (f"its {name} is {one.get(name, 'not set')}, this model's {other.get(name, 'not set')}" for name in names)
-    return "; ".join(each) or None
+    told = [f"its {name} is {one.get(name, 'not set')}, this model's {other.get(name, 'not set')}" for name in names]
+    return "; ".join([*told[:NAMED], *([f"{len(told) - NAMED} more fields differ"] if told[NAMED:] else [])]) or None
 
 
 def differ(one: str | None, other: str | None) -> bool:
@@ -187,13 +190,12 @@ class _State(NamedTuple):
 
 
 def _state(model) -> _State:
-    modules = list(model.modules())
-    adapted = [module for module in modules if _is_adapted(module)]
+    modules, adapted = list(model.modules()), _adapted(model)
     on = [frozenset(name for name, _, is_on in _adapters(module) if is_on) for module in adapted]
     weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
     versions = {id(weight): _version(weight) for weight in weights}
     switches = [(weakref.ref(module), _switches(module)) for module in adapted]
-    return _State(switches, [*filter(None, on)], versions, settings(model.config))
+    return _State(switches, [*filter(None, on)], versions, settings(model.config, adapted))
 
 
 def _switches(module) -> tuple:
@@ -210,9 +212,24 @@ def _is_adapted(module) -> bool:
     return "base_layer" in module._modules and hasattr(module, "active_adapters")
 
 
+def _adapted(model) -> list:
+    return [module for module in model.modules() if _is_adapted(module)]
+
+
+def _active(module):
+    """The names of a PEFT module's adapters that are on, beside its own weights."""
+    return () if module.disable_adapters or module.merged else module.active_adapters
+
+
+def _scales(module):
+    """The scale of each adapter of a PEFT module; empty for a kind that has none."""
+    found = getattr(module, "scaling", None)
+    return found if isinstance(found, dict) else {}
+
+
 def _adapters(module):
     """(name, part, whether it is on) of the parts of a PEFT module's adapters."""
-    on = () if module.disable_adapters or module.merged else module.active_adapters
+    on = _active(module)
     for child in module.children():
         if child is not module.base_layer:
             yield from ((name, part, name in on) for name, part in _own(child))
@@ -228,8 +245,7 @@ def _weights(model):
 
 def _parts(model):
     """(module, name, tensor) of every saved tensor of a model, except inactive adapters'."""
-    adapted = [module for module in model.modules() if _is_adapted(module)]
-    off = {id(part) for module in adapted for _, part, is_on in _adapters(module) if not is_on}
+    off = {id(part) for module in _adapted(model) for _, part, is_on in _adapters(module) if not is_on}
     for module in model.modules():
         if id(module) in off:
             off |= {id(part) for _, part in _own(module)}

@@ -177,6 +177,50 @@ def test_a_copy_lies_outside_the_pool():
         assert torch.equal(alone(net, cache, 5), alone(net, twin, 5))
 
 
+STATES = {"lfm2": "a LinearAttentionLayer", "falcon_h1": "a StatefulLayer"}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_rows_of_a_cache_with_a_state(name):
+    """They cannot join another cache, and say so; those that were read together part, each as alone."""
+    zoo = pytest.importorskip("zoo")
+    if name not in dict(zoo.types()):
+        pytest.skip("this version of Transformers does not have it")
+    net = zoo.make(name, dict(zoo.types())[name])
+    with kvevict.evicting(net, "h2o", budget=10):
+        batch = Batch(net)
+        batch.add("first", read(net, None, 30, 1))
+        with pytest.raises(ValueError, match=f"{STATES[name]}, with a state: decode it alone"):
+            batch.add("second", read(net, None, 20, 2))
+        assert batch.rows == ["first"]
+        prompts = ids(3, 40, 3)
+        twins = [net(row[None]).past_key_values for row in prompts]
+        batch = Batch(net, range(3), net(prompts).past_key_values)
+        for left in ([], [1], [0]):
+            for row in left:
+                gone = batch.remove(row)
+                assert relative(alone(net, gone, 9), alone(net, twins[row], 9)) < 1e-4
+            for token, row in zip(batch.step(list(range(5, 5 + len(batch.rows)))), batch.rows, strict=True):
+                assert relative(token, alone(net, twins[row], 5 + batch.rows.index(row))) < 1e-4
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_rows_with_a_state_are_chosen_and_repeated(name):
+    zoo = pytest.importorskip("zoo")
+    if name not in dict(zoo.types()):
+        pytest.skip("this version of Transformers does not have it")
+    net, prompts = zoo.make(name, dict(zoo.types())[name]), ids(2, 40, 3)
+    with kvevict.evicting(net, "h2o", budget=10):
+        cache = net(prompts).past_key_values
+        want = [alone(net, net(row[None]).past_key_values, 7) for row in prompts]
+        chosen, repeated = cache.fork(), cache.fork()
+        chosen.batch_select_indices(torch.tensor([1, 1, 0]))
+        repeated.batch_repeat_interleave(2)
+        for each, rows in ((chosen, [1, 1, 0]), (repeated, [0, 0, 1, 1]), (cache, [0, 1])):
+            got = net(torch.full((len(rows), 1), 7), past_key_values=each).logits[:, -1]
+            assert relative(got, torch.stack([want[row] for row in rows])) < 1e-4
+
+
 REFUSED = {
     "empty": ("llama", "h2o", {}, "a cache is empty: read the prompt first"),
     "sliding": ("gemma3", "h2o", {}, "a SlidingLayer, with one length for all rows: decode it alone"),

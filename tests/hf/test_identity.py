@@ -110,7 +110,7 @@ def test_a_field_that_moves_logits_is_compared(case, tmp_path):
             if moves:
                 moving.add(name)
                 break
-    assert len(moving) > 3, moving
+    assert len(moving) >= 3, moving  # dbrx has three, as most of its numbers are in configurations within it
 
 
 @torch.no_grad()
@@ -135,6 +135,34 @@ def test_a_live_cache_after_a_change_in_place(tmp_path):
         twin = model(rms_norm_eps=0.5)
         with kvevict.evicting(twin, "h2o", budget=20), pytest.raises(ValueError, match="another model: its rms_norm"):
             twin(IDS[:, :4], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_the_scale_of_an_adapter(tmp_path):
+    """LoRA's alpha counts as its weights do, in files and in memory."""
+    peft = pytest.importorskip("peft")
+
+    def tuned(alpha):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model(), config).eval()
+
+    net, other = tuned(8), tuned(16)
+    for each in (net, other):
+        kvevict.patch(each, "h2o", budget=20)
+    cache = net(IDS).past_key_values
+    kvevict.save_cache(cache, tmp_path / "cache")
+    kvevict.load_cache(tmp_path / "cache", tuned(8))
+    with pytest.raises(ValueError, match="its scaling is"):
+        kvevict.load_cache(tmp_path / "cache", other)
+    for module in net.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["default"] = 4.0
+    with pytest.raises(ValueError, match="its scaling is"):
+        net(IDS[:, :4], past_key_values=cache)
+    with other.disable_adapter(), net.disable_adapter():
+        kvevict.save_cache(net(IDS).past_key_values, tmp_path / "base")
+        kvevict.load_cache(tmp_path / "base", other)
 
 
 @pytest.mark.drawn(10)
