@@ -173,6 +173,36 @@ def parsed(doc: str, names: list) -> tuple:
 # -- commands.md ------------------------------------------------------------------------------------------------------
 
 
+EXAMPLES = {
+    "bench": "kvevict bench --model MODEL --policies take+edie snapkv --budget 512 --lengths 4096",
+    "convert": "kvevict convert --model Qwen/Qwen3-8B --source nvidia/KVzap-mlp-Qwen3-8B --out GATES",
+    "demo": "kvevict demo --budget 64 --policies take+edie streaming",
+    "diagnose": "kvevict diagnose --budget 64 --cases 8 --policies edie adakv",
+    "eval": "kvevict eval --model MODEL --tasks facts many --policies take+edie read-twice --budgets 1/4 --out r.jsonl",
+    "generate": "kvevict generate --model MODEL --file BOOK.txt --budget 512 --compare 'Who is the captain?'",
+    "inspect": "kvevict inspect --model MODEL --file BOOK.txt --policy take+edie --policy snapkv 'Who is the captain?'",
+    "models": "kvevict models gemma",
+    "plan": "kvevict plan --model MODEL --policy take+edie --budget 512 --tokens 100000",
+    "plot": "kvevict plot r.jsonl --tasks facts --out facts.png",
+    "policies": "kvevict policies",
+    "serve": "kvevict serve MODEL --budget 1024 --store TEXTS",
+    "statistics": "kvevict statistics --model MODEL --data BOOK.txt --out STATS",
+    "train": "kvevict train --kind gates --model MODEL --data BOOKS.txt --out GATES",
+}
+MORE = {
+    "plan": """The table has the unpatched model, the policy, and the policy as a share of it:
+
+- *linear layers*, *attention*: matrix products of the prompt's tokens. *Appended rows*: both for rows that observe and
+  are not stored, such as a probe. Scoring and moving slots (2 to 5 % of a prefill) are left out.
+- *weights read*: from the device's memory, once a chunk. *KV read*: slots, once a chunk and layer.
+- *peak KV*, *KV after*: bytes of slots at most, and after the prompt; *KV at the end*, after the answer.
+- *peak memory*: weights, slots and a chunk's activations.
+- *first token*: each chunk's products or its reading of memory, the slower one, at `--efficiency` of the peak.
+- *per new token*, *tokens/s*: of a decoded token; where slots accumulate, the first and the last one differ.""",
+}
+COMMON = "model", "dtype", "device", "kv"  # options that are told once
+
+
 def commands_page() -> str:
     text = f"""{NOTE}
 # Commands
@@ -182,12 +212,34 @@ standard output is not a terminal one line of JSON follows, and with `--json` no
 and folders are checked before a model is loaded. Policies are written `NAME` or `NAME:OPTION=VALUE,...`, for instance
 `take:ema_alpha=0.32,probe=64`: names are in [policies.md](policies.md), options in [options.md](options.md). Exit code
 2 means a mistake in the arguments, 130 that Ctrl-C stopped the command.
-"""
+
+Many commands have these:
+
+| argument | |
+|---|---|
+{"".join(row(action) for action in parser_of("generate")._actions if action.dest in COMMON)}"""
     for name in sorted(COMMANDS):
-        text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])}\n\n| argument | |\n|---|---|\n"
-        for action in parser_of(name)._actions:
-            text += f"| `{cell(written(action))}` | {cell(action.help or '')} |\n"
+        actions = parser_of(name)._actions
+        text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])} For instance: `{EXAMPLES[name]}`\n"
+        common = [f"`{action.option_strings[-1]}`" for action in actions if common_one(action)]
+        own = [row(action) for action in actions if not common_one(action)]
+        if own:
+            text += f"\n| argument | |\n|---|---|\n{''.join(own)}"
+        if common:
+            text += f"\nAlso {', '.join(common)}.\n"
+        if name in MORE:
+            text += f"\n{MORE[name]}\n"
     return text
+
+
+def common_one(action) -> bool:
+    return action.dest in COMMON and bool(action.option_strings)
+
+
+def row(action) -> str:
+    """An argument's row of a table."""
+    needed = action.required and (bool(action.option_strings) or action.nargs is None)
+    return f"| `{cell(written(action))}` | {'**required**; ' if needed else ''}{cell(action.help or '')} |\n"
 
 
 def written(action) -> str:

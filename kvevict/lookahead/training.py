@@ -26,6 +26,7 @@ from .validation import similarity
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 TARGETS = {"response": truth, "repeat": repeated}
+WARMUP, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # table 16: share of the steps, Adam's, the gradients' norm at most
 LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the others
 
 
@@ -37,9 +38,6 @@ class Settings:
     steps: int = 7600
     batch: int = 32
     lr: float = 1e-3
-    warmup: float = 0.02
-    betas: tuple = (0.9, 0.95)
-    clip: float = 1.0
     tokens: int = 32
     rank: int = 8
     alpha: float = 32
@@ -50,14 +48,12 @@ class Settings:
     def __post_init__(self):
         count("steps", self.steps, 1)
         count("batch", self.batch, 1)
-        for name in ("lr", "clip"):
-            at_least_0(name, getattr(self, name), positive=True)
-        at_least_0("warmup", self.warmup)
+        at_least_0("lr", self.lr, positive=True)
         one_of("target", self.target, TARGETS)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step from 0: a linear warmup, then a cosine to 0."""
-        warm = max(1, round(self.warmup * self.steps))
+        warm = max(1, round(WARMUP * self.steps))
         rest = max(1, self.steps - warm)
         return self.lr * min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - warm) / rest))
 
@@ -69,8 +65,7 @@ class Settings:
 
 def train(
     model: Any, data: str | Path | Iterable[dict[str, Any]], out: str | os.PathLike, *, tokenizer: Any = None,
-    steps: int = 7600, batch: int = 32, lr: float | None = None, warmup: float = 0.02,
-    betas: tuple[float, float] = (0.9, 0.95), clip: float = 1.0, tokens: int = 32, rank: int = 8, alpha: float = 32,
+    steps: int = 7600, batch: int = 32, lr: float | None = None, tokens: int = 32, rank: int = 8, alpha: float = 32,
     targets: str | list[str] = "all", target: str = "response", seed: int = 0, max_prompt: int = 16384,
     max_response: int = 512, held_out: int = 0, validate_every: int = 100, save_every: int = 100, progress: bool = True,
 ) -> Adapter:  # fmt: skip
@@ -80,8 +75,7 @@ def train(
                   response are text or lists of token ids; a missing response is written greedily by the model and kept
                   in `out`
     steps, batch  optimizer steps, and pairs of each over all processes (gradients are accumulated, pair by pair)
-    lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others. It rises for `warmup` (a share of the steps) and
-                  then falls to 0 as a cosine. Adam with `betas`; gradients' norm clipped to `clip`
+    lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others. It rises, and then falls to 0 as a cosine
     tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
     target        "response": the mean attention of the response's rows (the paper's). "repeat": the numbers of `kvzip+`
                   when the prompt is read twice, for texts without a known question; responses are not needed, and a
@@ -101,9 +95,7 @@ def train(
         raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
     if lr is None:
         lr = LR.get(decoder.config.model_type, 1e-3)
-    settings = Settings(
-        steps, batch, lr, warmup, tuple(betas), clip, tokens, rank, alpha, targets_of(targets), target, seed
-    )
+    settings = Settings(steps, batch, lr, tokens, rank, alpha, targets_of(targets), target, seed)
     for name, value in (("max_prompt", max_prompt), ("max_response", max_response), ("save_every", save_every),
                         ("validate_every", validate_every)):  # fmt: skip
         count(name, value, 1)
@@ -147,7 +139,7 @@ class Run:
         self.pairs, self.held = known[: len(known) - held_out], known[len(known) - held_out :]
         self.responses = Responses(model, folder, most, self.accelerator.process_index)
         self.module = self.accelerator.prepare_model(_Loss(decoder, adapter, settings.target))
-        self.optimizer = torch.optim.Adam(adapter.parameters(), lr=settings.lr, betas=settings.betas)
+        self.optimizer = torch.optim.Adam(adapter.parameters(), lr=settings.lr, betas=BETAS)
         digest = hashlib.sha256(repr([pair[1:] for pair in known]).encode()).hexdigest()[:16]
         about = dict(vars(settings), held_out=held_out, data=digest, weights=adapter.weights)
         self.about = json.loads(json.dumps(about))
@@ -190,7 +182,7 @@ class Run:
             total += each.detach()
             tokens += len(self.pairs[index].prompt)
         mean = (accelerator.reduce(total, "sum") / settings.batch).item()
-        norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), settings.clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), CLIP).item()
         if not math.isfinite(mean + norm):
             self.optimizer.zero_grad()
             raise ValueError(

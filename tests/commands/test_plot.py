@@ -104,36 +104,15 @@ def test_budget_of_perplexities():
         plot.budget(lines[:2])
 
 
-def test_heatmap():
-    lines = [entry for entry in results() if entry["budget"] in (None, 64)]
-    figure, summary = plot.heatmap(lines), summarize(lines, ("length", "depth"))
-    shown = panels(figure)
-    assert list(shown) == ["full"] + [f"{p}, 64 slots\n{mode}" for mode in ("known", "later") for p in POLICIES]
-    for title, axes in shown.items():
-        row = ("full", None, None) if title == "full" else (title.split(",")[0], 64, None)
-        mode = "later" if "later" in title else "known"
-        want = [[100 * summary[row]["needle", (n, d), mode].mean for n in (256, 1024)] for d in (0.0, 0.5, 1.0)]
-        assert axes.images[0].get_array().tolist() == want
-        assert [text.get_text() for text in axes.texts] == [f"{value:.0f}" for row in want for value in row]
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "50", "100"]
-    boxes_apart(figure)
-    with pytest.raises(ValueError, match="tags length and depth"):
-        plot.heatmap([line("full", 1.0, length=3)])
-    many = [line("take", 1.0, "known", budget=b, length=1, depth=0) for b in range(40, 80)]
-    with pytest.raises(ValueError, match="40 panels do not fit"):
-        plot.heatmap(many)
-
-
 def written(path, lines):
     path.write_text("".join(json.dumps(entry) + "\n" for entry in ({"settings": {}}, *lines)))
     return str(path)
 
 
-@pytest.mark.quick(kind="budget")
-@pytest.mark.parametrize("kind", ["budget", "heatmap"])
-def test_command(tmp_path, capsys, kind):
+@pytest.mark.quick
+def test_command(tmp_path, capsys):
     file, out = written(tmp_path / "results.jsonl", results()), tmp_path / "figure.png"
-    assert main(["plot", file, "--kind", kind, "--out", str(out), "--budgets", "48", "--mode", "known"]) == 0
+    assert main(["plot", file, "--out", str(out), "--budgets", "48", "--mode", "known"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(out)
 
@@ -144,7 +123,6 @@ def test_command(tmp_path, capsys, kind):
         ("--policies tak", "no results of policy tak; there are oracle, snapkv, take"),
         ("--budgets 50", "no results of budget 50; there are 256, 48, 64"),
         ("--tasks full", "no results of task full; there are facts, needle"),
-        ("--tasks facts", "tags length and depth"),
         ("--out figure.docx", "--out figure.docx: give a name that ends in .png, .svg or .pdf"),
         ("--out nowhere/figure.png", "there is no folder nowhere"),
     ],
@@ -152,7 +130,7 @@ def test_command(tmp_path, capsys, kind):
 def test_mistakes_are_named(tmp_path, capsys, words, message):
     file = tmp_path / "results.jsonl"
     written(file, [] if "--out" in words else results())  # a path is checked before the results are read
-    assert main(["plot", str(file), "--kind", "heatmap", *words.split()]) == 2
+    assert main(["plot", str(file), *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -165,6 +165,11 @@ def test_commands_exist(page):
                     assert (ROOT / word).is_file(), word
 
 
+@pytest.mark.parametrize("line", generate.EXAMPLES.values())
+def test_examples_of_commands(line):
+    taken(*shlex.split(line)[1:2], shlex.split(line)[2:])
+
+
 def taken(name, argv):
     parser = generate.parser_of(name)
     parser.error = lambda message: pytest.fail(f"kvevict {name} {argv}: {message}")
