@@ -55,7 +55,7 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
 
 
 def _file(source, file, name):
-    """Where a file of a folder or of the hub lies."""
+    """The path of a file in a folder or from the hub."""
     if Path(source).is_dir():
         if (path := Path(source) / file).is_file():
             return path

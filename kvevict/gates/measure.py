@@ -20,10 +20,13 @@ def measure(
     gates: Gates,
     show: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] = lambda pieces: pieces,
 ) -> dict[str, Any]:
-    """Of pieces `known` of token ids: `r2` of the logarithms of all layers and heads together, as one ranking sees
-    them; `r2_by_layer`, of each head alone, the mean over a layer's, and `r2_by_head`, the mean over all layers;
-    `recall` by share, of the slots of that share with the largest numbers in one ranking of all layers and heads, how
-    many the gates rank so; `tau`, Kendall's, mean over heads (None without scipy)."""
+    """Compare gates with the numbers of pieces `known` of token ids.
+
+    r2            of the logarithms of all layers and heads together, as one ranking sees them
+    r2_by_layer   of each head alone, the mean over a layer's; r2_by_head: the mean over all layers
+    recall        by share: how many of the best slots in one ranking of all layers and heads the gates rank so, too
+    tau           Kendall's, mean over heads; None without scipy
+    """
     sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
     recalls, taus = [], []
     for ids in show(known):

@@ -369,13 +369,6 @@ def test_command(tmp_path, capsys):
         assert lines[1][1:] == [f"{x:.2f}" for x in overlaps]
 
 
-def test_command_makes_up_a_text(capsys):
-    assert main(["diagnose", "--limit", "300", "--policies", "snapkv", "streaming", "--budget", "64"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 200 < result["tokens"] <= 300
-    assert result["runs"]["snapkv"]["recall"] > result["runs"]["streaming"]["recall"]
-
-
 def test_several_cases(capsys):
     """Means and standard errors of what each prints alone; a fact's answer ends with its line."""
     argv = ["diagnose", "--limit", "300", "--policies", "snapkv", "--budget", "64", "--cases"]

@@ -34,12 +34,8 @@ def test_the_file_is_the_model(file, dtype):
 @pytest.mark.parametrize(
     "words",
     [
-        "demo --cases 1 --budget 64 --policies snapkv --out OUT",
         "generate --file TEXT --budget 64 Why?",
-        "inspect --file TEXT --budget 64 --out OUT Why?",
-        "diagnose Why? --file TEXT --budget 64 --policies snapkv",
         "eval --tasks facts --lengths 700 --cases 1 --policies snapkv --mode known --out OUT",
-        "bench --lengths 100 --new-tokens 2 --repeat 1 --budget 64 --policies snapkv",
         "plan --tokens 1000",
     ],
 )

@@ -1,10 +1,8 @@
-"""lm-eval's model `kvevict`: scores and answers; with everything kept they equal those of lm-eval's `hf`. Then
-lm-eval's tasks of long texts on local records: small ones in each data set's schema, and real ones of
-../shared/data."""
+"""lm-eval's model `kvevict`: scores and answers; with everything kept they equal those of lm-eval's `hf`. Then some of
+lm-eval's tasks of long texts, on small local records in each data set's schema."""
 
 import itertools
 import json
-import re
 import sys
 import types
 from pathlib import Path
@@ -108,7 +106,6 @@ def test_mistakes(folder):
 # -- lm-eval's tasks of long texts, on local records ------------------------------------------------------------------
 
 YAML = Path(lm_eval.__file__).parent / "tasks"
-SHARED = Path(__file__).parents[3] / "shared/data/eval"
 NEEDED = dict(longbench=("jieba", "fuzzywuzzy", "rouge"), ruler=("wonderwords", "nltk", "requests"))
 RAIN = "Rain fell on the hills all day. "
 CODES = dict(zip(["Naislet", "Orrin", "Fosk", "Grim", "Dorval", "Elms", "Cirrin"], range(364735, 1000000, 91011)))
@@ -120,11 +117,11 @@ def told(name):
     return f"{RAIN * 9}{FACTS[name]} {RAIN * 9}"
 
 
-def of_longbench(answer="{}", classes=None):
+def of_longbench(answer="{}"):
     """Two records of LongBench, and the words that open their answers after lm-eval's prompt."""
     return dict(test=[
         dict(context=told(name), question=ASKED[name], answers=[answer.format(code) for code in (1, CODES[name])],
-             all_classes=classes and [*classes, str(CODES[name])], opening=f"The code of {name} is")
+             all_classes=None, opening=f"The code of {name} is")
         for name in [*CODES][:2]
     ])  # fmt: skip
 
@@ -133,27 +130,14 @@ PROBLEMS = [dict(question=f"{FACTS[n]} {ASKED[n]}", answer=f"{FACTS[n]}\n#### {C
 STORIES = [(told(name), ASKED[name], str(CODES[name])) for name in [*CODES][:2]]
 
 
-def of_babi(stories):
-    records = [dict(zip(("passage", "question", "answer"), story)) for story in stories]
-    return dict(train=records, valid=records, test=records)
-
-
-def of_babilong(stories, number=1):
-    return {f"qa{number}": [dict(zip(("input", "question", "target"), story)) for story in stories]}
+def of_babilong(stories):
+    return dict(qa1=[dict(zip(("input", "question", "target"), story)) for story in stories])
 
 
 MADE = [
     ("longbench/multifieldqa_en", of_longbench(), "qa_f1_score,none"),
-    ("longbench/multifieldqa_zh", of_longbench(), "qa_f1_zh_score,none"),
-    ("longbench/multi_news", of_longbench(), "rouge_score,none"),
-    ("longbench/dureader", of_longbench(), "rouge_zh_score,none"),
-    ("longbench/trec", of_longbench(classes=["Food"]), "classification_score,none"),
-    ("longbench/passage_count", of_longbench(), "count_score,none"),
     ("longbench/passage_retrieval_en", of_longbench("Paragraph {}"), "retrieval_score,none"),
-    ("longbench/passage_retrieval_zh", of_longbench("段落{}"), "retrieval_zh_score,none"),
-    ("longbench/lcc", of_longbench(), "code_sim_score,none"),
     ("gsm8k/gsm8k", dict(train=PROBLEMS[2:], test=PROBLEMS[:2]), "exact_match,flexible-extract"),
-    ("babi/babi", of_babi((*story, FACTS[name][:-1]) for (*story, _), name in zip(STORIES, CODES)), "exact_match,none"),
     ("babilong/babilong_qa1", of_babilong(STORIES), "acc,none"),
 ]
 
@@ -226,79 +210,13 @@ def squad(count):
         ])  # fmt: skip
 
 
-def hotpotqa(count):
-    return [
-        dict(question=f"What is the code of Name{n}?", answer=str(100 + n),
-             context=[[f"Name{n}", [f"The code of Name{n} is {100 + n}. ", RAIN]], [f"Other{n}", [RAIN]]])
-        for n in range(count)
-    ]  # fmt: skip
-
-
-def ruler(name, content, models, monkeypatch):
+@pytest.mark.slow
+def test_ruler(models, monkeypatch):
     """lm-eval's RULER makes 500 prompts of a file that it downloads with `requests`."""
-    needed(f"ruler/{name}")
+    needed("ruler/qa_squad")
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.qa_utils", raising=False)  # it remembers its downloads
+    content = dict(data=[*squad(500)])
     answer = types.SimpleNamespace(raise_for_status=lambda: None, json=lambda: content)
     monkeypatch.setattr("requests.get", lambda url, timeout: answer)
-    task = loaded(YAML / f"ruler/{name}.yaml", pretrained=kvevict.small_llama(), max_seq_lengths=[512])
-    return compared(task, models, "512,none")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, content", [("qa_squad", dict(data=[*squad(500)])), ("qa_hotpot", hotpotqa(500))])
-def test_ruler(name, content, models, monkeypatch):
-    ruler(name, content, models, monkeypatch)
-
-
-# The real records.
-
-
-def shared(file):
-    path = SHARED / file
-    if not path.exists():
-        pytest.skip(f"needs ../shared/data/eval/{file}")
-    return path.read_text("utf-8")
-
-
-def rows(file, count=2):
-    return [json.loads(row) for row in itertools.islice(shared(file).split("\n"), count)]
-
-
-@pytest.mark.parametrize(
-    "name, metric", [("multi_news", "rouge_score,none"), ("multifieldqa_zh", "qa_f1_zh_score,none")]
-)
-def test_real_longbench(name, metric, models, tmp_path):
-    records = [record | dict(question=record["input"]) for record in rows(f"longbench/{name}.jsonl")]
-    compared(local(f"longbench/{name}", dict(test=records), tmp_path), models, metric)
-
-
-def test_real_gsm8k(models, tmp_path):
-    records = dict(train=rows("gsm8k/train.jsonl", 20), test=rows("gsm8k/test.jsonl"))
-    compared(local("gsm8k/gsm8k", records, tmp_path), models, "exact_match,flexible-extract")
-
-
-@pytest.mark.parametrize("number", [1, 7])
-def test_real_babi(number, models, tmp_path):
-    """The first questions of a file; BABILong's shortest records are such stories without other text."""
-    (name,) = {1: ["single-supporting-fact"], 7: ["counting"]}[number]
-    stories, facts = [], []
-    for row in shared(f"babi/en/qa{number}_{name}_test.txt").splitlines():
-        place, text = row.split(" ", 1)
-        facts = [] if place == "1" else facts
-        asked, *answer = re.split(r"\s*[\t|]", text)
-        if answer:
-            stories.append((" ".join(facts), asked.strip(), answer[0]))
-        else:
-            facts.append(text)
-    compared(local(f"babilong/babilong_qa{number}", of_babilong(stories[:2], number), tmp_path), models, "acc,none")
-    compared(local("babi/babi", of_babi(stories[:2]), tmp_path), models, "exact_match,none")
-
-
-@pytest.mark.slow
-def test_real_ruler(models, monkeypatch):
-    """XQuAD's English articles are SQuAD's."""
-    content = json.loads(shared("xquad/xquad.en.first24.json"))
-    for article in content["data"]:
-        for paragraph in article["paragraphs"]:
-            paragraph["qas"] = [asked | dict(is_impossible=False) for asked in paragraph["qas"]]
-    ruler("qa_squad", content, models, monkeypatch)
+    task = loaded(YAML / "ruler/qa_squad.yaml", pretrained=kvevict.small_llama(), max_seq_lengths=[512])
+    compared(task, models, "512,none")

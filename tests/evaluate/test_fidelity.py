@@ -63,15 +63,6 @@ def test_nothing_evicted_is_the_full_cache(net, tmp_path):
     assert all(abs(x["score"]) < 1e-6 and x["same"] == 1 for x in lines)
 
 
-def test_resumed_it_says_the_same(net, tmp_path):
-    whole, cut_off = tmp_path / "whole", tmp_path / "cut"
-    want = untimed(results(net, whole, tasks=(TASK,)))
-    rows = whole.read_bytes().splitlines(keepends=True)
-    for count in range(2, len(rows)):
-        cut_off.write_bytes(b"".join(rows[:count]))
-        assert untimed(results(net, cut_off, tasks=(TASK,))) == want
-
-
 def test_passages_of_the_haystack(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"Sentence {i} is here." for i in range(90)))
@@ -137,27 +128,3 @@ def test_averages_by_hand():
     assert (means["take", 16, None].mean, means["take", 16, None].share) == pytest.approx((0.4, 0.5))
     assert re.search(r"^take +16 +whole +40\.0 50% ", table.render(lines), re.MULTILINE)
     assert not summary.averages(summary.summarize(lines[:2]), "known")
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
-        ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, capsys, words, message):
-    assert main(["eval", "--model", "nowhere", "--out", str(tmp_path / "r"), *words.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_command(tmp_path, capsys):
-    out = tmp_path / "r"
-    words = f"eval --tasks {TASK} --lengths 100 --policies snapkv --budgets 16 --cases 1 --temperature 0.8 --out {out}"
-    folder, _ = save(tmp_path / "model")
-    assert main([*words.split(), "--model", folder]) == 0
-    assert [x["policy"] for x in read(out)[1]] == ["full", "snapkv", "snapkv"]
-    assert main(["plot", str(out), "--kind", "budget", "--out", str(tmp_path / "p.png")]) == 0

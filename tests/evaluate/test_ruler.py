@@ -295,27 +295,12 @@ def test_haystack_file_errors(tmp_path, settings):
             haystack(replace(settings, haystack=tmp_path / name))
 
 
-def test_shared_books(settings):
-    path = os.path.join(SHARED, "corpora/classic_books/train-03.jsonl.xz")
-    if not os.path.isfile(path):
-        pytest.skip("needs ../shared/data/corpora")
-    for case in cases("niah_multikey_1", replace(settings, haystack=path, length=2048)):
-        used = settings.tokens(case.context + case.question) + TOKENS["niah_multikey_1"]
-        assert 2048 - 250 < used <= 2048  # sentences of at most 80 words
-        assert case.context.count("One of the special magic numbers") == 4
-
-
 def test_most():
     for _ in range(300):
         limit, guess = random.randrange(200), random.randrange(-5, 300)
         asked = []
         assert most(lambda n, limit=limit, asked=asked: asked.append(n) or n <= limit, guess) == limit
         assert 0 not in asked and len(asked) < 20
-
-
-def test_growing():
-    take = growing(iter("abc"))
-    assert [take(2), take(1), take(9), take(0)] == [["a", "b"], ["a"], ["a", "b", "c"], []]
 
 
 def test_words():

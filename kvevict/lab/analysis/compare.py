@@ -75,7 +75,7 @@ def informed(policy: Policy, response: list[int]) -> Policy:
 
 @torch.no_grad()
 def compare(full: Truth, kept: list) -> list:
-    """Per evicting layer a dict of `NAMES`, means over the response's rows; `kept` as `left` gives it.
+    """Compute a dict of `NAMES` for each evicting layer, means over the response's rows; `kept` as `left` gives it.
 
     joint_error    CAOTE eq. 24 of all evicted slots, by the full cache's attention, keys and values
     output_error   || o - o' || / || o ||, o' over the keys and values that the policy stored (they differ from the full

@@ -183,7 +183,7 @@ def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:
 
 
 def _mean(each, batch) -> dict | None:
-    """Of (FLOPs, bytes, seconds) of tokens that each row of a batch decodes."""
+    """The means of tokens' (FLOPs, bytes, seconds), where each row of a batch decodes one."""
     if not each:
         return None
     flops, moved, seconds = (sum(column) / len(each) for column in zip(*each))

@@ -67,7 +67,7 @@ def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, b
 
 
 def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
-    """As `load_file`, of cases that `kvevict demo` asks."""
+    """The same as `load_file` returns, of cases that `kvevict demo` asks."""
     from ...models import load_model
     from ...policy.checks import count
     from ..evaluate.ask import encode
@@ -114,7 +114,7 @@ def one(
 
 
 def mean(found: list[Any]) -> Any:
-    """Of equally nested dicts and lists, the mean of each number."""
+    """The mean of each number in equally nested dicts and lists."""
     first = found[0]
     if isinstance(first, dict):
         return {key: mean([each[key] for each in found]) for key in first}

@@ -171,7 +171,7 @@ class Reading:
 
 
 def reads_alone(run: Run) -> bool:
-    """Whether a run's read of a context is the same for all questions, so that one read is enough."""
+    """True if a run's read of a context is the same for all questions, so that one read is enough."""
     if run == FULL or run.mode == "known":
         return run == FULL
     return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
@@ -289,7 +289,7 @@ def forked(cache: Any) -> Any:
 
 
 def _bytes(cache) -> int:
-    """Of the slots in a cache's full-attention layers."""
+    """The bytes of the slots in a cache's full-attention layers."""
     own = [layer for layer in cache.layers if not layer.is_sliding]
     return sum(l.live_bytes() if hasattr(l, "live_bytes") else l.keys.nbytes + l.values.nbytes for l in own)
 

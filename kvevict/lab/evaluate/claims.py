@@ -18,8 +18,8 @@ FEWEST = 10  # cases that say anything
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one side from the other: the mean over cases, in the scores' unit and positive where `better` is; its 95 %
-    interval; and how many cases each side won."""
+    """How far one side of a claim is above the other: the mean over cases, in the scores' unit and positive where
+    `better` is; its 95 % interval; and how many cases each side won."""
 
     mean: float
     low: float
@@ -29,7 +29,7 @@ class Difference:
     cases: int
 
     def verdict(self, margin: float) -> str:
-        """Of "above -margin": seen, contradicted, or neither. Where no case differs there is nothing to see."""
+        """Say if "above -margin" is seen, contradicted, or neither (also where no case differs)."""
         if self.cases < FEWEST or not self.won + self.lost:
             return OPEN
         return SEEN if self.low > -margin else CONTRADICTED if self.high < -margin else OPEN

@@ -103,7 +103,7 @@ class Haystack:
         before: str = "",
         after: str = "",
     ) -> str:
-        """As many whole sentences, the facts inserted, as keep `before + passage + after` within `tokens` tokens.
+        """Take as many whole sentences, the facts inserted, as keep `before + passage + after` within `tokens` tokens.
 
         Returns the passage alone; a part of a sentence where not even one fits. ValueError where the rest is too long.
         """

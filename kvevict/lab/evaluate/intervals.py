@@ -9,7 +9,7 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; infinite for a single value."""
+    """The standard error of the mean; infinite for a single value."""
     from scipy import stats
 
     return float(stats.sem(values)) if len(values) > 1 else math.inf

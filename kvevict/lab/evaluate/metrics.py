@@ -30,7 +30,7 @@ def best(name: str) -> Callable[[Callable[[str, str], float]], Callable[[str, st
 
 @best("exact")
 def exact(prediction: str, answer: str) -> bool:
-    """Whether the prediction starts with the answer, white space around both aside, and no word goes on after it."""
+    """True if the prediction starts with the answer, stripped, and no word goes on after it."""
     return re.match(re.escape(answer.strip()) + r"(?!\w)", prediction.strip()) is not None
 
 

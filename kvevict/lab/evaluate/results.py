@@ -137,7 +137,7 @@ def _line(path, number, text) -> dict:
 
 
 def _only_a_start(path) -> bool:
-    """Whether a file is empty or has only a part of its first line, without a line end of any kind."""
+    """True if a file is empty or has only a part of its first line, without a line end of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 

@@ -97,7 +97,7 @@ def answered(lines: list[dict[str, Any]], full: dict[tuple, dict[str, Any]]) -> 
 
 
 def _counts(full) -> bool:
-    """Whether a question counts: the full cache answers it."""
+    """True if a question counts, because the full cache answers it."""
     return full["score"] >= 0.5
 
 

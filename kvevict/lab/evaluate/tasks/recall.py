@@ -35,7 +35,7 @@ def name(rng: Random) -> str:
 
 
 def held_out(word: str) -> bool:
-    """Whether a name is kept away from training: one in eight."""
+    """True if a name is kept away from training, as one in eight is."""
     return zlib.crc32(word.encode()) % 8 == 0
 
 

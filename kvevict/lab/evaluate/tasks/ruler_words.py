@@ -34,7 +34,7 @@ def cwe(settings: Settings, rng: Random, room: int, i: int, common: int = 10) ->
 
 
 def fwe(settings: Settings, rng: Random, room: int, i: int) -> tuple[str, str, list[str]]:
-    """Of n words the k-th takes the share k^-2 / ζ(2); the first is the noise "...", the next three are the answers."""
+    """The k-th of n words takes the share k^-2 / ζ(2). The first is the noise "...", the next three are the answers."""
     zeta, seed, (before, after) = math.pi**2 / 6, rng.random(), PROMPTS["fwe"][:2]
     coded = ["...", *islice(codes(rng, string.ascii_lowercase, 6), max(room // 50 - 1, 4))]
 
