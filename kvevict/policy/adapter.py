@@ -91,7 +91,7 @@ class Adapter(nn.Module):
                 hook.remove()
 
     def _places(self, decoder: Any) -> Iterator[Any]:
-        """(linear module, [(first output, LoRA)]) of every linear that carries some."""
+        """Yield (linear module, [(first output, LoRA)]) of every linear that carries a LoRA."""
         layers: Any = self.layers
         for index, blocks in layers.items():
             for block, own in blocks.items():
@@ -117,7 +117,7 @@ class Adapter(nn.Module):
 
 
 class _Add:
-    """A forward hook of a linear module: the LoRA of its input is added to the last rows of its output."""
+    """Forward hook of a linear module: adds the LoRA of the module's input to the last rows of its output."""
 
     def __init__(self, token: Any, parts: Any, rows: int) -> None:
         self.token, self.parts, self.rows = token, parts, rows
@@ -132,8 +132,8 @@ class _Add:
 
 
 def load(folder: Any, model: Any) -> Adapter:
-    """The adapter that `Adapter.save` wrote, on the model's device. No code of the folder is run. Raises ValueError
-    for a folder without one, for a damaged one, and, naming the difference, for one of another model."""
+    """Read the adapter that `Adapter.save` wrote, to the model's device; runs no code of the folder. Raises ValueError
+    for a folder without an adapter, for a damaged one, and, naming the difference, for another model's."""
     folder, config = Path(folder), config_of(folder)
     try:
         tensors = sealed.tensors_of_pair(folder / WEIGHTS, folder / CONFIG)
@@ -158,7 +158,7 @@ def load(folder: Any, model: Any) -> Adapter:
 
 
 def config_of(folder: Any) -> dict[str, Any]:
-    """The fields of a saved adapter's config.json. Raises ValueError if it is not one."""
+    """Read the fields of a saved adapter's config.json. Raises ValueError for another file."""
     path = Path(folder) / CONFIG
     try:
         config = parsed(path.read_text(encoding="utf-8"))
@@ -183,12 +183,12 @@ def config_of(folder: Any) -> dict[str, Any]:
 
 
 def bundled() -> str:
-    """Folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
+    """Return the folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
     return str(Path(__file__).parent.parent / "models" / "small_llama_lookahead")
 
 
 def targets_of(targets: Any) -> tuple[Any, ...]:
-    """`Adapter`'s targets as names of linear layers, in the order of TARGETS."""
+    """Return `Adapter`'s targets as names of linear layers, in the order of TARGETS."""
     names = SETS.get(targets) if isinstance(targets, str) else tuple(targets)
     if names is None or not set(names) <= set(TARGETS):
         raise ValueError(f"targets must be one of {', '.join(SETS)}, or names of {', '.join(TARGETS)}, got {targets!r}")
@@ -196,7 +196,7 @@ def targets_of(targets: Any) -> tuple[Any, ...]:
 
 
 def base_of(decoder: Any) -> dict[str, Any]:
-    """The sizes that an adapter depends on."""
+    """Return the sizes that an adapter depends on."""
     found = {name: getattr(decoder.config, name, None) for name in BASE}
     return found | dict(head_dim=decoder.layers[0].self_attn.head_dim)
 
@@ -218,7 +218,7 @@ def _check(base: Any, weights: Any, decoder: Any) -> None:
 
 
 def sizes(decoder: Any, targets: Any) -> Iterator[Any]:
-    """((layer, block, name), inputs, outputs) of every linear that can reach a score."""
+    """Yield ((layer, block, name), inputs, outputs) of every linear that can reach a score."""
     last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.FULL_ATTENTION)
     for index in range(last + 1):
         for block in ("self_attn", "mlp"):
@@ -229,8 +229,8 @@ def sizes(decoder: Any, targets: Any) -> Iterator[Any]:
 
 
 def linears(layer: Any, block: str) -> Iterator[Any]:
-    """(linear module, [(name, first output, outputs)]) of a decoder layer's block: one piece, or those that the
-    family fuses into one."""
+    """Yield (linear module, [(name, first output, outputs)]) of a decoder layer's block. A module of a family that
+    fuses linears has several pieces."""
     parent = getattr(layer, block)
     if hasattr(parent, "qkv_proj"):
         config, dim = parent.config, parent.head_dim

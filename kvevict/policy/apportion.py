@@ -46,7 +46,7 @@ def apportion(
 def _fill(
     share: torch.Tensor, total: torch.Tensor, least: torch.Tensor, most: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same in real numbers. Each round fixes the parts beyond one of their bounds: those below if raising them
+    """Apportion in real numbers. Each round fixes the parts beyond one of their bounds: those below if raising them
     costs more than capping the others frees, else those above."""
     x, free = torch.zeros_like(share), torch.ones_like(least, dtype=torch.bool)
     while True:

@@ -14,8 +14,8 @@ DEEPEST = 64  # levels of nested objects and lists in any JSON that is read here
 
 
 def parsed(text: str | bytes) -> Any:
-    """The value of JSON text (or its bytes). Raises ValueError for text that is not JSON, and for values nested so
-    deeply that comparing or printing them would fail."""
+    """Return the value of JSON text (or its bytes). Raises ValueError for text that is not JSON, and for values nested
+    so deeply that comparing or printing them would fail."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -30,7 +30,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def unknown(kind: str, name: Any, known: Iterable[Any], listed: bool = False) -> str:
-    """The text of an error about an unknown name: the nearest known ones, or all of them; both if they are `listed`."""
+    """Write the error of an unknown name, with the nearest known names, or with all of them; with both if `listed`."""
     written = {str(each).lower(): each for each in known}
     near = [written[each] for each in difflib.get_close_matches(str(name).lower(), list(written), n=3)]
     hints = [f"did you mean {' or '.join(map(repr, near))}?"] if near else []
@@ -52,7 +52,7 @@ def installed(extra: str, what: str, *modules: str) -> None:
 
 
 def builtin(value: Any) -> Any:
-    """Numbers of other types, such as numpy's, as Python's own; anything else as it is."""
+    """Return numbers of other types, such as numpy's, as Python's own, and anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -65,7 +65,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def count(name: str, value: Any, least: int) -> int:
-    """A whole number from `least` to PLENTY, or an error that names the argument."""
+    """Return a whole number from `least` to PLENTY. Raises TypeError or ValueError, naming the argument, for others."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
@@ -97,7 +97,7 @@ UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k":
 
 
 def byte_count(name: str, text: str) -> int:
-    """The number of bytes that a text such as "64MiB" or "1.5GB" names."""
+    """Return the number of bytes that a text such as "64MiB" or "1.5GB" names."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i|[kMG]?)B", text)
     if found is None or not 1 <= (bytes_ := int(float(found[1]) * UNITS[found[2]])) < 1 << 60:
         raise ValueError(f"{name}={text!r} is not a number of bytes; write it as in 64MiB, 1.5GiB or 500kB")

@@ -10,8 +10,8 @@ import torch
 
 
 def hooks(decoder: Any, rows: int, active: Any) -> Any:
-    """Handles of hooks that call a mixture's experts separately for the last `rows` of every sequence, while
-    active()."""
+    """Install hooks that call a mixture's experts separately for the last `rows` of every sequence, while active().
+    Returns their handles."""
     found = []
     for layer in decoder.layers:
         for name, module in layer.named_modules():
@@ -26,7 +26,7 @@ def hooks(decoder: Any, rows: int, active: Any) -> Any:
 
 
 class _Separate:
-    """Hooks of one module of experts. Its arguments: rows [batch * T, E], their experts and weights [.., k]."""
+    """Hooks of one module of experts, called with rows [batch * T, E], the rows' experts and weights [.., k]."""
 
     def __init__(self, rows: int, active: Any) -> None:
         self.rows, self.active = rows, active

@@ -29,5 +29,5 @@ def need(name: str, **options: Any) -> Need:
 
 @functools.cache
 def as_needs(needs: Any) -> tuple[Any, ...]:
-    """`needs` of a part, names and `Need`s, as `Need`s."""
+    """Return a part's `needs`, names and `Need`s, as `Need`s."""
     return tuple(Need(each) if isinstance(each, str) else each for each in needs)

@@ -1,4 +1,4 @@
-"""How stored slots are represented (methods.md section 11): in the model's dtype, or packed in rows of 8 and 4 bits a
+"""Representation of stored slots (methods.md section 11): in the model's dtype, or packed in rows of 8 and 4 bits a
 number (csrc/kvevict.h)."""
 
 from collections.abc import Callable
@@ -20,36 +20,37 @@ ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre an
 
 
 def row_bytes(bits: int | None, dim: int, element: int) -> int:
-    """Bytes of one row of `dim` numbers with its scale; element: bytes of a number in the model's dtype."""
+    """Count the bytes of one row of `dim` numbers with its scale; element: bytes of a number in the model's dtype."""
     return dim * element if bits is None else dim * bits // 8 + 4
 
 
 def slot_bytes(kv: str, dim: int, element: int) -> int:
-    """Bytes of a slot of one kv head, its key and value."""
+    """Count the bytes of a slot of one kv head, its key and value."""
     return sum(row_bytes(bits, dim, element) for bits in KINDS[kv])
 
 
 def is_wider(bits: tuple[int | None, int | None], kind: str) -> bool:
-    """True if keys of so many bits take more than the kind's."""
+    """Return True if keys of so many bits take more than the kind's."""
     asked = KINDS[kind][0]
     return asked is not None and (bits[0] is None or bits[0] > asked)
 
 
 def bits_of(rows: Tensor, dim: int) -> int | None:
-    """Bits of a number in a buffer [n, *] of rows of `dim` numbers."""
+    """Return the bits of a number in a buffer [n, *] of rows of `dim` numbers."""
     if rows.dtype != torch.uint8:
         return None
     return 8 if rows.shape[1] == dim + 4 else 4
 
 
 def buffer(bits: int | None, keys: Tensor) -> Tensor:
-    """An empty buffer [0, *] for rows of keys [.., D]."""
+    """Make an empty buffer [0, *] for rows of keys [.., D]."""
     dim = keys.shape[-1]
     return keys.new_empty(0, dim) if bits is None else keys.new_empty(0, row_bytes(bits, dim, 0), dtype=torch.uint8)
 
 
 def numbers(rows: Tensor, dim: int, centre: Tensor | None = None) -> Tensor:
-    """Rows [n, *] of a buffer as numbers [n, dim]: fp32 if they are packed. centre: fp32 [dim] of packed keys."""
+    """Return rows [n, *] of a buffer as numbers [n, dim]: fp32 if the rows are packed. centre: fp32 [dim] of packed
+    keys."""
     if rows.dtype != torch.uint8:
         return rows
     if bits_of(rows, dim) == 8:
@@ -62,7 +63,8 @@ def numbers(rows: Tensor, dim: int, centre: Tensor | None = None) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rows x [n, d] times the orthonormal Hadamard matrix of the largest power of two that divides d, by blocks."""
+    """Multiply rows x [n, d] by the orthonormal Hadamard matrix of the largest power of two that divides d, by
+    blocks."""
     size, shape = x.shape[1] & -x.shape[1], x.shape
     step = 1
     while step < size:
@@ -72,14 +74,14 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def centre(keys: Tensor, weights: Tensor) -> Tensor:
-    """fp32 [B, Hkv, D] the mean of keys [B, Hkv, S, D] with attention weights [B, Hkv, S] (0: the key does not count):
-    the c that makes the sum of a_i |k_i - c|^2 least. 0 where it is not finite."""
+    """Average keys [B, Hkv, S, D] with attention weights [B, Hkv, S] (0: the key does not count): fp32 [B, Hkv, D], the
+    c that makes the sum of a_i |k_i - c|^2 least. 0 where the mean is not finite."""
     total = torch.einsum("bhs,bhsd->bhd", weights, keys.float().masked_fill(weights[..., None] == 0, 0))
     return (total / weights.sum(2)[..., None]).nan_to_num(0, 0, 0)
 
 
 def steps(rows: Tensor, bits: int) -> Tensor:
-    """fp32 [..] between two numbers that a packed row can hold, of every row [.., d]."""
+    """Return the step between two numbers that a packed row can hold: fp32 [..] of rows [.., d]."""
     if bits == 8:
         return rows.abs().amax(-1).float() / 127
     x = hadamard(rows.float().reshape(-1, rows.shape[-1])).reshape(rows.shape)
@@ -89,8 +91,8 @@ def steps(rows: Tensor, bits: int) -> Tensor:
 def expected_errors(
     query: Tensor, seen: Tensor, key: Tensor, held: Tensor, centre: Tensor, scale: float, bits: int
 ) -> Tensor:
-    """fp32 [H] the expected error of a logit of each query head with keys of so many bits. A number is rounded by
-    s / sqrt(12), s the step of its row, and so q . k by |q| s / sqrt(12). The medians of |q| and of s count.
+    """Return the expected error of a logit of each query head with keys of so many bits: fp32 [H]. A number is rounded
+    by s / sqrt(12), s the step of its row, and so q . k by |q| s / sqrt(12). The medians of |q| and of s count.
 
     query [B, H, T, D], key [B, Hkv, S, D], centre fp32 [B, Hkv, D]; seen, held: bool [B, heads or 1, *] the rows that
     count
@@ -111,8 +113,8 @@ def expected_errors(
 
 
 def chosen(kv: str, error: Callable[[int], float]) -> tuple[int | None, int | None]:
-    """Bits of a layer's keys and values, of the kind `kv`. Keys take more bits as long as their error is too large;
-    error: bits -> the mean of `expected_errors`."""
+    """Choose the bits of a layer's keys and values, of the kind `kv`. Keys take more bits as long as their error is too
+    large; error: bits -> the mean of `expected_errors`."""
     keys, values = KINDS[kv]
     while keys is not None and not error(keys) <= MOST:
         keys = WIDER[keys]

@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[Registry, type[Any]]] = {
 
 
 def as_part(kind: str, value: Any) -> Any:
-    """One of PARTS by name, or as it is."""
+    """Return one of PARTS by its name, or an object as it is."""
     registry, base = PARTS[kind]
     if isinstance(value, str):
         return registry.find(value)()
@@ -36,7 +36,7 @@ def as_part(kind: str, value: Any) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """A field in JSON: a part becomes its name and options."""
+    """Return a field for JSON: a part becomes its name and options."""
     for registry, base in PARTS.values():
         if isinstance(value, base):
             fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
@@ -45,8 +45,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, kind: str) -> Any:
-    """The field that `to_plain` wrote; an object in it is a part of that kind. Raises ValueError for unknown names, and
-    for an object where `kind` is none of PARTS."""
+    """Return the field that `to_plain` wrote; an object in the field is a part of that kind. Raises ValueError for
+    unknown names, and for an object where `kind` is none of PARTS."""
     if isinstance(value, list):
         return tuple(from_plain(item, kind) for item in value)
     if not isinstance(value, dict):
@@ -66,7 +66,7 @@ def option_names(part: Any) -> set[str]:
 
 
 def written(kind: str, part: Any) -> str:
-    """A part as an option, by the name that one writes; by its class if it is not registered."""
+    """Write a part as an option, by its name, or by its class if it is not registered."""
     known = (repr(name) for name, each in PARTS[kind][0].items() if each is type(part))
     return f"{kind}={next(known, type(part).__name__)}"
 

@@ -1,5 +1,5 @@
-"""Names that are not ours: those of other libraries (kvpress, KVCache-Factory, AdaKV), and those that are gone. Of each
-the table says what to write instead; docs/migrating.md has them too."""
+"""Names of other libraries (kvpress, KVCache-Factory, AdaKV), and names that are gone, with what to write instead.
+docs/migrating.md has them, too."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ OPTIONS = {  # that no part has any more, or not every part that had it
 
 
 def check(names: Any) -> None:
-    """Raise ValueError, with our name for it, for an option of another library."""
+    """Raise ValueError, with our name, for an option of another library."""
     for name in names:
         if name in NAMES:
             raise ValueError(
@@ -72,6 +72,6 @@ def check(names: Any) -> None:
 
 
 def check_gone(option: str, kind: str = "option") -> None:
-    """Raise ValueError, with the value that it has now, for an option that is gone."""
+    """Raise ValueError, with what to write instead, for an option that is gone."""
     if option in OPTIONS:
         raise ValueError(f"unknown {kind} {option!r}; {OPTIONS[option]}")

@@ -143,15 +143,15 @@ class Policy:
         rules.check(self)
 
     def to_json(self) -> str:
-        """The policy as text that `from_json` reads; parts by their registered names. Raises ValueError for a loaded
-        model in it."""
+        """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
+        policy with a loaded model."""
         fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
         return json.dumps(fields, default=_refuse_in_json)
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
-        """The policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered, and
-        the errors of `Policy(...)` for values of a wrong kind."""
+        """Read the policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered,
+        and the errors of `Policy(...)` for values of a wrong kind."""
         try:
             data = parsed(text)
         except (ValueError, TypeError) as error:
@@ -214,7 +214,7 @@ class Policy:
             raise ValueError(f"budget must be at most {PLENTY} slots, got {self.budget}")
 
     def slots(self, tokens: int) -> int:
-        """Budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
+        """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
         if self.budget is None:
             return PLENTY
         if isinstance(self.budget, str):
@@ -224,8 +224,8 @@ class Policy:
         return max(math.ceil(self.budget * tokens), self.smallest_budget())
 
     def in_slots(self, slot_bytes: int) -> "Policy":
-        """This policy, with a budget in bytes as slots per kv head. slot_bytes: of one slot in every kv head of every
-        layer that evicts. Raises ValueError if the bytes do not hold the smallest budget."""
+        """Return this policy with a budget in bytes as slots per kv head. slot_bytes: of one slot in every kv head of
+        every layer that evicts. Raises ValueError if the bytes do not hold the smallest budget."""
         if not isinstance(self.budget, str):
             return self
         slots, smallest = byte_count("budget", self.budget) // slot_bytes, self.smallest_budget()
@@ -239,19 +239,19 @@ class Policy:
 
     @property
     def protected(self) -> int:
-        """Slots of a kv head that are kept whatever their score: sinks, and the largest of window, probe, recent slots
-        and a run that a chunk's end cuts."""
+        """Number of a kv head's slots that are kept whatever their score: sinks, and the largest of window, probe,
+        recent slots and a run that a chunk's end cuts."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
         return self.first + max(self.score.protected[1], self.rows.protected, run, self.spared)
 
     @property
     def first(self) -> int:
-        """First slots of a kv head that are kept whatever their score."""
+        """Number of a kv head's first slots that are kept whatever their score."""
         return max(self.keep_first, self.score.protected[0])
 
     @property
     def spared(self) -> int:
-        """Last slots of a kv head that a threshold leaves alone."""
+        """Number of a kv head's last slots that a threshold leaves alone."""
         return 0 if self.threshold is None else self.keep_last
 
     @property
@@ -263,7 +263,7 @@ class Policy:
 
     @property
     def goes_on(self) -> int:
-        """How many of a chunk's last tokens every layer reads, those after `tsp` too."""
+        """Number of a chunk's last tokens that every layer reads, those after `tsp` too."""
         return max(1, self.rows.decoded)
 
     @property
@@ -272,14 +272,14 @@ class Policy:
         return self.first + self.goes_on + 1
 
     def propagated(self, tokens: Any) -> Any:
-        """How many of a chunk's tokens, int or [B], the layers after `tsp` read."""
+        """Count a chunk's tokens, int or [B], that the layers after `tsp` read."""
         if isinstance(self.tsp_len, numbers.Integral):
             return np.minimum(tokens, self.tsp_len)
         share = np.ceil(self.tsp_len * np.asarray(tokens)).astype(int)
         return np.minimum(tokens, np.maximum(share, self.fewest_propagated))
 
     def smallest_budget(self) -> int:
-        """The smallest budget that leaves one slot to be won by score."""
+        """Return the smallest budget that leaves one slot to be won by score."""
         return self.protected + 1
 
     @property
@@ -287,7 +287,7 @@ class Policy:
         return (self.select, *(select for _, _, select in self.select_by_layer))
 
     def selection(self, layer: int) -> Selection:
-        """How the evicting layer number `layer` selects."""
+        """Return the selection of the evicting layer number `layer`."""
         for start, stop, select in self.select_by_layer:
             if start <= layer and (stop is None or layer < stop):
                 return select
@@ -299,13 +299,15 @@ class Policy:
         return self.score.shared or any(select.shared for select in self.selections)
 
     def groups(self, layers: int) -> list[Any]:
-        """Runs of layers that keep the same slots: those that wait, those that reuse an index, or one each."""
+        """Return the runs of layers that keep the same slots: layers that wait, layers that reuse an index, or one
+        each."""
         waiting = self.waiting_layers(layers)
         starts = [0, *range(waiting, layers)] if waiting > 1 else range(0, layers, self.n_reuse)
         return [list(range(a, b)) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
 
     def warmup_slots(self, tokens: int) -> int:
-        """B_warmup of a row of `tokens` tokens (METHODS section 3): min(N, 10240, max(B, ceil(5N/64))), at least B."""
+        """Return B_warmup of a row of `tokens` tokens (METHODS section 3): min(N, 10240, max(B, ceil(5N/64))), at least
+        B."""
         budget = self.slots(tokens)
         if self.warmup_budget is not None:
             return max(budget, self.warmup_budget)
@@ -320,7 +322,7 @@ class Policy:
                 )
 
     def waiting_layers(self, layer_count: int) -> int:
-        """W: layers 0..W-1 share the slots that layer W-1 chooses. 1 means that nobody waits."""
+        """Return W: layers 0..W-1 share the slots that layer W-1 chooses. 1 means that no layer waits."""
         if self.warmup_layers is None:
             return 1
         if isinstance(self.warmup_layers, str):  # "half"
@@ -339,7 +341,7 @@ def _refuse_in_json(value: Any) -> Any:
 
 
 def _as_ranges(entries: Any) -> tuple[Any, ...]:
-    """`select_by_layer`, checked: no layer is in two ranges."""
+    """Check `select_by_layer` and return its ranges; no layer may be in two."""
     ranges = tuple(map(_as_range, entries))
     for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
         if stop is None or b < stop:
@@ -348,7 +350,7 @@ def _as_ranges(entries: Any) -> tuple[Any, ...]:
 
 
 def _as_range(entry: Any) -> tuple[Any, ...]:
-    """(start, stop, selection) of `select_by_layer`, checked."""
+    """Check one range of `select_by_layer` and return (start, stop, selection)."""
     try:
         start, stop, select = entry
     except (TypeError, ValueError):

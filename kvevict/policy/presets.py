@@ -23,7 +23,7 @@ def preset(name: str, remark: str = "", **choices: Any) -> None:
 
 
 def describe(name: str) -> str:
-    """A preset's meaning and source, in one line."""
+    """Return a preset's meaning and source, in one line."""
     choices = PRESETS.find(name)
     return _remarks.get(name) or inspect.getdoc(type(choices["score"])).splitlines()[0]
 

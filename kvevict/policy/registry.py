@@ -10,8 +10,8 @@ from .checks import unknown
 
 
 class Registry(dict[str, Any]):
-    """Names to objects. Raises on a duplicate name. Of an unknown name the error has what to write instead (`gone`),
-    or the nearest names, or, if the registry is `listed`, all of them."""
+    """Names to objects. A duplicate name is an error. The error of an unknown name says what to write instead (`gone`),
+    or has the nearest names, or, if the registry is `listed`, all names."""
 
     def __init__(self, kind: str, listed: bool = False, gone: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Registry(dict[str, Any]):
         raise ValueError(unknown(self.kind, name, self, self.listed))
 
     def name_of(self, value: Any) -> str:
-        """The name that `value` was registered under."""
+        """Return the name that `value` was registered under."""
         for name, known in self.items():
             if known is value:
                 return name

@@ -1,4 +1,4 @@
-"""Which choices exclude each other, and why: one table (METHODS sections 1, 4 and 5)."""
+"""The choices that exclude each other, and the reasons: one table (METHODS sections 1, 4 and 5)."""
 
 from typing import Any
 

@@ -13,9 +13,9 @@ PYTHON = {"None": None, "True": True, "False": False}
 
 
 def parse_policy(text: str) -> tuple[Any, ...]:
-    """(preset's name, options) of a policy's text. A value is JSON (a number, true, null, [0, 32], which may be written
-    as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None. Raises
-    ValueError for an option without a value."""
+    """Parse a policy's text: (preset's name, options). A value is JSON (a number, true, null, [0, 32], which may be
+    written as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None.
+    Raises ValueError for an option without a value."""
     name, colon, rest = text.partition(":")
     rest = rest.translate(str.maketrans("()", "[]"))
     parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
@@ -36,7 +36,7 @@ def _option(text: str) -> tuple[Any, ...]:
 
 
 def _options(kind: str) -> set[str]:
-    """Options that may be None ("None"), or are always text ("str")."""
+    """Return the options that may be None ("None"), or are always text ("str")."""
     from .parts import PARTS
     from .policy import Policy
 

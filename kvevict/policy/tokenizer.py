@@ -13,20 +13,21 @@ from .scores import DIGITS
 
 
 def _open(policy: Policy) -> tuple[Any, ...]:
-    """Options that wait for a tokenizer: (an instruction as text, or None; whether the score pools over digits)."""
+    """Return the options that wait for a tokenizer: (an instruction as text, or None; whether the score pools over
+    digits)."""
     text = getattr(policy.rows, "instruction", None)
     return text if isinstance(text, str) else None, getattr(policy.score, "kernel", None) == "digits"
 
 
 def depends(policy: Policy) -> bool:
-    """Whether a policy does something else with a tokenizer than without one."""
+    """Return whether a policy does something else with a tokenizer than without one."""
     text, digits = _open(policy)
     return policy.rows.at_the_end or text is not None or digits
 
 
 def of_model(model: Any) -> Any:
-    """A pipeline's tokenizer, or that of the folder or the hub's cache from which a model was loaded, without a
-    download; None: there is none, or it does not load."""
+    """Return a pipeline's tokenizer, or the tokenizer of the folder or the hub's cache from which a model was loaded,
+    without a download; None: there is no tokenizer, or it does not load."""
     if not isinstance(model, torch.nn.Module) and getattr(model, "tokenizer", None) is not None:
         return model.tokenizer
     config = base_model(model).config
@@ -45,8 +46,8 @@ def _loaded(name: str, revision: Any) -> Any:
 
 
 def told(policy: Any, tokenizer: Any) -> Policy:
-    """The policy with its tokenizer's values: the ids of an instruction that its rows have as a text (rows="repeat"),
-    and the number of tokens that hold as many digits as its score pools over (kernel="digits")."""
+    """Return the policy with its tokenizer's values: the ids of an instruction that its rows have as a text
+    (rows="repeat"), and the number of tokens that hold as many digits as its score pools over (kernel="digits")."""
     text, digits = _open(policy)
     if text is not None:
         rows = dataclasses.replace(policy.rows, instruction=tuple(ids_of(tokenizer, text)))
@@ -57,7 +58,7 @@ def told(policy: Any, tokenizer: Any) -> Policy:
 
 
 def holding(tokenizer: Any, digits: int) -> int:
-    """The odd number of tokens nearest to the number that so many digits take."""
+    """Return the odd number of tokens nearest to the number that so many digits take."""
     number = "3141592653589793238462643383279"
     tokens = len(ids_of(tokenizer, number)) / len(number) * digits
     return 2 * round((tokens - 1) / 2) + 1

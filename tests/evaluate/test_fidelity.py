@@ -5,13 +5,10 @@ import re
 import pytest
 import torch
 from tiny import model as tiny_model
-from tiny import save
 from toy_task import NORMAL, line, plan, results, tokenizer, toy, untimed
 
 from kvevict import writing
-from kvevict.cli import main
 from kvevict.lab.evaluate import summary, table
-from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
 
 TASK = "fidelity/toy"

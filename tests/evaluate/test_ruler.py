@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvevict.lab.evaluate.haystack import growing, haystack, insert, most, sentences, words
+from kvevict.lab.evaluate.haystack import haystack, insert, most, sentences, words
 from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.tasks import TASKS, Settings
 

@@ -30,12 +30,12 @@ class HeadBudget:
         raise NotImplementedError
 
     def reserve(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
-        """Slots each head must hold, so that `keep` splits the survivors, now or for fewer slots, as it would all."""
+        """Count the slots that each head must hold, so that `keep` splits the survivors as it would split all slots."""
         return self.keep(slots, score, wanted, run)
 
 
 def order(slots: Slots, score: torch.Tensor, run: int = 1, first: int = 0, heads: int | None = None) -> torch.Tensor:
-    """int64 [B, Hkv, C], larger is better and no two slots are equal: score descending, position ascending, head
+    """Rank the slots: int64 [B, Hkv, C], larger is better, no two are equal: score descending, position ascending, head
     ascending (METHODS 8.5), NaN last; runs of a chunked selection stay together. Slots that do not compete, because
     they are protected or not there, are LOWEST. If layers compete: first is the number of this layer's first head
     among all `heads`."""
@@ -49,7 +49,7 @@ def order(slots: Slots, score: torch.Tensor, run: int = 1, first: int = 0, heads
 
 
 def best(key: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether a key [B, ..., C] is among the wanted[b] largest of its last dimension: bool, as key."""
+    """Mark the keys [B, ..., C] among the wanted[b] largest of their last dimension: bool, as key."""
     counts = wanted.clamp(1, key.shape[-1]).tolist()
     # Not kthvalue: on a GPU it searches a row with one block.
     bars = [row.topk(k, sorted=False).values.amin(-1, keepdim=True) for row, k in zip(key, counts, strict=True)]
@@ -57,13 +57,13 @@ def best(key: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def winners(key: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How many of the wanted[b] best slots of a layer each head has, by keys [B, Hkv, C] as of `order`: [B, Hkv]."""
+    """Count each head's slots among a layer's wanted[b] best, by keys [B, Hkv, C] of `order`: [B, Hkv]."""
     return best(key.flatten(1), wanted).view_as(key).sum(-1)
 
 
 def above(slots: Slots, score: torch.Tensor, bar: torch.Tensor) -> torch.Tensor:
-    """int32 [B, Hkv] slots of each head that are protected or score at least bar [B], fp32. With a bar of -inf all
-    slots count, NaN too."""
+    """Count each head's slots that are protected or score at least bar [B], fp32: int32 [B, Hkv]. With a bar of -inf
+    all slots count, NaN too."""
     enough = score.nan_to_num(nan=-torch.inf) >= bar[:, None, None]
     return (slots.least + (enough & slots.competing).sum(-1)).to(torch.int32)
 

@@ -39,6 +39,6 @@ class Ada(HeadBudget):
         return (least + apportion(mixed, wanted, torch.zeros_like(least), slots.n - least)).to(torch.int32)
 
     def reserve(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
-        """The winners too, which the average may take slots from; one more each, for rounding."""
+        """Reserve the winners too, since the average may take slots from them; one more each, for rounding."""
         won = slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))
         return torch.minimum(torch.maximum(won, self.keep(slots, score, wanted, run) + 1), slots.n).to(torch.int32)

@@ -25,6 +25,6 @@ class Equal(HeadBudget):
 
 
 def shares(slots: Any, heads: Any) -> Any:
-    """int [B, H]: slots [B] of a layer, the same for each of the heads 0 .. H - 1, the remainder to lower ones. Both
-    are tensors, or NumPy's on the host."""
+    """Split slots [B] of a layer equally over the heads 0 .. H - 1, the remainder to lower ones: int [B, H]. Both are
+    tensors, or NumPy's on the host."""
     return slots[:, None] // len(heads) + (heads < (slots % len(heads))[:, None])

@@ -35,28 +35,29 @@ class LayerBudget:
         """Raise ValueError when the options do not fit each other or the policy."""
 
     def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[Any]:
-        """Each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured: the
-        layers' mean errors over the row's earlier chunks, if there were any; for a cascade their preferences, 0 for a
-        layer that was not read yet."""
+        """Return each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured:
+        the layers' mean errors over the row's earlier chunks, if there were any; for a cascade the layers'
+        preferences, 0 for a layer that was not read yet."""
         return [1.0] * layers
 
     def preference(self, slots: Slots, *quantities: Any) -> torch.Tensor:
-        """For a cascade: a layer's share, relative to the others', by a chunk's attention: fp64 [B]."""
+        """Return a cascade's share of a layer, relative to the others', by a chunk's attention: fp64 [B]."""
         raise NotImplementedError
 
     def keep(self, layers: list[Slots], scores: list[torch.Tensor], wanted: torch.Tensor) -> Sequence[torch.Tensor]:
-        """For a budget that pools: per layer int32 [B, Hkv] slots that its heads keep, wanted [B] in all. layers: their
-        `Slots`; scores: the numbers [B, Hkv, C] of each."""
+        """Split wanted [B] slots over all layers, for a budget that pools: per layer int32 [B, Hkv] slots of its heads.
+        layers: `Slots`; scores: the numbers [B, Hkv, C] of each layer."""
         raise NotImplementedError
 
     def learn(self, contexts: list[Any]) -> None:
-        """The end of a read: the layers' mean errors in each row that was evicted from."""
+        """Learn at the end of a read from the layers' mean errors in each row that was evicted from."""
 
 
 def layer_slots(
     policy: Policy, layers: int, kv_heads: int, tokens: list[Any], alive: Any = None, measured: Any = None
 ) -> Any:
-    """int64 [layers, B] slots of every evicting layer, summed over its kv heads; each row sums to C, or to all alive.
+    """Count the slots of every evicting layer, summed over its kv heads: int64 [layers, B]. Each row sums to C, or to
+    all alive slots.
 
     tokens     per row, number of tokens it will have seen at the prompt's end
     alive      [layers, B] slots there are now, the most a layer can keep (a CPU tensor or an array); None: no limit

@@ -101,5 +101,5 @@ class History:
 
 
 def history(task: str = "default") -> History:
-    """TADA's history of a task: save(path), load(path), reset(), and `frozen` to stop learning."""
+    """Return TADA's history of a task: save(path), load(path), reset(), and `frozen` to stop learning."""
     return _histories.setdefault(task, History())

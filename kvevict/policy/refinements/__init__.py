@@ -30,8 +30,8 @@ class Refinement:
         return score
 
     def pick(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor, *quantities: Any) -> torch.Tensor:
-        """Numbers that each head's slots are taken by, if keep [B, Hkv] of them stay: fp32 [B, Hkv, C]. score: the
-        ranked numbers that decided `keep`."""
+        """Return the numbers that each head's slots are taken by, if keep [B, Hkv] of its slots stay: fp32 [B, Hkv, C].
+        score: the ranked numbers that decided `keep`."""
         return score
 
 

@@ -29,7 +29,7 @@ class AppendedRows:
     unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: they see all
 
     def last(self, count: int) -> "AppendedRows":
-        """The last `count` of them."""
+        """Return the last `count` rows."""
         tokens, positions, columns = (
             t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
         )
@@ -40,7 +40,7 @@ class AppendedRows:
 
 
 class Question(NamedTuple):
-    """Which tokens of a batch row ask, in tokens from the row's first."""
+    """Tokens of a batch row that ask, counted from the row's first."""
 
     spans: tuple[tuple[int, int], ...]  # (start, stop) of those that observe
     request: tuple[int, ...] = ()  # token counts from a beginning of its request to the prompt's end; (): not there
@@ -68,12 +68,12 @@ class Rows:
 
     @property
     def most(self) -> int | None:
-        """How many rows observe at most; None: no limit."""
+        """Number of rows that observe at most; None: no limit."""
         raise NotImplementedError
 
     @property
     def protected(self) -> int:
-        """How many slots `protect` keeps at most."""
+        """Number of slots that `protect` keeps at most."""
         return 0
 
     @property
@@ -89,7 +89,7 @@ class Rows:
 
     @property
     def decoded(self) -> int:
-        """How many decoded rows are remembered to observe while decoding."""
+        """Number of decoded rows that are remembered to observe while decoding."""
         return 0
 
     def check(self, policy: Policy) -> None:
@@ -100,56 +100,57 @@ class Rows:
         model is patched."""
 
     def with_response(self, response: Any) -> "Rows":
-        """These rows, given the ids of the true response, for rows of a reference score."""
+        """Return these rows, given the ids of the true response, for rows of a reference score."""
         return self
 
     def asked(self, questions: Sequence[Question], near: bool = False) -> "Rows":
-        """These rows for one read, where each batch row's question observes. near: all questions are near the prompt's
-        end. Raises ValueError for rows that cannot be chosen."""
+        """Return these rows for one read in which each batch row's question observes. near: all questions are near the
+        prompt's end. Raises ValueError for rows that cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"
         )
 
     def keeping(self, requests: tuple[Any, ...]) -> "Rows":
-        """These rows for one read that keeps the prompt's request: each batch row's `Question.request`."""
+        """Return these rows for one read that keeps the prompt's request: each batch row's `Question.request`."""
         return self
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        """How many rows are appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last:
-        the chunk ends the prompt, and may contain some of them."""
+        """Count the rows appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last: the
+        chunk ends the prompt, and may contain some of these rows."""
         return 0
 
     def prepare(self, arguments: Any, read: Any) -> Any:
-        """Called before a prompt is read, with the `kvevict.engine.hook.arguments.Arguments` of the call and the
-        `Read`; the result is `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
+        """Prepare a read, with the `kvevict.engine.hook.arguments.Arguments` of the call and the `Read`; the result is
+        `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
 
     def rows_for(self, chunk: Chunk, arguments: Any, read: Any) -> AppendedRows:
-        """The `chunk.appended` rows of a `kvevict.engine.read.schedule.Chunk`."""
+        """Return the `chunk.appended` rows of a `kvevict.engine.read.schedule.Chunk`."""
         return read.prepared.last(chunk.appended)
 
     def accumulate(self, call: LayerRows, past: Any) -> Any:
-        """The rows' memory of a layer for the next chunks, from a `kvevict.engine.measure.observation.LayerRows` and
-        the result for the chunk before (None at first). Called for every chunk and every layer that chooses, also when
-        nothing is evicted."""
+        """Return the rows' memory of a layer for the next chunks, from a `kvevict.engine.measure.observation.LayerRows`
+        and the result for the chunk before (None at first). Called for every chunk and every layer that chooses, also
+        when nothing is evicted."""
         return past
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
-        """The `kvevict.engine.measure.observation.Observation` of a chunk: `call.chunk(..)`, `call.appended_rows(..)`,
-        `call.later(..)`, or a sum of these. past: the result of `accumulate` for this chunk."""
+        """Return the `kvevict.engine.measure.observation.Observation` of a chunk: `call.chunk(..)`,
+        `call.appended_rows(..)`, `call.later(..)`, or a sum of these. past: the result of `accumulate` for this
+        chunk."""
         raise NotImplementedError
 
     def observing(self, rows: CallRows) -> Any:
-        """int [B] how many of a call's last rows observe, appended ones included, by a
-        `kvevict.engine.measure.observation.CallRows`."""
+        """Count a call's last rows that observe, appended rows included, by a
+        `kvevict.engine.measure.observation.CallRows`: int [B]."""
         raise NotImplementedError
 
     def protect(self, call: LayerRows) -> Any:
-        """How many of the last alive slots belong to the rows and are always kept: a number or int32 [B]."""
+        """Count the last alive slots that belong to the rows and are always kept: a number or int32 [B]."""
         return 0
 
     def bounds(self, call: LayerRows) -> Bounds:
-        """The positions of slots that are always kept, or limited in number, wherever they stand."""
+        """Return the positions of slots that are always kept, or limited in number, wherever the slots are."""
         return FREE
 
     def __deepcopy__(self, memo: Any) -> Any:  # immutable, and its draft model is another model

@@ -113,7 +113,8 @@ class Drafted(Rows):
 
 
 def head(top: Any) -> Any:
-    """The module that makes logits of a decoder's last hidden state. Raises ValueError where there is none."""
+    """Return the module that makes logits of a decoder's last hidden state. Raises ValueError for a model without
+    one."""
     found = getattr(top, "get_output_embeddings", lambda: None)()
     if found is None:
         raise ValueError(
@@ -125,7 +126,7 @@ def head(top: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def load(name: str) -> Any:
-    """A causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
+    """Load a causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -135,7 +136,8 @@ def load(name: str) -> Any:
 
 
 def follow(model: Any, ids: Any, first: torch.Tensor, count: int, vocabulary: int) -> Any:
-    """`model`'s greedy continuation: ids [B, count] below `vocabulary`. ids [B, N], first[b] of row b are padding."""
+    """Write `model`'s greedy continuation: ids [B, count] below `vocabulary`. ids [B, N], first[b] of row b are
+    padding."""
     device, cache, drafted = ids.device, None, []
     here = families.device_of(model)
     ids, first = ids.to(here), first.to(here)

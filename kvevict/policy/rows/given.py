@@ -60,6 +60,6 @@ class Given(Rows):
 
 
 def after(arguments: Any, read: Any, ids: Any) -> AppendedRows:
-    """Ids [B, p] at the positions after the prompt."""
+    """Append ids [B, p] at the positions after the prompt."""
     at = arguments.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
     return AppendedRows(arguments.embedded(ids), at)

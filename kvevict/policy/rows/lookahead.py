@@ -61,7 +61,7 @@ class Lookahead(Rows):
             self.adapter_of(decoder)
 
     def adapter_of(self, decoder: Any) -> Any:
-        """The adapter, on the decoder's device. Raises ValueError if it is missing or another model's."""
+        """Return the adapter, on the decoder's device. Raises ValueError for a missing adapter, or another model's."""
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
             if isinstance(self.adapter, Adapter):
@@ -108,6 +108,6 @@ def _tokens(folder: Any, stamp: Any) -> Any:
 
 
 def tokens_in(folder: Any) -> int:
-    """Lookahead rows of a saved adapter."""
+    """Count the lookahead rows of a saved adapter."""
     path = Path(folder) / "config.json"
     return _tokens(folder, path.stat().st_mtime_ns if path.is_file() else None)

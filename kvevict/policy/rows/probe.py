@@ -86,7 +86,7 @@ class Probe(Rows):
         return {f.name: getattr(self, f.name) for f in fields(Probe)}
 
     def lengths(self, tokens: Any) -> Any:
-        """int [B] probe rows of prompts of so many tokens [B]."""
+        """Count the probe rows of prompts of so many tokens [B]: int [B]."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
@@ -114,14 +114,15 @@ class Probe(Rows):
         return self._rows(start, longest, arguments, read)
 
     def _rows(self, start: Any, count: int, arguments: Any, read: Any) -> AppendedRows:
-        """`count` tokens from columns start [B] on."""
+        """Append `count` tokens from columns start [B] on."""
         columns = start.long()[:, None] + torch.arange(count, device=arguments.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         return AppendedRows(arguments.tokens_at(columns), None, columns)
 
     def accumulate(self, call: LayerRows, past: Any) -> Any:
-        """Eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, and Qa_0 = Q_0 for the first chunk that holds a row's
-        tokens. (fp32 [B, H, p, D], [B] the first one's position, bool [B] whether there is one yet)."""
+        """Average the probe's queries by eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, Qa_0 = Q_0 for the
+        first chunk that holds a row's tokens. Returns (queries fp32 [B, H, p, D], the first one's position [B], whether
+        there was a chunk yet, bool [B])."""
         count = int(self.lengths(call.prompt_tokens).max())
         if call.prepared is None or not count:
             return None
@@ -135,7 +136,7 @@ class Probe(Rows):
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the probe's queries [B, H, count, D] in the call, [B] the first one's position)."""
+        """Return (the probe's queries [B, H, count, D] in the call, the first one's position [B])."""
         return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
@@ -147,7 +148,7 @@ class Probe(Rows):
         return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
 
     def _ends(self, call: LayerRows) -> bool:
-        """Whether the chunk ends with the probe."""
+        """Return whether the chunk ends with the probe."""
         return call.ends_prompt and not self.span
 
     def observing(self, rows: CallRows) -> Any:
@@ -182,7 +183,7 @@ class Requested(Probe):
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
     def kept(self, call: LayerRows) -> torch.Tensor:
-        """int32 [B]: how many of the last slots after a chunk are the request's, and are kept."""
+        """Count the last slots after a chunk that are the request's, and are kept: int32 [B]."""
         most, whole, fitting = self._lengths(call)
         kept = np.where(fitting > 0, fitting, np.minimum(np.minimum(most, whole), call.host_budget // 8))
         return call.upload((kept - call.left).clip(0))
@@ -199,8 +200,8 @@ class Requested(Probe):
         return Bounds(limited=torch.stack([start.to(torch.int32), call.upload(limit)], 1))
 
     def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int [B] each: slots of a head that a request may have; the request's tokens from its first beginning on, and
-        from the first that so many slots hold; 0: there is none."""
+        """Return, int [B] each: the slots of a head that a request may have; the request's tokens from its first
+        beginning on, and from the first beginning that so many slots hold; 0: no beginning."""
         policy, budget = call.policy, call.host_budget
         most = np.minimum(budget // 2, budget - policy.first - 1).clip(0)
         if policy.layers.cascades:  # the layer's budget may still shrink
@@ -214,14 +215,14 @@ class Requested(Probe):
 
 @dataclass(frozen=True, eq=False)
 class Questions(Requested):
-    """A probe of one read: each row's question (`Rows.asked`). Fewer tokens than another row of the batch has are
+    """A probe of one read: each row's question (`Rows.asked`). A row with fewer tokens than another of the batch is
     padded on the right; the padding is masked.
 
     Questions near the prompt's end observe in its last chunk: appended once more they would attend to themselves in the
-    prompt. They see the slots before them, and of the slots from there on those that compete.
+    prompt. They see every slot before the question, and after it only slots that compete.
 
-    A question before the text is not seen by the appended rows, which would repeat it, nor by the rows that observe. It
-    is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
+    A question before the text is not seen by the appended rows, which would repeat it, nor by the rows that observe.
+    The question is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
     """
 
     questions: tuple[Question, ...] = ()
@@ -235,7 +236,7 @@ class Questions(Requested):
         return np.array([sum(stop - start for start, stop in each.spans) for each in self.questions])
 
     def ends(self, call: LayerRows) -> Any:
-        """int32 [B] tokens from a question's start to the prompt's end."""
+        """Count the tokens from a question's start to the prompt's end: int32 [B]."""
         return call.upload(call.prompt_tokens - np.array([each.spans[0][0] for each in self.questions]))
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
@@ -252,7 +253,7 @@ class Questions(Requested):
         return AppendedRows(arguments.tokens_at(columns), None, columns, unseen=self._unseen(arguments))
 
     def _unseen(self, arguments: Any) -> Any:
-        """int32 [B, 2] positions of the questions before the text."""
+        """Return the positions of the questions before the text: int32 [B, 2]."""
         if not any(each.before for each in self.questions):
             return None
         spans = torch.tensor([(each.before or (0, 0))[:2] for each in self.questions], device=arguments.device)
@@ -272,7 +273,7 @@ class Questions(Requested):
         return super().bounds(call)._replace(kept=before * call.upload(fits)[:, None])
 
     def _before(self, call: LayerRows) -> Any:
-        """int32 [B, 2] positions of the questions before the text; None: there are none."""
+        """Return the positions of the questions before the text: int32 [B, 2]; None: no row has one."""
         prepared = call.prepared
         return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 

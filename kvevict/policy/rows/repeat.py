@@ -75,7 +75,7 @@ class Repeat(Rows):
             )
 
     def rows_for(self, chunk: Chunk, arguments: Any, read: Any) -> AppendedRows:
-        """A row with fewer tokens has rows after its repetition that no token sees."""
+        """Repeat each row's tokens. A row with fewer tokens has rows after its repetition that no token sees."""
         first, again = arguments.first.long(), chunk.again
         begin = first.clamp(chunk.start, chunk.end) if again is None else first + again.start
         number = torch.arange(chunk.appended - len(self.instruction), device=begin.device)
@@ -93,7 +93,7 @@ class Repeat(Rows):
         return call.repeated_rows(self.observing(call.rows))
 
     def observing(self, rows: CallRows) -> Any:
-        """0 for a row without tokens here."""
+        """Count the repeated rows: int [B], 0 for a batch row without tokens in this chunk."""
         if rows.prompt_tokens is None:
             return np.minimum(1, rows.tokens)
         tokens, again = rows.tokens - rows.appended, rows.again

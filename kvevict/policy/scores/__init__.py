@@ -37,11 +37,11 @@ class Score:
 
     @property
     def protected(self) -> tuple[Any, ...]:
-        """(first, last) slots that `protect` keeps at the smallest budget, those of the rows not counted."""
+        """(first, last): numbers of slots that `protect` keeps at the smallest budget, without the rows' slots."""
         return getattr(self, "sink", 0), 0
 
     def protect(self, call: LayerRows) -> tuple[Any, ...]:
-        """How many of the first and of the last alive slots are always kept (the last: a number or one per row), by a
+        """Count the first and the last alive slots that are always kept (the last: a number or one per row), by a
         `kvevict.engine.measure.observation.LayerRows`."""
         return self.protected
 
@@ -61,15 +61,16 @@ class Score:
             count("sink", self.sink, 0)
 
     def score(self, slots: Slots, *quantities: Any) -> torch.Tensor:
-        """Importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: those it `needs`."""
+        """Return the importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: as in
+        `needs`."""
         raise NotImplementedError
 
     def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        """The score of kv heads, not pooled."""
+        """Return the score of kv heads, not pooled."""
         return score
 
     def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        """The numbers that rank slots: their scores pooled over neighbours."""
+        """Return the numbers that rank slots: the slots' scores pooled over neighbours."""
         return score
 
 
@@ -96,7 +97,7 @@ class Pooled(Score):
             raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
 
     def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        """Each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
+        """Pool each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
         kernel size with zero padding. Columns of protected slots are unspecified. Shape stays [B, Hkv, C]."""
         size = DIGITS if isinstance(self.kernel, str) else self.kernel
         if self.pool == "none" or size == 1 or score.shape[-1] == 0:

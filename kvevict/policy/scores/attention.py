@@ -1,4 +1,4 @@
-"""Attention of the observers, as methods that differ in their rows and in how they reduce and pool it."""
+"""Scores of the observers' attention. The methods differ in their rows, reduction and pooling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,5 +100,5 @@ class FastKV(Attention):
 
 
 def _heads(slots: Slots, score: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Scores [B, H, C] of each kv head's first, second, .. query head: [B, Hkv, C] each."""
+    """Split scores [B, H, C] into each kv head's first, second, .. query head: [B, Hkv, C] each."""
     return score.unflatten(1, (slots.n.shape[1], -1)).unbind(2)

@@ -29,16 +29,16 @@ class Selection:
         """Raise ValueError when the options do not fit each other or the policy."""
 
     def unfinished(self, call: LayerRows) -> Any:
-        """How many of the last slots are kept because their run is not complete yet, by a
+        """Count the last slots that are kept because their run is not complete yet, by a
         `kvevict.engine.measure.observation.LayerRows`: a number or [B]."""
         return 0
 
     def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        """The numbers that rank slots, from their scores: fp32 [B, Hkv, C]."""
+        """Return the numbers that rank slots, from the slots' scores: fp32 [B, Hkv, C]."""
         return score
 
     def trim_to_runs(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Slots per head [B, Hkv], at most `keep`, that are really used."""
+        """Count the slots per head, at most `keep`, that are really used: [B, Hkv]."""
         return keep
 
 

@@ -45,7 +45,8 @@ class Chunk(Selection):
             flag(name, getattr(self, name))
 
     def unfinished(self, call: LayerRows) -> Any:
-        """A run that a chunk's end cuts is kept until it is complete; the prompt's last run need not be."""
+        """Count the slots of a run that a chunk's end cuts: a run is kept until it is complete, but for the prompt's
+        last."""
         return 0 if call.decoding or call.ends_prompt else call.next_position.clamp_min(0) % self.c
 
     def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
@@ -74,10 +75,10 @@ class Chunk(Selection):
         return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # nothing empties a head
 
     def _runs(self, slots: Slots) -> torch.Tensor:
-        """The run of every slot that competes [B, Hkv, C]; -1 elsewhere."""
+        """Return the run of every slot that competes: [B, Hkv, C]; -1 elsewhere."""
         return (slots.positions // self.c).masked_fill(~slots.competing, -1)
 
 
 def _starts(runs: torch.Tensor) -> torch.Tensor:
-    """Whether a slot is the first of its run: [B, Hkv, C]."""
+    """Mark the slots that are the first of their run: [B, Hkv, C]."""
     return torch.cat([torch.ones_like(runs[..., :1], dtype=torch.bool), runs[..., 1:] != runs[..., :-1]], -1)
