@@ -43,12 +43,12 @@ def kept(answer) -> int:
 
 @pytest.mark.slow
 def test_two_servers(process, tmp_path):  # noqa: F811
-    """A text that one has stored is answered by the other, which reads nothing of it; both at once, and after both were
-    stopped. A damaged file is read again. A text that one deletes is not there for the other."""
+    """A text that one has stored is answered by the other, which reads nothing of it, both at once. A text that one
+    deletes is not there for the other."""
     store, count = tmp_path / "store", 500
     one, two = (process(*OPTIONS, "--store", str(store)) for _ in range(2))
     one.store(TEXT)
-    [file] = stored(store)
+    assert len(stored(store)) == 1
     want = {name: one.ask(asks(name), **opens()).choices[0].message.content for name in FACTS}
     assert str(FACTS["Orshan"]) in want["Orshan"]
     with ThreadPoolExecutor() as threads:  # the first questions that `two` hears of it
@@ -59,26 +59,14 @@ def test_two_servers(process, tmp_path):  # noqa: F811
         list(threads.map(lambda each: each.store(TEXT.replace("118204", "555555"), "other"), (one, two)))
     assert len(stored(store)) == 2
     assert [kept(each.ask(asks("Velmora"), **opens("other"))) > count for each in (one, two)] == [True, True]
-    for each in (one, two):
-        assert not [line for line in each.lines if "warning" in line.lower() or "Traceback" in line]
-        assert each.end() in (0, -signal.SIGTERM)
-
-    one, two = (process(*OPTIONS, "--store", str(store)) for _ in range(2))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 64
-    file.write_bytes(data)
-    again = one.ask(asks("Orshan"), **opens())
-    assert again.choices[0].message.content == want["Orshan"] and kept(again) == 0
-    assert [line for line in one.lines if "a stored prefix is read again" in line]
-    found = two.ask(asks("Orshan"), **opens())  # `one` has written it again
-    assert found.choices[0].message.content == want["Orshan"] and kept(found) > count
-
     one.client.delete("/kvevict/texts/text", cast_to=object)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         two.ask(asks("Orshan"), **opens())
     assert [each["name"] for each in two.client.get("/kvevict/texts", cast_to=object)["data"]] == ["other"]
     assert len(stored(store)) == 1
-    assert kept(two.ask(asks("Orshan"), **opens("other"))) > count
+    for each in (one, two):
+        assert not [line for line in each.lines if "warning" in line.lower() or "Traceback" in line]
+        assert each.end() in (0, -signal.SIGTERM)
 
 
 def _both(*servers):
