@@ -42,7 +42,7 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             "shorten the prompt",
         )
     before, meter = cache.sequence.policy, cache.meter
-    if before is None or meter is None or not before.question == policy.question == "known":
+    if policy.recall or before is None or meter is None or not before.question == policy.question == "known":
         return
     kept = min(meter.report["kept_share"])
     if kept < 1:

@@ -27,6 +27,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        1, or the cache was filled under another kv
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
+    archive_bytes      bytes of the archive that recall=True chooses from
     overhead_bytes     bytes of all else: free room, positions, carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
                        diagnose are its parts), draft (laq, speckv); decode since then. On a GPU only read is the time

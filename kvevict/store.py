@@ -54,6 +54,8 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
             raise ValueError(
                 f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
             )
+        if getattr(layer, "archive", None) is not None:
+            raise ValueError("save_cache cannot write an archive (recall=True) yet: keep the cache in memory")
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
             slots = layer.storage.gathered()
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])

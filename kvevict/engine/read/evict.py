@@ -153,6 +153,8 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
         elif slots.kv.k.shape[2]:
             layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
         layer.carry = of_layer(carried, layer)
+        if call.policy.recall and not call.step.decoding and slots.kv.k.shape[2]:
+            layer.archive_new(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
     call.step.meter.live[slots.index] = layer.live_bytes()
 
 

@@ -51,6 +51,8 @@ def attend(seen: Attended) -> Attended:
         columns = layer.longest() if plan.wants_probs else 0
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
+        if plan.policy.recall and plan.policy.decode and layer.archive is not None:
+            layer.archive_new(*new, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             inputs = Source(step, layer, module, k, seen.hidden).given(plan.of_tokens.needs)
             carry_newest(layer, plan.of_tokens.tokens(*inputs))

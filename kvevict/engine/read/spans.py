@@ -101,6 +101,8 @@ class Spans:
         with contextlib.nullcontext() if rows is None else rows.adapted(arguments.decoder):
             positions = arguments.position_ids_of(span.start, span.end, step.positions.long())
             output = step.through(self.run, **arguments.inputs(span.start, span.end, rows), position_ids=positions)
+        if self.policy.decode or not step.decoding:
+            self.cache.sequence.archived = self.cache.sequence.columns
         if rows is not None:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
         if span.chooser is not None:
@@ -114,6 +116,8 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
+        if not decodes:
+            self._archive()
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         self._note_prompts()
@@ -149,6 +153,8 @@ class Spans:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
+                if (chunk.last or policy.schedule == "prompt") and not going_on.any():
+                    self._recall()
                 chooser = self._chooser(read, chunk)
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk, rows[at], sum(rows[at + 1 :]))
                 self._set_budgets(read)
@@ -168,6 +174,25 @@ class Spans:
         self.cache.meter = meter
         plan.keep(meter)
         read.budgets.learn()
+
+    def _archive(self):
+        """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""
+        sequence = self.cache.sequence
+        for layer in self.layers:
+            if not self.policy.recall:
+                layer.archive = None  # this read will not add to it
+            elif layer.is_initialized:
+                layer.archive_last(sequence.columns - sequence.archived)
+        sequence.archived = sequence.columns
+
+    def _recall(self):
+        """Every layer gets the slots of all tokens back, if one of them has lost some."""
+        archives = [layer.archive for layer in self.layers if layer.archive is not None]
+        if len(archives) == len(self.layers) and any(
+            (layer.archive.counts > layer.counts).any() for layer in self.layers
+        ):
+            for layer in self.layers:
+                layer.recall()
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
@@ -195,6 +220,7 @@ class Spans:
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
+        self._archive()
         self.cache.sequence.policy = policy
         if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
             self.cache.owner = Owner(arguments.decoder)

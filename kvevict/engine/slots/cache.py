@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -71,6 +72,7 @@ class EvictionLayer(CacheLayerMixin):
         self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
         # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.memory: dict[str, Tensor] = {}
+        self.archive: Any = None  # a `Storage` or `Fork` with the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
@@ -91,6 +93,7 @@ class EvictionLayer(CacheLayerMixin):
         twin = copy.copy(self)
         if self.is_initialized:
             twin.storage = fork(self.storage)
+            twin.archive = None if self.archive is None else fork(self.archive)
         return twin
 
     # -- called by Transformers -------------------------------------------------------------------------------------
@@ -152,7 +155,32 @@ class EvictionLayer(CacheLayerMixin):
             setattr(self, name, None if value is None else value[at])
         self.memory = {name: value[rows] for name, value in self.memory.items()}
         self.storage = self.storage.rows(rows)
+        self.archive = None if self.archive is None else self.archive.rows(rows)
         self.carry = of_layer(self.carry, self)
+
+    def archive_new(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
+        """Write new columns to the archive, as the layer stores them."""
+        kept = self.storage.growing
+        if self.archive is None:
+            self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
+        if isinstance(self.archive, Storage) and kept.centre is not None:  # of rows that had no token before
+            self.archive = replace(self.archive, centre=kept.centre, centred=kept.centred)
+        self.archive = self.archive.append(k, v, pos, first, padding)
+
+    def archive_last(self, count: int) -> None:
+        """Write the last `count` slots of each head to the archive. Without one it begins with all slots."""
+        if self.archive is None:
+            kept = self.storage.gathered()
+            self.archive = replace(kept, pool=None, shared=False).moved(kept.counts)
+        elif count:
+            new = self.storage.growing
+            self.archive = self.archive.with_last(
+                new if (new.counts >= count).all() else self.storage.gathered(), count
+            )
+
+    def recall(self) -> None:
+        """The slots of all tokens take the place of the kept ones, until the next cut."""
+        self.storage, self.head_offsets = fork(self.archive), None
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 

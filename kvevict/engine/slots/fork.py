@@ -56,6 +56,10 @@ class Fork:
         want them have a chooser."""
         return self.own.decode(q, k, v, pos, prefix=self.prefix, **options)
 
+    def with_last(self, other: Storage, count: int) -> Fork:
+        """As `Storage.with_last`."""
+        return replace(self, own=self.own.with_last(other, count))
+
     def crop(self, count: int) -> Storage | Fork:
         """As `Storage.crop`. The prefix is copied only where it loses slots."""
         if (self.own.counts < np.minimum(count, self.counts)).any():

@@ -55,6 +55,8 @@ class Pools:
 def obstacle(cache: EvictionCache) -> str | None:
     """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
     for layer in cache.layers:
+        if getattr(layer, "archive", None) is not None:
+            return "an archive (recall=True)"
         if type(layer) not in (EvictionLayer, LatentLayer):
             return f"a {type(layer).__name__}, with {'a state' if states_of(layer) else 'one length for all rows'}"
     if cache.ranks.size > 1:

@@ -76,6 +76,9 @@ class LatentLayer(EvictionLayer):
     def fork(self) -> LatentLayer:
         return copy.deepcopy(self, {id(self.sequence): self.sequence})
 
+    def recall(self) -> None:
+        self.storage = self.archive.moved(self.archive.capacity)
+
     def update(  # type: ignore[override]  # passed by position
         self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -27,10 +27,15 @@ def select_states(layer: Any, indices: Any) -> None:
         setattr(layer, name, {index: None if t is None else t[indices] for index, t in states.items()})
 
 
+def archived(layer: EvictionLayer) -> tuple[torch.Tensor, ...]:
+    """All tensors of a layer's archive."""
+    return () if layer.archive is None else layer.archive.tensors()
+
+
 def tensors_of(layer: Any) -> list[torch.Tensor]:
     """All tensors of a cache's layer: states, a window's keys and values, slots and what belongs to them."""
     if isinstance(layer, EvictionLayer):
-        own = (*layer.storage.tensors(), layer.carry, layer.decode_queries, *layer.memory.values())
+        own = (*layer.storage.tensors(), *archived(layer), layer.carry, layer.decode_queries, *layer.memory.values())
     else:
         own = (getattr(layer, "keys", None), getattr(layer, "values", None))
     return [*states_of(layer), *(t for t in own if t is not None)]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...policy import kv
-from .layers import tensors_of
+from .layers import archived, tensors_of
 
 
 class _Clock:
@@ -53,6 +53,7 @@ class Meter:
         own = [layer for layer in layers if layer is not None]
         live, seen = sum(layer.live_bytes() for layer in own), own[0].sequence.seen.tolist()
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
+        archive = sum(t.nbytes for layer in own for t in archived(layer))
         heads = sum(layer.counts.shape[1] for layer in own)
         self.report = dict(
             seen=seen,
@@ -64,7 +65,8 @@ class Meter:
             wider_keys=[index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.bits, kind)],
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
-            overhead_bytes=sum(map(allocated_bytes, own)) - live,
+            archive_bytes=archive,
+            overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
             positions=[None if layer is None else layer.positions() for layer in layers],
         )
 

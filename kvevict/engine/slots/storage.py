@@ -205,6 +205,13 @@ class Storage(Held):
         after._filled(other, None, other.counts)
         return self._holding(self.len + other.len, self.counts + other.counts)
 
+    def with_last(self, other: Storage, count: int) -> Storage:
+        """A storage with the last `count` slots of each head of another one after these."""
+        last = replace(other, offset=other.offset + other.len - count, len=torch.full_like(other.len, count))
+        counts = self.counts + count
+        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
+        return into.followed_by(replace(last, counts=np.full_like(other.counts, count)))
+
     def gathered(self) -> Storage:
         """All slots in one place, for reading."""
         return self

@@ -1,0 +1,293 @@
+"""Recall: every token's slots go to an archive, and a further turn chooses its slots anew from all of them."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import zoo
+from tiny import prompt, relative, shared
+from transformers import DynamicCache
+
+import kvevict
+from kvevict.compat import CACHE, cache_of
+from kvevict.engine.hook import attention as hook
+from kvevict.engine.read.budgets import places
+from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.slots.joining import join
+
+SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True)
+POLICIES = {
+    "snapkv": SNAPKV,
+    "take+edie": dict(policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, tokenizer=False),
+    "one pass": SNAPKV | dict(chunk_size=None),
+    "int8": SNAPKV | dict(kv="int8"),
+    "ada": SNAPKV | dict(policy="adakv"),
+    "cake": SNAPKV | dict(policy="cake"),
+    "laq": dict(policy="laq", budget=24, window=4, recall=True),
+    "decode": SNAPKV | dict(decode=True, interval=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def ours(cache):
+    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
+
+
+class Heard:
+    """Inside, what each layer of a call attends with, as it was computed: {layer: [(q, k, v), ..]}."""
+
+    def __enter__(self):
+        self.calls: dict = {}
+        attend = hook.attend
+
+        def heard(seen):
+            stop = seen.k.shape[2] - seen.step.appended
+            parts = seen.q, seen.k[:, :, :stop], seen.v[:, :, :stop]
+            self.calls.setdefault(seen.module.layer_idx, []).append([x.clone() for x in parts])
+            return attend(seen)
+
+        self.patch = mock.patch.object(hook, "attend", heard)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error):
+        self.patch.stop()
+
+    def all(self, layer, part):
+        return torch.cat([call[part] for call in self.calls[layer]], 2)
+
+
+def decoded(model, cache, tokens=(5, 6, 7)):
+    for token in tokens:
+        out = model(torch.full((len(cache.sequence.seen), 1), token), **{CACHE: cache})
+    return out
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_archive_has_every_token(name):
+    """As the chunk computed it, bit by bit where it is not packed; decoded tokens when the next turn begins."""
+    model = shared()
+    with kvevict.evicting(model, **POLICIES[name]), Heard() as heard:
+        cache = model(prompt(2, 90)["input_ids"], logits_to_keep=1).past_key_values
+        decoded(model, cache)
+        model(prompt(2, 40, seed=1)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+        decoded(model, cache)
+        model(prompt(2, 5, seed=2)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+    total = 90 + 3 + 40 + 3 + 5
+    for at, layer in enumerate(cache.layers):
+        archive = layer.archive.gathered()
+        assert archive.counts.tolist() == archive.len.tolist() == [[total] * 2] * 2
+        assert all(head.tolist() == list(range(total)) for row in archive.positions() for head in row)
+        if name == "laq":  # drafted rows were heard, too
+            continue
+        for part, got in ((1, archive.dense("k")), (2, archive.dense("v"))):
+            want = heard.all(at, part)
+            assert torch.equal(got, want) if name != "int8" else relative(got, want) < 0.02
+        assert layer.longest() <= 24 * 2 + 6
+
+
+def test_a_turn_keeps_what_its_rows_choose_from_all_tokens():
+    """The best of all tokens by the turn's last rows, in float64, where most of them had been evicted."""
+    model = shared()
+    with kvevict.evicting(model, **SNAPKV):
+        with Heard() as before:
+            cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        lost = [set(range(150)) - set(layer.positions()[0][0].tolist()) for layer in cache.layers]
+        with Heard() as turn:
+            model(prompt(1, 20, seed=1)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+    back = 0
+    for at, layer in enumerate(cache.layers):
+        q = turn.all(at, 0)[0, :, -4:].double()
+        k = torch.cat([before.all(at, 1), turn.all(at, 1)], 2)[0].double()
+        k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
+        hidden = torch.arange(170) > torch.arange(166, 170)[:, None]
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        number = weights.sum(1).unflatten(0, (2, -1)).mean(1)
+        number[:, -4:] = torch.inf
+        for h in range(2):
+            kept = set(layer.positions()[0][h].tolist())
+            best = number[h].topk(24)
+            assert kept == set(best.indices.tolist()) or number[h, list(kept)].min() >= best.values.min() - 1e-6
+            back += len(kept & lost[at])
+    assert back > 20
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_with_room_for_all_tokens_nothing_changes(name):
+    """Nor does a turn over the archive, where the slots before it were few, attend to anything but all of them."""
+    model, ids, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
+    options = POLICIES[name] | dict(budget=4096)
+    found = []
+    for recall in (True, False):
+        with kvevict.evicting(model, **options | dict(recall=recall)):
+            cache = model(ids, logits_to_keep=1).past_key_values
+            decoded(model, cache)
+            out = model(turn, **{CACHE: cache}, logits_to_keep=1).logits
+            found.append(torch.cat([out, decoded(model, cache).logits]))
+    assert torch.equal(*found)
+
+
+def test_the_turn_itself_attends_to_all_tokens():
+    """Its logits are those over the archive's keys and values, in float64."""
+    model, ids, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **SNAPKV), Heard() as heard:
+        cache = model(ids, logits_to_keep=1).past_key_values
+        outs = []
+        attend = hook.attend
+
+        def noted(seen):
+            outs.append(attend(seen))
+            return outs[-1]
+
+        with mock.patch.object(hook, "attend", noted):
+            model(turn, **{CACHE: cache}, logits_to_keep=1)
+    for at, seen in enumerate(outs):
+        q, k, v = (heard.all(at, part)[0].double() for part in range(3))
+        q, k, v = q[:, -20:], *(x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        hidden = torch.arange(110) > torch.arange(90, 110)[:, None]
+        want = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        assert relative(seen.out[0].transpose(0, 1).double(), want) < 1e-5
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_forks_copies_rows_and_crops(name):
+    """Each goes on as the cache itself would."""
+    model, options, turn = shared(), POLICIES[name], prompt(1, 20, seed=1)["input_ids"]
+
+    def asked(cache):
+        out = model(turn, **{CACHE: cache}, logits_to_keep=1).logits
+        held = [places(layer, False) for layer in cache.layers]
+        return torch.cat([out, decoded(model, cache).logits], 1), held
+
+    with kvevict.evicting(model, **options):
+        cache = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
+        if name != "decode":
+            decoded(model, cache)
+            cache.crop(-2)
+        forks = [cache.fork(), copy.deepcopy(cache), cache.fork().fork(), cache.fork()]
+        forks[3].batch_repeat_interleave(2)
+        forks[3].batch_select_indices(torch.tensor([1]))
+        first = model(prompt(1, 9, seed=4)["input_ids"], **{CACHE: (other := cache.fork())}, logits_to_keep=1)
+        decoded(model, other)
+        other_turn = asked(other)
+        want, held = asked(cache)
+        for fork in forks:
+            got, places_of = asked(fork)
+            assert relative(got, want) < 1e-5 and (name == "int8" or places_of == held)
+        alone = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
+        if name != "decode":
+            decoded(model, alone, (5,))
+        again = model(prompt(1, 9, seed=4)["input_ids"], **{CACHE: alone}, logits_to_keep=1)
+        assert relative(again.logits, first.logits) < 1e-5
+        decoded(model, alone)
+        assert relative(asked(alone)[0], other_turn[0]) < 1e-5
+        assert all(
+            layer.archive.counts.tolist() == [[120 + (name != "decode") + 9 + 3 + 20] * 2] for layer in other.layers
+        )
+
+
+def test_rows_of_a_batch_are_as_alone():
+    """Padded at the left; a row that reads nothing keeps the batch from recalling."""
+    model = shared()
+    texts, turns = (
+        [prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61)],
+        [prompt(1, n, seed=n)["input_ids"][0] for n in (20, 7)],
+    )
+
+    def batch(rows, before=0):
+        longest = max(map(len, rows))
+        ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+        mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
+        return ids, mask
+
+    with kvevict.evicting(model, **SNAPKV):
+        ids, mask = batch(texts)
+        cache = model(ids, attention_mask=mask, logits_to_keep=1).past_key_values
+        more, after = batch(turns)
+        got = model(more, attention_mask=torch.cat([mask, after], 1), **{CACHE: cache}, logits_to_keep=1).logits
+        for row, (text, turn) in enumerate(zip(texts, turns, strict=True)):
+            alone = model(text[None], logits_to_keep=1).past_key_values
+            want = model(turn[None], **{CACHE: alone}, logits_to_keep=1).logits
+            assert relative(got[row], want[0]) < 1e-4
+            for one, other in zip(cache.layers, alone.layers, strict=True):
+                assert one.archive.counts[row].tolist() == other.archive.counts[0].tolist()
+                assert [x.tolist() for x in one.positions()[row]] == [x.tolist() for x in other.positions()[0]]
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        pytest.param(*each, id=each[0])
+        for each in zoo.types()
+        if each[0] in ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
+    ],
+)
+def test_other_models(name, kind):
+    """Windows, states and latents beside or in place of slots: with room for all as without, and slots come back."""
+    model = zoo.make(name, kind)
+    ids, turn = prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
+    found = []
+    for options in (dict(budget=4096), dict(budget=4096, recall=False), {}):
+        with kvevict.evicting(model, **SNAPKV | options):
+            cache = cache_of(model(ids, logits_to_keep=1, use_cache=True))
+            kept = [set(layer.positions()[0][0].tolist()) for layer in ours(cache)]
+            found.append(model(turn, **{CACHE: cache}, logits_to_keep=1, use_cache=True).logits)
+    assert torch.equal(found[0], found[1])
+    assert any(
+        set(layer.positions()[0][0].tolist()) - before - set(range(90, 110))
+        for layer, before in zip(ours(cache), kept, strict=True)
+    )
+
+
+def test_a_turn_without_recall_ends_the_archive():
+    model = shared()
+    with kvevict.evicting(model, **SNAPKV):
+        cache = model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values
+        assert kvevict.report(cache)["archive_bytes"] >= 90 * 2 * 2 * 32 * 4 * 4
+    with kvevict.evicting(model, **SNAPKV | dict(recall=False)):
+        model(prompt(1, 20, seed=1)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+        assert all(layer.archive is None for layer in cache.layers)
+    with kvevict.evicting(model, **SNAPKV):
+        model(prompt(1, 20, seed=2)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+    assert [layer.archive.counts.tolist() for layer in cache.layers] == [[[44, 44]]] * 4
+
+
+def test_refusals(tmp_path):
+    for options, said in (
+        (dict(policy="knorm"), "slots come back for rows that ask"),
+        (dict(policy="h2o"), "carry='none'"), (dict(policy="fastkv"), "tsp=None"),
+        (dict(policy="snapkv", decode=True, keep_prompt=True), "keep_prompt=False"), (dict(policy="kvzip"), "carry='none'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            kvevict.policy.build(**options | dict(budget=24, recall=True))
+    with pytest.raises(TypeError, match="recall"):
+        kvevict.policy.build("snapkv", recall="yes")
+    model = shared()
+    with kvevict.evicting(model, **SNAPKV):
+        caches = [model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values for _ in range(2)]
+    with pytest.raises(ValueError, match="archive"):
+        kvevict.save_cache(caches[0], tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"archive \(recall=True\): decode it alone"):
+        join(caches)
+
+
+def test_a_prompt_of_several_chunks_recalls_at_its_end():
+    """Its last rows find what the chunks between had evicted."""
+    model = shared()
+    with kvevict.evicting(model, **SNAPKV):
+        cache = DynamicCache(config=model.config)
+        with Heard() as heard:
+            model(prompt(1, 150)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+        assert [layer.archive.counts.tolist() for layer in cache.layers] == [[[150, 150]]] * 4
+    assert len(heard.calls[0]) == 5
+    with kvevict.evicting(model, **SNAPKV | dict(recall=False)):
+        plain = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+    assert any(
+        places(one, False) != places(other, False) for one, other in zip(cache.layers, plain.layers, strict=True)
+    )
