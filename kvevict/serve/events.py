@@ -90,7 +90,7 @@ class Items:
     def _part(self) -> dict:
         if self._reasons:
             return dict(type="reasoning_text", text=self._text)
-        return dict(type="output_text", text=self._text, annotations=[])
+        return dict(type="output_text", text=self._text, annotations=[], logprobs=[])
 
     @property
     def _reasons(self) -> bool:

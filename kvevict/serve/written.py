@@ -133,7 +133,7 @@ class Written:
             return letters.encode()
         piece = self.tokenizer.convert_ids_to_tokens(token)
         pieces = [piece] if piece in BYTES else piece
-        return bytes(map(BYTES.get, pieces)) if all(each in BYTES for each in pieces) else letters.encode()
+        return bytes(BYTES[each] for each in pieces) if all(map(BYTES.__contains__, pieces)) else letters.encode()
 
     def _tokens(self) -> list:
         """Take the tokens whose letters are certain."""
