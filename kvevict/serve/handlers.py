@@ -158,7 +158,7 @@ def _event(value: dict) -> str:
 
 
 def _choice(index: int, said: dict, finish: str | None = None) -> dict:
-    """Make a choice, with null for what it has not: a client with a schema stops at a field that is missing."""
+    """Make a choice, with null for what it has not: clients with a schema stop where a field is missing."""
     return dict(index=index, finish_reason=finish, logprobs=None) | said
 
 

@@ -50,10 +50,7 @@ def _message(item: dict) -> dict:
 
 def _joined(messages: Iterable[dict], apart: bool) -> list:
     """Join messages of the assistant that follow each other to such as templates write: reasoning, a text, calls.
-
-    apart: whether reasoning that comes later begins another message. A template without reasoning would see an empty
-    one, so none is made for it.
-    """
+    apart: whether reasoning that comes later begins another message, which tells a template without it nothing."""
     made: list = []
     for message in messages:
         last, new = made[-1] if made else {}, _held(message)
@@ -62,10 +59,10 @@ def _joined(messages: Iterable[dict], apart: bool) -> list:
             said: dict = dict(content=last.get("content") or message.get("content"))
             said[REASONING] = "\n\n".join(each[REASONING] for each in (last, message) if each.get(REASONING))
             said[CALLS] = [*last.get(CALLS, []), *message.get(CALLS, [])]
-            made[-1] = {**last, **message, **{name: value for name, value in said.items() if value}}
+            made[-1] = last | message | {name: value for name, value in said.items() if value}
         else:
             made.append(message)
-    return [each for each in made if apart or _held(each) != {REASONING}]
+    return made
 
 
 def _held(message: dict) -> set:

@@ -391,7 +391,7 @@ ORDERS = [  # items; messages: role, text, reasoning, calls, where the template 
      [("assistant", "I look", "A", ""), ("assistant", "", "B", "12")], [("assistant", "I look", "A\n\nB", "12")]),
     ([reasoned("A"), called("1"), reasoned("B"), called("2")],
      [("assistant", "", "A", "1"), ("assistant", "", "B", "2")], [("assistant", "", "A\n\nB", "12")]),
-    ([reasoned("A"), said("user", "?")], [("assistant", "", "A", ""), USER], [USER]),
+    ([reasoned("A"), said("user", "?")], *[[("assistant", "", "A", ""), USER]] * 2),
     ([reasoned("A"), reasoned("B", "summary", "summary_text"), reasoned(""), said("assistant", "x")],
      *[[("assistant", "x", "A\n\nB", "")]] * 2),
     ([said("assistant", "x"), reasoned("A"), reasoned("B"), called("1")],
