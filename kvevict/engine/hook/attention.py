@@ -37,8 +37,8 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
     step = step.on(query.device)
-    for watcher in step.watchers:
-        watcher.layer(step)
+    if step.pause is not None:
+        step.pause()
     hidden = step.hidden.pop(module.layer_idx, None)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.plan.readers:
@@ -56,6 +56,8 @@ def attention(
         chunk = key.shape[2] - step.appended
         first = step.first.clamp_max(chunk)  # a row of padding alone
         layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
+        if step.decoding:  # `Step.through` has counted the token in the others
+            layer.tick()
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden))
     decide(seen)
     return seen.out[..., :width], None
