@@ -168,9 +168,11 @@ def test_keep_leaves_the_counts_of_others_alone():
     k, v, _ = columns(1, 2, 1, 3)
     for layer in (one, two):
         layer.keep(index, keep)
+    two.append(*columns(1, 2, 3, 4), torch.zeros(1, dtype=torch.int32), np.zeros(1, int))
     one.tick()
     one.decode(k, k, v, torch.full((1, 1), 6, dtype=torch.int32), scale=1.0)
-    assert (one.len.tolist(), two.len.tolist(), keep.tolist()) == ([[3, 3]], [[2, 2]], [[2, 2]])
+    assert (one.len.tolist(), two.len.tolist(), keep.tolist()) == ([[3, 3]], [[5, 5]], [[2, 2]])
+    assert (one.counts.tolist(), two.counts.tolist()) == ([[3, 3]], [[5, 5]])
 
 
 def test_reset():
