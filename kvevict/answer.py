@@ -16,6 +16,7 @@ from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count
 from .policy.policy import Policy, build
+from .policy.text import DEFAULT
 from .policy.tokenizer import told
 from .prompts import frame, ids_of
 from .writing import Sampling, written
@@ -37,7 +38,8 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the one that
                       the model is patched with, if it is such a one (not take+edie, snapkv, h2o, ...); else "gate" if
                       the model's folder has gates or gates were named for it before, or "read-twice" in chunks short
-                      enough to be repeated within the model's positions, with a patched model's budget and kv
+                      enough to be repeated within the model's positions, with a patched model's budget and kv.
+                      With recall=True: take+edie, and each question chooses its slots from all tokens
 
     The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
     missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.
@@ -56,7 +58,8 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     _check_room(model, ids.shape[1], "the text")
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
         cache = cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
-    cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
+    if not cache.sequence.policy.recall:
+        cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
     return cache
 
 
@@ -84,7 +87,8 @@ def answer(
                       share a batch. With a state in a layer, or positions of several axes, questions are asked one by
                       one
 
-    All questions share the context's kept slots. All tokens of a question and its answer are kept after them. Raises
+    All questions share the context's kept slots. All tokens of a question and its answer are kept after them; where the
+    context was read with recall=True, a question chooses its slots anew, within the budget, from all tokens. Raises
     ValueError or TypeError for a context or questions that cannot be used.
     """
     count("max_new_tokens", max_new_tokens, 1)
@@ -106,7 +110,9 @@ def answer(
     _check(model)
     ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
     _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
-    with evicting(model, KEEPS):
+    by = context.sequence.policy
+    asks = (KEEPS, {}) if by is None or not by.recall else (by, dict(tokenizer=tokenizer))
+    with evicting(model, asks[0], **asks[1]):
         answers = [""] * len(ids)
         for batch in together(model, context, list(map(len, ids)), batch_size):
             texts = _ask(model, tokenizer, context, [ids[at] for at in batch], max_new_tokens, one_line, sampling)
@@ -154,12 +160,12 @@ def _built(decoder, policy, options, tokens: int = 0) -> Policy:
     """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
     come later, or the default for these."""
     own = plan_of(decoder)
-    if policy is None and own is not None and own.policy.question == "later":
+    if policy is None and own is not None and (own.policy.question == "later" or own.policy.recall):
         policy = own.policy
     elif policy is None and own is not None:
         options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
-    if policy is not None:
-        return build(policy, **options)
+    if policy is not None or options.get("recall"):
+        return build(policy or DEFAULT, **options)
     chosen = build(unasked(decoder), **options)
     return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
 
