@@ -286,7 +286,7 @@ class Generation:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
         `Patch`). Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=self.device)
-        inside = within(question=question, watchers=(Guard(call, start, self.scheduler),))
+        inside = within(question=question, learns=False, watchers=(Guard(call, start, self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
             out = base_model(self.model)(
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True

@@ -7,8 +7,10 @@ import threading
 import pytest
 from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
 
+import kvevict
 from kvevict import _ops
 from kvevict.batch import Batch
+from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
 from kvevict.serve.row import Row
 
@@ -245,3 +247,28 @@ def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
     client.server.scheduler.submit(bool).result()
     gc.collect()
     assert prefixes.live_bytes == 0 and [pool.left() for pool in pools] == before
+
+
+REFUSED = {"lagkv", "oracle", "speckv"}  # they need a larger budget, an answer, a draft model
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", PATH])
+def test_each_preset_between_two_equal_requests(path):
+    """What one key asks for changes no answer of another one, not by a policy that learns from what it reads either."""
+    kvevict.history().reset()
+    made = server(share="always" if path == PATH else "never", budget=100, keys=("a", "b"))
+
+    def ask(key, policy, fact):
+        text = f"{FILLER * fact}The code of Velmora is {fact * 1111}. {FILLER * (8 - fact)}\n\n{asks('Velmora')}"
+        said = dict(messages=[dict(role="user", content=text)]) if path == PATH else dict(prompt=f"{text}\nAnswer:")
+        said |= dict(logprobs=True if path == PATH else 0, max_tokens=3, kvevict=dict(policy=policy))
+        response = Client(made, key).post(path, **said)
+        return response.status_code == 200 and response.json()["choices"]
+
+    presets = sorted(PRESETS)
+    first = {policy: ask("a", policy, 3) for policy in presets}
+    assert {policy for policy in presets if first[policy] is False} == REFUSED
+    for policy in presets:
+        ask("b", policy, 7)
+    again = {policy: ask("a", policy, 3) for policy in presets}
+    assert {policy for policy in presets if again[policy] != first[policy]} == set()

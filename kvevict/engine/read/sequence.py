@@ -166,7 +166,8 @@ class Sequence:
             meter.write(read, patch, self.cache)
         self.cache.meter = meter
         patch.keep(meter)
-        read.budgets.learn()
+        if context().learns:
+            read.budgets.learn()
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
