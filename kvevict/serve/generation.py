@@ -23,7 +23,8 @@ from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
 from .call import Call, Guard
-from .errors import Refused
+from .errors import Refused, of_field
+from .fields import RESPONSES
 from .grammar import Calls, Following, Grammars
 from .options import AUTO
 from .prefixes import Prefixes, key_of, mark_in, shares_of
@@ -166,8 +167,10 @@ class Generation:
             call.whole = followed(call.policy, call.reader, cut)
         call.keys, call.stored_tokens = self._keys(call, call.reader)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
-            raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
-        self._matcher(call)  # refuses a schema
+            sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
+            raise Refused(400, sentence, param="kvevict.question")
+        with of_field("tools" if call.forced else "text.format" if call.endpoint == RESPONSES else "response_format"):
+            self._matcher(call)  # refuses a schema
         if call.forced:
             call.parser = Calls
         elif call.messages and call.schema is None:
@@ -286,8 +289,11 @@ class Generation:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
         `Patch`). Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=self.device)
-        inside = within(question=question, learns=False, watchers=(Guard(call, start, self.scheduler),))
-        with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
+        with contextlib.ExitStack() as inside, torch.no_grad():
+            with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
+                inside.enter_context(evicting(self.model, policy, tokenizer=False))
+            watchers = (Guard(call, start, self.scheduler),)
+            inside.enter_context(within(question=question, learns=False, watchers=watchers))
             out = base_model(self.model)(
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
             )

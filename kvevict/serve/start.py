@@ -46,7 +46,12 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
         port = listening.getsockname()[1]
         facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
-        Serving(application(server), lambda status: server.metrics.refused(OTHER, status)).run(sockets=[listening])
+
+        def note(error, client) -> None:
+            server.metrics.refused(OTHER, error.status)
+            log.refused(OTHER, error, client)
+
+        Serving(application(server), note).run(sockets=[listening])
 
 
 def page(host: str, port: int) -> str:

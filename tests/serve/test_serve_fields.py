@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from serving import TEMPLATE, Client, asks, events, model, server, unpatched  # noqa: F401
+from serving import FILLER, TEMPLATE, Client, asks, events, model, server, unpatched  # noqa: F401
 
-from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, RESPONSES, TABLE
+from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, RESPONSES, TABLE, TEXTS
 
 openai = pytest.importorskip("openai")
 from openai.types import Completion  # noqa: E402
@@ -258,6 +258,32 @@ def test_values_that_are_refused(path, value, said):
     response = posted(path, **value)
     error = response.json()["error"]
     assert response.status_code == 400 and said in error["message"] and error["param"] == next(iter(value))
+
+
+SHARED = "auto", "always"
+BAD = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="nothing")), schema=dict(type="nothing"))
+WRONG = [  # endpoint, change of a body, the field that is wrong
+    *((CHAT, dict(kvevict=dict(policy=policy)), "kvevict.policy") for policy in ("nothing", "lagkv", "speckv", 3)),
+    *((CHAT, dict(kvevict=dict(budget=budget)), "kvevict.budget") for budget in (1, 257, 0.9, "5XB", "1GiB", [])),
+    (CHAT, dict(kvevict=dict(policy="lagkv", budget=5)), "kvevict.budget"),
+    *((CHAT, dict(kvevict=dict(text=text)), "kvevict.text") for text in ("none", "a/b", 3)),
+    (CHAT, dict(kvevict=dict(question="zebra")), "kvevict.question"),
+    (CHAT, dict(kvevict=dict(share="never", question=None)), "kvevict.share"),
+    *((CHAT, dict(kvevict=dict(share=share, question="Once")), "kvevict.share") for share in SHARED),
+    (CHAT, dict(kvevict=dict(nothing=1)), "kvevict.nothing"), (CHAT, dict(kvevict=3), "kvevict"),
+    (CHAT, dict(stream_options=dict(include_usage=True)), "stream_options"),
+    (CHAT, dict(generation_config="{"), "generation_config"),
+    (CHAT, dict(response_format=BAD), "response_format"), (RESPONSES, dict(text=dict(format=BAD)), "text.format"),
+    (TEXTS, dict(name="a/b"), "name"), (TEXTS, dict(text="%PDF-"), "text"), (TEXTS, dict(policy="nothing"), "policy"),
+    *((TEXTS, dict(budget=budget), "budget") for budget in (1, 2000, "5XB")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, change, name", WRONG, ids=[f"{path}-{change}"[:60] for path, change, _ in WRONG])
+def test_an_error_names_its_field(path, change, name):
+    usual = dict(name="a", text=FILLER * 20) if path == TEXTS else body_of(path)
+    response = client().post(path, **usual | change)
+    assert 400 <= response.status_code < 500 and response.json()["error"]["param"] == name, response.text
 
 
 def test_an_effort_that_the_template_does_not_have():
