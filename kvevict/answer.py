@@ -8,11 +8,10 @@ import torch
 
 from . import cautions, families
 from .compat import CACHE, cache_of
-from .engine.hook.installed import patch_of, using
+from .engine.hook.installed import plan_of, using
 from .engine.measure import gates
 from .engine.slots.adopt import EvictionCache
 from .engine.slots.cache import EvictionLayer
-from .engine.slots.joining import next_positions
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count
@@ -57,7 +56,7 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     _check_room(model, ids.shape[1], "the text")
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
         cache = cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
-    cautions.of_text(cache.meter, cache.policy.budget, 3)
+    cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
     return cache
 
 
@@ -154,7 +153,7 @@ class Pipeline:
 def _built(decoder, policy, options, tokens: int = 0) -> Policy:
     """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
     come later, or the default for these."""
-    own = patch_of(decoder)
+    own = plan_of(decoder)
     if policy is None and own is not None and own.policy.question == "later":
         policy = own.policy
     elif policy is None and own is not None:
@@ -168,7 +167,7 @@ def _built(decoder, policy, options, tokens: int = 0) -> Policy:
 def _patched(model, tokenizer, policy, options, tokens):
     """Inside, the model is patched with the policy that reads."""
     decoder = find_decoder(model)
-    own, chosen = patch_of(decoder), _built(decoder, policy, options, tokens)
+    own, chosen = plan_of(decoder), _built(decoder, policy, options, tokens)
     if policy is None and own is not None and chosen == own.policy:
         return using(base_model(model), decoder, own)
     return evicting(model, told(chosen, tokenizer), tokenizer=False)
@@ -244,12 +243,13 @@ def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: in
     if padded:
         new = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in texts], device=here)
         seen = cache.get_seq_length()
-        first = seen if cache.next_position is None else cache.next_position[:, None]
+        following = cache.sequence.next_position
+        first = seen if following is None else following[:, None]
         mask = torch.cat([new.new_ones(len(texts), seen), new], 1)
         known |= dict(attention_mask=mask, position_ids=(first + new.cumsum(1) - 1).clamp_min(0))
     logits = model(ids, **{CACHE: cache}, **known).logits
     if padded:
-        cache.next_position = next_positions(cache)
+        cache.sequence.next_position = cache.sequence.positions(here)
     return logits
 
 

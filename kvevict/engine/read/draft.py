@@ -5,28 +5,23 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ... import families
 from ...compat import CACHE
-from ...context import enter
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
 from ..slots.adopt import StatefulLayer
 from ..slots.cache import EvictionLayer, fit
 from ..slots.latent import LatentLayer
-from ..watch.meter import Meter
+from ..slots.meter import Meter
 from . import evict
 from .choosers import Chooser
 from .layer import Attended, LayerCall, layer_call
-from .step import Step
-
-if TYPE_CHECKING:
-    from .sequence import SpanEnd
+from .step import SpanEnd, Step
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
@@ -34,12 +29,12 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 class _DraftLayer(EvictionLayer):
     """A copy of the slots in [stored | new] that `choice` keeps. It notes the rows that are decoded over them."""
 
-    def __init__(self, call, choice, room):
-        super().__init__()
+    def __init__(self, sequence, call, choice, room):
+        super().__init__(sequence)
         self.lazy_initialization(call.new[0])
         kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
         self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
-        self.columns, self.seen, self.bits = call.layer.columns, call.layer.seen, call.layer.bits
+        self.bits = call.layer.bits
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each row
 
     def decode(self, q, k, v, pos, module, **options):
@@ -50,16 +45,16 @@ class _DraftLayer(EvictionLayer):
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
     """A draft layer with a copy of the state too: states are updated in place."""
 
-    def __init__(self, call, choice, room):
-        super().__init__(call, choice, room)
+    def __init__(self, sequence, call, choice, room):
+        super().__init__(sequence, call, choice, room)
         self.state = copy.deepcopy(call.layer.state)
 
 
 class _LatentDraftLayer(_DraftLayer, LatentLayer):
     """A draft layer of latents; notes every head's keys and values of the rows."""
 
-    def __init__(self, call, choice, room):
-        super().__init__(call, choice, room)
+    def __init__(self, sequence, call, choice, room):
+        super().__init__(sequence, call, choice, room)
         self.widths = call.layer.widths
 
     def decode(self, q, k, v, pos, module, **options):
@@ -102,24 +97,22 @@ class Drafting(Chooser):
 
     def _drafted(self, span_end, calls) -> list:
         """The layers of an evicted copy of the cache, after tokens were drafted over it."""
-        step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.patch.policy.rows.n_d
+        step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.plan.policy.rows.n_d
         with meter.clock("draft"):
-            quiet = copy.copy(step.patch)
-            quiet.policy = replace(FIRST_CUT, keep_first=step.patch.policy.keep_first)
+            quiet = copy.copy(step.plan)
+            quiet.policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             quiet.wants_outputs = quiet.wants_probs = False
-            cache = copy.copy(step.cache)
             copied = {families.STATE: copy.deepcopy}  # a state is updated in place
-            cache.layers = [
-                copied.get(kind, copy.copy)(layer)
-                for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
-            ]
+            each = zip(step.plan.kinds, step.cache.layers, strict=True)
+            layers = [copied.get(kind, copy.copy)(layer) for kind, layer in each]
+            cache = step.cache.with_layers(copy.copy(step.cache.sequence), layers)
             unseen = Meter()  # drafting leaves no trace in the report
             for call in calls:
                 kind = DRAFT_LAYERS[type(call.layer)]
-                cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
+                cache.layers[call.slots.index] = kind(cache.sequence, call, _first_choice(call, quiet, unseen), n_d)
             self._write(span_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
-            meter.watch(calls[0], len(calls))
+            meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
             del meter.live["draft"]
         return cache.layers
 
@@ -134,10 +127,9 @@ class Drafting(Chooser):
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )
-            enter(step=one)
-            hidden = span_end.run(
-                input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache}, use_cache=True,
-                return_dict=True,
+            hidden = one.through(
+                span_end.run, input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache},
+                use_cache=True, return_dict=True,
             ).last_hidden_state  # fmt: skip
 
 
@@ -145,7 +137,7 @@ def _first_choice(call, quiet, meter):
     """Choose, by SnapKV, as many slots as the layer may keep, equally many in each head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=quiet.policy.rows)
-    step = replace(call.step, patch=quiet, read=read, meter=meter, elsewhere={})
+    step = replace(call.step, plan=quiet, read=read, meter=meter, elsewhere={})
     of = step, call.layer, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse
     first = layer_call(Attended(*of))
     alive = first.slots.alive

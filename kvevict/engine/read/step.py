@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...context import enter
 from ...policy.rows import Rows
-from ..measure.observation import CallRows
+from ...policy.seen.rows import CallRows
+from ..slots.fork import Fork
+from .plan import Plan
 
 
 @dataclass
@@ -20,7 +24,7 @@ class OuterCall:
     model: Any
     mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens with logits; 0: all
-    sequence: Any = None  # the kvevict.engine.read.sequence.Sequence of the decoder's call in it
+    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +35,7 @@ class Read:
     tokens: np.ndarray  # [B] valid tokens of the prompt
     seen: list  # per row token count after the read, over all prompts
     evicts: bool  # the read drops slots or tokens, or scores need every row from the start
-    meter: Any  # the kvevict.engine.watch.meter.Meter that measures it
+    meter: Any  # the kvevict.engine.slots.meter.Meter that measures it
     rows: Any = None  # the policy's rows, or those for tokens chosen by the caller
     budgets: Any = None  # the kvevict.engine.read.budgets.Budgets of its layers
     prepared: Any = None  # result of `Rows.prepare` for the prompt
@@ -44,7 +48,7 @@ class Read:
 class Step:
     """One call of the decoder: a chunk, appended tokens, or a decoded token."""
 
-    patch: Any  # the kvevict.patch.Patch of the model
+    plan: Plan
     decoder: Any  # the text decoder that runs
     cache: Any
     meter: Any
@@ -53,7 +57,7 @@ class Step:
     padding: np.ndarray  # the same on the host
     chooser: Any = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
     read: Read | None = None  # None while decoding and for appended tokens
-    chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
+    chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     unseen: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) that these rows do not see; None: none
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
@@ -98,12 +102,37 @@ class Step:
         if read is None:
             return CallRows(*own)
         ends, again, left = (False, None, 0) if chunk is None else (chunk.last, chunk.again, read.prompt - chunk.end)
-        return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.patch.policy)
+        return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.plan.policy)
+
+    def through(self, run: Callable[..., Any], **inputs: Any) -> Any:
+        """The decoder's output, of its forward `run`, for this step; its columns then count as read."""
+        enter(step=self)
+        self._ready()
+        self.cache.sequence.coming = self.seen
+        output = run(**inputs)
+        self.cache.sequence.advance()
+        return output
+
+    def _ready(self):
+        """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
+        layers = [self.cache.layers[index] for index in self.plan.order]
+        for layer in layers:
+            if isinstance(layer.storage, Fork) and self._needs_own(layer.storage):
+                layer.storage = layer.storage.copy_on_write()
+        if self.decoding:
+            self.cache.tick(layers)
+
+    def _needs_own(self, fork):
+        """True if the step needs all slots in one place that no other fork reads. A chooser, a chunk, and layers that
+        read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
+        if self.plan.readers or self.plan.policy.layers.cascades:
+            return True
+        return self.chooser is not None if self.decoding else bool(fork.own.counts.any())
 
     @property
     def rows(self) -> Rows:
         """The policy's `Rows`: the queries that observe."""
-        return self.patch.policy.rows if self.read is None else self.read.rows
+        return self.plan.policy.rows if self.read is None else self.read.rows
 
     @property
     def watchers(self) -> tuple:
@@ -113,3 +142,13 @@ class Step:
     @property
     def decoding(self) -> bool:
         return self.positions.shape[1] == 1 and self.read is None
+
+
+@dataclass
+class SpanEnd:
+    """A span that has been through all layers, for its chooser."""
+
+    step: Step
+    arguments: Any  # the kvevict.engine.hook.arguments.Arguments of the call
+    run: Any  # the decoder's original forward
+    hidden: torch.Tensor  # [B, 1, E] of the span's last row
