@@ -17,7 +17,7 @@ from ..context import within
 from ..engine.hook.installed import plan_of
 from ..engine.measure.gates import mark_of as mark_of_gates
 from ..engine.slots.storage import ROOM
-from ..families import base_model, device_of, find_decoder
+from ..families import base_model, context_of, device_of, find_decoder
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
@@ -50,7 +50,7 @@ class Generation:
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
         self.decoder, self.device = find_decoder(model), device_of(model)
         self.config, self.weights = self.decoder.config, identity(self.decoder)
-        self.context = getattr(self.config, "max_position_embeddings", None)
+        self.context = context_of(self.config)
         plan = plan_of(self.decoder)
         self.slot = slot_bytes(model, plan.policy.kv)
         most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot

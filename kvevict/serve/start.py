@@ -73,7 +73,7 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     share_kv = told.share_kv or (told.kv if plain else "int8")
     told = replace(told, unasked=told.unasked or unasked(decoder), share_kv=share_kv)
     slots = min(told.memory // slot_bytes(loaded, share_kv), PLENTY)
-    context = getattr(loaded.config, "max_position_embeddings", None) or 1 << 20
+    context = families.context_of(decoder.config) or 1 << 20
     policies = Policies(told, context, slots, lambda policy: in_slots(policy, loaded))
     check_kv(share_kv, loaded)
     patch(loaded, policies.built(None), tokenizer=tokenizer)
