@@ -6,8 +6,6 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..engine.read.step import Step
-from ..engine.watch.watcher import Watcher
 from .options import NEVER
 from .prompt import Prompt
 from .sampling import Decoding
@@ -85,6 +83,11 @@ class Call:
         if time.monotonic() > self.deadline:
             raise TimeoutError
 
+    def reads(self, start: int) -> None:
+        """Note that the prompt is read up to token `start`. Raises the reason that ends the call."""
+        self.check()
+        self.read_tokens = start
+
     def of_prompts(self) -> "list[Call]":
         """Return a call for each of several prompts, or else this call. All are cancelled together."""
         return [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else [self]
@@ -103,24 +106,3 @@ class Call:
         self.new_tokens += 1
         if self.first_token is None:
             self.first_token = time.monotonic()
-
-
-class Guard(Watcher):
-    """Ends the reading of a prompt with its call, notes how far the reading is, and gives other calls their turns.
-
-    start   tokens that were read before
-    others  a `kvevict.serve.scheduler.Scheduler`
-    """
-
-    def __init__(self, call: Call, start: int, others):
-        self.call, self.start, self.left, self.others = call, start, 0, others
-
-    def layer(self, step: Step) -> None:
-        self.call.check()
-        self.call.read_tokens = self.start + step.chunk.start
-        self.others.layer(self.left)
-
-    def chunk(self, rows: int, left: int) -> None:
-        self.left = left
-        if rows:
-            self.others.chunk(rows, left)

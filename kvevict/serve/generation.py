@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Generator
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,19 @@ import torch
 
 from ..answer import KEEPS, room_of, within_positions
 from ..batch import Pools
-from ..compat import CACHE, cache_of
+from ..compat import cache_of
 from ..context import within
+from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
 from ..engine.measure.gates import mark_of as mark_of_gates
+from ..engine.read.spans import Span
 from ..engine.slots.storage import ROOM
 from ..families import base_model, context_of, device_of, find_decoder
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
-from .call import Call, Guard
+from .call import Call
 from .errors import Refused, of_field
 from .fields import RESPONSES
 from .grammar import Calls, Following, Grammars
@@ -125,7 +127,7 @@ class Generation:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
 
         def run():
-            self._prefix(call)
+            yield from self._prefix(call)
             if call.cached_tokens == call.shared_tokens:  # nothing was read, nor written
                 self.prefixes.flush(call.keys[-1:])
 
@@ -137,7 +139,11 @@ class Generation:
 
     async def kept(self, call: Call, start: int) -> np.ndarray:
         """The share of heads that keep each token of a prompt's last prefix, from token `start` on."""
-        return await self._in_thread(lambda: shares_of(self._prefix(call), start, call.whole.ends[-1]), call=call)
+
+        def run():
+            return shares_of((yield from self._prefix(call)), start, call.whole.ends[-1])
+
+        return await self._in_thread(run, call=call)
 
     async def _in_thread(self, function, *args, **facts):
         """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
@@ -187,11 +193,13 @@ class Generation:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def _begin(self, call: Call, answers: list, give) -> None:
+    # A function that reads is a generator of the chunks read, but for the last: others get a turn between two.
+
+    def _begin(self, call: Call, answers: list, give) -> Generator[Span, None, None]:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
-        cache, logits, plan = self._read(call)
+        cache, logits, plan = yield from self._read(call)
         for row in rows:
             mine = cache if row is rows[-1] else cache.fork()
             row.take(logits)
@@ -219,20 +227,20 @@ class Generation:
             noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
-    def _read(self, call: Call) -> tuple:
+    def _read(self, call: Call) -> Generator[Span, None, tuple]:
         """Read a call's whole prompt; returns as `_through`."""
         prompt, tokens = call.whole, len(call.whole.ids)
-        cache = self._prefix(call)
+        cache = yield from self._prefix(call)
         start = 0 if cache is None else prompt.ends[-1]
         policy = call.reader.of(tokens) if call.hidden else call.policy
         if cache is None:
             cache = self.pools.cache()
         elif not call.hidden or tokens - start <= policy.slots(tokens):  # known questions: `sharing.followed`
-            return self._through(call, KEEPS, cache, prompt.ids[start:], start)
+            return (yield from self._through(call, KEEPS, cache, prompt.ids[start:], start))
         asks = None if call.hidden else self._asking(call, prompt)
-        return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)
+        return (yield from self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks))
 
-    def _prefix(self, call: Call):
+    def _prefix(self, call: Call) -> Generator[Span, None, Any]:
         """Read the prompt up to its last end, after its longest stored prefix; returns the cache. None without an
         end."""
         prompt = call.whole
@@ -250,7 +258,7 @@ class Generation:
         call.cached_tokens, call.shared_tokens = start, prompt.ends[-1]
         call.kept = call.reader.kept(call.shared_tokens)
         for key, policy, end in steps:
-            cache = self._beginning(call, cache, start, end, policy)
+            cache = yield from self._beginning(call, cache, start, end, policy)
             self.prefixes.put(key, cache)
             if mark_in(key) or end - start >= WRITTEN:  # now, for other servers, and for this one after it was killed
                 self.prefixes.flush([key])
@@ -262,7 +270,7 @@ class Generation:
         if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
 
-    def _beginning(self, call: Call, cache, start: int, end: int, policy):
+    def _beginning(self, call: Call, cache, start: int, end: int, policy) -> Generator[Span, None, Any]:
         """Read the prompt from `start`, where `cache` ends, up to `end`; returns the cache. The part is read in pieces,
         each stored: if the request ends early, the next one goes on from the last piece."""
         stops, part = pieces(self._within(policy, end), start, end), None
@@ -275,7 +283,7 @@ class Generation:
                 break
         for stop in [stop for stop in stops if stop > start]:
             chosen = self._chosen(policy, end)
-            cache, _, _ = self._through(call, chosen, cache, call.whole.ids[start:stop], start)
+            cache, _, _ = yield from self._through(call, chosen, cache, call.whole.ids[start:stop], start)
             start = stop
             if part is not None:
                 self.prefixes.remove(part)
@@ -285,19 +293,27 @@ class Generation:
                 cache = cache.fork()
         return cache
 
-    def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
+    def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> Generator[Span, None, tuple]:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
-        `Plan`). Other calls get their turns meanwhile."""
-        tokens = torch.tensor([ids], device=self.device)
-        with contextlib.ExitStack() as inside, torch.no_grad():
+        `Plan`). Answers that run go on between the layers, too."""
+
+        def pause():
+            call.reads(read)
+            self.scheduler.pause()
+
+        read, tokens = start, torch.tensor([ids], device=self.device)
+        with contextlib.ExitStack() as inside:
             with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
                 inside.enter_context(evicting(self.model, policy, tokenizer=False))
-            watchers = (Guard(call, start, self.scheduler),)
-            inside.enter_context(within(question=question, learns=False, watchers=watchers))
-            out = base_model(self.model)(
-                input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
-            )
-            return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
+            inside.enter_context(within(question=question, pause=pause, learns=False))
+            steps = reading(base_model(self.model), tokens, self.pools.cache() if cache is None else cache)
+            while True:
+                try:
+                    span = next(steps)
+                except StopIteration as end:
+                    return cache_of(end.value), end.value.logits[0, -1], plan_of(self.decoder)
+                read = start + span.end
+                yield span
 
     def _keys(self, call: Call, reader) -> tuple:
         """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""

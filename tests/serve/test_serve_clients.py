@@ -204,11 +204,11 @@ def test_a_stream_of_a_response_that_fails(begun, monkeypatch):
     def slow(self, *args):
         time.sleep(0.3)
         if not begun:
-            self.call.deadline = 0.0
-        self.call.check()
+            self.deadline = 0.0
+        self.check()
 
     monkeypatch.setattr(call.Call, "token", late)
-    monkeypatch.setattr(call.Guard, "layer", slow)
+    monkeypatch.setattr(call.Call, "reads", slow)
     monkeypatch.setattr(outgoing, "PAUSE", 0.05)
     with saying(model(), ids(FILLER)):
         found, _ = of_openai(served, streamed)
