@@ -219,7 +219,7 @@ def test_a_tool_call_that_a_stop_string_cuts():
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 def test_a_single_call(path):
     """Without parallel calls an answer ends with the first."""
-    client, text = Client(server(of=qwen(), template=CHATML)), f"Well.\n{CALL}\n{CALL}"
+    client, text = Client(server(of=qwen(), template=CHATML)), f"Well.\n{CALL}\n{OTHER}"
     with saying(qwen(), written(client, text)):
         for parallel in (True, False):
             found = alike(client, path, most=200, tools=TOOLS, parallel_tool_calls=parallel)
