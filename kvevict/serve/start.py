@@ -49,7 +49,8 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
         def note(error, client) -> None:
             server.metrics.refused(OTHER, error.status)
-            log.refused(OTHER, error, client)
+            if error.status != 503:  # connections that are too many would fill the log
+                log.refused(OTHER, error, client)
 
         Serving(application(server), note).run(sockets=[listening])
 
