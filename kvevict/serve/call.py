@@ -58,6 +58,8 @@ class Call:
     parser: Any = lambda: None  # makes a parser of an answer to them
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+    named: int = 0  # tool calls that have an id
     first_token: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, from a stored prefix
@@ -99,6 +101,11 @@ class Call:
         self.kept, self.running = min(each.kept for each in calls), any(each.running for each in calls)
         if self.first_token is None:
             self.first_token = min((each.first_token for each in calls if each.first_token is not None), default=None)
+
+    def tool_id(self) -> str:
+        """Make the id of a further tool call. Mistral's templates take nine letters and digits."""
+        self.named += 1
+        return f"{(int(self.identity[-9:], 16) + self.named) % 16**9:09x}"
 
     def token(self) -> None:
         """Count a token that was written. Raises the reason that ends the call."""

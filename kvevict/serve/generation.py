@@ -103,6 +103,8 @@ class Generation:
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
+        if not call.messages:  # a text that goes on, not a turn
+            more["before"] = [each for each in call.whole.ids if each not in self.form.special][-1:]
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
     def _widest(self, policy, tokens: int) -> int:

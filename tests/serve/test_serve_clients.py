@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from serving import CHATML, FILLER, Client, asks, events, model, qwen, saying, server, unpatched  # noqa: F401
+from serving import CHATML, FILLER, Client, asks, complete, events, model, qwen, saying, server, unpatched  # noqa: F401
 from transformers import AutoTokenizer
 
 import kvevict
@@ -216,5 +216,6 @@ def test_a_stream_of_a_response_that_fails(begun, monkeypatch):
     assert [each.sequence_number for each in found] == list(range(len(found)))
     assert [each.type for each in found[-2:]] == ["error", "response.failed"]
     assert found[-1].response.id == found[0].response.id
+    complete([each for each in found if each.type in ("error", "response.failed", "response.created")])
     assert found[-1].response.error.message.startswith("the request took longer")
     assert any(each.type == "response.output_text.delta" for each in found) == begun
