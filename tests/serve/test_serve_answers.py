@@ -321,7 +321,7 @@ def test_ids_of_calls(path, stream):
     given = dict(messages=[user], tools=TOOLS, n=2)
     if items:
         given = dict(input=[user], tools=[dict(TOOL, type="function")])
-    with saying(qwen(), written(client, CALL * 2)):
+    with saying(qwen(), written(client, CALL + OTHER)):
         made = client.post(path, **given, stream=stream)
     ids = re.findall(r'"call_id": ?"([^"]+)"' if items else r'"id": ?"([^"]+)", ?"type": ?"function"', made.text)
     ids = [*dict.fromkeys(ids)]
