@@ -173,7 +173,8 @@ class Spans:
                 meter.report |= watcher.report(len(read.seen), own)
         self.cache.meter = meter
         plan.keep(meter)
-        read.budgets.learn()
+        if context().learns:
+            read.budgets.learn()
 
     def _archive(self):
         """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""

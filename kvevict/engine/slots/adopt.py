@@ -103,20 +103,17 @@ class EvictionCache(DynamicCache):
         """Remove the last -tokens_to_remove tokens of every layer: of those read since the last eviction. If one layer
         cannot, raise and change none."""
         count = self.sequence.count_to_remove(tokens_to_remove)
-        layers, filed = [_attributes(layer) for layer in self.layers], self.sequence.archived
-        over = max(0, filed - (self.sequence.columns - count))
+        layers = [_attributes(layer) for layer in self.layers]
+        self.sequence.removing = count
         try:
-            for layer in self.layers:
-                if not isinstance(layer, EvictionLayer):
-                    layer.crop(tokens_to_remove)
-                elif count:
-                    layer.drop_last(count)
-                    layer.archive = None if layer.archive is None else layer.archive.crop(over)
+            super().crop(tokens_to_remove)
         except BaseException:
             for layer, attributes in zip(self.layers, layers, strict=True):
                 layer.__dict__.clear()
                 layer.__dict__.update(attributes)
             raise
+        finally:
+            self.sequence.removing = None
         if count:
             self.sequence.crop(count)
 

@@ -127,7 +127,14 @@ class EvictionLayer(CacheLayerMixin):
 
     get_max_length = get_max_cache_shape = _unbounded
 
-    crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache
+    reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Within `EvictionCache.crop`, which a user's class may override: as `drop_last`."""
+        if self.sequence.removing is None:
+            _of_the_cache(self)
+        if self.sequence.removing:
+            self.drop_last(self.sequence.removing)
 
     # -- called by the cache ----------------------------------------------------------------------------------------
 
@@ -136,6 +143,8 @@ class EvictionLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.storage = self.storage.crop(count)
+        if self.archive is not None:
+            self.archive = self.archive.crop(max(0, self.sequence.archived + count - self.sequence.columns))
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None

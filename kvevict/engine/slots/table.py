@@ -63,6 +63,7 @@ class Table:
                 self.groups[key] = Counts(device, (len(members), *shape))
             for at, own in enumerate(members):
                 self.groups[key].hold(at, own)
+                own.table = self
         self.groups = {key: self.groups[key] for key in groups}
         self.storages = list(storages)
         self.room = min((storage.growing.room for storage in storages), default=0)
