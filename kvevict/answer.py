@@ -165,7 +165,7 @@ def _built(decoder, policy, options, tokens: int = 0) -> Policy:
     elif policy is None and own is not None:
         options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
     if policy is not None or options.get("recall"):
-        return build(policy or DEFAULT, **options)
+        return build(DEFAULT if policy is None else policy, **options)
     chosen = build(unasked(decoder), **options)
     return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
 

@@ -9,8 +9,10 @@ is asked of a fork. An arm is a policy's text (`snapkv:recall=true`), read in ch
 Prints a line a text and arm, then the right answers with Wilson's interval, of a chat also by turn."""
 
 import argparse
+import itertools
 import random
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -55,7 +57,7 @@ def facts(rng):
 
 def texts(tokenizer, file, count, tokens):
     """(text, [(question, answer)] in random order) of each number below `count`."""
-    book = open(file, encoding="utf-8").read().replace("\n", " ").split(". ")
+    book = Path(file).read_text("utf-8").replace("\n", " ").split(". ")
     sentences = [each for each in book if 20 < len(each) < 300]
     for number in range(count):
         rng = random.Random(900 + number)
@@ -89,7 +91,7 @@ def chat(model, tokenizer, text, questions):
 
 
 def answers(model, tokenizer, way, arm, budget, text, questions):
-    name, _, options = arm.partition(":")
+    name = arm.partition(":")[0]
     named = dict(budget=0.5 if name == "read-twice" else budget, chunk_size=512)
     if name == "full":
         arm, named = "snapkv", dict(budget=1 << 20)
@@ -121,7 +123,7 @@ def main():
             found.append([want in each for want, each in zip(wanted, said, strict=True)])
             print(number, arm, list(map(int, found[-1])), f"{time.perf_counter() - began:.0f} s", flush=True)
     for arm, found in right.items():
-        _, low, high = of_scores(sum(found, []))
+        _, low, high = of_scores([*itertools.chain(*found)])
         turns = f", by turn {[sum(each) for each in zip(*found, strict=True)]}" if args.way == "chat" else ""
         print(f"{arm}: {sum(map(sum, found))} of {5 * len(found)} [{low:.0%}, {high:.0%}]{turns}")
 
