@@ -21,15 +21,35 @@ import kvevict
 from kvevict.lab.evaluate.intervals import of_scores
 from kvevict.question import find
 
-WHO = "baker smith potter miller weaver fisher carter cooper mason tanner".split()
-DID = "counted painted moved sold washed mended lost found hid wrapped".split()
-WHAT = "boats jars nails ropes sacks lamps keys maps hats wheels".split()
-WHERE = "harbour mill market tower bridge garden stable cellar chapel orchard".split()
-SYLLABLES = "na is let bre am uth quor rin sti thel or shan vel mok tas dun".split()
+WHO = ["baker", "smith", "potter", "miller", "weaver", "fisher", "carter", "cooper", "mason", "tanner"]
+DID = ["counted", "painted", "moved", "sold", "washed", "mended", "lost", "found", "hid", "wrapped"]
+WHAT = ["boats", "jars", "nails", "ropes", "sacks", "lamps", "keys", "maps", "hats", "wheels"]
+WHERE = ["harbour", "mill", "market", "tower", "bridge", "garden", "stable", "cellar", "chapel", "orchard"]
+SYLLABLES = [
+    "na",
+    "is",
+    "let",
+    "bre",
+    "am",
+    "uth",
+    "quor",
+    "rin",
+    "sti",
+    "thel",
+    "or",
+    "shan",
+    "vel",
+    "mok",
+    "tas",
+    "dun",
+]
 KINDS = ("a page with questions", "a page without", "two results", "JSON, system prompt, schemas")
 SCHEMAS = [
-    dict(type="function", function=dict(name=name, description=f"{name} a page. Which one? Say its address.", parameters=dict(
-        type="object", properties=dict(url=dict(type="string", description="Which page?")), required=["url"])))
+    dict(type="function", function=dict(
+        name=name, description=f"{name} a page. Which one? Say its address.",
+        parameters=dict(type="object", properties=dict(url=dict(type="string", description="Which page?")),
+                        required=["url"]),
+    ))
     for name in ("fetch", "search", "store")
 ]  # fmt: skip
 
@@ -52,7 +72,7 @@ def chat(rng, number):
     for at, (name, code) in enumerate(zip(names, codes)):
         lines.insert(rng.randrange(12 * at, 12 * at + 12) + at, f"The code of {name} is {code}.")
     which, text = rng.randrange(4), " ".join(lines)
-    results = dict.fromkeys(KINDS, [text]) | {
+    results = {kind: [text] for kind in KINDS} | {
         KINDS[2]: [text, '{"status": "ok", "more?": null}'],
         KINDS[3]: [json.dumps(dict(status="ok", query="codes?", lines=lines), indent=1)],
     }

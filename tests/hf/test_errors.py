@@ -237,6 +237,7 @@ def test_empty_prompt(model):
     ("streaming", dict(budget=16, decode=False)), ("tova", dict(budget=16, decode=False)), ("knorm", dict(budget=16)),
 ])  # fmt: skip
 @pytest.mark.parametrize("length", [1, 2, 3, 6, 7, 15, 16])
+@pytest.mark.drawn(20)
 def test_prompt_within_the_budget(policy, options, length):
     """Of length 1, around the probe's and the window's, and exactly the budget: as if unpatched."""
     plain, inputs = shared(), prompt(2, length)
@@ -260,6 +261,7 @@ def test_prompt_within_the_budget(policy, options, length):
     ],
 )
 @pytest.mark.parametrize("length", [17, 18, 31, 32, 33])
+@pytest.mark.drawn(20)
 def test_prompt_just_over_the_budget(policy, length):
     """One slot is lost; chunks of 1, of all but one, ..."""
     model, inputs = shared(), prompt(2, length, pad=(0, 1))
@@ -419,7 +421,7 @@ def test_cache_of_another_model(model):
 
 @pytest.mark.parametrize("where", ["k_proj", "v_proj", "q_proj"])
 @pytest.mark.parametrize("policy", ["take", "snapkv", "h2o", "tova", "streaming", "random", "knorm", "keydiff"])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 def test_nan_weights(where, policy):
     """The NaN of the unpatched model, no hang, and right again when the weights are."""
     model, inputs = tiny.model(), prompt(2, 50, pad=(0, 9))

@@ -73,7 +73,7 @@ def in_turn(net, ways, wanted):
 
 
 @pytest.mark.quick(case="take")
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_each_goes_on_as_a_deep_copy(case):
     """Forks, and the cache itself, one after the other, then token by token in turn."""
     net, cache = case
@@ -90,7 +90,7 @@ def test_each_goes_on_as_a_deep_copy(case):
                 assert places(mine, False) == places(other, False)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_a_fork_of_a_fork(case):
     net, cache = case
     fork, plain = cache.fork(), copy.deepcopy(cache)

@@ -224,7 +224,7 @@ def test_assisted_keeps_everything(kind, policy):
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "itself"])
 @pytest.mark.parametrize("policy", PRESETS)
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_assisted_after_eviction(kind, policy):
     """The same tokens as without an assistant, or one clear refusal; the model is right afterwards either way."""
     model, inputs, assisted = shared(), repetitive(), assistant(kind)
@@ -246,6 +246,7 @@ def test_assisted_after_eviction(kind, policy):
     ("snapkv", dict(budget=20, window=4, carry="max")), ("snapkv", dict(budget=20, window=4, carry="keep")),
 ], ids=lambda policy: " ".join([policy[0], policy[1].get("carry", "")]))  # fmt: skip
 @pytest.mark.skipif(VERSION < (5, 14), reason="may accept a candidate too many at the end")
+@pytest.mark.drawn(7)
 def test_assisted_where_slots_carry_numbers(kind, policy):
     """The tokens, and the numbers in the cache, are those of greedy decoding."""
     model, inputs, (name, options) = shared(), repetitive(), policy
@@ -301,6 +302,7 @@ def test_follow_up_turn(family, pads, new_ids_only):
 
 @pytest.mark.parametrize("family", MIXED)
 @pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.drawn(9)
 def test_positions_after_eviction(family, policy):
     """Every token is rotated by its place in the text, in the first turn and in the follow-up."""
     model, inputs = shared(family), prompt(2, 50, pad=(0, 9))
@@ -618,6 +620,7 @@ def test_probe_leaves_sliding_layers_alone(family):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("chunk_size", [16, 48])
+@pytest.mark.drawn(12)
 def test_probe_rows_are_unseen(family, chunk_size):
     """The rows of the first chunk do not see the appended probe; nothing is evicted from it yet."""
     model, ids = shared(family), sequence(64)
@@ -682,6 +685,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("where", FAILURES)
 @pytest.mark.parametrize("policy", ["take", "h2o"])
+@pytest.mark.drawn(6)
 def test_exception_leaves_no_state(where, policy):
     model, inputs = shared(), prompt(2, 50, pad=(0, 9))
     with kvevict.evicting(model, policy, **PRESETS[policy]):

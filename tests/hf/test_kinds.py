@@ -43,7 +43,7 @@ READS = [("snapkv", dict(budget=4096, chunk_size=7)), ("take", dict(budget=4096,
 @pytest.mark.parametrize("policy, options", READS, ids=["snapkv", "take"])
 @pytest.mark.parametrize("search", [{}, dict(num_beams=3), dict(num_beams=2, num_return_sequences=2)],
                          ids=["greedy", "beams", "returned"])  # fmt: skip
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(10)
 def test_batch(model, policy, options, search):
     """When all fits, the tokens are the unpatched model's."""
     want = tiny.generate(model, BATCH, **search)

@@ -107,7 +107,9 @@ def test_unpatched_inside_evicting():
     assert snapshot(model) == before
 
 
+@pytest.mark.nightly
 def test_importing_changes_nothing_in_transformers():
+    """The gate's test_import_needs_declared_packages_only shows that `import kvevict` imports nothing else."""
     code = """
 import transformers, transformers.masking_utils as masks, transformers.cache_utils as caches
 names = lambda: (sorted(transformers.AttentionInterface._global_mapping),

@@ -64,7 +64,7 @@ def net(family):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_answers_are_those_of_one_at_a_time(net, family):
     tokenizer = tiny.byte_tokenizer()
     cache = kvevict.read(net, tokenizer, CONTEXT, **OPTIONS)

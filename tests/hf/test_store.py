@@ -80,6 +80,7 @@ def test_a_file_that_could_not_be_loaded_is_not_written(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pads", [(0,), (0, 5, 17)])
 @pytest.mark.parametrize("decoded", [0, 5])
+@pytest.mark.drawn(14)
 def test_goes_on_as_the_live_cache(case, pads, decoded, tmp_path):
     """The same tokens from the loaded cache as from the live one, in another process' model, twice."""
     family, policy, options = CASES[case]

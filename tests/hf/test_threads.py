@@ -49,7 +49,7 @@ def together(jobs):
 
 @pytest.mark.parametrize("models", [1, 2])
 @pytest.mark.parametrize("policy", RUNS)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_as_alone(policy, models):
     made = [kvevict.patch(tiny.model(seed=seed), policy, **RUNS[policy]) for seed in range(models)]
     jobs = [(made[0], 1, 90), (made[-1], 2, 131)]

@@ -26,7 +26,7 @@ LINES = {line.name: line for line in known.table()}
 
 
 @pytest.mark.parametrize("name, kind", TYPES, ids=[name for name, _ in TYPES])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_table(name, kind):
     """The table is true. A type that is not in it may be wrong, but then it is refused when it is patched."""
     line, wanted = judge.judge(name, kind), LINES.get(name)

@@ -132,9 +132,10 @@ EXTRA = {
 
 
 def types() -> list:
-    """(type, class of the model) of all that make text, alphabetically. (Pi0 makes movements.)"""
+    """(type, class of the model) of all that make text, alphabetically. (Pi0 makes movements.) No model is imported."""
     classes = {name: kind if isinstance(kind, str) else kind[0] for name, kind in [*SEEING.items(), *CAUSAL.items()]}
-    return sorted((name, kind) for name, kind in classes.items() if hasattr(transformers, kind) and name != "pi0")
+    known = {*dir(transformers)}
+    return sorted((name, kind) for name, kind in classes.items() if kind in known and name != "pi0")
 
 
 def make(name, kind, seed=0):

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 
+import fuzzing
 import problems
 import pytest
 import ref
@@ -198,17 +199,27 @@ def test_opcheck(dtype):
     opcheck("attend", problems.problem(11, dtype=dtype, first=[0, 2]))
 
 
+OWN = ops.cpu_isa()  # every other test runs on it
+# The gate's draw of three cases a test: every dtype, kind of packed slots and head dimension is in it.
+DRAWN = {"KVEVICT_MOST": "3", "KVEVICT_SEED": "329"}
+EVERY = ("(8, 8)", "(8, 4)", "(4, 4)", "(0, 8)", "(4, 0)", "dtype0", "dtype1", "dtype2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ops._C.cpu_isas().split())
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=[pytest.mark.nightly] * (isa == OWN)) for isa in ops._C.cpu_isas().split()]
+)
 def test_isa(isa):
-    """Six cases of each op (KVEVICT_MOST), in a separate process: the instruction set is chosen once."""
+    """Three drawn cases of each test of an op, nightly six, in a process: the instruction set is chosen once."""
     here = os.path.dirname(__file__)
     code = "import sys, pytest; from kvevict import _ops; print(_ops.cpu_isa()); sys.exit(pytest.main(sys.argv[1:]))"
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "test_matches or test_many_blocks"]
-    command = [sys.executable, "-c", code, here, *options]
-    env = {"KVEVICT_MOST": "6", **os.environ, "KVEVICT_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    options = ["-v", "-x", "-n0", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command = [sys.executable, "-c", code, here, *options, "-k", "test_matches or test_many_blocks"]
+    draw = {"KVEVICT_MOST": "6"} if fuzzing.NIGHTLY else DRAWN
+    env = {**os.environ, **draw, "KVEVICT_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+    assert fuzzing.NIGHTLY or all(each in done.stdout for each in EVERY)
     if isa in ("avx2", "scalar"):  # of the others torch does not tell whether the processor has them
         vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
         assert done.stdout.splitlines()[0] == (isa if vectors else "scalar")
