@@ -8,7 +8,7 @@ import torch
 
 from . import cautions, families
 from .compat import CACHE, cache_of
-from .engine.hook.installed import patch_of, using
+from .engine.hook.installed import plan_of, using
 from .engine.measure import gates
 from .engine.slots.adopt import EvictionCache
 from .engine.slots.cache import EvictionLayer
@@ -154,7 +154,7 @@ class Pipeline:
 def _built(decoder, policy, options, tokens: int = 0) -> Policy:
     """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
     come later, or the default for these."""
-    own = patch_of(decoder)
+    own = plan_of(decoder)
     if policy is None and own is not None and own.policy.question == "later":
         policy = own.policy
     elif policy is None and own is not None:
@@ -168,7 +168,7 @@ def _built(decoder, policy, options, tokens: int = 0) -> Policy:
 def _patched(model, tokenizer, policy, options, tokens):
     """Inside, the model is patched with the policy that reads."""
     decoder = find_decoder(model)
-    own, chosen = patch_of(decoder), _built(decoder, policy, options, tokens)
+    own, chosen = plan_of(decoder), _built(decoder, policy, options, tokens)
     if policy is None and own is not None and chosen == own.policy:
         return using(base_model(model), decoder, own)
     return evicting(model, told(chosen, tokenizer), tokenizer=False)

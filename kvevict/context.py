@@ -18,7 +18,7 @@ class Context:
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
     note: Any = None  # note(module, query, key): called in unpatched attention
     training_attention: Any = None  # the attention function of `kvevict.lookahead.passes`
-    patches: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Patch of calls made here
+    plans: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Plan of calls made here
     adapter: Any = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
 
 

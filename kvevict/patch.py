@@ -1,86 +1,23 @@
 """Install eviction into a loaded model, and take it out again."""
 
-import asyncio
 import contextlib
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from . import _ops, families, known, trial
 from .engine.hook import installed
 from .engine.measure import quantities
-from .engine.read import propagate
+from .engine.read.plan import Plan
 from .engine.slots import ranks
-from .engine.watch.meter import Meter
 from .families import base_model, find_decoder
 from .policy import kv
 from .policy.policy import Policy, build
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
 from .question import LastTurn
-
-
-class Patch:
-    """A policy for one model: the layers that evict, and each caller's last read. It does not refer to the model, so
-    that copies of the model stay independent."""
-
-    def __init__(self, policy, decoder, ranks, question=None):
-        self.policy, self.ranks, self.question = policy, ranks, question
-        self.kinds = kinds = families.layer_kinds(decoder.config)
-        heads = families.heads(decoder, kinds)
-        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
-        self.kv_heads = 1 if families.is_latent(decoder.config) else heads[1]  # of all ranks, that choose and store
-        own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.order = {index: order for order, index in enumerate(own)}
-        self.readers = families.readers(decoder, kinds)
-        self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, as far as the policy needs them
-        policy.check_layers(len(own))
-        policy.waiting_layers(len(own))  # or an error
-        self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
-        self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
-        # The last layer that reads all tokens; None: all do.
-        self.tsp = propagate.layer_of(policy, self.all_full_attention, len(kinds))
-        self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
-        self.needed = quantities.of_policy(policy)
-        self.wants_outputs = any(each.outputs for each in self.needed)
-        self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
-        # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
-        alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
-        self.of_tokens = self.needed[0] if alone else None
-        self._forget()
-
-    def _forget(self):
-        self.meters = WeakKeyDictionary()  # thread or task -> Meter of its last read
-        self.last_meter = Meter()  # of the last read of all
-
-    def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
-
-    def __setstate__(self, state):
-        """Restore a copy, possibly in another process: it has not read anything yet."""
-        self.__dict__.update(state)
-        self._forget()
-
-    def keep(self, meter: Meter) -> None:
-        """Store a read's meter as the caller's last."""
-        self.meters[caller()] = self.last_meter = meter
-
-    def meter(self) -> Meter:
-        """The meter of the caller's last read; of the last read of any caller if this one has not read."""
-        return self.meters.get(caller(), self.last_meter)
-
-
-def caller() -> asyncio.Task | threading.Thread:
-    """The running asyncio task, or else the thread."""
-    try:
-        return asyncio.current_task() or threading.current_thread()
-    except RuntimeError:  # no event loop runs
-        return threading.current_thread()
 
 
 def patch(
@@ -117,8 +54,8 @@ def patch(
     return model
 
 
-def _made(model, policy, options) -> Patch:
-    """The `Patch` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
+def _made(model, policy, options) -> Plan:
+    """The `Plan` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen = build(policy, **options)
     if not (tokenizer is None or tokenizer is False or callable(tokenizer)):
@@ -139,7 +76,7 @@ def _made(model, policy, options) -> Patch:
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
     check_kv(chosen.kv, model)
-    made = Patch(chosen, decoder, split, question)
+    made = Plan(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
     for each in made.needed:
@@ -231,7 +168,7 @@ def _learned_tokens(model) -> int:
 
 def is_patched(decoder: torch.nn.Module) -> bool:
     """Whether the caller's calls of a decoder have a policy."""
-    return installed.patch_of(decoder) is not None
+    return installed.plan_of(decoder) is not None
 
 
 def check_model(model: Any) -> None:
@@ -288,7 +225,7 @@ def check_type(model: Any, decoder: Any) -> None:
         return
 
     def patched(policy, options):
-        return installed.using(top, decoder, Patch(build(policy, **options), decoder, ranks.of(top)))
+        return installed.using(top, decoder, Plan(build(policy, **options), decoder, ranks.of(top)))
 
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)
     if reason:

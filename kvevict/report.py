@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from .engine.hook.installed import patch_of
+from .engine.hook.installed import plan_of
 from .families import find_decoder
 
 
@@ -61,10 +61,10 @@ def _of_cache(cache):
 
 def _of_model(model):
     decoder = find_decoder(model)
-    patch = patch_of(decoder)
-    if patch is None:
+    plan = plan_of(decoder)
+    if plan is None:
         raise ValueError("the model is not patched; call kvevict.patch(model, policy, budget=...) first")
-    meter = patch.meter()
+    meter = plan.meter()
     if meter.report is None:
         raise ValueError(
             "nothing was read yet; call model.generate(...) or model(...) first"

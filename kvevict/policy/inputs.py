@@ -1,19 +1,19 @@
-"""The inputs of a policy's parts: the engine's values, for annotations alone, and quantities of slots by name. At run
-time each of the engine's values is `Any`: a policy imports nothing of the engine."""
+"""The inputs of a policy's parts: what a policy sees of a read, and quantities of slots by name."""
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .seen.rows import CallRows as CallRows
+from .seen.rows import Chunk as Chunk
+from .seen.rows import LayerRows as LayerRows
+from .seen.rows import Observation as Observation
+from .seen.rows import Observers as Observers
+from .seen.slots import Slots as Slots
+
 if TYPE_CHECKING:
-    from ..engine.measure.observation import CallRows as CallRows
-    from ..engine.measure.observation import LayerRows as LayerRows
-    from ..engine.measure.observation import Observation as Observation
-    from ..engine.measure.observation import Observers as Observers
-    from ..engine.measure.slots import Slots as Slots
-    from ..engine.read.schedule import Chunk as Chunk
     from .policy import Policy as Policy
 else:
-    CallRows = LayerRows = Observation = Observers = Slots = Chunk = Policy = Any
+    Policy = Any  # its parts are imported first
 
 
 class Need(NamedTuple):

@@ -14,7 +14,7 @@ from ..answer import KEEPS, room_of, within_positions
 from ..batch import Pools
 from ..compat import CACHE, cache_of
 from ..context import within
-from ..engine.hook.installed import patch_of
+from ..engine.hook.installed import plan_of
 from ..engine.measure.gates import mark_of as mark_of_gates
 from ..engine.slots.storage import ROOM
 from ..families import base_model, device_of, find_decoder
@@ -50,11 +50,11 @@ class Generation:
         self.decoder, self.device = find_decoder(model), device_of(model)
         self.config, self.weights = self.decoder.config, identity(self.decoder)
         self.context = getattr(self.config, "max_position_embeddings", None)
-        patch = patch_of(self.decoder)
-        self.slot = slot_bytes(model, patch.policy.kv)
-        most, memory = self._widest(patch.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
+        plan = plan_of(self.decoder)
+        self.slot = slot_bytes(model, plan.policy.kv)
+        most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
         slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
-        self.kv, self.pools = patch.policy.kv, Pools(self.decoder, patch.kv_heads * (min(slots, memory) + memory))
+        self.kv, self.pools = plan.policy.kv, Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
         prefixes.place = self._place
         self.form, self.sharing = Form(tokenizer, model), Sharing()
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
@@ -188,12 +188,12 @@ class Generation:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
-        cache, logits, patch = self._read(call)
+        cache, logits, plan = self._read(call)
         for row in rows:
             mine = cache if row is rows[-1] else cache.fork()
             row.take(logits)
             if not row.ended:
-                self.scheduler.run(row, patch, mine)
+                self.scheduler.run(row, plan, mine)
 
     def _row(self, call: Call, at: int, answer: Written, give) -> Row:
         prompt, config, made = call.whole.ids, self._config(call), []
@@ -284,14 +284,14 @@ class Generation:
 
     def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> tuple:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
-        `Patch`). Other calls get their turns meanwhile."""
+        `Plan`). Other calls get their turns meanwhile."""
         tokens = torch.tensor([ids], device=self.device)
         inside = within(question=question, watchers=(Guard(call, start, self.scheduler),))
         with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
             out = base_model(self.model)(
                 input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
             )
-            return cache_of(out), out.logits[0, -1], patch_of(self.decoder)
+            return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
     def _keys(self, call: Call, reader) -> tuple:
         """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""

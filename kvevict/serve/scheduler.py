@@ -11,9 +11,9 @@ from typing import Any
 
 from ..batch import Batch
 from ..engine.hook.installed import using
+from ..engine.read.plan import Plan
 from ..engine.slots.adopt import EvictionCache
 from ..families import base_model, find_decoder
-from ..patch import Patch
 from ..writing import step
 from .call import Call
 from .errors import Refused
@@ -93,12 +93,12 @@ class Scheduler:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def run(self, row: Row, patch: Patch, cache: EvictionCache) -> None:
+    def run(self, row: Row, plan: Plan, cache: EvictionCache) -> None:
         """Let an answer be written from the next step on. patch: of its decoded tokens; cache: of its prompt."""
         for group in self._groups:
-            if group.patch.policy == patch.policy and group.add(row, cache):
+            if group.plan.policy == plan.policy and group.add(row, cache):
                 return
-        group = Group(self.model, patch)
+        group = Group(self.model, plan)
         group.add(row, cache)
         self._groups.append(group)
 
@@ -187,8 +187,8 @@ class Scheduler:
 class Group:
     """Answers that one policy writes, a token of each in a step."""
 
-    def __init__(self, model, patch):
-        self.model, self.patch, self.batch = model, patch, Batch(model)
+    def __init__(self, model, plan):
+        self.model, self.plan, self.batch = model, plan, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
         """Add an answer; False if it cannot share a step with the others."""
@@ -203,7 +203,7 @@ class Group:
     def step(self) -> None:
         rows = self.batch.rows
         try:
-            with using(base_model(self.model), find_decoder(self.model), self.patch):
+            with using(base_model(self.model), find_decoder(self.model), self.plan):
                 step(self.batch)
         except Exception as error:
             for row in rows:

@@ -21,37 +21,18 @@ import kvevict
 from kvevict.lab.evaluate.intervals import of_scores
 from kvevict.question import find
 
-WHO = ["baker", "smith", "potter", "miller", "weaver", "fisher", "carter", "cooper", "mason", "tanner"]
-DID = ["counted", "painted", "moved", "sold", "washed", "mended", "lost", "found", "hid", "wrapped"]
-WHAT = ["boats", "jars", "nails", "ropes", "sacks", "lamps", "keys", "maps", "hats", "wheels"]
-WHERE = ["harbour", "mill", "market", "tower", "bridge", "garden", "stable", "cellar", "chapel", "orchard"]
-SYLLABLES = [
-    "na",
-    "is",
-    "let",
-    "bre",
-    "am",
-    "uth",
-    "quor",
-    "rin",
-    "sti",
-    "thel",
-    "or",
-    "shan",
-    "vel",
-    "mok",
-    "tas",
-    "dun",
-]
+WHO = "baker smith potter miller weaver fisher carter cooper mason tanner".split()  # noqa: SIM905
+DID = "counted painted moved sold washed mended lost found hid wrapped".split()  # noqa: SIM905
+WHAT = "boats jars nails ropes sacks lamps keys maps hats wheels".split()  # noqa: SIM905
+WHERE = "harbour mill market tower bridge garden stable cellar chapel orchard".split()  # noqa: SIM905
+SYLLABLES = "na is let bre am uth quor rin sti thel or shan vel mok tas dun".split()  # noqa: SIM905
 KINDS = ("a page with questions", "a page without", "two results", "JSON, system prompt, schemas")
+ASKS = "Which one? Say its address."
+ADDRESS = dict(type="object", properties=dict(url=dict(type="string", description="Which page?")), required=["url"])
 SCHEMAS = [
-    dict(type="function", function=dict(
-        name=name, description=f"{name} a page. Which one? Say its address.",
-        parameters=dict(type="object", properties=dict(url=dict(type="string", description="Which page?")),
-                        required=["url"]),
-    ))
+    dict(type="function", function=dict(name=name, description=f"{name} a page. {ASKS}", parameters=ADDRESS))
     for name in ("fetch", "search", "store")
-]  # fmt: skip
+]
 
 
 def sentences(rng, count, asks):

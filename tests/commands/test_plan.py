@@ -19,12 +19,12 @@ from transformers import JambaConfig, LlamaConfig, MistralConfig
 
 import kvevict
 from kvevict import cli
-from kvevict.engine.read.schedule import Chunk
 from kvevict.lab.analysis.cost import Hardware, pairs, plan, work
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.lab.analysis.slots import Layers, Taken
 from kvevict.policy import PRESETS, build
 from kvevict.policy.scores import SCORES
+from kvevict.policy.seen.rows import Chunk
 
 LLAMA31_8B = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

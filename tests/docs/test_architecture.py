@@ -17,7 +17,8 @@ from kvevict.policy.policy import Policy, build
 from kvevict.policy.rows import AppendedRows
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
-ENGINE = Path(kvevict.__file__).parent / "engine"
+PACKAGE = Path(kvevict.__file__).parent
+ENGINE, SEEN = PACKAGE / "engine", PACKAGE / "policy/seen"
 
 
 def test_the_tree():
@@ -41,13 +42,15 @@ def listed(heading):
 
 
 def walked(call):
-    """(file, function) of the engine's functions, in the order in which a call first enters them."""
+    """(file, function) of functions of the engine and of what a policy sees, in the order in which a call first enters
+    them."""
     entered: dict = {}
 
     def profile(frame, event, _):
         path = Path(frame.f_code.co_filename)
-        if event == "call" and ENGINE in path.parents:
-            entered.setdefault((path.relative_to(ENGINE).as_posix(), frame.f_code.co_name))
+        if event == "call" and (ENGINE in path.parents or SEEN in path.parents):
+            base = ENGINE if ENGINE in path.parents else PACKAGE
+            entered.setdefault((path.relative_to(base).as_posix(), frame.f_code.co_name))
 
     before = sys.getprofile()
     sys.setprofile(profile)

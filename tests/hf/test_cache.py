@@ -14,8 +14,8 @@ from kvevict.engine.read.budgets import places
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.carried import of_layer, wide
 from kvevict.engine.slots.layers import StatefulLayer
+from kvevict.engine.slots.meter import allocated_bytes
 from kvevict.engine.slots.storage import ROOM
-from kvevict.engine.watch.meter import allocated_bytes
 
 D = 32
 

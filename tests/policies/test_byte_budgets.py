@@ -10,7 +10,7 @@ from tiny import prompt
 
 import kvevict
 from kvevict import cli
-from kvevict.engine.hook.installed import patch_of
+from kvevict.engine.hook.installed import plan_of
 from kvevict.families import find_decoder
 from kvevict.lab.evaluate.ask import Run, policy_for
 from kvevict.patch import in_slots, slot_bytes
@@ -29,7 +29,7 @@ def model():
 
 
 def in_force(model) -> Policy:
-    return patch_of(find_decoder(model)).policy
+    return plan_of(find_decoder(model)).policy
 
 
 @pytest.mark.parametrize("text, number", [("64KiB", 1 << 16), ("0.1MiB", 104857), ("131 kB", 131000)])

@@ -10,7 +10,7 @@ from choices import DRAFT, DRAFTS
 from policy_cases import VOCAB, alone_and_batched, compare, model, ours, tokens
 
 import kvevict
-from kvevict.engine.hook.installed import patch_of
+from kvevict.engine.hook.installed import plan_of
 from kvevict.patch import is_patched
 from kvevict.policy import Policy, build
 
@@ -212,7 +212,7 @@ def test_generate(name, family):
 def test_copies_of_the_model_share_the_draft_model():
     made = tiny.model("llama", vocab_size=VOCAB)
     kvevict.patch(made, "speckv", budget=16, window=3, draft_model=DRAFT)
-    assert patch_of(copy.deepcopy(made).model).policy.rows.draft_model is DRAFT
+    assert plan_of(copy.deepcopy(made).model).policy.rows.draft_model is DRAFT
 
 
 def test_laq_reads_embeddings():

@@ -11,9 +11,9 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.engine.measure.observation import Observation
 from kvevict.policy import PARTS, Policy, build, peers
 from kvevict.policy.scores import SCORES
+from kvevict.policy.seen.rows import Observation
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens, truth
 
 import kvevict
 from kvevict import ROWS, SCORES
-from kvevict.engine.measure.observation import Observation
 from kvevict.engine.measure.quantities import measured, quantity
 from kvevict.engine.read.layer import LayerCall
 from kvevict.policy import build
 from kvevict.policy.inputs import need
 from kvevict.policy.refinements import REFINEMENTS
+from kvevict.policy.seen.rows import Observation
 
 GIVEN = dict(rows="given", ids=(7, 11, 13, 5))
 EACH = (need("output_error", kind="l2", group="mean"),)  # of every observing row and query head

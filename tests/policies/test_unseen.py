@@ -9,9 +9,9 @@ import zoo
 
 import kvevict
 from kvevict import _ops
-from kvevict.engine.measure.slots import Slots
 from kvevict.engine.read.step import Step
 from kvevict.engine.read.unseen import attend, observe
+from kvevict.policy.seen.slots import Slots
 
 B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -10,14 +10,13 @@ from transformers.cache_utils import DynamicCache
 from ...compat import CACHE
 from ...context import context
 from ...policy.rows import AppendedRows
+from ..read.plan import Plan
 from ..read.step import OuterCall
 from ..slots.adopt import EvictionCache, adopt
 from ..slots.cache import HALF_READ, EvictionLayer
+from ..watch.diagnostics import Diagnostics
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask, padding_of
-
-if TYPE_CHECKING:
-    from ...patch import Patch
 
 
 class Arguments:
@@ -26,9 +25,10 @@ class Arguments:
     Raises ValueError, before the cache changes, for arguments that eviction does not support.
     """
 
-    def __init__(self, decoder, patch, kwargs):
+    def __init__(self, decoder, plan, kwargs):
         kwargs = dict(kwargs)
-        self.decoder, self.patch, self.policy = decoder, patch, patch.policy
+        self.decoder, self.plan, self.policy = decoder, plan, plan.policy
+        self.watchers = context().watchers + ((Diagnostics(),) if plan.policy.diagnose else ())
         ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
         mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
         self.return_dict = kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
@@ -61,9 +61,9 @@ class Arguments:
             )
         if isinstance(self.cache, EvictionCache):
             one_by_one = self.tokens == 1 or (self.cache.record_past and self.wanted == self.tokens)  # or candidates
-            self.cache.check_owner(decoder, patch.kinds, thorough=not one_by_one)
-        make_ours(self.cache, patch, decoder.config, mask, self.columns)
-        self.layers = [self.cache.layers[index] for index in patch.order]  # the layers that evict
+            self.cache.check_owner(decoder, plan.kinds, thorough=not one_by_one)
+        make_ours(self.cache, plan, decoder.config, mask, self.columns)
+        self.layers = [self.cache.layers[index] for index in plan.order]  # the layers that evict
         if self.cache.next_position is not None:
             self._positions.follow(self.cache.next_position)
         self.rolls_back = self.cache.record_past
@@ -101,7 +101,7 @@ class Arguments:
     def mask_for(self, end: int, appended: int = 0) -> torch.Tensor | None:
         """The mask that Transformers makes its masks of, for the columns up to `end` and `appended` rows. Our layers
         read no mask; if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
-        if self.patch.all_full_attention:
+        if self.plan.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
             return None
@@ -176,10 +176,10 @@ def check_mask(mask: Any, batch: int, columns: int, tokens: int) -> None:
         )
 
 
-def make_ours(cache: Any, patch: Patch, config: Any, mask: torch.Tensor | None, columns: int) -> None:
+def make_ours(cache: Any, plan: Plan, config: Any, mask: torch.Tensor | None, columns: int) -> None:
     """Adopt a cache that is not ours yet. Raises ValueError if eviction from it is impossible."""
     layers, first = cache.layers, None
-    ours = len(layers) == len(patch.kinds) and all(isinstance(layers[index], EvictionLayer) for index in patch.order)
+    ours = len(layers) == len(plan.kinds) and all(isinstance(layers[index], EvictionLayer) for index in plan.order)
     if ours and isinstance(cache, EvictionCache):
         return
     if mask is not None and not ours:
@@ -189,13 +189,13 @@ def make_ours(cache: Any, patch: Patch, config: Any, mask: torch.Tensor | None, 
                 "attention_mask must be left-padded (zeros first) for tokens that were read before patching: set "
                 "tokenizer.padding_side='left', or read them with the patched model"
             )
-    adopt(cache, patch.kinds, config, patch.ranks, first)
+    adopt(cache, plan.kinds, config, plan.ranks, first)
 
 
 def check_roll_back(arguments: Arguments) -> None:
     """Raise ValueError if the caller may roll tokens back and the model or the policy cannot."""
     policy = arguments.policy
-    if arguments.rolls_back and arguments.patch.keeps_state:
+    if arguments.rolls_back and arguments.plan.keeps_state:
         raise ValueError(
             "assisted and prompt-lookup decoding roll tokens back, which this model's layers with a state cannot: "
             "generate without an assistant"

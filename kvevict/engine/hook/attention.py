@@ -41,21 +41,21 @@ def attention(
         watcher.layer(step)
     hidden = step.hidden.pop(module.layer_idx, None)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
-    if module.layer_idx in step.patch.readers:
+    if module.layer_idx in step.plan.readers:
         return _read(step, module, query, key, value, options), None
     layer, width = step.cache.layers[module.layer_idx], value.shape[-1]
     new = layer.take(module, key, value)
-    if (query.shape[1], key.shape[1]) != step.patch.local_heads:
+    if (query.shape[1], key.shape[1]) != step.plan.local_heads:
         raise ValueError(
             f"layer {module.layer_idx} has {query.shape[1]} and {key.shape[1]} heads of queries and of keys, by its "
-            f"config {step.patch.local_heads}: patch a whole model, or all that from_pretrained(tp_plan=...) returned"
+            f"config {step.plan.local_heads}: patch a whole model, or all that from_pretrained(tp_plan=...) returned"
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
     if not layer.is_represented:
         chunk = key.shape[2] - step.appended
         first = step.first.clamp_max(chunk)  # a row of padding alone
-        layer.represent(step.patch.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.patch.ranks)
+        layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden))
     decide(seen)
     return seen.out[..., :width], None
@@ -70,14 +70,14 @@ def _stored_form(layer, *tensors):
 def _read(step, module, query, key, value, options):
     """Attention of a layer over another layer's slots and new rows. query [B, H, T, D]: of the call's last T rows;
     key and value [B, Hkv, S, D]."""
-    producer = step.patch.readers[module.layer_idx]
+    producer = step.plan.readers[module.layer_idx]
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
     held = _ops.Held(layer.k, layer.v, layer.pos, layer.offset, stored, layer.centre)
     with step.meter.clock("attend"):
         out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
-    if producer in step.unread and step.patch.last_reader[producer] == module.layer_idx:
+    if producer in step.unread and step.plan.last_reader[producer] == module.layer_idx:
         with step.meter.clock("evict"):
             step.chooser.layer(step.unread.pop(producer))
     return out[..., :width]

@@ -133,17 +133,17 @@ def _generate(self, run, *args, **kwargs):
     """Stands in for the model's `generate`: one policy holds from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
-    patch = None if installed is None else installed.chosen()
-    if patch is None or not installed.enter(decoder):
+    plan = None if installed is None else installed.chosen()
+    if plan is None or not installed.enter(decoder):
         return run(*args, **kwargs)
-    before = patch.meter()
+    before = plan.meter()
     try:
-        with within(patches={**context().patches, installed: patch}):
+        with within(plans={**context().plans, installed: plan}):
             output = run(*args, **compat.named(kwargs))
     finally:
         installed.leave(decoder)
-    if patch.meter() is not before and patch.policy.question == "later":
-        cautions.of_text(patch.meter(), patch.policy.budget, 4)
+    if plan.meter() is not before and plan.policy.question == "later":
+        cautions.of_text(plan.meter(), plan.policy.budget, 4)
     return output
 
 
@@ -168,16 +168,16 @@ def _call(model, run, args, kwargs):
 def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands in for `run`, the decoder's forward; same arguments, same result."""
     installed = self.__dict__.get(STATE)
-    patch = None if installed is None else installed.chosen()
-    if patch is None or not installed.enter(self):
+    plan = None if installed is None else installed.chosen()
+    if plan is None or not installed.enter(self):
         return run(*args, **kwargs)
     try:
-        return _forward(self, run, patch, args, kwargs)
+        return _forward(self, run, plan, args, kwargs)
     finally:
         installed.leave(self)
 
 
-def _forward(self, run, patch, args, kwargs):
+def _forward(self, run, plan, args, kwargs):
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
@@ -196,14 +196,14 @@ def _forward(self, run, patch, args, kwargs):
     if torch.jit.is_tracing():
         raise ValueError(NO_RECORD)
     with torch.no_grad():
-        arguments, output = contextvars.copy_context().run(_read, self, run, patch, kwargs)
+        arguments, output = contextvars.copy_context().run(_read, self, run, plan, kwargs)
     if torch.is_grad_enabled():
         _refuse_backward(self, kwargs.get("inputs_embeds"), output)
     return output if arguments.return_dict is not False else output.to_tuple()
 
 
-def _read(decoder, run, patch, kwargs):
-    arguments = Arguments(decoder, patch, kwargs)
+def _read(decoder, run, plan, kwargs):
+    arguments = Arguments(decoder, plan, kwargs)
     sequence = Sequence(arguments, run)
     output = sequence.read()
     arguments.packing.unpack(output)

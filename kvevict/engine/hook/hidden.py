@@ -18,5 +18,5 @@ def install(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHan
 
 def _note(module, args, kwargs=None):
     step = current()
-    if step is not None and step.patch.wants_hidden:
+    if step is not None and step.plan.wants_hidden:
         step.hidden[module.layer_idx] = args[0] if args else kwargs["hidden_states"]

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,10 +19,8 @@ from ... import families
 from ...compat import STATE
 from ...context import context, within
 from ..read import propagate, residual
+from ..read.plan import Plan
 from . import attention, forward, hidden, states
-
-if TYPE_CHECKING:
-    from ...patch import Patch
 
 _installing = threading.RLock()  # guards the installation of models; each `Installed` has another lock for its users
 
@@ -37,7 +35,7 @@ class Installed:
         kinds = families.layer_kinds(decoder.config)
         self.kinds, self.readers = kinds, families.readers(decoder, kinds)
         self.order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.own = None  # the kvevict.patch.Patch of the model's default policy
+        self.own = None  # the kvevict.engine.read.plan.Plan of the model's default policy
         self.hooks: dict = {}  # purpose of the hooks -> their handles
         self._forget()
 
@@ -54,9 +52,9 @@ class Installed:
         self._forget()
         attention.register()
 
-    def chosen(self) -> Patch | None:
-        """The `Patch` of calls in this thread and context; None: they run unpatched."""
-        return context().patches.get(self, self.own)
+    def chosen(self) -> Plan | None:
+        """The `Plan` of calls in this thread and context; None: they run unpatched."""
+        return context().plans.get(self, self.own)
 
     def modules(self, decoder: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The attention modules of the layers that evict, and of the layers that read their keys and values."""
@@ -78,30 +76,30 @@ class Installed:
             if self.users == 0 and self.own is None:
                 self._remove(decoder)
 
-    def set_own(self, top: torch.nn.Module, decoder: torch.nn.Module, patch: Patch | None) -> None:
+    def set_own(self, top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> None:
         """Set the model's default policy; None: remove it."""
         with _installing, self.lock:
-            self.own = patch
+            self.own = plan
             self._around(top, decoder)
-            if patch is not None:
-                self._hook(decoder, patch)
+            if plan is not None:
+                self._hook(decoder, plan)
             elif self.users == 0:
                 self._remove(decoder)
 
     # -- the modules -------------------------------------------------------------------------------------------------
 
-    def _hook(self, decoder, patch) -> None:
+    def _hook(self, decoder, plan) -> None:
         """Install the hooks that a policy needs; they do nothing for other policies' calls.
 
         If another thread adds or removes a hook during a forward, torch may call this one without kwargs.
         """
-        if patch.tsp is not None and "tsp" not in self.hooks:
+        if plan.tsp is not None and "tsp" not in self.hooks:
             self.hooks["tsp"] = propagate.install(decoder)
-        if patch.wants_hidden and "hidden" not in self.hooks:
+        if plan.wants_hidden and "hidden" not in self.hooks:
             self.hooks["hidden"] = hidden.install(decoder, self.order)
-        until = patch.policy.layers.residual
+        until = plan.policy.layers.residual
         if until != "off" and until not in self.hooks:
-            self.hooks[until] = residual.install(decoder, until, self.order, patch.after_attention)
+            self.hooks[until] = residual.install(decoder, until, self.order, plan.after_attention)
 
     def _around(self, top, decoder) -> None:
         """Install the stand-ins of a model around the decoder."""
@@ -135,8 +133,8 @@ def of(decoder: torch.nn.Module) -> Installed | None:
     return decoder.__dict__.get(STATE)
 
 
-def patch_of(decoder: torch.nn.Module) -> Patch | None:
-    """The `Patch` of a decoder's calls in this thread and context; None: they run unpatched."""
+def plan_of(decoder: torch.nn.Module) -> Plan | None:
+    """The `Plan` of a decoder's calls in this thread and context; None: they run unpatched."""
     installed = of(decoder)
     return None if installed is None else installed.chosen()
 
@@ -154,24 +152,24 @@ def _held(top, decoder) -> Installed:
         return installed
 
 
-def set_own(top: torch.nn.Module, decoder: torch.nn.Module, patch: Patch | None) -> None:
+def set_own(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> None:
     """Set or replace a model's default policy."""
     installed = _held(top, decoder)
     try:
-        installed.set_own(top, decoder, patch)
+        installed.set_own(top, decoder, plan)
     finally:
         installed.leave(decoder)
 
 
 @contextlib.contextmanager
-def using(top: torch.nn.Module, decoder: torch.nn.Module, patch: Patch | None) -> Iterator[None]:
-    """Inside, in this thread and context, the model's calls have the policy of a `Patch`; None: they run unpatched."""
+def using(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> Iterator[None]:
+    """Inside, in this thread and context, the model's calls have the policy of a `Plan`; None: they run unpatched."""
     installed = _held(top, decoder)
     try:
-        if patch is not None:
+        if plan is not None:
             with installed.lock:
-                installed._hook(decoder, patch)
-        with within(patches={**context().patches, installed: patch}):
+                installed._hook(decoder, plan)
+        with within(plans={**context().plans, installed: plan}):
             yield
     finally:
         installed.leave(decoder)

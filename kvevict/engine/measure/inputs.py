@@ -33,7 +33,7 @@ class Source:
 
 
 def rope_of(step: Any, module: Any) -> Rope:
-    return Rope(step.decoder, module, step.patch.rotates.get(module.layer_idx))
+    return Rope(step.decoder, module, step.plan.rotates.get(module.layer_idx))
 
 
 @INPUTS.add("rope")
@@ -51,8 +51,8 @@ def _hidden(at: Source) -> Any:
 @INPUTS.add("output_weight")
 def _output_weight(at: Source) -> Any:
     """[H, Dv, E] the weights of the projection after attention, of this rank's query heads."""
-    weight = families.output_weight(at.module, at.like.dtype, at.step.patch.ranks.size > 1)
-    return weight.T.unflatten(0, (at.step.patch.local_heads[0], -1))
+    weight = families.output_weight(at.module, at.like.dtype, at.step.plan.ranks.size > 1)
+    return weight.T.unflatten(0, (at.step.plan.local_heads[0], -1))
 
 
 @INPUTS.add("output_gram")
@@ -64,23 +64,23 @@ def _output_gram(at: Source) -> Any:
 @INPUTS.add("gates")
 def _gates(at: Source, folder: Any) -> gates.LayerGates:
     """The layer's trained gates in a folder; None: the model's own."""
-    patch = at.step.patch
-    return gates.LayerGates(gates.loaded(folder, at.step.decoder, patch.order), at.module.layer_idx, patch.ranks)
+    plan = at.step.plan
+    return gates.LayerGates(gates.loaded(folder, at.step.decoder, plan.order), at.module.layer_idx, plan.ranks)
 
 
 @INPUTS.add("moments")
 def _moments(at: Source, stats: Any = None) -> tuple:
     """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation: those that were read
     into the cache, or a file's."""
-    patch, like = at.step.patch, at.like
-    batch, heads, width = like.shape[0], patch.local_heads[0], like.shape[3]
+    plan, like = at.step.plan, at.like
+    batch, heads, width = like.shape[0], plan.local_heads[0], like.shape[3]
     if stats is None:
         past = at.layer.memory.get("moments")
         none = like.new_zeros(batch, heads, 1 + width, 1 + width).float()
         each = list(moments.summed(none if past is None else past))
     else:
-        known = moments.loaded(stats, at.step.decoder, patch.order)[at.module.layer_idx]
-        each = [patch.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]
+        known = moments.loaded(stats, at.step.decoder, plan.order)[at.module.layer_idx]
+        each = [plan.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]
         pad = width - each[0].shape[-1]
         each = [torch.nn.functional.pad(x, (0, pad) * (x.ndim - 2)) for x in each]
     return tuple(x.to(like.device) for x in each)

@@ -6,7 +6,7 @@ import torch
 
 from ... import _ops
 from ...policy.inputs import Observers, Slots
-from .slots import REDUCE
+from ...policy.seen.slots import REDUCE
 
 
 def observed(

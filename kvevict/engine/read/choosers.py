@@ -3,7 +3,7 @@ chooser for drafting is in draft.py."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from ..slots.carried import join, of_layer
 from . import evict, propagate
 from .layer import Attended, LayerCall
 from .schedule import observes
-
-if TYPE_CHECKING:
-    from .sequence import SpanEnd
+from .step import SpanEnd
 
 
 class Chooser:
@@ -32,7 +30,7 @@ class Chooser:
 
     def layer(self, call: LayerCall) -> None:
         """The end of one layer's attention."""
-        of_tokens = call.step.patch.of_tokens is not None
+        of_tokens = call.step.plan.of_tokens is not None
         evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 
     def end(self, span_end: SpanEnd) -> None:
@@ -61,13 +59,13 @@ class Deciding(Chooser):
 
     def takes(self, seen: Attended) -> bool:
         """Only layers that are due are scored. Every layer remembers the row, or adds up its attention."""
-        step, layer, policy = seen.step, seen.layer, seen.step.patch.policy
-        order = step.patch.order[seen.module.layer_idx]
-        observing = observes(policy, order, len(step.patch.order))
+        step, layer, policy = seen.step, seen.layer, seen.step.plan.policy
+        order = step.plan.order[seen.module.layer_idx]
+        observing = observes(policy, order, len(step.plan.order))
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
-            row = torch.cat([seen.q, seen.out.transpose(1, 2)], 3) if step.patch.wants_outputs else seen.q
+            row = torch.cat([seen.q, seen.out.transpose(1, 2)], 3) if step.plan.wants_outputs else seen.q
             layer.remember(row, policy.rows.decoded)
-        slots = self.decisions.kept(order, step.patch.ranks.counts(layer).sum(1))
+        slots = self.decisions.kept(order, step.plan.ranks.counts(layer).sum(1))
         if policy.carry == "sum" and observing and policy.score.adds_attention:
             sums: Any = join("sum", seen.probs, layer.carry)
             if slots is None:
@@ -80,10 +78,10 @@ class Deciding(Chooser):
     def layer(self, call: LayerCall) -> None:
         policy, order, chunk = call.policy, call.order, call.step.chunk
         observed = chunk is None or chunk.observed
-        observing = observed and observes(policy, order, len(call.step.patch.order))
+        observing = observed and observes(policy, order, len(call.step.plan.order))
         if observing and not call.step.decoding:
             call.step.read.memory[call.slots.index] = call.step.rows.accumulate(call.rows, call.memory())
-            call.layer.memory = quantities.remembered(call.step.patch.needed, call.rows, call.layer.memory)
+            call.layer.memory = quantities.remembered(call.step.plan.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
             self._ask(call)
         decision = self.decisions.at(order, call.slots.alive)

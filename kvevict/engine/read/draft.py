@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,14 +18,11 @@ from ...policy.rows.window import FirstWindow
 from ..slots.adopt import StatefulLayer
 from ..slots.cache import EvictionLayer, fit
 from ..slots.latent import LatentLayer
-from ..watch.meter import Meter
+from ..slots.meter import Meter
 from . import evict
 from .choosers import Chooser
 from .layer import Attended, LayerCall, layer_call
-from .step import Step
-
-if TYPE_CHECKING:
-    from .sequence import SpanEnd
+from .step import SpanEnd, Step
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
@@ -102,16 +98,16 @@ class Drafting(Chooser):
 
     def _drafted(self, span_end, calls) -> list:
         """The layers of an evicted copy of the cache, after tokens were drafted over it."""
-        step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.patch.policy.rows.n_d
+        step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.plan.policy.rows.n_d
         with meter.clock("draft"):
-            quiet = copy.copy(step.patch)
-            quiet.policy = replace(FIRST_CUT, keep_first=step.patch.policy.keep_first)
+            quiet = copy.copy(step.plan)
+            quiet.policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             quiet.wants_outputs = quiet.wants_probs = False
             cache = copy.copy(step.cache)
             copied = {families.STATE: copy.deepcopy}  # a state is updated in place
             cache.layers = [
                 copied.get(kind, copy.copy)(layer)
-                for kind, layer in zip(step.patch.kinds, step.cache.layers, strict=True)
+                for kind, layer in zip(step.plan.kinds, step.cache.layers, strict=True)
             ]
             unseen = Meter()  # drafting leaves no trace in the report
             for call in calls:
@@ -119,7 +115,7 @@ class Drafting(Chooser):
                 cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
             self._write(span_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
-            meter.watch(calls[0], len(calls))
+            meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
             del meter.live["draft"]
         return cache.layers
 
@@ -145,7 +141,7 @@ def _first_choice(call, quiet, meter):
     """Choose, by SnapKV, as many slots as the layer may keep, equally many in each head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=quiet.policy.rows)
-    step = replace(call.step, patch=quiet, read=read, meter=meter, elsewhere={})
+    step = replace(call.step, plan=quiet, read=read, meter=meter, elsewhere={})
     of = step, call.layer, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse
     first = layer_call(Attended(*of))
     alive = first.slots.alive

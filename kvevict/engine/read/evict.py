@@ -10,9 +10,9 @@ from ... import _ops
 from ...policy.heads import above
 from ...policy.heads.equal import Equal, shares
 from ...policy.scores import Score
+from ...policy.seen.rows import LayerRows
+from ...policy.seen.slots import Slots
 from ...policy.selections import Selection
-from ..measure.observation import LayerRows
-from ..measure.slots import Slots
 from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
 from .layer import LayerCall, protected
@@ -164,14 +164,14 @@ def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
 def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums: torch.Tensor) -> bool:
     """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a `LayerCall`
     but without one. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
-    counts, policy = layer.counts, step.patch.policy
-    if not _drops_smallest(policy) or step.patch.ranks.size > 1:
+    counts, policy = layer.counts, step.plan.policy
+    if not _drops_smallest(policy) or step.plan.ranks.size > 1:
         return False
     keep = shares(slots, np.arange(counts.shape[1]))
     if (keep > counts).any():
         return False
     with step.meter.clock("evict"):
-        budget, none = (layer.budget, step.patch.kv_heads), step.first.clamp_max(0)
+        budget, none = (layer.budget, step.plan.kv_heads), step.first.clamp_max(0)
         rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
         first, last = protected(policy, step.rows, policy.select, rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)

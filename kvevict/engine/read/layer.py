@@ -9,11 +9,11 @@ import torch
 from ... import _ops
 from ...policy.inputs import Policy
 from ...policy.rows import Rows
+from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
+from ...policy.seen.slots import KV, Heads, Slots
 from ...policy.selections import Selection
 from ..measure.inputs import Source, rope_of
-from ..measure.observation import LayerRows, Observation, Observers, rolled
 from ..measure.quantities import measured
-from ..measure.slots import KV, Heads, Slots
 from ..slots.carried import carry_newest
 from . import unseen
 from .schedule import observes
@@ -46,16 +46,16 @@ class Attended(NamedTuple):
 def attend(seen: Attended) -> Attended:
     """The layer with its attention's results."""
     step, layer, module, q, k, v, new, options = seen[:8]
-    patch = step.patch
+    plan = step.plan
     if step.decoding:
-        columns = layer.longest() + 1 if patch.wants_probs else 0
+        columns = layer.longest() + 1 if plan.wants_probs else 0
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
         layer.advance(*step.seen)
-        if patch.of_tokens is not None and observes(patch.policy, patch.order[module.layer_idx], len(patch.order)):
-            inputs = Source(step, layer, module, k, seen.hidden).given(patch.of_tokens.needs)
-            carry_newest(layer, patch.of_tokens.tokens(*inputs))
-        return seen._replace(out=out, lse=lse, probs=probs if patch.wants_probs else None)
+        if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
+            inputs = Source(step, layer, module, k, seen.hidden).given(plan.of_tokens.needs)
+            carry_newest(layer, plan.of_tokens.tokens(*inputs))
+        return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
     held = layer.slots(module)
     with step.meter.clock("attend"):
         out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)
@@ -80,7 +80,7 @@ class LayerCall:
     hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
     known: dict = field(default_factory=dict)  # measured quantities
 
-    policy = property(lambda self: self.step.patch.policy)
+    policy = property(lambda self: self.step.plan.policy)
 
     @property
     def longest(self) -> int:
@@ -124,7 +124,7 @@ class LayerCall:
         if part.unseen is not None:
             out, lse = unseen.observe(part, self.slots)
             return replace(part, out=out, lse=lse)
-        if part.own is None and (part.out is not None or not self.step.patch.wants_outputs):
+        if part.own is None and (part.out is not None or not self.step.plan.wants_outputs):
             return part
         if part.own is not None:
             k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
@@ -155,7 +155,7 @@ class LayerCall:
 
     def drafting(self, rows: int) -> "LayerCall":
         """A smaller copy of this call, to wait while tokens are drafted: keys, values and the last rows."""
-        last = self.rows.last(rows, self.step.patch.wants_outputs)
+        last = self.rows.last(rows, self.step.plan.wants_outputs)
         return replace(self, slots=self._unread(), rows=last, known={}, hidden=None)
 
     def _unread(self) -> Slots:
@@ -168,7 +168,7 @@ class LayerCall:
         kv, rows, layer = self.slots.kv, self.rows, self.layer
         first, none = 0 * kv.first, 0 * kv.padding
         kv = replace(kv, stored=layer.slots(self.module), k=kv.k[:, :, :0], v=kv.v[:, :, :0], first=first, padding=none)
-        counts, every = _counts(self.step.patch.ranks, layer, kv)
+        counts, every = _counts(self.step.plan.ranks, layer, kv)
         at, none_new, ends = self.slots.index, self.slots.pos[:, :0], self.slots.protected
         slots = _slots(self.step, layer, kv, at, none_new, counts, every, ends, self.slots.bounds)
         rows = replace(rows, q=None, out=None, lse=None, columns=0, first=0 * rows.first)
@@ -184,10 +184,10 @@ def _counts(ranks, layer, kv) -> tuple:
 
 def _slots(step, layer, kv, index, pos, counts, every, protected, bounds) -> Slots:
     """The slots of a layer with its new ones. counts, every: as `_counts`; protected, bounds: as in `Slots`."""
-    patch, storage = step.patch, layer.storage.gathered()
+    plan, storage = step.plan, layer.storage.gathered()
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]
-    prompt = layer.prompt if step.decoding and patch.policy.keep_prompt else None
-    heads = Heads(patch.ranks, counts.shape[1])
+    prompt = layer.prompt if step.decoding and plan.policy.keep_prompt else None
+    heads = Heads(plan.ranks, counts.shape[1])
     return Slots(index, heads, n, counts, every, protected, pos, storage, kv, prompt, bounds)
 
 
@@ -198,8 +198,8 @@ def decide(seen: Attended) -> None:
     if step.decoding and (step.chooser is None or not step.chooser.takes(seen)):
         return
     call = layer_call(seen)
-    step.meter.watch(call, 1 + step.chooser.held)
-    if index in step.patch.last_reader:
+    step.meter.watch(call.new[0], call.slots.kv.padding, 1 + step.chooser.held)
+    if index in step.plan.last_reader:
         step.unread[index] = call
         return
     with step.meter.clock("evict"):
@@ -210,17 +210,17 @@ def layer_call(seen: Attended) -> LayerCall:
     """The input of a layer's cut, once it has attended."""
     step, layer, module = seen.step, seen.layer, seen.module
     index, rows = module.layer_idx, seen.rows_to_store
-    order = step.patch.order[index]
+    order = step.plan.order[index]
     first, padding = step.first.clamp_max(rows), np.minimum(step.padding, rows)
     k, v, *new = (x[:, :, :rows] for x in (seen.k, seen.v, *seen.new))
     appended = () if step.decoding else (seen.k[:, :, rows:], seen.v[:, :, rows:])
     held = layer.slots(module) if seen.held is None else seen.held
     kv = KV(held, k, v, first, padding, seen.options, appended)
     now = seen.q, seen.out, seen.lse, rows, first, seen.probs
-    called = LayerRows(step.call_rows, layer.budget, step.patch.kv_heads, rope_of(step, module), *now)
-    pos, select = step.positions[:, :rows].contiguous(), step.patch.policy.selection(order)
-    counts, every = _counts(step.patch.ranks, layer, kv)
-    ends = protected(step.patch.policy, step.rows, select, called, every.max(1))
+    called = LayerRows(step.call_rows, layer.budget, step.plan.kv_heads, rope_of(step, module), *now)
+    pos, select = step.positions[:, :rows].contiguous(), step.plan.policy.selection(order)
+    counts, every = _counts(step.plan.ranks, layer, kv)
+    ends = protected(step.plan.policy, step.rows, select, called, every.max(1))
     slots = _slots(step, layer, kv, index, pos, counts, every, ends, step.rows.bounds(called))
     return LayerCall(step, layer, module, order, slots, called, new, select, None if step.decoding else seen.hidden)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,39 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import _ops, families
 from ...context import current, enter
-from ...policy.inputs import Policy
-
-if TYPE_CHECKING:
-    from ...patch import Patch
-    from .layer import LayerCall
-
-
-def layer_of(policy: Policy, all_full_attention: bool, layers: int) -> int | None:
-    """The last of `layers` decoder layers that reads every token; None: all do.
-
-    all_full_attention: no layer has a sliding window or a state. Raises ValueError if the layers after it cannot read
-    fewer tokens.
-    """
-    tsp: Any = policy.tsp
-    if tsp == "half":
-        tsp = layers // 2 - 1 if layers > 1 else None
-    if tsp is None:
-        return None
-    if tsp > layers - 2:
-        raise ValueError(
-            f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
-        )
-    if not all_full_attention:
-        raise ValueError(
-            "layers with a sliding window or a state hold every one of the last tokens, and layers after tsp do not "
-            "read them all: pass tsp=None"
-        )
-    if policy.waiting_layers(layers) > tsp + 1:
-        raise ValueError(
-            f"the layer that others wait for reads every token, and no layer after tsp={tsp} does: give warmup_layers "
-            f"<= {tsp + 1}, or tsp=None"
-        )
-    return tsp
+from .layer import LayerCall
+from .plan import Plan
 
 
 class Onward(NamedTuple):
@@ -63,18 +32,18 @@ class Onward(NamedTuple):
     padding: np.ndarray  # the same on the host
 
 
-def check(patch: Patch, tokens: int, wanted: int, flags: Sequence[str]) -> None:
+def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:
     """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` rows (0: all),
     or, with any `flags` set, the rows of every layer."""
-    policy = patch.policy
-    if patch.tsp is None or tokens == policy.propagated(tokens):
+    policy = plan.policy
+    if plan.tsp is None or tokens == policy.propagated(tokens):
         return
     fix = f"tsp=None, or tsp_len >= {tokens}"
     if flags:
-        raise ValueError(f"{flags[0]}=True: layers after tsp={patch.tsp} do not read all tokens; pass {fix}")
+        raise ValueError(f"{flags[0]}=True: layers after tsp={plan.tsp} do not read all tokens; pass {fix}")
     if not 1 <= wanted <= policy.goes_on:
         raise ValueError(
-            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers after tsp={patch.tsp} read "
+            f"{f'the last {wanted}' if wanted else 'all'} rows were asked for, but layers after tsp={plan.tsp} read "
             f"{policy.propagated(tokens)} of {tokens} tokens, among them the last {policy.goes_on}: pass "
             f"logits_to_keep=1, as generate does, or {fix}"
         )
@@ -83,7 +52,7 @@ def check(patch: Patch, tokens: int, wanted: int, flags: Sequence[str]) -> None:
 def due(call: LayerCall) -> bool:
     """True if the layer has to choose the chunk's tokens that go on."""
     step, tokens = call.step, call.longest
-    return step.read is not None and call.slots.index == step.patch.tsp and tokens > call.policy.propagated(tokens)
+    return step.read is not None and call.slots.index == step.plan.tsp and tokens > call.policy.propagated(tokens)
 
 
 def choose(call: LayerCall, score: torch.Tensor) -> Onward:
@@ -128,7 +97,7 @@ def _enter(index, module, args, kwargs=None):
     if onward is None:
         return None
     rows = kwargs["position_ids"].shape[-1]
-    if index == step.patch.tsp + 1:
+    if index == step.plan.tsp + 1:
         args = (_taken(args[0], onward.columns), *args[1:])
         positions = _taken(step.positions, onward.columns)
         enter(step=step.narrowed(positions, onward.first.to(step.first.device), onward.padding))

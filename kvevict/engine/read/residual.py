@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -12,10 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from ... import _ops, families
 from ...context import current
 from .layer import LayerCall
+from .plan import Plan
 from .step import Step
-
-if TYPE_CHECKING:
-    from ...patch import Patch
 
 
 class Errors:
@@ -51,7 +48,7 @@ class Errors:
             total, number = total + self.rotation[index][0], number + self.rotation[index][1]
         self.rotation[index] = total, number
 
-    def layers(self, patch: Patch, device: torch.device) -> torch.Tensor:
+    def layers(self, plan: Plan, device: torch.device) -> torch.Tensor:
         """fp64 [layers, B] errors of the layers that evict, on `device`."""
 
         def one(index):
@@ -60,7 +57,7 @@ class Errors:
             total, rows = self.rotation[index]
             return self.scores[index] * (total / rows.clamp_min(1))
 
-        return patch.ranks.sum(torch.stack([one(index).to(device) for index in patch.order]))
+        return plan.ranks.sum(torch.stack([one(index).to(device) for index in plan.order]))
 
 
 def install(

@@ -1,28 +1,11 @@
 """The chunks that a prompt is read in: `Sequence` runs them, and `kvevict plan` prices them. Free of torch."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...policy.inputs import Policy
-
-
-@dataclass(frozen=True)
-class Chunk:
-    start: int  # columns of the prompt before the chunk
-    end: int
-    last: bool  # the chunk ends the prompt
-    evicts: bool  # layers are cut back after it
-    appended: int  # rows that are read with the chunk and not stored
-    narrow: tuple  # per evicting layer, True: it reads only `policy.propagated` of the tokens
-    observed: bool = True  # rows observe; False: they observe after all chunks were read
-    again: range | None = None  # tokens of every row, counted from 0, to repeat; such a chunk has no columns
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.start
+from ...policy.inputs import Chunk, Policy
 
 
 def evicts(policy: Policy, seen: list[int]) -> bool:

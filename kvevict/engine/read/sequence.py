@@ -4,7 +4,7 @@ after a prompt are one span."""
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +13,14 @@ import torch
 from ... import cautions, families
 from ...context import context, enter
 from ...weights import Owner
+from ..slots.meter import Meter
 from ..slots.storage import ROOM
-from ..watch.diagnostics import Diagnostics
-from ..watch.meter import Meter
 from . import budgets, propagate, schedule
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .draft import Drafting
 from .residual import Errors
-from .step import Read, Step
+from .step import Read, SpanEnd, Step
 
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
@@ -34,17 +33,7 @@ class Span(NamedTuple):
     meter: Meter
     chooser: Chooser | None  # of the survivors; None: all slots stay
     read: Read | None = None  # None for tokens after a prompt
-    chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
-
-
-@dataclass
-class SpanEnd:
-    """A span that has been through all layers, for its chooser."""
-
-    step: Step
-    arguments: Any  # the kvevict.engine.hook.arguments.Arguments of the call
-    run: Any  # the decoder's original forward
-    hidden: torch.Tensor  # [B, 1, E] of the span's last row
+    chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
 
 
 class Sequence:
@@ -55,7 +44,7 @@ class Sequence:
     """
 
     def __init__(self, arguments, run):
-        self.arguments, self.run, self.patch, self.policy = arguments, run, arguments.patch, arguments.policy
+        self.arguments, self.run, self.plan, self.policy = arguments, run, arguments.plan, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
     def read(self) -> Any:
@@ -109,17 +98,17 @@ class Sequence:
 
     def _following(self):
         """The one span of tokens after a prompt: a decoded token, or tokens that are all stored."""
-        arguments, patch, policy, layers = self.arguments, self.patch, self.policy, self.layers
+        arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         decodes, chooser = arguments.tokens == 1, Chooser()
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
         if decodes:
-            budgets.renew(policy, self.cache, layers, patch.kv_heads, patch.ranks)
+            budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731
-            chooser = Deciding(while_decoding(policy, len(layers), patch.kv_heads, most))
+            chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, most))
         elif decodes:
             chooser = None
         yield Span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
@@ -128,7 +117,7 @@ class Sequence:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
         for layer in self.layers if self.policy.keep_prompt else ():
             if layer.prompt is None and layer.counts is not None:
-                layer.prompt = self.patch.ranks.counts(layer)
+                layer.prompt = self.plan.ranks.counts(layer)
 
     def _most(self, layer):
         """[B] slots over all heads that a layer is cut to while decoding."""
@@ -136,11 +125,11 @@ class Sequence:
 
     def _prompt(self):
         """The spans of a prompt: its chunks, and the tokens after it that may be taken back."""
-        arguments, patch, policy = self.arguments, self.patch, self.policy
+        arguments, plan, policy = self.arguments, self.plan, self.policy
         wanted = arguments.wanted
         drafted = wanted - 1 if arguments.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
         prompt = arguments.tokens - drafted
-        meter = Meter((index, layer.live_bytes()) for index, layer in zip(patch.order, self.layers, strict=True))
+        meter = Meter((index, layer.live_bytes()) for index, layer in zip(plan.order, self.layers, strict=True))
         with meter.clock("read"):
             chunks, read = self._begin(prompt, meter, wanted - drafted, bool(drafted))
         self._note_prompts()
@@ -155,31 +144,34 @@ class Sequence:
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk)
                 self._set_budgets(read)
                 if chooser.errors is not None:
-                    read.budgets.note(chooser.errors.layers(patch, arguments.device).cpu().numpy())
+                    read.budgets.note(chooser.errors.layers(plan, arguments.device).cpu().numpy())
             for layer, before in zip(self.layers, self.prompts, strict=True):
-                layer.prompt, held = None, patch.ranks.counts(layer)
+                layer.prompt, held = None, plan.ranks.counts(layer)
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
             if drafted:
                 yield Span(prompt, arguments.tokens, meter, Chooser())
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
-            meter.write(read, patch, self.cache)
+            own = [index in plan.order for index in range(len(self.cache.layers))]
+            meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], policy.kv)
+            for watcher in read.watchers:
+                meter.report |= watcher.report(len(read.seen), own)
         self.cache.meter = meter
-        patch.keep(meter)
+        plan.keep(meter)
         read.budgets.learn()
 
     def _begin(self, prompt, meter, wanted, drafted) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
-        arguments, patch, policy, layers = self.arguments, self.patch, self.policy, self.layers
+        arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         tokens = np.maximum(prompt - arguments.padding, 0)
         seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
         evicts = schedule.evicts(policy, seen)
-        narrow, rows = schedule.narrow(patch.order, patch.tsp), policy.rows
-        if question := context().question or patch.question:
+        narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
+        if question := context().question or plan.question:
             rows = question.rows(arguments, prompt)
         chunks = list(schedule.chunks(policy, prompt, narrow, tokens.tolist() if evicts else (), rows))
         self._check(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
-        budgets.check_groups(policy, self.cache, layers, patch.ranks)
+        budgets.check_groups(policy, self.cache, layers, plan.ranks)
         if self._scores(evicts):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
@@ -188,10 +180,9 @@ class Sequence:
                 stacklevel=2,
             )
         cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
-        watchers = context().watchers + ((Diagnostics(),) if policy.diagnose else ())
         read = Read(
-            prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), patch.kv_heads, seen),
-            watchers=watchers,
+            prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), plan.kv_heads, seen),
+            watchers=arguments.watchers,
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
@@ -213,7 +204,7 @@ class Sequence:
         if flags and arguments.packing.place is not None:
             raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
         longest = min(self.policy.chunk_size or prompt, prompt - int(arguments.padding.min()))
-        propagate.check(self.patch, longest, wanted, flags)
+        propagate.check(self.plan, longest, wanted, flags)
         name = arguments.unsplittable() if calls > 1 else None
         if name is not None:
             raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
@@ -240,13 +231,13 @@ class Sequence:
 
     def _stored(self, read):
         """[layers, B] slots over all heads."""
-        none, counts = 0 * read.tokens, self.patch.ranks.counts
+        none, counts = 0 * read.tokens, self.plan.ranks.counts
         return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
 
     def _decoded(self, read, stored):
         """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
         decoded beside a row with more tokens."""
-        policy, seen, each = self.policy, np.array(read.seen), self.patch.kv_heads * len(self.layers)
+        policy, seen, each = self.policy, np.array(read.seen), self.plan.kv_heads * len(self.layers)
         budget = np.array([policy.slots(n) for n in read.seen]) * each
         if policy.keep_prompt:
             budget = budget + sum(0 if prompt is None else prompt.sum(1) for prompt in self.prompts)
@@ -270,7 +261,7 @@ class Sequence:
         most = end - start + appended
         final = int(arguments.positions().max()) if families.rope_depends_on_length(arguments.decoder) else None
         return Step(
-            self.patch, arguments.decoder, self.cache, span.meter, positions.to(torch.int32).contiguous(),
+            self.plan, arguments.decoder, self.cache, span.meter, positions.to(torch.int32).contiguous(),
             (arguments.first - start).clamp(0, most).to(torch.int32), np.clip(arguments.padding - start, 0, most),
             span.chooser, span.read, span.chunk, appended, None if rows is None else rows.unseen, final,
         )  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ...policy.rows import Rows
-from ..measure.observation import CallRows
+from ...policy.seen.rows import CallRows
+from .plan import Plan
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Read:
     tokens: np.ndarray  # [B] valid tokens of the prompt
     seen: list  # per row token count after the read, over all prompts
     evicts: bool  # the read drops slots or tokens, or scores need every row from the start
-    meter: Any  # the kvevict.engine.watch.meter.Meter that measures it
+    meter: Any  # the kvevict.engine.slots.meter.Meter that measures it
     rows: Any = None  # the policy's rows, or those for tokens chosen by the caller
     budgets: Any = None  # the kvevict.engine.read.budgets.Budgets of its layers
     prepared: Any = None  # result of `Rows.prepare` for the prompt
@@ -44,7 +45,7 @@ class Read:
 class Step:
     """One call of the decoder: a chunk, appended tokens, or a decoded token."""
 
-    patch: Any  # the kvevict.patch.Patch of the model
+    plan: Plan
     decoder: Any  # the text decoder that runs
     cache: Any
     meter: Any
@@ -53,7 +54,7 @@ class Step:
     padding: np.ndarray  # the same on the host
     chooser: Any = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
     read: Read | None = None  # None while decoding and for appended tokens
-    chunk: Any = None  # the kvevict.engine.read.schedule.Chunk of the read
+    chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     unseen: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) that these rows do not see; None: none
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
@@ -98,12 +99,12 @@ class Step:
         if read is None:
             return CallRows(*own)
         ends, again, left = (False, None, 0) if chunk is None else (chunk.last, chunk.again, read.prompt - chunk.end)
-        return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.patch.policy)
+        return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.plan.policy)
 
     @property
     def rows(self) -> Rows:
         """The policy's `Rows`: the queries that observe."""
-        return self.patch.policy.rows if self.read is None else self.read.rows
+        return self.plan.policy.rows if self.read is None else self.read.rows
 
     @property
     def watchers(self) -> tuple:
@@ -113,3 +114,13 @@ class Step:
     @property
     def decoding(self) -> bool:
         return self.positions.shape[1] == 1 and self.read is None
+
+
+@dataclass
+class SpanEnd:
+    """A span that has been through all layers, for its chooser."""
+
+    step: Step
+    arguments: Any  # the kvevict.engine.hook.arguments.Arguments of the call
+    run: Any  # the decoder's original forward
+    hidden: torch.Tensor  # [B, 1, E] of the span's last row

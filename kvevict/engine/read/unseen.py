@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ... import _ops
-from ..measure.observation import Observers
-from ..measure.slots import Slots
+from ...policy.seen.rows import Observers
+from ...policy.seen.slots import Slots
 from .step import Step
 
 

@@ -26,7 +26,7 @@ class EvictionCache(DynamicCache):
     packed: tuple = ()  # (start, stop) of each range of columns with its padding moved to the left
     next_position: torch.Tensor | None = None  # [B] int64 next positions, where padding was moved
     policy: Any = None  # the policy this cache was read under; None for a loaded cache (unknown) and without a budget
-    meter: Any = None  # the kvevict.engine.watch.meter.Meter of the last read into it
+    meter: Any = None  # the kvevict.engine.slots.meter.Meter of the last read into it
     owner = Owner(None)  # of the weights that filled it
     ranks = ALONE  # the ranks that share the layers' heads, for save_cache
     plain: type = DynamicCache  # the class before adoption

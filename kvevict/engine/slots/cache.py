@@ -283,6 +283,6 @@ def _needs_own(storage, step) -> bool:
     layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
     if not storage.shared or not isinstance(storage, Fork):
         return False
-    if step.patch.readers or step.patch.policy.layers.cascades:
+    if step.plan.readers or step.plan.policy.layers.cascades:
         return True
     return step.chooser is not None if step.decoding else bool(storage.own.counts.any())

@@ -6,19 +6,15 @@ rows observe.
 The second part watches every eviction of a read, for `Policy(diagnose=True)`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ... import _ops
+from ..read.evict import Choice
+from ..read.layer import LayerCall
 from .watcher import Watcher
-
-if TYPE_CHECKING:
-    from ..read.evict import Choice
-    from ..read.layer import LayerCall
 
 ROWS = 64
 NAMES = ("evictions", "joint_error", "output_error", "recall")

@@ -1,15 +1,12 @@
 """Observing a read from outside: `with within(watchers=(watcher,)): model(..)` (context.py)."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..read.evict import Choice
-    from ..read.layer import LayerCall
-    from ..read.step import Step
+from ..read.evict import Choice
+from ..read.layer import LayerCall
+from ..read.step import Step
 
 
 class Watcher:

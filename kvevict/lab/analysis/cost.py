@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.measure import quantities
-from ...engine.read import propagate
+from ...engine.read.plan import tsp_of
 from ...engine.read.schedule import overfull
 from ...policy.checks import count
 from ...policy.policy import Policy
@@ -115,7 +115,7 @@ def _check(shape, policy) -> None:
         policy.rows.ready(None)
     policy.check_layers(shape.windows.count(None))
     quantities.rotates(policy, shape.rope_depends_on_length)  # or an error
-    propagate.layer_of(policy, not any(shape.windows), len(shape.windows))  # or an error
+    tsp_of(policy, not any(shape.windows), len(shape.windows))  # or an error
 
 
 def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...engine.read import propagate, schedule
+from ...engine.read import schedule
 from ...engine.read.budgets import Budgets
-from ...engine.read.schedule import Chunk
+from ...engine.read.plan import tsp_of
+from ...policy.inputs import Chunk
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Layers:
 
     def __init__(self, policy, tokens: int, count: int, kv_heads: int = 1, sizes=(1, 1)):
         self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
-        self.tsp = propagate.layer_of(policy, True, count)
+        self.tsp = tsp_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
         self.slots = np.zeros((count, 1), np.int64)  # of each layer, over its heads
         self.planned = Budgets(policy, count, kv_heads, [tokens])

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from ..registry import Registry, load_folder
+from ..seen.slots import FREE, Bounds
 
 ROWS: Registry = Registry("rows")
 
@@ -45,16 +46,6 @@ class Question(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # (start, stop) of those that observe
     request: tuple[int, ...] = ()  # token counts from a beginning of its request to the prompt's end; (): not there
     before: tuple[int, int, bool] | None = None  # the question before the text: start, stop, whether nothing repeats it
-
-
-class Bounds(NamedTuple):
-    """Positions of slots that are not chosen by score alone."""
-
-    kept: Any = None  # int32 [B, 2] positions (start, stop) that are always kept; None: there are none
-    limited: Any = None  # int32 [B, 2] (position, n): from there on a head keeps n, if others are left; None: no limit
-
-
-FREE = Bounds()  # all are chosen by score
 
 
 @dataclass(frozen=True)
@@ -125,24 +116,24 @@ class Rows:
         `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
 
     def rows_for(self, chunk: Chunk, arguments: Any, read: Any) -> AppendedRows:
-        """Return the `chunk.appended` rows of a `kvevict.engine.read.schedule.Chunk`."""
+        """Return the `chunk.appended` rows of a `kvevict.policy.seen.rows.Chunk`."""
         return read.prepared.last(chunk.appended)
 
     def accumulate(self, call: LayerRows, past: Any) -> Any:
-        """Return the rows' memory of a layer for the next chunks, from a `kvevict.engine.measure.observation.LayerRows`
+        """Return the rows' memory of a layer for the next chunks, from a `kvevict.policy.seen.rows.LayerRows`
         and the result for the chunk before (None at first). Called for every chunk and every layer that chooses, also
         when nothing is evicted."""
         return past
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
-        """Return the `kvevict.engine.measure.observation.Observation` of a chunk: `call.chunk(..)`,
+        """Return the `kvevict.policy.seen.rows.Observation` of a chunk: `call.chunk(..)`,
         `call.appended_rows(..)`, `call.later(..)`, or a sum of these. past: the result of `accumulate` for this
         chunk."""
         raise NotImplementedError
 
     def observing(self, rows: CallRows) -> Any:
         """Count a call's last rows that observe, appended rows included, by a
-        `kvevict.engine.measure.observation.CallRows`: int [B]."""
+        `kvevict.policy.seen.rows.CallRows`: int [B]."""
         raise NotImplementedError
 
     def protect(self, call: LayerRows) -> Any:

@@ -8,7 +8,8 @@ import torch
 
 from ..checks import count, flag, fraction
 from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import FREE, ROWS, AppendedRows, Bounds, Question, Rows
+from ..seen.slots import FREE, Bounds
+from . import ROWS, AppendedRows, Question, Rows
 
 ENDING = 8  # last slots of a prompt that are kept if a span observes
 UNLIMITED = 2**30  # slots of a head: more than there are

@@ -42,7 +42,7 @@ class Score:
 
     def protect(self, call: LayerRows) -> tuple[Any, ...]:
         """Count the first and the last alive slots that are always kept (the last: a number or one per row), by a
-        `kvevict.engine.measure.observation.LayerRows`."""
+        `kvevict.policy.seen.rows.LayerRows`."""
         return self.protected
 
     @property

@@ -30,7 +30,7 @@ class Selection:
 
     def unfinished(self, call: LayerRows) -> Any:
         """Count the last slots that are kept because their run is not complete yet, by a
-        `kvevict.engine.measure.observation.LayerRows`: a number or [B]."""
+        `kvevict.policy.seen.rows.LayerRows`: a number or [B]."""
         return 0
 
     def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:

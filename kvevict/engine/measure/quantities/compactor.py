@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from ....policy.inputs import Observation, Slots
+from ....policy.seen.slots import Heads
 from ..rope import Rope
-from ..slots import Heads
 from . import QUANTITIES, Quantity
 
 RIDGE = 0.01  # on the diagonal of X^T X

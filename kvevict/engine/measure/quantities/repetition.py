@@ -5,8 +5,8 @@ import torch
 
 from .... import _ops
 from ....policy.inputs import Observation, Observers, Slots
+from ....policy.seen.rows import rolled
 from .. import projection
-from ..observation import rolled
 from . import QUANTITIES, Quantity, observed
 
 

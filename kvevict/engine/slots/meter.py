@@ -1,19 +1,14 @@
 """The cost of a read: its clocks, the live bytes, and the report that `kvevict.report` shows."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from ...policy import kv
-from ..slots.layers import tensors_of
-
-if TYPE_CHECKING:
-    from ...patch import Patch
-    from ..read.layer import LayerCall
-    from ..read.step import Read
-    from ..slots.cache import EvictionLayer
+from .layers import tensors_of
 
 
 class _Clock:
@@ -45,16 +40,16 @@ class Meter:
         """A context whose time counts as the stage's."""
         return _Clock(self.seconds, stage)
 
-    def watch(self, call: LayerCall, layers: int) -> None:
-        """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait)."""
-        new = call.new[0]
+    def watch(self, new: torch.Tensor, padding: np.ndarray, layers: int) -> None:
+        """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait).
+        new: keys [B, Hkv, S, W] of a layer's chunk with padding [B]."""
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
-        chunk = int((new.shape[2] - call.slots.kv.padding).sum())
+        chunk = int((new.shape[2] - padding).sum())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
 
-    def write(self, read: Read, patch: Patch, cache: Any) -> None:
-        """The report of a read that is done."""
-        layers = [layer if index in patch.order else None for index, layer in enumerate(cache.layers)]
+    def write(self, layers: list[Any], kind: str) -> None:
+        """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
+        `kv.KINDS`."""
         own = [layer for layer in layers if layer is not None]
         live, seen = sum(layer.live_bytes() for layer in own), own[0].seen.tolist()
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
@@ -66,18 +61,12 @@ class Meter:
             cache_bytes=live,
             full_cache_bytes=sum(seen) * sum(layer.counts.shape[1] * _new_bytes(layer.storage.like) for layer in own),
             bits=[None if layer is None else _bits(layer) for layer in layers],
-            wider_keys=[
-                index
-                for index, layer in enumerate(layers)
-                if layer and kv.is_wider(layer.storage.bits, patch.policy.kv)
-            ],
+            wider_keys=[index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.bits, kind)],
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             overhead_bytes=sum(map(allocated_bytes, own)) - live,
             positions=[None if layer is None else layer.positions() for layer in layers],
         )
-        for watcher in read.watchers:
-            self.report |= watcher.report(len(read.seen), [index in patch.order for index in range(len(layers))])
 
 
 def _new_bytes(like) -> int:
@@ -90,6 +79,6 @@ def _bits(layer) -> list:
     return [8 * layer.storage.like.element_size() if bits is None else bits for bits in layer.storage.bits]
 
 
-def allocated_bytes(layer: EvictionLayer) -> int:
+def allocated_bytes(layer: Any) -> int:
     """Bytes of all tensors of a cache layer."""
     return sum(t.nbytes for t in tensors_of(layer))

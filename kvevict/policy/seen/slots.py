@@ -1,16 +1,25 @@
-"""One layer's alive slots before a cut, and their heads. Values: nothing here is changed once made."""
+"""One layer's alive slots before a cut, and their heads."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ... import _ops
-from ...policy.rows import FREE, Bounds
 
 REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+
+
+class Bounds(NamedTuple):
+    """Positions of slots that are not chosen by score alone."""
+
+    kept: Any = None  # int32 [B, 2] positions (start, stop) that are always kept; None: there are none
+    limited: Any = None  # int32 [B, 2] (position, n): from there on a head keeps n, if others are left; None: no limit
+
+
+FREE = Bounds()  # all are chosen by score
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +61,7 @@ class KV:
     first: torch.Tensor  # [B] int32 columns of left padding
     padding: np.ndarray  # the same on the host
     options: dict[str, Any]  # scale, softcap, sinks of attention
-    appended: tuple = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
+    appended: tuple[Any, ...] = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
     @property
     def end(self) -> torch.Tensor:
@@ -74,13 +83,13 @@ class Slots:
     n: torch.Tensor  # int32 [B, Hkv]
     counts: np.ndarray  # n on the host
     all_counts: np.ndarray  # [B, heads of all ranks]
-    protected: tuple  # (first, last) int32 [B]: how many slots at either end are kept at any score
+    protected: tuple[Any, ...]  # (first, last) int32 [B]: how many slots at either end are kept at any score
     pos: Any = None  # int32 [B, S] of the new columns
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
     bounds: Bounds = FREE  # positions that stay at any score too, and those that a head keeps few of
-    _around: dict = field(default_factory=dict, init=False)  # span -> `around`
+    _around: dict[Any, Any] = field(default_factory=dict, init=False)  # span -> `around`
 
     @cached_property
     def columns(self) -> int:

@@ -21,10 +21,11 @@ class Observers:
     lse: Any = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
     out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
-    own: tuple | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
+    own: tuple[Any, ...] | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
     until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
     unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
-    of: tuple | None = None  # (tokens of the prompt, all stored; first repeated token; number repeated), int32 [B] each
+    # (tokens of the prompt, all stored; first repeated token; number repeated), int32 [B] each
+    of: tuple[Any, ...] | None = None
 
 
 def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,7 @@ def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 class Observation:
     """The rows that observe one layer, in parts that are computed apart."""
 
-    parts: tuple  # of Observers
+    parts: tuple[Any, ...]  # of Observers
 
     def __add__(self, other: "Observation") -> "Observation":
         return Observation(self.parts + other.parts)
@@ -47,6 +48,24 @@ class Observation:
     def row_count(self) -> torch.Tensor:
         """int64 [B] number of observing rows."""
         return sum(part.q.shape[2] - part.skip for part in self.parts).long()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a prompt that goes through the decoder at once."""
+
+    start: int  # columns of the prompt before the chunk
+    end: int
+    last: bool  # the chunk ends the prompt
+    evicts: bool  # layers are cut back after it
+    appended: int  # rows that are read with the chunk and not stored
+    narrow: tuple[Any, ...]  # per evicting layer, True: it reads only `policy.propagated` of the tokens
+    observed: bool = True  # rows observe; False: they observe after all chunks were read
+    again: range | None = None  # tokens of every row, counted from 0, to repeat; such a chunk has no columns
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +108,7 @@ class LayerRows:
     first: torch.Tensor  # [B] int32 columns of left padding
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group
     aligned: bool = False  # q ends with the observers of each batch row
-    drafted: tuple | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
+    drafted: tuple[Any, ...] | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
     positions = property(lambda self: self.rows.positions)
     decoding = property(lambda self: self.rows.decoding)

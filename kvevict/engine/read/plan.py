@@ -1,0 +1,98 @@
+"""The plan of a model's reads: a policy for one model."""
+
+import asyncio
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ... import families
+from ...policy.inputs import Policy
+from ..measure import quantities
+from ..slots.meter import Meter
+
+
+class Plan:
+    """A policy for one model: the layers that evict, and each caller's last read. It does not refer to the model, so
+    that copies of the model stay independent."""
+
+    def __init__(self, policy, decoder, ranks, question=None):
+        self.policy, self.ranks, self.question = policy, ranks, question
+        self.kinds = kinds = families.layer_kinds(decoder.config)
+        heads = families.heads(decoder, kinds)
+        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
+        self.kv_heads = 1 if families.is_latent(decoder.config) else heads[1]  # of all ranks, that choose and store
+        own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
+        self.order = {index: order for order, index in enumerate(own)}
+        self.readers = families.readers(decoder, kinds)
+        self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
+        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, as far as the policy needs them
+        policy.check_layers(len(own))
+        policy.waiting_layers(len(own))  # or an error
+        self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
+        self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
+        # The last layer that reads all tokens; None: all do.
+        self.tsp = tsp_of(policy, self.all_full_attention, len(kinds))
+        self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
+        self.needed = quantities.of_policy(policy)
+        self.wants_outputs = any(each.outputs for each in self.needed)
+        self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
+        # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
+        alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
+        self.of_tokens = self.needed[0] if alone else None
+        self._forget()
+
+    def _forget(self):
+        self.meters = WeakKeyDictionary()  # thread or task -> Meter of its last read
+        self.last_meter = Meter()  # of the last read of all
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
+
+    def __setstate__(self, state):
+        """Restore a copy, possibly in another process: it has not read anything yet."""
+        self.__dict__.update(state)
+        self._forget()
+
+    def keep(self, meter: Meter) -> None:
+        """Store a read's meter as the caller's last."""
+        self.meters[caller()] = self.last_meter = meter
+
+    def meter(self) -> Meter:
+        """The meter of the caller's last read; of the last read of any caller if this one has not read."""
+        return self.meters.get(caller(), self.last_meter)
+
+
+def caller() -> asyncio.Task | threading.Thread:
+    """The running asyncio task, or else the thread."""
+    try:
+        return asyncio.current_task() or threading.current_thread()
+    except RuntimeError:  # no event loop runs
+        return threading.current_thread()
+
+
+def tsp_of(policy: Policy, all_full_attention: bool, layers: int) -> int | None:
+    """The last of `layers` decoder layers that reads every token; None: all do.
+
+    all_full_attention: no layer has a sliding window or a state. Raises ValueError if the layers after it cannot read
+    fewer tokens.
+    """
+    tsp: Any = policy.tsp
+    if tsp == "half":
+        tsp = layers // 2 - 1 if layers > 1 else None
+    if tsp is None:
+        return None
+    if tsp > layers - 2:
+        raise ValueError(
+            f"tsp={tsp} is not below the model's last layer, {layers - 1}: give a smaller one, or tsp=None"
+        )
+    if not all_full_attention:
+        raise ValueError(
+            "layers with a sliding window or a state hold every one of the last tokens, and layers after tsp do not "
+            "read them all: pass tsp=None"
+        )
+    if policy.waiting_layers(layers) > tsp + 1:
+        raise ValueError(
+            f"the layer that others wait for reads every token, and no layer after tsp={tsp} does: give warmup_layers "
+            f"<= {tsp + 1}, or tsp=None"
+        )
+    return tsp
