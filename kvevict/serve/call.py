@@ -112,7 +112,7 @@ class Guard(Watcher):
     others  a `kvevict.serve.scheduler.Scheduler`
     """
 
-    def __init__(self, call: Call, start: int, others):
+    def __init__(self, call: Call, start: int, others: Any) -> None:
         self.call, self.start, self.left, self.others = call, start, 0, others
 
     def layer(self, step: Step) -> None:

@@ -49,12 +49,12 @@ def whole(least: int, most: int | None = None) -> Values:
     return Values(lambda value: is_whole(value) and is_number(value, least, most or 1 << 31), words)
 
 
-def _is_stop(value) -> bool:
+def _is_stop(value: Any) -> bool:
     given = value if isinstance(value, list) else [value]
     return len(given) <= 4 and all(isinstance(each, str) and 0 < len(each) <= 200 for each in given)
 
 
-def _is_budget(value) -> bool:
+def _is_budget(value: int) -> bool:
     slots = is_whole(value) and 1 <= value < 1 << 31
     return slots or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1)
 

@@ -24,7 +24,7 @@ class Completions:
     kind = part = "text_completion"  # of a whole answer, and of an event of a stream
     first: tuple = ()  # choices before an answer's first part
 
-    def __init__(self, name: str, tokenizer):
+    def __init__(self, name: str, tokenizer: Any) -> None:
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ class Completions:
         """Make the response of parts that come one list after the other."""
         return Stream(self._events(call, answers, parts), call, error_of)
 
-    async def _events(self, call, answers, parts) -> AsyncGenerator[str, None]:
+    async def _events(self, call: Call, answers: list, parts: Any) -> AsyncGenerator[str, None]:
         calls: dict = {}  # number of an answer -> tool calls that it has had
         async for at, each in parts:
             if at not in calls:
@@ -71,14 +71,14 @@ class Completions:
             yield _event(self._said(call, self.part, [], usage=True))
         yield DONE
 
-    def _event(self, call, choice) -> str:
+    def _event(self, call: Call, choice: dict) -> str:
         return _event(self._said(call, self.part, [choice]))
 
-    def _said(self, call, kind, choices, usage=False) -> dict:
+    def _said(self, call: Call, kind: str, choices: list, usage: bool = False) -> dict:
         said = dict(id=call.identity, object=kind, created=int(time.time()), model=self.name, choices=choices)
         return said | dict(usage=_usage(call)) | _ours(call) if usage else said
 
-    def _logs(self, parts) -> dict:
+    def _logs(self, parts: list) -> dict:
         tokens = [part for part in parts if isinstance(part, Token)]
         if not tokens:
             return {}
@@ -118,7 +118,7 @@ class Chat(Completions):
         if logs or not parts:
             yield dict(delta={}) | logs
 
-    def _logs(self, parts) -> dict:
+    def _logs(self, parts: list) -> dict:
         content = [
             dict(_number(part.letters, part.log), top_logprobs=[_number(*each) for each in part.others])
             for part in parts
@@ -130,7 +130,7 @@ class Chat(Completions):
 class Responses:
     """/v1/responses, with the methods of `Completions`. name: the model's."""
 
-    def __init__(self, name: str, tokenizer):
+    def __init__(self, name: str, tokenizer: Any) -> None:
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ class Responses:
         events = self._events(call, items, answers, parts)
         return Stream(events, call, lambda refusal: items.error(refusal.message))
 
-    async def _events(self, call, items, answers, parts) -> AsyncGenerator[str, None]:
+    async def _events(self, call: Call, items: Items, answers: list, parts: Any) -> AsyncGenerator[str, None]:
         yield items.begin()
         async for _, each in parts:
             for part in each or ():
@@ -161,7 +161,7 @@ def _event(value: dict) -> str:
     return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _usage(call) -> dict:
+def _usage(call: Call) -> dict:
     read, wrote = call.prompt_tokens, call.new_tokens
     return dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
@@ -169,13 +169,13 @@ def _usage(call) -> dict:
     )  # fmt: skip
 
 
-def _ours(call) -> dict:
+def _ours(call: Call) -> dict:
     """Make the field `kvevict` of an answer, which says how much of a shared beginning is kept."""
     told = shared(call)
     return dict(kvevict=told) if told else {}
 
 
-def _call(call: Call, at: int, part) -> dict:
+def _call(call: Call, at: int, part: Any) -> dict:
     function = dict(name=part.name, arguments=part.arguments)
     return dict(id=f"{call.identity}_tool_call_{at}", type="function", function=function)
 

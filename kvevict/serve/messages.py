@@ -51,7 +51,7 @@ def of_input(tokenizer: Any, asked: str | list[dict[str, Any]], instructions: st
     return taken
 
 
-def _taken(tokenizer, message: dict) -> dict:
+def _taken(tokenizer: Any, message: dict) -> dict:
     role, content = message["role"], message.get("content")
     if role == "developer" and "developer" not in str(tokenizer.chat_template):
         role = "system"

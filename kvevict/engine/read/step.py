@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...policy.rows import Rows
 from ...policy.seen.rows import CallRows
 from .plan import Plan
 
@@ -102,7 +101,7 @@ class Step:
         return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.plan.policy)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> Any:
         """The policy's `Rows`: the queries that observe."""
         return self.plan.policy.rows if self.read is None else self.read.rows
 

@@ -28,19 +28,19 @@ def fit(*tensors: Tensor) -> list[Tensor]:
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _stored(name) -> Any:
+def _stored(name: str) -> Any:
     return property(attrgetter(f"storage.{name}"))
 
 
-def _unbounded(layer) -> int:
+def _unbounded(layer: Any) -> int:
     return -1
 
 
-def _reorder(layer, beam_idx) -> None:
+def _reorder(layer: EvictionLayer, beam_idx: Tensor) -> None:
     layer.batch_select_indices(beam_idx)  # a subclass may override it
 
 
-def _offload(layer):
+def _offload(layer: EvictionLayer) -> None:
     raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
 
 
@@ -65,21 +65,21 @@ class EvictionLayer(CacheLayerMixin):
 
     pool = None  # the kvevict.engine.slots.pool.Pool that the slots lie in
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.is_initialized = False
-        self.storage = Storage()  # or a `Fork`
-        self.pending_kv = None  # (k, v) between update() and the attention function
+        self.storage: Any = Storage()  # or a `Fork`
+        self.pending_kv: Any = None  # (k, v) between update() and the attention function
         self.columns = 0  # tokens read, padding included: Transformers' sequence length
-        self.seen = None  # [B] int32 tokens read without padding
-        self.carry = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/slots/carried.py)
+        self.seen: Any = None  # [B] int32 tokens read without padding
+        self.carry: Any = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/slots/carried.py)
         self.memory = {}  # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
-        self.decode_queries = None  # [B, H, <= rows, D] last decoded queries
-        self.budget = None  # [B] slots over all heads, of the last read; on the host
-        self.prompt = None  # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
-        self.head_offsets = None  # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
+        self.decode_queries: Any = None  # [B, H, <= rows, D] last decoded queries
+        self.budget: Any = None  # [B] slots over all heads, of the last read; on the host
+        self.prompt: Any = None  # [B, heads of all ranks] number of a head's first slots that are prompt; None: unknown
+        self.head_offsets: Any = None  # [B, heads of all ranks] slot counts less that of this rank's first; None: all 0
         self.removable = 0  # columns appended since the last eviction; crop may remove them
         self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
-        self.bits = None  # of the numbers of stored keys and values; None: no patched call has attended yet
+        self.bits: Any = None  # of the numbers of stored keys and values; None: no patched call has attended yet
 
     reset = __init__  # forgets everything
 
@@ -214,7 +214,7 @@ class EvictionLayer(CacheLayerMixin):
         if self.bits[0] is None:
             return
 
-        def seen(x):
+        def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
 
         keys, held, weights = key, seen(key), self._attention(query, key, first, options)
@@ -230,14 +230,14 @@ class EvictionLayer(CacheLayerMixin):
             self.storage = self.storage.centred_at(centre, known)
             return
 
-        def error(bits):
+        def error(bits: int) -> float:
             errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], bits)
             return float(ranks.gather(errors[None]).mean())
 
         self.bits = kv.chosen(kind, error)
         self.storage = self.storage.repacked(self.bits, centre, known)
 
-    def _attention(self, query, key, first, options):
+    def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
         """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
         | new], key [B, Hkv, S, D] from column first[b] on."""
         rows, columns = query[:, :, -kv.ROWS :], key.shape[2]
@@ -278,7 +278,7 @@ class EvictionLayer(CacheLayerMixin):
         self.seen = self.seen + (most if least == most else _ops.upload(tokens, self.device, torch.int32))
 
 
-def _needs_own(storage, step) -> bool:
+def _needs_own(storage: Storage, step: Any) -> bool:
     """True if a call needs all slots in one place that no fork reads. A chooser, a chunk, and layers that read another
     layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
     if not storage.shared or not isinstance(storage, Fork):

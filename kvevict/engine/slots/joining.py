@@ -24,7 +24,7 @@ from .storage import Storage
 class Pools:
     """A pool for each layer of a decoder that evicts, of `rows` slots over all heads."""
 
-    def __init__(self, decoder, rows: int):
+    def __init__(self, decoder: Any, rows: int) -> None:
         self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
         self.of = {index: Pool(rows) for index, kind in enumerate(self.kinds) if kind in families.EVICTS}
 
@@ -126,11 +126,11 @@ def next_positions(cache: EvictionCache) -> torch.Tensor:
     return _evicting(cache)[0].seen.long()
 
 
-def _evicting(cache):
+def _evicting(cache: EvictionCache) -> list:
     return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
 
 
-def _joined(layers):
+def _joined(layers: tuple) -> EvictionLayer:
     """Concatenate the rows of one layer of several caches. A shorter row counts as padded at its left."""
     first = layers[0]
     whole = copy.copy(first)
@@ -153,7 +153,7 @@ def _joined(layers):
     return whole
 
 
-def _carried(layer, width):
+def _carried(layer: EvictionLayer, width: int) -> torch.Tensor:
     """A layer's carried numbers [B, Hkv, width], NaN where a slot has none."""
     if layer.carry is None:
         return torch.full((*layer.counts.shape, width), torch.nan, device=layer.device)
