@@ -12,7 +12,6 @@ from .engine.hook.installed import plan_of, using
 from .engine.measure import gates
 from .engine.slots.adopt import EvictionCache
 from .engine.slots.cache import EvictionLayer
-from .engine.slots.joining import next_positions
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
 from .policy.checks import PLENTY, count
@@ -57,7 +56,7 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     _check_room(model, ids.shape[1], "the text")
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
         cache = cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
-    cautions.of_text(cache.meter, cache.policy.budget, 3)
+    cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
     return cache
 
 
@@ -244,12 +243,13 @@ def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: in
     if padded:
         new = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in texts], device=here)
         seen = cache.get_seq_length()
-        first = seen if cache.next_position is None else cache.next_position[:, None]
+        following = cache.sequence.next_position
+        first = seen if following is None else following[:, None]
         mask = torch.cat([new.new_ones(len(texts), seen), new], 1)
         known |= dict(attention_mask=mask, position_ids=(first + new.cumsum(1) - 1).clamp_min(0))
     logits = model(ids, **{CACHE: cache}, **known).logits
     if padded:
-        cache.next_position = next_positions(cache)
+        cache.sequence.next_position = cache.sequence.positions(here)
     return logits
 
 

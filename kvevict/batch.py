@@ -57,7 +57,8 @@ class Batch:
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
         ids = torch.tensor(tokens, device=self.device)[:, None]
-        following = getattr(self.cache, "next_position", None)
+        sequence = getattr(self.cache, "sequence", None)
+        following = None if sequence is None else sequence.next_position
         place = {} if following is None else dict(position_ids=following[:, None])
         out = self.model(ids, **{CACHE: self.cache}, **place, use_cache=True, return_dict=True)
         return out.logits[:, -1]

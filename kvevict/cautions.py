@@ -41,7 +41,7 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             f"the {max(seen)} tokens are more than the model's context of {context}, and answers are often wrong: "
             "shorten the prompt",
         )
-    before, meter = cache.policy, cache.meter
+    before, meter = cache.sequence.policy, cache.meter
     if before is None or meter is None or not before.question == policy.question == "known":
         return
     kept = min(meter.report["kept_share"])

@@ -42,7 +42,8 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
         raise ValueError(
             f"a {type(cache).__name__} that was not filled by kvevict: read a prompt with a patched model first"
         )
-    if cache.half_read:
+    sequence = cache.sequence
+    if sequence.half_read:
         raise ValueError(HALF_READ)
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
@@ -57,14 +58,15 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
             slots = layer.storage.gathered()
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])
             values: dict = dict(k=slots.k[packed], v=slots.v[packed], pos=slots.pos[packed])
-            values |= {name: getattr(layer, name) for name in ("len", "seen", *OPTIONAL)}
+            values |= {name: getattr(layer, name) for name in ("len", *OPTIONAL)}
+            values["seen"] = torch.tensor(sequence.seen, dtype=torch.int32, device=layer.device)
             values["centre"] = layer.centre
             values["moments"] = _moments(layer, index)
             values["carry"] = None if layer.carry is None else wide(layer.carry, layer.longest())
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
             values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
-            fact = dict(kind=families.FULL_ATTENTION, columns=layer.columns)
+            fact = dict(kind=families.FULL_ATTENTION, columns=sequence.columns)
             facts.append(fact if slots.bits == MODEL else fact | dict(bits=slots.bits))
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
@@ -74,10 +76,10 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
         else:
             raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
         tensors |= {f"{index}.{name}": t.contiguous().clone() for name, t in values.items() if t is not None}
-    following = None if cache.next_position is None else cache.next_position.tolist()
-    common: dict[str, Any] = dict(packed=cache.packed, next_position=following, kvevict=VERSION)
+    following = None if sequence.next_position is None else sequence.next_position.tolist()
+    common: dict[str, Any] = dict(packed=sequence.packed, next_position=following, kvevict=VERSION)
     weights, configuration = cache.owner.identity() or (None, None)
-    common |= dict(weights=weights, configuration=configuration, policy=_text_of(cache.policy))
+    common |= dict(weights=weights, configuration=configuration, policy=_text_of(sequence.policy))
     ranks, failed = cache.ranks, None
     parts = ranks.to_first(tensors)
     if parts is not None:
@@ -375,10 +377,12 @@ def _bits_of(fact: dict) -> tuple:
 
 def _fill_cache(cache: EvictionCache, fact: dict) -> None:
     """Set the parts of a cache that concern all layers."""
-    cache.policy, cache.packed = _policy_of(fact["policy"]), tuple(map(tuple, fact["packed"]))
+    sequence = cache.sequence
+    sequence.policy, sequence.packed = _policy_of(fact["policy"]), tuple(map(tuple, fact["packed"]))
+    sequence.floor = sequence.columns
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
-        cache.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
+        sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
 
 
 def _fill_sliding(layer: Any, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
@@ -411,7 +415,7 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
     slots, counts = (tensors["k"], tensors["v"], tensors["pos"]), np.array(length.tolist())
     layer.bits = bits
     layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"))
-    layer.columns, layer.seen = fact["columns"], tensors["seen"]
+    layer.sequence.columns, layer.sequence.seen = fact["columns"], np.array(tensors["seen"].tolist())
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:
         setattr(layer, name, tensors.get(name))

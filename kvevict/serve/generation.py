@@ -256,7 +256,7 @@ class Generation:
 
     def _place(self, cache: Any) -> None:
         """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
-        if cache.policy is not None and cache.policy.kv == self.kv:
+        if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
 
     def _beginning(self, call: Call, cache: Any, start: int, end: int, policy: Any) -> Any:

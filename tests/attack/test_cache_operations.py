@@ -18,6 +18,7 @@ from kvevict.engine.hook import attention
 from kvevict.engine.read import choosers, evict
 from kvevict.engine.read import layer as read_layer
 from kvevict.engine.slots.cache import HALF_READ, EvictionLayer
+from kvevict.engine.slots.sequence import Sequence
 
 NEEDS_MORE = ("lookahead", "gate", "speckv")  # trained rows, gates, another model
 CARRIES = {
@@ -33,7 +34,7 @@ CARRIES = {
 }  # fmt: skip
 NAMES = [*(name for name in kvevict.policies() if name not in NEEDS_MORE), *CARRIES]
 BUDGETS = (14, 0.5, 4096)
-TOLD = dict(append=EvictionLayer, keep=EvictionLayer, decode=EvictionLayer, advance=EvictionLayer)
+TOLD = dict(append=EvictionLayer, keep=EvictionLayer, decode=EvictionLayer)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,7 @@ class Log:
         self.events, self.now, self.patches = [], None, []
         for name, owner in TOLD.items():
             self._replace(owner, name, lambda layer, *given, what=name: self.events.append((layer, what, given)))
+        self._replace(Sequence, "advance", lambda it: self.events.append((it, "advance", it.coming)))
         self._replace(evict, "numbers", lambda call: self._at(call.layer))
         self._replace(attention, "attend", lambda seen, *_: self._at(seen.layer))
         self._replace(read_layer, "carry_newest", lambda layer, x: self.events.append((layer, "newest", (x,))))
@@ -124,6 +126,7 @@ class Twin:
 
     def __init__(self, heads, columns=0, removable=0):
         self.heads, self.columns, self.removable = heads, columns, removable
+        self.cut, self.stored = False, 0  # in the running step: slots were evicted, columns stored
 
     def copy(self):
         return self.rows(range(len(self.heads)))
@@ -135,18 +138,20 @@ class Twin:
         return ((b, h, head) for b, row in enumerate(self.heads) for h, head in enumerate(row))
 
     def advance(self, columns, tokens):
-        self.columns, self.removable, self.chunk = self.columns + columns, self.removable + columns, columns
+        whole = not self.cut and self.stored == columns
+        self.columns, self.removable = self.columns + columns, self.removable + columns if whole else 0
+        self.cut, self.stored = False, 0
 
     def append(self, k, v, pos, first, padding):
         for b, h, head in self.each():
             head.extend(k[b, h], v[b, h], pos[b])
             head.settle()
-        if k.shape[2] != self.chunk:
-            self.removable = 0
+        self.stored = k.shape[2]
 
     def decode(self, q, k, v, pos, *module):
         for b, h, head in self.each():
             head.extend(k[b, h], v[b, h], pos[b])
+        self.stored = 1
 
     def keep(self, index, keep, *new):
         for b, h, head in self.each():
@@ -155,7 +160,7 @@ class Twin:
                 head.extend(k[b, h], v[b, h], pos[b])
             head.settle()
             head.take(index[b, h, : int(keep[b, h])].long())
-        self.removable = 0
+        self.cut, self.removable = True, 0
 
     def join(self, how, new):
         for b, h, head in self.each():
@@ -183,9 +188,9 @@ class Pair:
         return Pair(cache, [twin.copy() for twin in self.twins])
 
     def check(self):
-        assert self.cache.get_seq_length() == self.twins[0].columns and not self.cache.half_read
+        assert self.cache.get_seq_length() == self.twins[0].columns and not self.cache.sequence.half_read
+        assert self.cache.sequence.removable == min(twin.removable for twin in self.twins)
         for layer, twin in zip(self.cache.layers, self.twins, strict=True):
-            assert (layer.columns, layer.removable) == (twin.columns, twin.removable)
             slots, carry = layer.storage.gathered(), layer.carry
             assert slots.counts.tolist() == slots.len.tolist() == layer.len.tolist()
             assert carry is None or carry.shape[-1] <= layer.longest()
@@ -210,10 +215,14 @@ class Pair:
                 return False
         assert not out.logits.isnan().any()
         of = {id(layer): twin for layer, twin in zip(self.cache.layers, self.twins, strict=True)}
-        for layer, what, given in log.events:
-            if id(layer) in of:  # not a draft's
-                getattr(of[id(layer)], what)(*given)
+        for owner, what, given in log.events:
+            if id(owner) in of:  # not a draft's
+                getattr(of[id(owner)], what)(*given)
+            elif owner is self.cache.sequence:
+                for twin in self.twins:
+                    twin.advance(*given)
         for twin in self.twins:
+            twin.cut = False  # by slots that wait until tokens were drafted
             for *_, head in twin.each():
                 head.settle()
         return True
@@ -229,8 +238,7 @@ def read(name, budget, rows):
     generator = torch.Generator().manual_seed(rows)
     with kvevict.evicting(model(), policy(name, budget)):
         cache = model()(torch.randint(3, 97, (rows, 4), generator=generator), logits_to_keep=1).past_key_values
-        for layer in cache.layers:
-            layer.reset()
+        cache.reset()
         empty = torch.empty(0, 32), torch.empty(0, 32), torch.empty(0, dtype=torch.int32), torch.empty(0)
         pair = Pair(cache, [Twin([[Head(empty) for _ in range(2)] for _ in range(rows)]) for _ in range(2)])
         assert pair.call(torch.randint(3, 97, (rows, 24), generator=generator))
@@ -293,8 +301,8 @@ def repeat(rng, pair, path):
 def saved(rng, pair, path):
     kvevict.save_cache(pair.cache, path)
     made = pair.copied(kvevict.load_cache(path, model()))
-    for layer, twin in zip(made.cache.layers, made.twins, strict=True):
-        assert layer.removable == 0
+    assert made.cache.sequence.removable == 0
+    for twin in made.twins:
         twin.removable = 0
     return made
 

@@ -35,6 +35,7 @@ from torch.nn.attention.bias import causal_lower_right
 from kvevict import _ops as ops
 from kvevict.engine.slots.fork import fork
 from kvevict.engine.slots.latent import LatentLayer
+from kvevict.engine.slots.sequence import Sequence
 from kvevict.engine.slots.storage import Storage
 
 READING = ("read", "stream")
@@ -357,7 +358,7 @@ def bench_latent(stored, dtype):
     q, first = torch.randn(1, made.heads, 1, 192).to(dtype), torch.zeros(1, dtype=torch.int32)
     pos = torch.arange(stored, dtype=torch.int32)[None]
     for plain in (True, False):
-        layer, module = LatentLayer(), made(plain, weight)
+        layer, module = LatentLayer(Sequence()), made(plain, weight)
         packed = layer.pack(latent, rotated)
         layer.lazy_initialization(packed[0])
         layer.append(*packed, pos, first, first.numpy())

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.carried import of_layer, wide
 from kvevict.engine.slots.layers import StatefulLayer
 from kvevict.engine.slots.meter import allocated_bytes
+from kvevict.engine.slots.sequence import Sequence
 from kvevict.engine.slots.storage import ROOM
 
 D = 32
@@ -31,10 +33,11 @@ def layer_of(lens, seed=0):
     """A layer with lens[b][h] slots, and its content: {(b, h): (keys, values, positions)}."""
     batch, heads, most = len(lens), len(lens[0]), max(map(max, lens))
     k, v, pos = columns(batch, heads, most, seed)
-    layer = EvictionLayer()
+    layer = EvictionLayer(Sequence())
     layer.lazy_initialization(k)
     layer.append(k, v, pos, torch.zeros(batch, dtype=torch.int32), np.zeros(batch, int))
-    layer.advance(most, most)
+    layer.sequence.coming = most, most
+    layer.sequence.advance()
     keep = torch.tensor(lens, dtype=torch.int32)
     index = torch.arange(most, dtype=torch.int32).expand(batch, heads, most)
     index = torch.where(index < keep[..., None], index, -1).contiguous()
@@ -61,34 +64,37 @@ RAGGED = [[5, 0], [3, 9], [1, 7]]
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1], [1, 1, 1], [0, 2], [2, 2, 1, 0, 0], [0]])
 def test_reorder_and_select(rows):
-    for select in ("reorder_cache", "batch_select_indices"):
-        layer, held = layer_of(RAGGED)
-        layer.carry = of_layer(torch.arange(3 * 2 * 9.0).view(3, 2, 9), layer)
-        layer.budget = np.array([10, 11, 12])
-        want = layer.carry[rows][..., : max(n for row in rows for n in RAGGED[row])]
-        getattr(layer, select)(torch.tensor(rows))
-        holds(layer, {(b, h): held[row, h] for b, row in enumerate(rows) for h in range(2)})
-        torch.testing.assert_close(layer.carry, want, rtol=0, atol=0, equal_nan=True)
-        ends = [[int((~head.isnan()).sum()) for head in row] for row in layer.carry]
-        assert ends == [RAGGED[row] for row in rows]
-        assert layer.budget.tolist() == [10 + row for row in rows]
-        assert layer.seen.tolist() == [9] * len(rows)
-        assert layer.get_seq_length() == 9
+    layer, held = layer_of(RAGGED)
+    layer.carry = of_layer(torch.arange(3 * 2 * 9.0).view(3, 2, 9), layer)
+    layer.budget = np.array([10, 11, 12])
+    want = layer.carry[rows][..., : max(n for row in rows for n in RAGGED[row])]
+    layer.select(rows)
+    holds(layer, {(b, h): held[row, h] for b, row in enumerate(rows) for h in range(2)})
+    torch.testing.assert_close(layer.carry, want, rtol=0, atol=0, equal_nan=True)
+    ends = [[int((~head.isnan()).sum()) for head in row] for row in layer.carry]
+    assert ends == [RAGGED[row] for row in rows]
+    assert layer.budget.tolist() == [10 + row for row in rows]
+    assert layer.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("mask", [[True, False, True], [False, False, True], [True, True, True]])
 def test_select_by_mask(mask):
-    layer, held = layer_of(RAGGED)
-    layer.batch_select_indices(torch.tensor(mask))
-    rows = [row for row in range(3) if mask[row]]
-    holds(layer, {(b, h): held[row, h] for b, row in enumerate(rows) for h in range(2)})
+    cache, whole = (read(shared(), rows=3) for _ in range(2))
+    for select in ("reorder_cache", "batch_select_indices"):
+        cache = read(shared(), rows=3)
+        getattr(cache, select)(torch.tensor(mask))
+        assert len(cache.sequence.seen) == sum(mask)
+        for layer, before in zip(cache.layers, whole.layers, strict=True):
+            assert torch.equal(layer.keys, before.keys[mask]) and torch.equal(layer.values, before.values[mask])
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 def test_repeat(repeats):
-    layer, held = layer_of(RAGGED)
-    layer.batch_repeat_interleave(repeats)
-    holds(layer, {(b, h): held[b // repeats, h] for b in range(3 * repeats) for h in range(2)})
+    cache, whole = (read(shared(), rows=3) for _ in range(2))
+    cache.batch_repeat_interleave(repeats)
+    assert cache.sequence.seen.tolist() == [40] * 3 * repeats
+    for layer, before in zip(cache.layers, whole.layers, strict=True):
+        assert torch.equal(layer.keys, before.keys.repeat_interleave(repeats, 0))
 
 
 def test_dense_view():
@@ -102,7 +108,7 @@ def test_dense_view():
     layer.keys.zero_()  # a copy
     holds(layer, held)
     assert layer.live_bytes() == 2 * 4 * D * sum(map(sum, RAGGED))
-    assert EvictionLayer().keys is None
+    assert EvictionLayer(Sequence()).keys is None
 
 
 def test_append():
@@ -120,7 +126,7 @@ def test_append():
 @pytest.mark.parametrize("step", [1, 7])
 def test_append_is_amortised(step):
     """Ten thousand tokens move the cache a few dozen times, not ten thousand."""
-    layer, moves, wanted = EvictionLayer(), 0, 10_000 // step
+    layer, moves, wanted = EvictionLayer(Sequence()), 0, 10_000 // step
     k, v, pos = columns(2, 2, step, 0)
     layer.lazy_initialization(k)
     first = torch.zeros(2, dtype=torch.int32)
@@ -170,11 +176,15 @@ def test_reset():
     layer, _ = layer_of(RAGGED)
     layer.reset()
     assert not layer.is_initialized
-    assert layer.get_seq_length() == 0
     assert layer.keys is None
     assert layer.live_bytes() == allocated_bytes(layer) == 0
+    cache = read(shared())
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.sequence.seen is None
     for method, argument in (("crop", -1), ("reorder_cache", torch.tensor([0])), ("batch_repeat_interleave", 2)):
-        getattr(EvictionLayer(), method)(argument)  # nothing to do
+        getattr(cache, method)(argument)  # nothing to do
+        with pytest.raises(ValueError, match="its EvictionCache"):
+            getattr(layer, method)(argument)
 
 
 def test_deepcopy():
@@ -199,10 +209,10 @@ def test_unsupported():
 # -- crop --------------------------------------------------------------------------------------------------------------
 
 
-def read(model, length=40, **options):
+def read(model, length=40, rows=1, **options):
     cache = DynamicCache(config=model.config)
     with kvevict.evicting(model, **dict(policy="snapkv", budget=4096) | options), torch.no_grad():
-        model(prompt(1, length)["input_ids"], past_key_values=cache)
+        model(prompt(rows, length)["input_ids"], past_key_values=cache)
     return cache
 
 
@@ -216,7 +226,7 @@ def test_crop_removes_the_last_tokens():
     assert cache.get_seq_length() == 37
     for layer in cache.layers:
         assert layer.len.tolist() == [[37, 37]]
-        assert layer.seen.tolist() == [37]
+    assert cache.sequence.seen.tolist() == [37]
     assert torch.equal(cache.layers[2].keys, before[:, :, :37])
     more = prompt(1, 50)["input_ids"][:, 37:]
     with kvevict.evicting(model, "snapkv", budget=4096), torch.no_grad():
@@ -228,17 +238,18 @@ def test_crop_removes_the_last_tokens():
 @pytest.mark.parametrize("length", [0, 1, 30, 40, 50])
 def test_crop_to_a_length(length):
     """Up to 5.16 a positive number is the length to keep; later it is an error that names the change."""
-    layer = read(shared()).layers[0]
+    cache = read(shared())
+    layer = cache.layers[0]
     if VERSION >= (5, 17) and length:
         with pytest.raises(ValueError, match=f"crop\\({length}\\).*negative"):
-            layer.crop(length)
+            cache.crop(length)
         assert layer.get_seq_length() == 40
     elif length:
-        layer.crop(length)
+        cache.crop(length)
         assert layer.get_seq_length() == min(length, 40)
         assert layer.len.tolist() == [[min(length, 40)] * 2]
     else:
-        layer.crop(0)
+        cache.crop(0)
         if VERSION >= (5, 15):
             assert layer.get_seq_length() == 40  # "remove nothing"
 
@@ -248,15 +259,14 @@ def test_crop_does_not_bring_back_what_was_evicted(count):
     model = shared()
     cache = read(model, policy="snapkv", budget=10, window=4)
     with pytest.raises(ValueError, match="crop cannot remove"):
-        cache.layers[0].crop(-count)
+        cache.crop(-count)
     assert cache.get_seq_length() == 40
     with kvevict.evicting(model, "snapkv", budget=10, window=4), torch.no_grad():
         for token in range(3):  # decoded since then: can be taken back
             model(torch.tensor([[5 + token]]), past_key_values=cache)
-    for layer in cache.layers:
-        layer.crop(-3)
-        with pytest.raises(ValueError, match="crop cannot remove"):
-            layer.crop(-1)
+    cache.crop(-3)
+    with pytest.raises(ValueError, match="crop cannot remove"):
+        cache.crop(-1)
     assert cache.get_seq_length() == 40
     assert cache.layers[0].len.tolist() == [[10, 10]]
 
@@ -269,8 +279,7 @@ def test_crop_with_carried_scores():
         for token in (5, 6):
             model(torch.tensor([[token]]), past_key_values=cache)
         want = cache.layers[0].carry.clone()
-        for layer in cache.layers:
-            layer.crop(-1)
+        cache.crop(-1)
         assert cache.layers[0].carry.shape[-1] == 11
         model(torch.tensor([[6]]), past_key_values=cache)
     assert cache.layers[0].carry.shape == want.shape
@@ -314,23 +323,27 @@ def test_what_was_cropped_was_never_there(name):
 
 def test_crop_is_of_all_layers_or_of_none():
     cache = read(shared())
-    cache.layers[2].removable = 1
+    third = mock.patch.object(EvictionLayer, "drop_last", side_effect=[None, None, ValueError("a state")])
+    with third, pytest.raises(ValueError, match="a state"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == 40 and [layer.len.tolist() for layer in cache.layers] == [[[40, 40]]] * 4
+    cache.sequence.floor = 39
     with pytest.raises(ValueError, match="only the last 1 were read"):
         cache.crop(-3)
-    assert [(layer.columns, layer.len.tolist()) for layer in cache.layers] == [(40, [[40, 40]])] * 4
     cache.crop(-1)
-    assert [(layer.columns, layer.len.tolist()) for layer in cache.layers] == [(39, [[39, 39]])] * 4
+    assert cache.get_seq_length() == 39 and [layer.len.tolist() for layer in cache.layers] == [[[39, 39]]] * 4
 
 
 def test_crop_of_a_layer_with_a_state_is_refused():
     """Its state cannot be taken back, nor are the slots then."""
-    layer, _ = layer_of(RAGGED)
-    both = StatefulLayer()
-    both.__dict__.update(layer.__dict__, state=object(), removable=3)
+    cache = read(shared())
+    both = StatefulLayer(cache.sequence, object())
+    both.__dict__.update(cache.layers[3].__dict__)
+    cache.layers[3] = both
     with pytest.raises(ValueError, match="a state beside its slots"):
-        both.crop(-1)
-    both.crop(0)
-    assert both.len.tolist() == RAGGED and both.columns == 9
+        cache.crop(-1)
+    cache.crop(0)
+    assert [layer.len.tolist() for layer in cache.layers] == [[[40, 40]]] * 4 and cache.get_seq_length() == 40
 
 
 def test_seen_is_not_kept():

@@ -66,7 +66,7 @@ def test_a_patched_model_reads_for_later_questions(net, policy):
     with kvevict.evicting(net, policy, budget=90, kv="int8", decode=False):
         assert same(kept(net), want)
         assert same(kept(net, kv="model", budget=60), kept(net, "read-twice", budget=60))
-        assert kvevict.Pipeline(net, tiny.byte_tokenizer()).read(TEXT).policy.rows.repeats
+        assert kvevict.Pipeline(net, tiny.byte_tokenizer()).read(TEXT).sequence.policy.rows.repeats
     for name in (policy, "keydiff"):  # a named one reads
         named = kept(net, name, budget=60)
         with kvevict.evicting(net, policy, budget=90, kv="int8"):

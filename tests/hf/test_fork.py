@@ -230,7 +230,6 @@ def test_read_in_inference_mode():
 def test_a_cache_that_holds_nothing():
     net = kvevict.patch(model(), "snapkv", budget=12, window=4)
     empty = read(net)
-    for layer in empty.layers:
-        layer.reset()
+    empty.reset()
     goes_on(net, empty.fork(), 2)
     assert empty.get_seq_length() == 0

@@ -7,6 +7,7 @@ from helpers import FP32, OUT, close
 from torch import nn
 
 from kvevict.engine.slots.latent import LatentLayer, up_projection
+from kvevict.engine.slots.sequence import Sequence
 
 HEADS, NOPE, ROTATED, VALUE, RANK = 3, 24, 8, 16, 40
 
@@ -30,7 +31,7 @@ class Attention(nn.Module):
 
 def filled(dtype, lengths):
     """A layer with random latents, and what it holds: [(latents [n, RANK], rotated [n, ROTATED])] by row."""
-    layer, most, batch = LatentLayer(), max(lengths), len(lengths)
+    layer, most, batch = LatentLayer(Sequence()), max(lengths), len(lengths)
     latent, rotated = torch.randn(batch, 1, most, RANK).to(dtype), torch.randn(batch, 1, most, ROTATED).to(dtype)
     layer.lazy_initialization(layer.pack(latent[:, :, :0], rotated[:, :, :0])[0])
     first = torch.tensor([most - n for n in lengths], dtype=torch.int32)

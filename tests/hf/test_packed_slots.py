@@ -149,8 +149,8 @@ def test_assisted_decoding(kind, lookup):
         tokens, cache = out.sequences[:, 60:], model(ids, logits_to_keep=1).past_key_values
         for layer, read in zip(out.past_key_values.layers, cache.layers, strict=True):
             stored = layer.positions()[0][0].tolist()
-            assert stored == read.positions()[0][0].tolist() + list(range(60, 60 + layer.columns - 60))
-            assert layer.columns in (60 + tokens.shape[1] - 1, 60 + tokens.shape[1])
+            assert stored == read.positions()[0][0].tolist() + list(range(60, layer.get_seq_length()))
+            assert layer.get_seq_length() in (60 + tokens.shape[1] - 1, 60 + tokens.shape[1])
         want = model(tokens[:, :-1], past_key_values=cache).logits[0].log_softmax(-1)
     chosen = want.gather(1, tokens[0, 1:, None])[:, 0]
     assert (want.amax(1) - chosen).max() < {"int8": 0.05, "k8v4": 0.5, "int4": 1.0}[kind]

@@ -38,7 +38,7 @@ def rows_of(net):
 def stored(cache):
     """Tensors of the layers that are evicted from."""
     own = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
-    return [[layer.keys, layer.values, layer.seen, layer.len.clone()] for layer in own]
+    return [[layer.keys, layer.values, torch.tensor(cache.sequence.seen), layer.len.clone()] for layer in own]
 
 
 @pytest.fixture(params=TOGETHER)

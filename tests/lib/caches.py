@@ -36,9 +36,7 @@ def held(cache):
             slots = layer.storage.gathered()
             rows = [rows for _, _, rows in slots.segments()]
             kinds = [t[at].clone() for t in (slots.k, slots.v, slots.pos) for at in rows]
-            layers.append(
-                [*kinds, layer.seen, torch.tensor(layer.columns), *([] if layer.carry is None else [layer.carry])]
-            )
+            layers.append([*kinds, torch.tensor(cache.sequence.seen), *([] if layer.carry is None else [layer.carry])])
         else:
             layers.append([layer.keys, layer.values, torch.tensor(layer.cumulative_length)])
     return layers

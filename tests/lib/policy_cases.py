@@ -137,7 +137,7 @@ def check_report(report, cache, seen):
     rows = [sum(len(head) for layer in layers for head in layer[b]) for b in range(len(seen))]
     heads = sum(len(layer[0]) for layer in layers)
     assert report["kept_share"] == [n / (heads * tokens) for n, tokens in zip(rows, seen, strict=True)]
-    assert cache.layers[report["positions"].index(layers[0])].seen.tolist() == seen
+    assert cache.sequence.seen.tolist() == seen
 
 
 def compare(made, policy, rows, watch=None, /, kind=oracle.Row, **options):

@@ -224,7 +224,7 @@ def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole():
     lengths = []
 
     def watch(cache):
-        seen = int(cache.layers[0].seen[0])
+        seen = int(cache.sequence.seen[0])
         for (head,) in (layer[0][:1] for layer in kept(cache)):
             cut = range(seen - seen % 7, seen)
             assert set(cut) <= set(head)

@@ -45,7 +45,7 @@ def written(cache, count, seed=0):
     """Decodes tokens into a cache of any batch."""
     data = tokens([[count]], seed)[0][0]
     for token in data:
-        model()(token.expand(len(cache.layers[0].seen), 1), past_key_values=cache, use_cache=True)
+        model()(token.expand(len(cache.sequence.seen), 1), past_key_values=cache, use_cache=True)
     return cache
 
 

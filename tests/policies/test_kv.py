@@ -330,7 +330,7 @@ def test_sequences_that_decode_together(model, kind):
     options = dict(budget=64, chunk_size=96, window=8, kv=kind, tokenizer=False)
     with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
         for cache in caches:
-            cache.policy = caches[0].policy
+            cache.sequence.policy = caches[0].sequence.policy
         alone = [model(torch.tensor([[n]]), past_key_values=c.fork()).logits for n, c in zip((7, 9), caches)]
         whole = join(caches)
         together = Batch(model, "ab", whole).step([7, 9])
@@ -349,7 +349,7 @@ def test_slots_of_a_pool(model):
         alone = [read(model, "k8v4", prompt(1, n, seed=n))[0] for n in (120, 190)]
         assert all(digest(a) == digest(b) for a, b in zip(caches, alone, strict=True))
         for cache in caches:
-            cache.policy = caches[0].policy
+            cache.sequence.policy = caches[0].sequence.policy
         whole = join(caches)
         buffers = pools.of[0].buffers
         assert whole.layers[0].k is buffers[0] and [x.shape[1] for x in buffers[:2]] == [36, 20]

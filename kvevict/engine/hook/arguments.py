@@ -64,8 +64,8 @@ class Arguments:
             self.cache.check_owner(decoder, plan.kinds, thorough=not one_by_one)
         make_ours(self.cache, plan, decoder.config, mask, self.columns)
         self.layers = [self.cache.layers[index] for index in plan.order]  # the layers that evict
-        if self.cache.next_position is not None:
-            self._positions.follow(self.cache.next_position)
+        if self.cache.sequence.next_position is not None:
+            self._positions.follow(self.cache.sequence.next_position)
         self.rolls_back = self.cache.record_past
         check_roll_back(self)
 
@@ -105,7 +105,7 @@ class Arguments:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
             return None
-        mask = packed_mask(self._mask[:, : self.columns + end], self.cache.packed)
+        mask = packed_mask(self._mask[:, : self.columns + end], self.cache.sequence.packed)
         return torch.cat([mask, mask.new_ones(self.batch, appended)], 1) if appended else mask
 
 
@@ -128,12 +128,13 @@ def columns_of(cache: Any, batch: int) -> int:
             "plain DynamicCache: drop cache_implementation and offloading"
         )
     columns = cache.get_seq_length()
-    ours = [layer for layer in cache.layers if isinstance(layer, EvictionLayer) and layer.is_initialized]
-    if getattr(cache, "half_read", False) or any(layer.columns != columns for layer in ours):
+    if not isinstance(cache, EvictionCache):
+        return columns
+    sequence = cache.sequence
+    if sequence.half_read or sequence.columns != columns:
         raise ValueError(HALF_READ)
-    for layer in ours:
-        if layer.len.shape[0] != batch:
-            raise ValueError(f"past_key_values holds a batch of {layer.len.shape[0]} rows, the input has {batch}")
+    if sequence.seen is not None and len(sequence.seen) != batch:
+        raise ValueError(f"past_key_values holds a batch of {len(sequence.seen)} rows, the input has {batch}")
     return columns
 
 

@@ -15,7 +15,7 @@ from ... import cautions, compat, families
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
-from ..read.sequence import Sequence
+from ..read.spans import Spans
 from ..read.step import OuterCall
 from .arguments import Arguments
 
@@ -160,8 +160,8 @@ def _call(model: torch.nn.Module, run: Any, args: tuple, kwargs: dict) -> Any:
     call = OuterCall(model, kwargs.get("attention_mask"), wanted)
     enter(outer=call)
     output = run(*args, **kwargs)
-    if call.sequence is not None:
-        call.sequence.settle()
+    if call.spans is not None:
+        call.spans.settle()
     return output
 
 
@@ -204,11 +204,11 @@ def _forward(self: Any, run: Any, plan: Any, args: tuple, kwargs: dict) -> Any:
 
 def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     arguments = Arguments(decoder, plan, kwargs)
-    sequence = Sequence(arguments, run)
-    output = sequence.read()
+    spans = Spans(arguments, run)
+    output = spans.read()
     arguments.packing.unpack(output)
     if arguments.top is None:
-        sequence.settle()
+        spans.settle()
     return arguments, output
 
 

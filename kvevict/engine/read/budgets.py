@@ -84,7 +84,7 @@ class Budgets:
 def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], ranks: Ranks) -> None:
     """Raise ValueError unless layers (or heads) that share a choice hold the same slots. They do in a cache read under
     this policy."""
-    if layers[0].len is None or cache.policy is policy:
+    if layers[0].len is None or cache.sequence.policy is policy:
         return
     for group in policy.groups(len(layers)):
         held = [places(layers[order], policy.shared) for order in group if len(group) > 1 or policy.shared]
@@ -105,17 +105,18 @@ def places(layer: EvictionLayer, shared: bool) -> list[list[list[int]]] | None:
 
 def renew(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], heads: int, ranks: Ranks) -> None:
     """Give new budgets to a cache that was read under another policy, or without one."""
-    if cache.policy is policy:
+    sequence = cache.sequence
+    if sequence.policy is policy:
         return
     check_groups(policy, cache, layers, ranks)
-    slots = layer_slots(policy, len(layers), heads, layers[0].seen.tolist())
+    slots = layer_slots(policy, len(layers), heads, sequence.seen.tolist())
     least = policy.smallest_budget() * heads
     for layer, budget in zip(layers, slots, strict=True):
-        loaded = cache.policy is None and layer.budget is not None
-        if not (loaded or cache.policy == policy) or layer.budget.min() < least:
+        loaded = sequence.policy is None and layer.budget is not None
+        if not (loaded or sequence.policy == policy) or layer.budget.min() < least:
             layer.budget = np.minimum(budget.numpy(), PLENTY)
-        if not loaded and cache.policy != policy:
+        if not loaded and sequence.policy != policy:
             layer.decode_queries = None  # another policy's rows, or rows with a gap after them
             if policy.carry == "none":
                 layer.carry = None
-    cache.policy = policy
+    sequence.policy = policy

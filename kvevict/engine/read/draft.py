@@ -12,7 +12,6 @@ import torch
 
 from ... import families
 from ...compat import CACHE
-from ...context import enter
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
@@ -31,12 +30,12 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 class _DraftLayer(EvictionLayer):
     """A copy of the slots in [stored | new] that `choice` keeps. It notes the rows that are decoded over them."""
 
-    def __init__(self, call: LayerCall, choice: Any, room: int) -> None:
-        super().__init__()
+    def __init__(self, sequence: Any, call: LayerCall, choice: Any, room: int) -> None:
+        super().__init__(sequence)
         self.lazy_initialization(call.new[0])
         kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
         self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
-        self.columns, self.seen, self.bits = call.layer.columns, call.layer.seen, call.layer.bits
+        self.bits = call.layer.bits
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each row
 
     def decode(self, q: Any, k: Any, v: Any, pos: Any, module: Any = None, **options: Any) -> Any:
@@ -47,16 +46,16 @@ class _DraftLayer(EvictionLayer):
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
     """A draft layer with a copy of the state too: states are updated in place."""
 
-    def __init__(self, call: LayerCall, choice: Any, room: int) -> None:
-        super().__init__(call, choice, room)
+    def __init__(self, sequence: Any, call: LayerCall, choice: Any, room: int) -> None:
+        super().__init__(sequence, call, choice, room)
         self.state = copy.deepcopy(call.layer.state)
 
 
 class _LatentDraftLayer(_DraftLayer, LatentLayer):
     """A draft layer of latents; notes every head's keys and values of the rows."""
 
-    def __init__(self, call: LayerCall, choice: Any, room: int) -> None:
-        super().__init__(call, choice, room)
+    def __init__(self, sequence: Any, call: LayerCall, choice: Any, room: int) -> None:
+        super().__init__(sequence, call, choice, room)
         self.widths = call.layer.widths
 
     def decode(self, q: Any, k: Any, v: Any, pos: Any, module: Any = None, **options: Any) -> Any:  # type: ignore[override]
@@ -104,16 +103,14 @@ class Drafting(Chooser):
             quiet = copy.copy(step.plan)
             quiet.policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             quiet.wants_outputs = quiet.wants_probs = False
-            cache = copy.copy(step.cache)
             copied = {families.STATE: copy.deepcopy}  # a state is updated in place
-            cache.layers = [
-                copied.get(kind, copy.copy)(layer)
-                for kind, layer in zip(step.plan.kinds, step.cache.layers, strict=True)
-            ]
+            each = zip(step.plan.kinds, step.cache.layers, strict=True)
+            layers = [copied.get(kind, copy.copy)(layer) for kind, layer in each]
+            cache = step.cache.with_layers(copy.copy(step.cache.sequence), layers)
             unseen = Meter()  # drafting leaves no trace in the report
             for call in calls:
                 kind = DRAFT_LAYERS[type(call.layer)]
-                cache.layers[call.slots.index] = kind(call, _first_choice(call, quiet, unseen), n_d)
+                cache.layers[call.slots.index] = kind(cache.sequence, call, _first_choice(call, quiet, unseen), n_d)
             self._write(span_end, cache, quiet, unseen, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
             meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
@@ -131,10 +128,9 @@ class Drafting(Chooser):
             one = Step(
                 quiet, step.decoder, cache, meter, at, none, 0 * step.padding, _Watch(self.errors), final_position=final
             )
-            enter(step=one)
-            hidden = span_end.run(
-                input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache}, use_cache=True,
-                return_dict=True,
+            hidden = one.through(
+                span_end.run, input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache},
+                use_cache=True, return_dict=True,
             ).last_hidden_state  # fmt: skip
 
 

@@ -51,7 +51,6 @@ def attend(seen: Attended) -> Attended:
         columns = layer.longest() + 1 if plan.wants_probs else 0
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
-        layer.advance(*step.seen)
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             inputs = Source(step, layer, module, k, seen.hidden).given(plan.of_tokens.needs)
             carry_newest(layer, plan.of_tokens.tokens(*inputs))
@@ -59,9 +58,8 @@ def attend(seen: Attended) -> Attended:
     held = layer.slots(module)
     with step.meter.clock("attend"):
         out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)
-    layer.advance(*step.seen)
     if step.seen[0] != seen.rows_to_store:
-        layer.removable = 0  # slots are fewer than columns
+        layer.sequence.fix()  # slots are fewer than columns
     return seen._replace(out=out, lse=lse, held=held)
 
 

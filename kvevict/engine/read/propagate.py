@@ -63,7 +63,8 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     kept = policy.propagated(rows - kv.padding)
     most, keep = int(kept.max()), _ops.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
-    first = slots.protected[0] - (call.layer.seen - tokens)  # first slots in this chunk
+    before = _ops.upload(call.layer.sequence.seen, device, torch.int32)
+    first = slots.protected[0] - before  # first slots in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     count = torch.arange(rows, device=device)
     slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # slot of each token of a row

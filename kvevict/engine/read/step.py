@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...context import enter
 from ...policy.seen.rows import CallRows
 from .plan import Plan
 
@@ -20,7 +22,7 @@ class OuterCall:
     model: Any
     mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens with logits; 0: all
-    sequence: Any = None  # the kvevict.engine.read.sequence.Sequence of the decoder's call in it
+    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,14 @@ class Step:
             return CallRows(*own)
         ends, again, left = (False, None, 0) if chunk is None else (chunk.last, chunk.again, read.prompt - chunk.end)
         return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.plan.policy)
+
+    def through(self, run: Callable[..., Any], **inputs: Any) -> Any:
+        """The decoder's output, of its forward `run`, for this step; its columns then count as read."""
+        enter(step=self)
+        self.cache.sequence.coming = self.seen
+        output = run(**inputs)
+        self.cache.sequence.advance()
+        return output
 
     @property
     def rows(self) -> Any:

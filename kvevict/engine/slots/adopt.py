@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,14 @@ from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
+from .sequence import Sequence
 
 
 class EvictionCache(DynamicCache):
     """A `DynamicCache` that a patched model fills: `adopt` changes the class of the caller's object."""
 
-    half_read = False  # a call that changes the cache has not ended
+    sequence: Sequence  # the tokens that it has read
     record_past = False  # tokens may be taken back (assisted decoding rolls back rejected ones)
-    packed: tuple = ()  # (start, stop) of each range of columns with its padding moved to the left
-    next_position: torch.Tensor | None = None  # [B] int64 next positions, where padding was moved
-    policy: Any = None  # the policy this cache was read under; None for a loaded cache (unknown) and without a budget
     meter: Any = None  # the kvevict.engine.slots.meter.Meter of the last read into it
     owner = Owner(None)  # of the weights that filled it
     ranks = ALONE  # the ranks that share the layers' heads, for save_cache
@@ -39,11 +38,20 @@ class EvictionCache(DynamicCache):
         never seen by the other. A fork can be forked, decoded in another thread, and outlives the cache
         it came from.
         """
-        twin = copy.copy(self)
-        twin.layers, twin.meter = [_forked(layer) for layer in self.layers], self.meter
+        twin = self.with_layers(copy.copy(self.sequence), map(_forked, self.layers))
+        twin.meter = self.meter
         return twin
 
-    def check_owner(self, decoder: torch.nn.Module, kinds: Sequence[str], thorough: bool = True) -> None:
+    def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
+        """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
+        twin = copy.copy(self)
+        twin.sequence, twin.layers = sequence, list(layers)
+        for layer in twin.layers:
+            if isinstance(layer, EvictionLayer):
+                layer.sequence = sequence
+        return twin
+
+    def check_owner(self, decoder: torch.nn.Module, kinds: Items[str], thorough: bool = True) -> None:
         """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
 
         thorough   False: check adapters only (`Owner.change`), as for a decoded token or candidates
@@ -76,43 +84,52 @@ class EvictionCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        names = ("half_read", "record_past", "packed", "next_position", "policy", "meter", "owner")
-        for name in names:
+        self.sequence.__init__()
+        for name in ("record_past", "meter", "owner"):
             self.__dict__.pop(name, None)  # back to the class's defaults
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens of every layer. If one layer cannot, raise and change none."""
-        before, layers = self.get_seq_length(), [_attributes(layer) for layer in self.layers]
+        """Remove the last -tokens_to_remove tokens of every layer: of those read since the last eviction. If one layer
+        cannot, raise and change none."""
+        count = self.sequence.count_to_remove(tokens_to_remove)
+        layers = [_attributes(layer) for layer in self.layers]
         try:
-            super().crop(tokens_to_remove)
+            for layer in self.layers:
+                if not isinstance(layer, EvictionLayer):
+                    layer.crop(tokens_to_remove)
+                elif count:
+                    layer.drop_last(count)
         except BaseException:
             for layer, attributes in zip(self.layers, layers, strict=True):
                 layer.__dict__.clear()
                 layer.__dict__.update(attributes)
             raise
-        if self.next_position is not None:
-            self.next_position = self.next_position - (before - self.get_seq_length())
+        if count:
+            self.sequence.crop(count)
 
     def batch_select_indices(self, indices: Any) -> None:
+        """Keep the batch rows `indices` (any order, repeats allowed, or a boolean mask)."""
+        if self.sequence.seen is None:
+            return
+        rows = len(self.sequence.seen)
+        chosen = torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
+        if chosen == [*range(rows)]:
+            return
         for layer in self.layers:
-            if hasattr(layer, "batch_select_indices"):
-                layer.batch_select_indices(indices)
+            if isinstance(layer, EvictionLayer):
+                layer.select(chosen)
+            elif hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(torch.tensor(chosen))
             else:
-                select_states(layer, indices)
-        self._select(indices)
+                select_states(layer, chosen)
+        self.sequence.__dict__.update(self.sequence.rows(chosen).__dict__)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        seen = next(layer.seen for layer in self.layers if isinstance(layer, EvictionLayer))
-        if seen is not None:
-            self.batch_select_indices(torch.arange(len(seen), device=seen.device).repeat_interleave(repeats))
-
-    def _select(self, rows: torch.Tensor) -> None:
-        if self.next_position is not None:
-            self.next_position = self.next_position[torch.as_tensor(rows, device=self.next_position.device)]
+        if self.sequence.seen is not None:
+            self.batch_select_indices(torch.arange(len(self.sequence.seen)).repeat_interleave(repeats))
 
     def __reduce__(self) -> tuple:
         return _blank, (self.plain,), {name: value for name, value in self.__dict__.items() if name != "meter"}
@@ -140,9 +157,7 @@ def _forked(layer: Any) -> EvictionLayer:
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
 
 
-def adopt(
-    cache: Any, kinds: Sequence[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None
-) -> None:
+def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None) -> None:
     """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
 
     kinds   per layer, as `families.layer_kinds(config)`
@@ -163,12 +178,16 @@ def adopt(
         if kind in families.EVICTS and not isinstance(layer, EvictionLayer):
             _check_import(layer)
     cache.layers = layers
+    sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
     for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = SlidingLayer.of(layer)
         elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
-            layers[index] = import_layer(layer, families.is_latent(config), first)
+            layers[index] = import_layer(layer, sequence, families.is_latent(config), first)
             layer.keys = layer.values = None
+    if columns > sequence.columns:
+        sequence.coming = columns, columns - (0 if first is None else np.array(first.tolist()))
+        sequence.advance()
     cache.layer_class_to_replicate = None
     cache.ranks = ranks
     if not isinstance(cache, EvictionCache):
@@ -182,9 +201,11 @@ def _check_depth(layers: list, kinds: Any, exact: bool = False) -> None:
         )
 
 
-def import_layer(layer: Any, latent: bool, first: torch.Tensor | None = None) -> EvictionLayer:
+def import_layer(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor | None = None) -> EvictionLayer:
     """An `EvictionLayer` with the tokens of a plain `DynamicLayer`; latent: the layer holds latents."""
-    ours = StatefulLayer(layer) if _has_both(layer) else LatentLayer() if latent else EvictionLayer()
+    ours = (LatentLayer if latent else EvictionLayer)(sequence)
+    if _has_both(layer):
+        ours = StatefulLayer(sequence, layer)
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
         k, v = ours.pack(layer.keys, layer.values)
         batch, _, columns, _ = k.shape
@@ -193,7 +214,6 @@ def import_layer(layer: Any, latent: bool, first: torch.Tensor | None = None) ->
         ours.lazy_initialization(k)
         pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
         ours.append(k, v, pos, first, padding)
-        ours.advance(columns, columns - padding)
     return ours
 
 

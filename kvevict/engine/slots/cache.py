@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ... import _ops, compat
+from ... import _ops
 from ...context import current
 from ...policy import kv
 from .carried import of_layer
 from .fork import Fork, fork
 from .ranks import Ranks
+from .sequence import Sequence
 from .storage import Storage
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
@@ -36,8 +37,8 @@ def _unbounded(layer: Any) -> int:
     return -1
 
 
-def _reorder(layer: EvictionLayer, beam_idx: Tensor) -> None:
-    layer.batch_select_indices(beam_idx)  # a subclass may override it
+def _of_the_cache(layer: Any, *args: Any) -> Any:
+    raise ValueError("a layer has no rows or tokens of its own: crop, reorder or select its EvictionCache")
 
 
 def _offload(layer: EvictionLayer) -> None:
@@ -45,11 +46,8 @@ def _offload(layer: EvictionLayer) -> None:
 
 
 class EvictionLayer(CacheLayerMixin):
-    """Counts the tokens read, and keeps slots of some in `storage` (a `Storage`, or a fork's `Fork`).
-
-    Two lengths are never confused: `columns` (and `seen`, without padding) count tokens read, `len` counts slots stored
-    (and `counts`, the same on the host).
-    """
+    """Slots of a layer, in `storage` (a `Storage`, or a fork's `Fork`): `len` of them, and `counts`, the same on the
+    host. The tokens read are the cache's `sequence`."""
 
     is_compileable = False
     is_sliding = False
@@ -65,23 +63,28 @@ class EvictionLayer(CacheLayerMixin):
 
     pool = None  # the kvevict.engine.slots.pool.Pool that the slots lie in
 
-    def __init__(self) -> None:
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence  # of the cache
         self.is_initialized = False
         self.storage: Any = Storage()  # or a `Fork`
-        self.pending_kv: Any = None  # (k, v) between update() and the attention function
-        self.columns = 0  # tokens read, padding included: Transformers' sequence length
-        self.seen: Any = None  # [B] int32 tokens read without padding
-        self.carry: Any = None  # [B, Hkv, C] fp32 numbers that stay with their slots (engine/slots/carried.py)
-        self.memory = {}  # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
-        self.decode_queries: Any = None  # [B, H, <= rows, D] last decoded queries
-        self.budget: Any = None  # [B] slots over all heads, of the last read; on the host
-        self.prompt: Any = None  # [B, heads of all ranks] number of a head's first slots that are prompt; None: unknown
-        self.head_offsets: Any = None  # [B, heads of all ranks] slot counts less that of this rank's first; None: all 0
-        self.removable = 0  # columns appended since the last eviction; crop may remove them
+        self.pending_kv: tuple[Tensor, Tensor] | None = None  # between update() and the attention function
+        self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
+        # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
+        self.memory: dict[str, Tensor] = {}
+        self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
+        # On the host:
+        self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
+        # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
+        self.prompt: np.ndarray | None = None
+        # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
+        self.head_offsets: np.ndarray | None = None
         self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
-        self.bits: Any = None  # of the numbers of stored keys and values; None: no patched call has attended yet
+        # of the numbers of stored keys and values; None: no patched call has attended yet
+        self.bits: tuple[int | None, int | None] | None = None
 
-    reset = __init__  # forgets everything
+    def reset(self) -> None:
+        """Forget everything."""
+        EvictionLayer.__init__(self, self.sequence)
 
     def fork(self) -> EvictionLayer:
         """An independent layer that reads the stored slots in place."""
@@ -95,7 +98,8 @@ class EvictionLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.storage = Storage.empty(key_states, self.pool)
-        self.seen = torch.zeros(len(key_states), dtype=torch.int32, device=self.device)
+        if self.sequence.seen is None:
+            self.sequence.seen = np.zeros(len(key_states), np.int64)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -114,28 +118,23 @@ class EvictionLayer(CacheLayerMixin):
         return self.pending_kv
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, self.columns
+        return query_length, self.sequence.columns
 
     def get_seq_length(self) -> int:
         """Tokens seen, never slots kept: the next token's position depends on it."""
-        return self.columns
+        return self.sequence.columns
 
     get_max_length = get_max_cache_shape = _unbounded
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens. Only tokens read since the last eviction can be taken back."""
-        count = self.count_to_remove(tokens_to_remove)
-        if count == 0:
+    crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
+
+    # -- called by the cache ----------------------------------------------------------------------------------------
+
+    def drop_last(self, count: int) -> None:
+        """Remove the last `count` slots of every head."""
+        if not self.is_initialized:
             return
-        if count > self.removable:
-            raise ValueError(
-                f"crop cannot remove {count} tokens: only the last {self.removable} were read since slots were "
-                "evicted; read the prompt again instead"
-            )
         self.storage = self.storage.crop(count)
-        self.seen = (self.seen - count).clamp_min(0)
-        self.columns -= count
-        self.removable -= count
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
@@ -144,39 +143,18 @@ class EvictionLayer(CacheLayerMixin):
             held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
             self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
 
-    def count_to_remove(self, tokens_to_remove: int) -> int:
-        """The number of tokens that `crop` is to remove."""
-        if tokens_to_remove > 0:
-            if not compat.CROP_TAKES_LENGTH:
-                raise ValueError(
-                    f"crop({tokens_to_remove}): give a negative number, minus the number of tokens to remove"
-                )
-            tokens_to_remove = min(0, tokens_to_remove - self.columns)
-        return -tokens_to_remove if self.is_initialized else 0
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            rows = torch.arange(self.len.shape[0], device=self.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keep the batch rows `indices` (any order, repeats allowed, or a boolean mask)."""
+    def select(self, chosen: list[int]) -> None:
+        """Keep these batch rows, in any order; a row may be named twice."""
         if not self.is_initialized:
             return
-        rows = torch.arange(self.len.shape[0], device=self.device)
-        chosen = rows[torch.as_tensor(indices, device=self.device)]
-        if torch.equal(chosen, rows):
-            return
-        tensors, of_host = ("seen", "carry", "decode_queries"), ("budget", "prompt", "head_offsets")
-        for names, at in ((tensors, chosen), (of_host, chosen.tolist())):
-            for name in names:
-                value = getattr(self, name)
-                setattr(self, name, None if value is None else value[at])
-        self.memory = {name: value[chosen] for name, value in self.memory.items()}
-        self.storage = self.storage.rows(chosen)
+        rows = torch.tensor(chosen, dtype=torch.int64, device=self.device)
+        for name in ("carry", "decode_queries", "budget", "prompt", "head_offsets"):
+            value = getattr(self, name)
+            at = rows if isinstance(value, Tensor) else chosen
+            setattr(self, name, None if value is None else value[at])
+        self.memory = {name: value[rows] for name, value in self.memory.items()}
+        self.storage = self.storage.rows(rows)
         self.carry = of_layer(self.carry, self)
-
-    reorder_cache = _reorder
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 
@@ -211,7 +189,7 @@ class EvictionLayer(CacheLayerMixin):
         is_first = self.bits is None
         if is_first:
             self.bits = kv.KINDS[kind]
-        if self.bits[0] is None:
+        if self.bits[0] is None:  # type: ignore[index]  # set above
             return
 
         def seen(x: Tensor) -> Tensor:
@@ -254,7 +232,8 @@ class EvictionLayer(CacheLayerMixin):
     def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> None:
         """Evict, as `Storage.keep`."""
         self.storage = self.storage.keep(index, keep, *new)
-        self.removable, self.expected, self.prompt = 0, 0, None
+        self.sequence.fix()
+        self.expected, self.prompt = 0, None
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any = None, **options: Any
@@ -269,13 +248,6 @@ class EvictionLayer(CacheLayerMixin):
         if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
             row = torch.cat([before, row], 2)
         self.decode_queries = row[:, :, -most:]
-
-    def advance(self, columns: int, tokens: Any) -> None:
-        """Count `columns` more columns read, of which tokens [B] (or a number) are not padding."""
-        least, most = int(np.min(tokens)), int(np.max(tokens))
-        self.columns += columns
-        self.removable = self.removable + columns if least == columns else least  # crop cannot go back past padding
-        self.seen = self.seen + (most if least == most else _ops.upload(tokens, self.device, torch.int32))
 
 
 def _needs_own(storage: Storage, step: Any) -> bool:

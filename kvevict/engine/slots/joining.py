@@ -2,7 +2,7 @@
 parting move no slot of a pool."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from .fork import joined
 from .latent import LatentLayer
 from .layers import states_of
 from .pool import Pool
+from .sequence import Sequence
 from .storage import Storage
 
 
@@ -67,7 +68,8 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     """The property in which two caches differ that rows of one batch must share; None: none."""
     if one.owner.model() is not other.owner.model():
         return "model"
-    if one.policy is not other.policy and one.policy != other.policy:
+    mine, yours = one.sequence.policy, other.sequence.policy
+    if mine is not yours and mine != yours:
         return "policy"
     for mine, yours in zip(one.layers, other.layers, strict=True):
         if (mine.dtype, mine.device) != (yours.dtype, yours.device):
@@ -82,7 +84,7 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     return None
 
 
-def join(caches: Sequence[EvictionCache]) -> EvictionCache:
+def join(caches: Items[EvictionCache]) -> EvictionCache:
     """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
 
     Raises ValueError for caches that cannot share a step.
@@ -97,48 +99,26 @@ def join(caches: Sequence[EvictionCache]) -> EvictionCache:
         differs = unlike(first, cache)
         if differs is not None:
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
-    whole = copy.copy(first)
-    whole.next_position = torch.cat([next_positions(cache) for cache in caches])
-    whole.layers = [_joined(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
-    whole.packed, whole.meter = (), None
-    return whole
+    device: Any = first.layers[0].device  # of our layers, by `obstacle`
+    sequence = Sequence.joined([cache.sequence for cache in caches], device)
+    layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
+    return first.with_layers(sequence, layers)
 
 
-def part(cache: EvictionCache, rows: Sequence[int]) -> EvictionCache:
+def part(cache: EvictionCache, rows: Items[int]) -> EvictionCache:
     """A cache with the batch rows of these numbers. They go on in it, and may not be decoded in the old one."""
-    apart = copy.copy(cache)
-    apart.layers = [copy.copy(layer) for layer in cache.layers]
+    apart = cache.with_layers(copy.copy(cache.sequence), map(copy.copy, cache.layers))
     apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
-    ours = _evicting(apart)
-    seen = ours[0].seen.tolist()
-    if max(seen) < ours[0].columns:
-        for layer in ours:
-            layer.columns = max(seen)
-    if len(set(seen)) == 1:
-        apart.next_position = None
+    apart.sequence.trim()
     return apart
 
 
-def next_positions(cache: EvictionCache) -> torch.Tensor:
-    """[B] int64 positions of the rows' next tokens."""
-    if cache.next_position is not None:
-        return cache.next_position
-    return _evicting(cache)[0].seen.long()
-
-
-def _evicting(cache: EvictionCache) -> list:
-    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
-
-
 def _joined(layers: tuple) -> EvictionLayer:
-    """Concatenate the rows of one layer of several caches. A shorter row counts as padded at its left."""
+    """Concatenate the rows of one layer of several caches."""
     first = layers[0]
     whole = copy.copy(first)
     whole.storage = joined([layer.storage for layer in layers])
-    whole.columns = max(layer.columns for layer in layers)
-    whole.removable = min(layer.removable for layer in layers)
     whole.expected = max(layer.expected for layer in layers)
-    whole.seen = torch.cat([layer.seen for layer in layers])
     whole.budget = None if first.budget is None else np.concatenate([layer.budget for layer in layers])
     if any(layer.prompt is not None for layer in layers):
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]

@@ -75,7 +75,7 @@ class LatentLayer(EvictionLayer):
     widths: tuple = ()  # (of the latent, of the rotated part)
 
     def fork(self) -> LatentLayer:
-        return copy.deepcopy(self)
+        return copy.deepcopy(self, {id(self.sequence): self.sequence})
 
     def update(  # type: ignore[override]  # passed by position
         self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any

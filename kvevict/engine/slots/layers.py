@@ -40,8 +40,8 @@ class StatefulLayer(EvictionLayer):
     """Our slots in a layer that also has a convolution's or a recurrent state. Transformers' layer `state` holds that
     state, and answers for every attribute that is not ours."""
 
-    def __init__(self, state: Any = None) -> None:
-        super().__init__()
+    def __init__(self, sequence: Any, state: Any = None) -> None:
+        super().__init__(sequence)
         self.state = state
 
     def __getattr__(self, name: str) -> Any:
@@ -50,24 +50,23 @@ class StatefulLayer(EvictionLayer):
         return getattr(self.state, name)
 
     def fork(self) -> StatefulLayer:
-        return copy.deepcopy(self)
+        return copy.deepcopy(self, {id(self.sequence): self.sequence})
 
     def reset(self) -> None:
         super().reset()
         if self.__dict__.get("state") is not None:
             self.state.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if self.count_to_remove(tokens_to_remove):
-            raise ValueError(
-                "crop cannot remove tokens from a layer that has a state beside its slots; read the prompt again, or "
-                "continue a fork of the cache"
-            )
+    def drop_last(self, count: int) -> None:
+        raise ValueError(
+            "crop cannot remove tokens from a layer that has a state beside its slots; read the prompt again, or "
+            "continue a fork of the cache"
+        )
 
-    def batch_select_indices(self, indices: Any) -> None:
-        super().batch_select_indices(indices)
+    def select(self, chosen: list[int]) -> None:
+        super().select(chosen)
         self.state = copy.copy(self.state)
-        select_states(self.state, indices)
+        select_states(self.state, chosen)
 
 
 compat.keeps_state(StatefulLayer)

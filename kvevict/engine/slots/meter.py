@@ -51,7 +51,7 @@ class Meter:
         """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
         `kv.KINDS`."""
         own = [layer for layer in layers if layer is not None]
-        live, seen = sum(layer.live_bytes() for layer in own), own[0].seen.tolist()
+        live, seen = sum(layer.live_bytes() for layer in own), own[0].sequence.seen.tolist()
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
         heads = sum(layer.counts.shape[1] for layer in own)
         self.report = dict(

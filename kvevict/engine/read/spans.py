@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ... import cautions, families
-from ...context import context, enter
+from ...context import context
 from ...weights import Owner
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
@@ -36,8 +36,8 @@ class Span(NamedTuple):
     chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
 
 
-class Sequence:
-    """The tokens of one call on their way through the decoder.
+class Spans:
+    """The tokens of one call on their way through the decoder, span by span.
 
     arguments  the call's `kvevict.engine.hook.arguments.Arguments`
     run        the decoder's original forward
@@ -65,31 +65,29 @@ class Sequence:
 
     def begin(self) -> None:
         """Mark the cache as half read: from here on it changes, until `settle`."""
-        self.cache.half_read = True
-        self.arguments.outer.sequence = self
+        self.cache.sequence.half_read = True
+        self.arguments.outer.spans = self
 
     def settle(self) -> None:
         """End the model's call: note the rows' next positions; the cache is whole again."""
-        arguments, cache = self.arguments, self.cache
-        packed, before = arguments.packing.place is not None, cache.next_position
+        arguments, sequence = self.arguments, self.cache.sequence
+        packed, before = arguments.packing.place is not None, sequence.next_position
         if packed:
-            for layer in self.layers:
-                layer.removable = 0  # the last columns are not the last slots of every row
-            cache.packed += ((arguments.columns, arguments.columns + arguments.tokens),)
+            sequence.fix()  # the last columns are not the last slots of every row
+            sequence.packed += ((arguments.columns, arguments.columns + arguments.tokens),)
         if packed or before is not None:
             after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
-            cache.next_position = after if before is None else torch.maximum(before, after)
-        cache.half_read = False
+            sequence.next_position = after if before is None else torch.maximum(before, after)
+        sequence.half_read = False
 
     def step(self, span: Span) -> Any:
         """The decoder's output for a span, without the appended rows."""
         arguments, chunk = self.arguments, span.chunk
         rows = span.read.rows.rows_for(chunk, arguments, span.read) if chunk is not None and chunk.appended else None
         step = self._step(span, rows)
-        enter(step=step)
         with contextlib.nullcontext() if rows is None else rows.adapted(arguments.decoder):
             positions = arguments.position_ids_of(span.start, span.end, step.positions.long())
-            output = self.run(**arguments.inputs(span.start, span.end, rows), position_ids=positions)
+            output = step.through(self.run, **arguments.inputs(span.start, span.end, rows), position_ids=positions)
         if rows is not None:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
         if span.chooser is not None:
@@ -165,7 +163,7 @@ class Sequence:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         tokens = np.maximum(prompt - arguments.padding, 0)
-        seen = (tokens if layers[0].seen is None else tokens + layers[0].seen.tolist()).tolist()
+        seen = (tokens if self.cache.sequence.seen is None else tokens + self.cache.sequence.seen).tolist()
         evicts = schedule.evicts(policy, seen)
         narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
         if question := context().question or plan.question:
@@ -187,7 +185,7 @@ class Sequence:
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
-        self.cache.policy = policy
+        self.cache.sequence.policy = policy
         if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
             self.cache.owner = Owner(arguments.decoder)
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
