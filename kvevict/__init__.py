@@ -38,7 +38,7 @@ class _Package(ModuleType):
                     raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """The import of kvevict.patch must not put the module in the place of the function."""
         if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)

@@ -155,7 +155,7 @@ def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
     return found
 
 
-def _alike(value: Any, kinds: list) -> Any:
+def _alike(value: object, kinds: list) -> Any:
     """A config's number; if it has one for every layer, the number of the layers that we evict from."""
     if not isinstance(value, (list, tuple)):
         return value

@@ -33,7 +33,7 @@ class Processes:
             self.group = distributed.new_group(backend="gloo", timeout=day)
         return self
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """The first process's value, in all of them."""
         from torch import distributed
 

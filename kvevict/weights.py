@@ -87,7 +87,7 @@ def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
     return json.dumps(_written(config) | (dict(scaling=scales) if scales else {}), sort_keys=True)
 
 
-def _written(value: Any) -> Any:
+def _written(value: object) -> Any:
     """A value of a configuration, as JSON takes it and any process writes it."""
     if value is None or isinstance(value, (str, int, float)):
         return value

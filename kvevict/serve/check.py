@@ -44,7 +44,7 @@ def _said(value: dict) -> dict:
     return {name: each for name, each in value.items() if each is not None}
 
 
-def _without_nulls(value: Any, depth: int = 2) -> Any:
+def _without_nulls(value: object, depth: int = 2) -> Any:
     """Drop nulls down to the functions of a message's calls, but not in the schemas and arguments of functions."""
     if isinstance(value, dict):
         return {name: _without_nulls(each, depth - 1) if depth else each for name, each in _said(value).items()}

@@ -341,5 +341,5 @@ class Generation:
         return within_positions(policy, self.config, tokens)
 
 
-def _listed(value: Any) -> list:
+def _listed(value: object) -> list:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -299,7 +299,7 @@ def joined(parts: Iterable[Part]) -> list[Any]:
     return [type(each[0])("".join(each)) if isinstance(each[0], str) else each[0] for each in found]
 
 
-def _listed(value: Any) -> list:
+def _listed(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
@@ -312,7 +312,7 @@ def call_of(value: Any) -> ToolCall:
     return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _strings(value: Any) -> Any:
+def _strings(value: object) -> Any:
     """Iterate over the texts in a value of JSON."""
     if isinstance(value, str):
         return [value]

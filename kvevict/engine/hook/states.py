@@ -80,7 +80,7 @@ def _part(kwargs: dict, step: Any, start: int, stop: int, rows: int) -> dict:
     return part
 
 
-def _cut(value: Any, start: int, stop: int, rows: int) -> Any:
+def _cut(value: object, start: int, stop: int, rows: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_cut(each, start, stop, rows) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -112,7 +112,7 @@ def _taken(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return x.expand(len(row), *x.shape[1:])[row, columns]
 
 
-def _cut(value: Any, columns: torch.Tensor, rows: int) -> Any:
+def _cut(value: object, columns: torch.Tensor, rows: int) -> Any:
     """The propagated rows of a tensor [B or 1, rows, ...], or of a tuple or list of such; any other value unchanged."""
     if isinstance(value, (tuple, list)):
         return type(value)(_cut(each, columns, rows) for each in value)

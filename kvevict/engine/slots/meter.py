@@ -23,7 +23,7 @@ class _Clock:
     def __enter__(self) -> None:
         self.start = time.perf_counter()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds[self.stage] += time.perf_counter() - self.start
 
 

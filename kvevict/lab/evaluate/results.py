@@ -24,7 +24,7 @@ def _all(fits: Any) -> Any:
     return lambda x: isinstance(x, list) and all(map(fits, x))
 
 
-def _text(x: Any) -> bool:
+def _text(x: object) -> bool:
     return isinstance(x, str)
 
 
@@ -99,7 +99,7 @@ class Results:
     def __enter__(self) -> "Results":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.file.close()
 
 
