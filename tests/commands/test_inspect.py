@@ -28,12 +28,6 @@ def word_tokenizer(words):
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-def test_gaps_by_hand():
-    assert gaps([0, 1, 2, 7]) == [0, 3, 4, 1]
-    assert gaps([5]) == [5, 1]
-    assert gaps([]) == []
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_gaps_open_again(seed):
     rng = random.Random(seed)

@@ -251,19 +251,10 @@ def test_prompt_within_the_budget(policy, options, length):
         assert kvevict.report(plain)["kept"] == [[[length] * 2] * 2] * 4
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "take",
-        "take:append=false",
-        "take:append=false,warmup_layers=none",
-        "snapkv",
-        "h2o",
-        "streaming",
-        "tova",
-        "keydiff",
-    ],
-)
+@pytest.mark.parametrize("policy", [
+    "take", "take:append=false", "take:append=false,warmup_layers=none", "snapkv", "h2o", "streaming", "tova",
+    "keydiff",
+])  # fmt: skip
 @pytest.mark.parametrize("length", [17, 18, 31, 32, 33])
 @pytest.mark.drawn(20)
 def test_prompt_just_over_the_budget(policy, length):

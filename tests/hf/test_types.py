@@ -233,18 +233,6 @@ def test_padding_longer_than_a_chunk(name, kind):
 
 
 @pytest.mark.parametrize("name, kind", HYBRIDS)
-def test_follow_up_turn_of_a_hybrid(name, kind):
-    """A second prompt after the first one's cache."""
-    model, ids = zoo.make(name, kind), tiny.prompt(1, 60)["input_ids"]
-    with torch.no_grad():
-        want = model(ids).logits
-        with kvevict.evicting(model, "take", budget=59, chunk_size=7, probe=3):
-            first = model(ids[:, :40])
-            got = torch.cat([first.logits, model(ids[:, 40:], past_key_values=first.past_key_values).logits], 1)
-    assert tiny.relative(got, want) < 1e-4
-
-
-@pytest.mark.parametrize("name, kind", HYBRIDS)
 def test_what_a_state_forbids(name, kind, tmp_path):
     model, inputs = zoo.make(name, kind), tiny.prompt(1, 40)
     with pytest.raises(ValueError, match="tsp=None"):

@@ -69,7 +69,6 @@ OTHER = dict(
 SIGHT = dict(out_hidden_size=HID, hidden_size=64, num_heads=2, intermediate_size=64)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HYBRID = ["linear_attention", "full_attention"] * 2
-CONV = ["conv", "full_attention"] * 2
 MIXED = ["sliding_attention", "full_attention"] * 2
 
 

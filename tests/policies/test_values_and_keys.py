@@ -1,4 +1,5 @@
-"""LagKV, Compactor, DefensiveKV and CriticalKV: scores of keys and values, against the oracle and by hand."""
+"""LagKV, Compactor, DefensiveKV and CriticalKV: scores of keys and values, by hand. test_every_choice.py has them
+against the oracle."""
 
 import pytest
 import tiny
@@ -10,11 +11,6 @@ from policy_cases import BUDGET, CHUNK, Slots, model, tokens
 
 import kvevict
 from kvevict import families
-
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
-# -- by hand --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
