@@ -152,17 +152,6 @@ def assistant(kind):
 
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "itself"])
-@pytest.mark.parametrize("policy", ["snapkv", "take", "random"])
-def test_assisted_keeps_everything(kind, policy):
-    model, inputs = shared(), repetitive()
-    want, assisted = generate(model, inputs, 16), assistant(kind)
-    assert torch.equal(generate(model, inputs, 16, **assisted), want)
-    options = dict(ALL, probe=4) if policy == "take" else ALL
-    with kvevict.evicting(model, policy, **options):
-        assert torch.equal(generate(model, inputs, 16, **assisted), want)
-
-
-@pytest.mark.parametrize("kind", ["lookup", "model", "itself"])
 @pytest.mark.parametrize("policy", PRESETS)
 @pytest.mark.drawn(4)
 def test_assisted_after_eviction(kind, policy):
@@ -454,23 +443,6 @@ def test_decoding_across_the_switch_point(kind):
 # -- the probe ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
-def test_probe_leaves_sliding_layers_alone(family):
-    """Layer 0 slides and reads nothing but the tokens, so its window must be the unpatched one."""
-    model, inputs = shared(family), prompt(2, 61, pad=(0, 9))
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    with torch.no_grad():
-        model(**inputs, past_key_values=caches[0])
-        with kvevict.evicting(model, "take", **TAKE):
-            model(**inputs, past_key_values=caches[1])
-    for want, got in zip(*(cache.layers[::2] for cache in caches)):
-        assert got.cumulative_length == want.cumulative_length == 61
-        assert got.keys.shape == want.keys.shape
-    want, got = (cache.layers[0] for cache in caches)
-    assert relative(got.keys[0], want.keys[0]) < 1e-5
-    assert relative(got.values, want.values) < 1e-5
-
-
 # -- nothing is left over ----------------------------------------------------------------------------------------------
 
 
@@ -489,23 +461,6 @@ def test_exception_leaves_no_state(policy):
             generate(model, inputs, stopping_criteria=[Criteria()])
         assert torch.equal(generate(model, inputs), want)
         assert model(**inputs).logits.shape[1] == 50  # the failed call's logits_to_keep is forgotten
-
-
-def test_two_models_of_one_class():
-    one, two, inputs = tiny.model(seed=1), tiny.model(seed=2), prompt(1, 50)
-    plain = generate(two, inputs)
-    kvevict.patch(one, "take", **TAKE)
-    want = generate(one, inputs)
-    assert torch.equal(generate(two, inputs), plain)
-    kvevict.patch(two, "h2o", budget=12, chunk_size=8)
-    other = generate(two, inputs)
-    assert torch.equal(generate(one, inputs), want)
-    assert kvevict.report(one)["kept"][0] == [[16, 16]]
-    assert kvevict.report(two)["kept"][0] == [[12, 12]]
-    kvevict.unpatch(one)
-    assert torch.equal(generate(two, inputs), other)
-    kvevict.unpatch(two)
-    assert torch.equal(generate(two, inputs), plain)
 
 
 # -- accelerate and PEFT -----------------------------------------------------------------------------------------------

@@ -161,6 +161,8 @@ def test_what_latents_are_chosen_by(latent, policy, score):
     ("cake", dict(window=4)), ("h2o+caote", {}), ("edie+tada", dict(window=4)),
     ("laq", dict(window=4)), ("fastkv", dict(window=4)),
     ("snapkv", dict(window=4, diagnose=True)), ("chunkkv:n_reuse=2", dict(window=4)), ("take", dict(probe=4)),
+    ("lagkv", dict(score=tiny.short_parts(4))), ("compactor", dict(sink=3, recent=2)), ("defensive", dict(window=4)),
+    ("snapkv", dict(window=4, refine="critical")), ("expected", dict(chunk_size=12)), ("kvzip+", dict(chunk_size=12)),
 ])  # fmt: skip
 def test_scores_of_latents(latent, policy, options):
     """Every kind of score has one number a slot, and every kind of choice one head."""

@@ -13,7 +13,7 @@ import torch
 from caches import kept
 from choices import CHUNKED
 from fuzzing import one_in
-from policy_cases import VOCAB, Slots, model, ours, read, tokens, truth
+from policy_cases import VOCAB, Slots, model, ours, pyramid, read, tokens, truth
 from tiny import snapshot
 
 import kvevict
@@ -94,26 +94,12 @@ def test_ties_go_to_the_earlier_position_then_to_the_lower_head():
     assert keep(flat, torch.tensor([[float("nan"), 1.0], [-torch.inf, float("nan")]]), 2) == [1, 1]
 
 
-def pyramidkv_source(layers, capacity, window, tokens, beta=20):
-    """PyramidKV's per-head slots: whole steps, so that the sum is not the budget's."""
-    b = capacity - window
-    if tokens < 2 * b:
-        return [capacity] * layers
-    low = b // beta
-    high = 2 * b - low
-    if high >= tokens - window:
-        high = tokens - window
-        low = 2 * b - high
-    step = (high - low) // (layers - 1)
-    return [high - layer * step + window for layer in range(layers)]
-
-
 @pytest.mark.parametrize("layers, capacity, window, tokens", [
     (32, 128, 8, 8000), (32, 2048, 8, 8000), (5, 68, 8, 1000), (5, 68, 8, 122), (4, 48, 8, 60), (31, 308, 8, 4000),
 ])  # fmt: skip
 def test_pyramidkv_slots_are_the_source_s(layers, capacity, window, tokens):
     policy = build("pyramidkv", budget=capacity, window=window)
-    theirs = pyramidkv_source(layers, capacity, window, tokens)
+    theirs = [slots + window for slots in pyramid(layers, capacity - window, window, tokens)]
     mine = layer_slots(policy, layers, 8, [tokens])[:, 0]
     assert int(mine.sum()) == capacity * layers * 8
     if sum(theirs) == capacity * layers:

@@ -36,7 +36,7 @@ REFUSED = [  # (text, reason); a budget of 64 where it names none
     # rows
     ("take:rows=prob", "unknown rows 'prob'; did you mean 'probe'"), ("take:rows=3", "rows must be a name or a"),
     ("edie:rows=probe,chunk_size=32", "greater than the probe's 32 tokens"), ("snapkv:reduce=median", "unknown reduce"),
-    ("snapkv:rows=given,ids=[3,-1]", "ids must be a tuple of token ids"), ("laq:tsp=1", "a draft comes after all layers"),
+    ("snapkv:rows=given,ids=[3,-1]", "ids must be a tuple of token ids"), ("laq:tsp=1", "comes after all layers"),
     *((f"snapkv:score={name},rows=none", "has no queries") for name in kvevict.SCORES if name not in POSITIONAL),
     *((f"snapkv:score={name},rows=drafted", "sums over every chunk") for name in ("h2o", "vatp")),
     ("edie:rows=drafted,chunk_size=80,schedule=chunk", "needs the whole prompt"),
