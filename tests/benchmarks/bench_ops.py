@@ -311,8 +311,10 @@ def bench_fork(H, Hkv, D, stored, dtype):
     own, forked, now = storage(stored), fork(storage(stored - columns)), pos[:, -1:].contiguous()
     tail = slice(stored - columns, stored)
     forked = forked.append(keys[:, :, tail], values[:, :, tail], pos[:, tail].contiguous(), first, zero)
-    own, forked = (way.decode(q, k, v, now, scale=scale)[1] for way in (own, forked))  # makes room
-    results = [way.decode(q, k, v, now, scale=scale)[0][0] for way in (own, forked)]
+    own, forked = own.with_room(), forked.with_room()
+    for way in (own, forked):
+        way.growing.tick()
+    results = [way.decode(q, k, v, now, scale=scale)[0] for way in (own, forked)]
     close("fork", results[1], results[0], 0.0)
     ways = [lambda way=way: way.decode(q, k, v, now, scale=scale) for way in (forked, own)]
     return [(f"fork decode {H}/{Hkv} d={D} on {stored} {str(dtype)[6:]}", ways[0], "own", ways[1])]
@@ -362,6 +364,7 @@ def bench_latent(stored, dtype):
         packed = layer.pack(latent, rotated)
         layer.lazy_initialization(packed[0])
         layer.append(*packed, pos, first, first.numpy())
+        layer.tick()
         new = *(x[:, :, :1] for x in packed), pos[:, :1].contiguous(), module
         ways.append(lambda layer=layer, new=new: layer.decode(q, *new, scale=192**-0.5, softcap=0.0, sinks=None))
     close("latents", ways[0]()[0], ways[1]()[0], TOLERANCE[dtype])

@@ -50,6 +50,7 @@ def test_matches(dtype, kind, options):
     new = torch.randn(3, 1, 1, RANK).to(dtype), torch.randn(3, 1, 1, ROTATED).to(dtype)
     q = torch.randn(3, HEADS, 1, NOPE + ROTATED).to(dtype)
     options = dict(scale=0.2, softcap=0.0, sinks=None) | options
+    layer.tick()
     out, lse, probs = layer.decode(
         q, *layer.pack(*new), torch.zeros(3, 1, dtype=torch.int32), module, columns=80, **options
     )

@@ -56,6 +56,8 @@ def attention(
         chunk = key.shape[2] - step.appended
         first = step.first.clamp_max(chunk)  # a row of padding alone
         layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
+        if step.decoding:  # `Step.through` has counted the token in the others
+            layer.tick()
     seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden))
     decide(seen)
     return seen.out[..., :width], None

@@ -48,7 +48,7 @@ def attend(seen: Attended) -> Attended:
     step, layer, module, q, k, v, new, options = seen[:8]
     plan = step.plan
     if step.decoding:
-        columns = layer.longest() + 1 if plan.wants_probs else 0
+        columns = layer.longest() if plan.wants_probs else 0
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):

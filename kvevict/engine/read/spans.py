@@ -116,7 +116,7 @@ class Spans:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
         for layer in self.layers if self.policy.keep_prompt else ():
             if layer.prompt is None and layer.counts is not None:
-                layer.prompt = self.plan.ranks.counts(layer)
+                layer.prompt = self.plan.ranks.counts(layer).copy()
 
     def _most(self, layer: Any) -> np.ndarray:
         """[B] slots over all heads that a layer is cut to while decoding."""
@@ -145,7 +145,7 @@ class Spans:
                 if chooser.errors is not None:
                     read.budgets.note(chooser.errors.layers(plan, arguments.device).cpu().numpy())
             for layer, before in zip(self.layers, self.prompts, strict=True):
-                layer.prompt, held = None, plan.ranks.counts(layer)
+                layer.prompt, held = None, plan.ranks.counts(layer).copy()
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
             if drafted:

@@ -12,6 +12,7 @@ import torch
 
 from ...context import enter
 from ...policy.seen.rows import CallRows
+from ..slots.fork import Fork
 from .plan import Plan
 
 
@@ -105,10 +106,27 @@ class Step:
     def through(self, run: Callable[..., Any], **inputs: Any) -> Any:
         """The decoder's output, of its forward `run`, for this step; its columns then count as read."""
         enter(step=self)
+        self._ready()
         self.cache.sequence.coming = self.seen
         output = run(**inputs)
         self.cache.sequence.advance()
         return output
+
+    def _ready(self) -> None:
+        """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
+        layers = [self.cache.layers[index] for index in self.plan.order]
+        for layer in layers:
+            if isinstance(layer.storage, Fork) and self._needs_own(layer.storage):
+                layer.storage = layer.storage.copy_on_write()
+        if self.decoding:
+            self.cache.tick(layers)
+
+    def _needs_own(self, fork: Any) -> Any:
+        """True if the step needs all slots in one place that no other fork reads. A chooser, a chunk, and layers that
+        read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
+        if self.plan.readers or self.plan.policy.layers.cascades:
+            return True
+        return self.chooser is not None if self.decoding else bool(fork.own.counts.any())
 
     @property
     def rows(self) -> Any:

@@ -18,6 +18,7 @@ from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
 from .sequence import Sequence
+from .table import Table
 
 
 class EvictionCache(DynamicCache):
@@ -44,12 +45,22 @@ class EvictionCache(DynamicCache):
 
     def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
         """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
-        twin = copy.copy(self)
+        twin = copy.copy(self)  # without the meter, and a table
         twin.sequence, twin.layers = sequence, list(layers)
         for layer in twin.layers:
             if isinstance(layer, EvictionLayer):
                 layer.sequence = sequence
         return twin
+
+    def tick(self, layers: Items[EvictionLayer]) -> None:
+        """Count one more slot in every head of these layers, before a decoded token is stored in each."""
+        table = self.__dict__.setdefault("table", Table())
+        if not table.holds([layer.storage for layer in layers]):
+            ready = [layer for layer in layers if layer.is_represented]  # the others tick when they are
+            for layer in ready:
+                layer.make_room()
+            table.take([layer.storage for layer in ready])
+        table.tick()
 
     def check_owner(self, decoder: torch.nn.Module, kinds: Items[str], thorough: bool = True) -> None:
         """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
@@ -132,7 +143,8 @@ class EvictionCache(DynamicCache):
             self.batch_select_indices(torch.arange(len(self.sequence.seen)).repeat_interleave(repeats))
 
     def __reduce__(self) -> tuple:
-        return _blank, (self.plain,), {name: value for name, value in self.__dict__.items() if name != "meter"}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("meter", "table")}
+        return _blank, (self.plain,), kept
 
 
 def _kind(plain: Any) -> type:

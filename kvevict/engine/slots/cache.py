@@ -15,7 +15,7 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from .carried import of_layer
-from .fork import Fork, fork
+from .fork import fork
 from .ranks import Ranks
 from .sequence import Sequence
 from .storage import Storage
@@ -37,7 +37,7 @@ def _unbounded(layer: Any) -> int:
     return -1
 
 
-def _of_the_cache(layer: Any, *args: Any) -> Any:
+def _of_the_cache(layer: Any, *args: Any) -> None:
     raise ValueError("a layer has no rows or tokens of its own: crop, reorder or select its EvictionCache")
 
 
@@ -112,8 +112,6 @@ class EvictionLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
-        if _needs_own(self.storage, step):
-            self.storage = self.storage.copy_on_write()
         self.pending_kv = key_states, value_states
         return self.pending_kv
 
@@ -238,9 +236,17 @@ class EvictionLayer(CacheLayerMixin):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any = None, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append one row and attend over all slots: (out, lse, probs) as `_ops.decode`."""
-        result, self.storage = self.storage.decode(q, k, v, pos, self.expected, **options)
-        return result
+        """Store a row in the slot that was counted last, attend over all: (out, lse, probs) as `_ops.decode`."""
+        return self.storage.decode(q, k, v, pos, **options)
+
+    def make_room(self) -> None:
+        """Room for one more slot in every head."""
+        self.storage = self.storage.with_room(self.expected)
+
+    def tick(self) -> None:
+        """Count one more slot in every head, for `decode`."""
+        self.make_room()
+        self.storage.growing.tick()
 
     def remember(self, row: Tensor, most: int) -> None:
         """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe."""
@@ -248,13 +254,3 @@ class EvictionLayer(CacheLayerMixin):
         if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
             row = torch.cat([before, row], 2)
         self.decode_queries = row[:, :, -most:]
-
-
-def _needs_own(storage: Storage, step: Any) -> bool:
-    """True if a call needs all slots in one place that no fork reads. A chooser, a chunk, and layers that read another
-    layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
-    if not storage.shared or not isinstance(storage, Fork):
-        return False
-    if step.plan.readers or step.plan.policy.layers.cascades:
-        return True
-    return step.chooser is not None if step.decoding else bool(storage.own.counts.any())

@@ -35,6 +35,7 @@ class Fork:
     len = property(lambda self: self.prefix.len + self.own.len)  # [B, Hkv] int32, slots of both parts
     counts = property(lambda self: self.prefix.counts + self.own.counts)  # the same on the host
     device = property(attrgetter("prefix.device"))
+    growing = property(attrgetter("own"))
     longest, slot_bytes = Storage.longest, Storage.slot_bytes
     live_bytes, padded_bytes = Storage.live_bytes, Storage.padded_bytes
 
@@ -46,13 +47,14 @@ class Fork:
         """As `Storage.keep`; never in place, as the prefix is shared."""
         return self.gathered().keep(*what)
 
-    def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, expected: int = 0, columns: int = 0, **options: Any
-    ) -> tuple[Any, Fork]:
+    def with_room(self, expected: int = 0) -> Fork:
+        """As `Storage.with_room`; the prefix does not grow."""
+        return self if self.own.room else replace(self, own=self.own.with_room())
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, columns: int = 0, **options: Any) -> Any:
         """As `Storage.decode`, with the prefix as the first segment of the same kernel. No probabilities: callers that
         want them have a chooser."""
-        result, own = self.own.decode(q, k, v, pos, prefix=self.prefix, **options)
-        return result, Fork(self.prefix, own)
+        return self.own.decode(q, k, v, pos, prefix=self.prefix, **options)
 
     def crop(self, count: int) -> Storage | Fork:
         """As `Storage.crop`. The prefix is copied only where it loses slots."""
@@ -91,7 +93,7 @@ class Fork:
 
 def _without_prefix(storage: Storage) -> Fork:
     none = 0 * storage.counts
-    prefix = replace(storage, len=0 * storage.len, counts=none, capacity=none, starts=none, room=0, shared=True)
+    prefix = replace(storage, len=0 * storage.len, counts=none, capacity=none, starts=none, shared=True)
     return Fork(prefix, storage)
 
 
@@ -105,4 +107,5 @@ def fork(storage: Storage | Fork) -> Fork:
     if isinstance(storage, Fork):
         return replace(storage, own=storage.own.moved(storage.own.capacity))
     storage.shared = True
-    return Fork(storage, storage.moved(0 * storage.capacity, None, 0 * storage.counts))
+    prefix = replace(storage, len=storage.len.clone(), counts=storage.counts.copy())  # the storage goes on
+    return Fork(prefix, storage.moved(0 * storage.capacity, None, 0 * storage.counts))

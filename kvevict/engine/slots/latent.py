@@ -120,13 +120,12 @@ class LatentLayer(EvictionLayer):
     def decode(  # type: ignore[override]  # it needs the module
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any, columns: int = 0, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        none = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-        self.append(k, v, pos, none, 0 * self.counts[:, 0])
-        weights: Any = up_projection(module)
+        self.storage.write(k, v, pos)
+        weights = up_projection(module)
         if weights is not None:
             return self._absorbed(*weights, q, columns, **options)
         slots: Any = self.slots(module)
-        no_rows = q[:, :, :0]
+        none, no_rows = torch.zeros(len(q), dtype=torch.int32, device=q.device), q[:, :, :0]
         out, lse = _ops.attend(q, slots, no_rows, no_rows, none, stop=none, **options)
         if not columns:
             return out, lse, None

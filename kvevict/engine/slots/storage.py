@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,19 @@ class Storage(Held):
     """The slots of a layer; batch rows and kv heads may hold different numbers. All None before the first tokens.
 
     A head's rows are in ascending position, with room for `capacity[b,h]`. A method that changes the slots returns the
-    storage to use from then on. It may have the same buffers, so do not use the old one any more.
+    storage to use from then on. It may have the same buffers, so do not use the old one any more. A decoded token alone
+    changes a storage: it is counted (`tick`) before it is written (`decode`).
     """
 
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
-    room: int = 0  # free rows of the fullest head
     shared: bool = False  # forks read the buffers, so the slots in them must not move
     starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
     pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
     regions: tuple = ()  # the `Region` of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
+    before: Any = field(default=None, init=False)  # these slots without the one that was counted last
 
     @classmethod
     def empty(
@@ -92,9 +93,15 @@ class Storage(Held):
 
     buffers = property(lambda self: (self.k, self.v, self.pos))  # a row per slot
     device = property(lambda self: self.k.device)
+    growing = property(lambda self: self)  # what decoded tokens are written to
     dim = property(lambda self: self.like.shape[1])
     bits = property(lambda self: (kv.bits_of(self.k, self.dim), kv.bits_of(self.v, self.dim)))
     is_centred = property(lambda self: self.centre is None or bool(self.centred.all()))
+
+    @property
+    def room(self) -> int:
+        """Free rows of the fullest head."""
+        return int((self.capacity - self.counts).min()) if self.counts.size else 0
 
     # -- changes of the slots ---------------------------------------------------------------------------------------
 
@@ -108,8 +115,9 @@ class Storage(Held):
         expected   slots per head that a read is going to store; a growth makes room for them
         """
         counts = self.counts + (k.shape[2] - padding)[:, None]
-        into = self if (counts <= self.capacity).all() else self._blank(self.grown(counts, expected))
-        return into._filled(self, None, counts, k, v, pos, first)
+        if (counts <= self.capacity).all():
+            return self._refilled(None, counts, k, v, pos, first)
+        return self._blank(self.grown(counts, expected))._filled(self, None, counts, k, v, pos, first)
 
     def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> Storage:
         """A storage with only slots index [B, Hkv, K] of [stored | new], ascending; keep[b,h] of them, on the host.
@@ -119,17 +127,26 @@ class Storage(Held):
         wanted = keep + ROOM
         if self.shared or (wanted > self.capacity).any() or self.capacity.sum() > 2 * wanted.sum():
             return self.moved(wanted, index, keep, *new)
-        return self._filled(self, index, keep, *new)
+        return self._refilled(index, keep, *new)
 
-    def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, expected: int = 0, **options: Any
-    ) -> tuple[Any, Storage]:
-        """(out, lse, probs) as `_ops.decode` gives them, and the storage with the new row."""
-        into = self if self.room else self.moved(self.grown(self.counts, expected))
-        result = _ops.decode(q, k, v, pos, into, **options)
-        more = into.len + 1, into.centre, into.counts + 1, into.capacity, into.room - 1, into.shared
-        rest = into.starts, into.pool, into.regions, into.like, into.centred
-        return result, Storage(into.k, into.v, into.pos, into.offset, *more, *rest)
+    def with_room(self, expected: int = 0) -> Storage:
+        """A storage with these slots, and room for one more in every head."""
+        return self if self.room else self.moved(self.grown(self.counts, expected))
+
+    def tick(self) -> None:
+        """Count one more slot in every head, which the next `decode` writes. A `Table` does so for many layers."""
+        self.before = Held(self.k, self.v, self.pos, self.offset, self.len, self.centre)
+        self.len, self.counts = self.len + 1, self.counts + 1
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, **options: Any) -> Any:
+        """(out, lse, probs) as `_ops.decode` gives them, with the new row in the slot that was counted last."""
+        return _ops.decode(q, k, v, pos, self.before, **options)
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store rows k, v [B, Hkv, 1, D], pos [B, 1] in the slots that were counted last; not of packed numbers."""
+        at = (self.offset + self.before.len).flatten()
+        self.k[at], self.v[at] = k.flatten(0, 2).to(self.k.dtype), v.flatten(0, 2).to(self.v.dtype)
+        self.pos[at] = pos.expand(-1, self.len.shape[1]).flatten()
 
     def crop(self, count: int) -> Storage:
         """A storage without the last `count` slots of every head."""
@@ -146,7 +163,7 @@ class Storage(Held):
 
     def aliased(self, chosen: Tensor) -> Storage:
         """View batch rows chosen [N] in the same buffers, for reading alone. A row may be named twice."""
-        return replace(self._at(chosen, chosen.tolist()), room=0, shared=True)
+        return replace(self._at(chosen, chosen.tolist()), shared=True)
 
     def _at(self, chosen: Tensor, at: list) -> Storage:
         """Batch rows chosen [N], the list `at` on the host, in the same buffers."""
@@ -208,14 +225,22 @@ class Storage(Held):
             flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in self.buffers), **common)
         return _laid_out(flat, capacity)
 
+    def _refilled(self, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:
+        """This storage, with counts [B, Hkv] slots `index` of [stored | new]; its counts stay where they lie."""
+        filled = self._filled(self, index, counts, *new)
+        with torch.inference_mode(self.len.is_inference()):
+            self.len.copy_(filled.len)
+        self.counts[...], self.centred = counts, filled.centred
+        return self
+
     def _filled(self, source: Storage, index: Tensor | None, counts: np.ndarray, *new: Any) -> Storage:
         """Fill these buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
         if not new:
             batch, heads = counts.shape
             none = source.like.new_empty(batch, heads, 0, source.dim)
-            new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
-        length = _ops.upload(counts, self.device, torch.int32)
+            new = (none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch))
         k, v, pos, first = new
+        length = _ops.upload(counts, self.device, torch.int32)
         _ops.compact(source, k, v, pos, first, index, length, self)
         return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
@@ -224,8 +249,7 @@ class Storage(Held):
         return replace(self, pool=None).moved(self.capacity) if self.regions else self
 
     def _holding(self, length: Tensor, counts: np.ndarray) -> Storage:
-        room = int((self.capacity - counts).min()) if counts.size else 0
-        return replace(self, len=length, counts=counts, room=room)
+        return replace(self, len=length, counts=counts)
 
     # -- the stored slots -------------------------------------------------------------------------------------------
 
