@@ -33,12 +33,7 @@ CASES = {
     "latents, h2o": ("deepseek_v3", "h2o", dict(budget=10)),
 }
 LENGTHS = (60, 23, 41, 9)
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def read(net, pools, length, seed):

@@ -30,12 +30,7 @@ CASES = {
     "sinks": ("gpt_oss", "h2o", dict(budget=10)),
     "softcap": ("gemma2", "snapkv", dict(budget=4096)),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(params=CASES)

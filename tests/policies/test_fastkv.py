@@ -20,12 +20,7 @@ from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import build
 
 W = 4  # window
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def compare(made, rows, /, policy="fastkv", **options):

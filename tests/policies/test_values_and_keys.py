@@ -1,5 +1,5 @@
-"""LagKV, Compactor, DefensiveKV and CriticalKV: scores of keys and values, by hand. test_every_choice.py has them
-against the oracle."""
+"""CriticalKV by hand, output projections of any kind, and keys that cannot be rotated back. test_every_choice.py
+compares scores of values and keys with the oracle."""
 
 import pytest
 import tiny
