@@ -113,7 +113,7 @@ def check_folder(option: str, path: str | Path) -> None:
     _check_writable(option, path, there)
 
 
-def _check_writable(option: str, path: Any, folder: Any) -> None:
+def _check_writable(option: str, path: str | Path, folder: str | Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-"):
             pass

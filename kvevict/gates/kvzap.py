@@ -71,7 +71,7 @@ def _file(source: str | os.PathLike, file: Any, name: str) -> Any:
         ) from None
 
 
-def _config(path: Any, name: str) -> Any:
+def _config(path: str | Path, name: str) -> Any:
     try:
         config = parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -84,7 +84,7 @@ def _config(path: Any, name: str) -> Any:
     return config
 
 
-def _tensors(path: Any, name: str) -> Any:
+def _tensors(path: str | Path, name: str) -> Any:
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError) as error:

@@ -108,7 +108,7 @@ class Run:
     """One training: made anew or continued from the folder's checkpoint."""
 
     def __init__(
-        self, model: torch.nn.Module, decoder: Any, known: list, folder: Any, settings: Settings, processes: Processes
+        self, model: torch.nn.Module, decoder: Any, known: list, folder: Path, settings: Settings, processes: Processes
     ) -> None:
         self.model, self.decoder, self.settings, self.processes = model, decoder, settings, processes
         self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)

@@ -114,7 +114,7 @@ def _ids(name: str, what: str, value: list, tokenizer: Any) -> tuple:
 class Responses:
     """The model's greedy answers to prompts, stored in JSONL files of a folder, one for each process."""
 
-    def __init__(self, model: torch.nn.Module, folder: Any, most: int, rank: int = 0) -> None:
+    def __init__(self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0) -> None:
         self.model, self.most, self.known = unwrapped(model), most, {}
         self.path = Path(folder) / f"responses.{rank}.jsonl"
         for path in sorted(Path(folder).glob("responses.*.jsonl")):

@@ -140,7 +140,7 @@ class Run:
         adapter: Adapter,
         known: list,
         held_out: int,
-        folder: Any,
+        folder: Path,
         settings: Settings,
         most: int,
     ) -> None:

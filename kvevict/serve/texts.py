@@ -63,7 +63,7 @@ class Texts:
     most   bytes of all texts at most
     """
 
-    def __init__(self, most: int, folder: Any = None) -> None:
+    def __init__(self, most: int, folder: str | Path | None = None) -> None:
         self.most = most
         self.folder: Any = None if folder is None else Path(folder)
         self._known: dict = {}  # (owner, name) -> `_Known`
@@ -187,7 +187,7 @@ class Texts:
         for at in {at for at in self._known if at[0] == owner} - there:
             del self._known[at]
 
-    def _load(self, owner: str, name: str, path: Any) -> Text | None:
+    def _load(self, owner: str, name: str, path: str | Path) -> Text | None:
         """Load a text from its file, and note all but the letters. None if the file is missing or damaged."""
         before, file = self._known.get((owner, name)), ()
         try:

@@ -24,12 +24,8 @@ def kind(request):
 
 @pytest.fixture
 def model(kind):
-    found = dict(zoo.types())
-    if KINDS[kind] not in found:
-        pytest.skip("this version of Transformers does not have it")
     try:
-        made = zoo.make(KINDS[kind], found[KINDS[kind]])
-        return kvevict.unpatch(kvevict.patch(made, "snapkv", budget=64))
+        return kvevict.unpatch(kvevict.patch(zoo.model(KINDS[kind]), "snapkv", budget=64))
     except Exception as error:
         if not OLD:
             raise
@@ -114,11 +110,7 @@ def test_save_and_load(model, kind, tmp_path):
 
 @pytest.fixture
 def latent():
-    found = dict(zoo.types())
-    model = zoo.make("deepseek_v3", found["deepseek_v3"])
-    if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
-        pytest.skip("this version of Transformers expands before it caches")
-    return model
+    return zoo.latent()
 
 
 def test_latents_are_what_is_stored(latent):

@@ -232,9 +232,7 @@ def test_in_two_processes(tmp_path):
 
 def test_latents_are_refused(monkeypatch):
     """Every rank has them whole, and its query heads' part of the scores."""
-    model = pytest.importorskip("zoo").make("deepseek_v3", "DeepseekV3ForCausalLM")
-    if not hasattr(model.model.layers[0].self_attn, "expand_kv"):
-        pytest.skip("this version of Transformers caches no latents")
+    model = pytest.importorskip("zoo").latent()
     monkeypatch.setattr(model, "_tp_size", 2)
     with pytest.raises(ValueError, match=r"its heads share latents, .* \(tensor parallel\); load it unsplit"):
         kvevict.patch(model, "snapkv", budget=64)

@@ -315,6 +315,22 @@ def _rope(rope):
     return rope
 
 
+def model(name):
+    """`make` of a model type, or the test is skipped."""
+    found = dict(types())
+    if name not in found:
+        pytest.skip(f"this version of Transformers has no {name}")
+    return make(name, found[name])
+
+
+def latent():
+    """A model whose cache has latents (MLA), or the test is skipped."""
+    made = model("deepseek_v3")
+    if not hasattr(made.model.layers[0].self_attn, "expand_kv"):
+        pytest.skip("this version of Transformers caches no latents")
+    return made
+
+
 def build(family):
     if family != "qwen3_next":
         return tiny.model(family)

@@ -67,7 +67,7 @@ class Results:
     responses   values of `CASE` -> ids that the full run generated
     """
 
-    def __init__(self, path: Any, settings: dict) -> None:
+    def __init__(self, path: str | Path, settings: dict) -> None:
         self.keys, self.responses = set(), {}
         settings = json.loads(json.dumps(settings))
         path = Path(path)
@@ -119,7 +119,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return settings, [_line(path, *numbered) for numbered in enumerate(rest[:-1], 2)]
 
 
-def _line(path: Any, number: int, text: bytes) -> dict:
+def _line(path: str | Path, number: int, text: bytes) -> dict:
     try:
         line = parsed(text)
     except ValueError:
@@ -136,19 +136,19 @@ def _line(path: Any, number: int, text: bytes) -> dict:
     return line | dict(mode=OLD_MODES.get(line["mode"], line["mode"]))
 
 
-def _only_a_start(path: Any) -> bool:
+def _only_a_start(path: str | Path) -> bool:
     """True if a file is empty or has only a part of its first line, without a line end of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 
 
-def _cut_half_line(path: Any) -> None:
+def _cut_half_line(path: str | Path) -> None:
     size = path.read_bytes().rfind(b"\n") + 1
     with path.open("r+b") as file:
         file.truncate(size)
 
 
-def _same(path: Any, before: dict, now: dict) -> None:
+def _same(path: str | Path, before: dict, now: dict) -> None:
     names = [name for name in before | now if before.get(name) != now.get(name)]
     if names and (before.get("protocol") or set(names) - ADDED):
         differs = "; ".join(f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names)
