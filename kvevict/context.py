@@ -16,6 +16,8 @@ class Context:
     step: Any = None  # the kvevict.engine.read.step.Step that runs
     question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
+    pause: Any = None  # called before each layer of a read; it may decode tokens of other caches
+    ready: Any = None  # (a decoder, its output), in place of the decoder's next call
     note: Any = None  # note(module, query, key): called in unpatched attention
     training_attention: Any = None  # the attention function of `kvevict.lookahead.passes`
     plans: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Plan of calls made here

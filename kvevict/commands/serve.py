@@ -77,8 +77,8 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
         help=f"requests that wait at most, further ones get 429; default {Options.queue}",
     )
     parser.add_argument("--stall", type=float, default=Options.stall, metavar="SECONDS",
-                        help="after which running answers, for a token, and short prompts interrupt a prompt that is "
-                        f"read, between two of its layers; default {Options.stall}")  # fmt: skip
+                        help="after which a prompt that is read pauses between two layers, for a token of each running "
+                        f"answer; default {Options.stall}")  # fmt: skip
     parser.add_argument(
         "--timeout",
         type=float,

@@ -6,8 +6,6 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..engine.read.step import Step
-from ..engine.watch.watcher import Watcher
 from .options import NEVER
 from .prompt import Prompt
 from .sampling import Decoding
@@ -60,6 +58,8 @@ class Call:
     parser: Any = lambda: None  # makes a parser of an answer to them
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+    named: int = 0  # tool calls that have an id
     first_token: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, from a stored prefix
@@ -85,6 +85,11 @@ class Call:
         if time.monotonic() > self.deadline:
             raise TimeoutError
 
+    def reads(self, start: int) -> None:
+        """Note that the prompt is read up to token `start`. Raises the reason that ends the call."""
+        self.check()
+        self.read_tokens = start
+
     def of_prompts(self) -> "list[Call]":
         """Return a call for each of several prompts, or else this call. All are cancelled together."""
         return [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else [self]
@@ -97,30 +102,14 @@ class Call:
         if self.first_token is None:
             self.first_token = min((each.first_token for each in calls if each.first_token is not None), default=None)
 
+    def tool_id(self) -> str:
+        """Make the id of a further tool call. Mistral's templates take nine letters and digits."""
+        self.named += 1
+        return f"{(int(self.identity[-9:], 16) + self.named) % 16**9:09x}"
+
     def token(self) -> None:
         """Count a token that was written. Raises the reason that ends the call."""
         self.check()
         self.new_tokens += 1
         if self.first_token is None:
             self.first_token = time.monotonic()
-
-
-class Guard(Watcher):
-    """Ends the reading of a prompt with its call, notes how far the reading is, and gives other calls their turns.
-
-    start   tokens that were read before
-    others  a `kvevict.serve.scheduler.Scheduler`
-    """
-
-    def __init__(self, call: Call, start: int, others: Any) -> None:
-        self.call, self.start, self.left, self.others = call, start, 0, others
-
-    def layer(self, step: Step) -> None:
-        self.call.check()
-        self.call.read_tokens = self.start + step.chunk.start
-        self.others.layer(self.left)
-
-    def chunk(self, rows: int, left: int) -> None:
-        self.left = left
-        if rows:
-            self.others.chunk(rows, left)

@@ -167,6 +167,7 @@ def response(body: dict[str, Any]) -> None:
             _messages("input", [item], ("input_text", "output_text", "text"))
         elif kind == "reasoning":
             _content("input", item.get("content", []), ("reasoning_text",))
+            _content("input", item.get("summary", []), ("summary_text",))
         else:
             names = ("call_id", "output") if kind == "function_call_output" else ("call_id", "name", "arguments")
             _must(all(isinstance(item.get(name), str) for name in names), f"input: a {kind} needs {', '.join(names)}")

@@ -1,7 +1,6 @@
 """A response of /v1/responses: its items, and the events that a stream of them has."""
 
 import json
-import time
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
@@ -9,14 +8,17 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from .call import Call
 from .outgoing import DATA
 
+NULLS = "error", "incomplete_details", "instructions", "metadata", "temperature", "top_p"  # a response has these fields
+
 
 class Items:
     """The items of a response in their order. Every method returns the events of the change that it makes."""
 
-    def __init__(self, name: str, identity: str) -> None:
-        self.identity, self.output = identity, []  # items that have ended
-        self._made = dict(id=f"resp_{identity}", created_at=time.time(), model=name, object="response")
+    def __init__(self, name: str, call: Call) -> None:
+        self.call, self.output = call, []  # items that have ended
+        self._made = dict(id=f"resp_{call.identity}", created_at=call.created, model=name, object="response")
         self._made |= dict(tools=[], parallel_tool_calls=False, tool_choice="auto")  # OpenAI's type needs them
+        self._made |= dict.fromkeys(NULLS)
         self._status, self._sent = "in_progress", 0
         self._kind: type | None = None  # of the text that is open
         self._text = ""
@@ -38,30 +40,30 @@ class Items:
         opened = "" if self._kind or self.output else self._open(str)
         return opened + self._end(self._status)
 
-    def response(self, call: Call) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Return the whole response, after `close`."""
-        read, wrote = call.prompt_tokens, call.new_tokens
+        read, wrote = self.call.prompt_tokens, self.call.new_tokens
         usage = dict(
             input_tokens=read, output_tokens=wrote, total_tokens=read + wrote,
-            input_tokens_details=dict(cached_tokens=call.cached_tokens, cache_write_tokens=0),
+            input_tokens_details=dict(cached_tokens=self.call.cached_tokens, cache_write_tokens=0),
             output_tokens_details=dict(reasoning_tokens=0),
         )  # fmt: skip
         why = dict(incomplete_details=dict(reason="max_output_tokens")) if self._status == "incomplete" else {}
         return self._response(self._status, output=self.output, usage=usage, **why)
 
-    def last(self, call: Call) -> str:
-        return self._of_all(self.response(call))
+    def last(self) -> str:
+        return self._of_all(self.response())
 
     def error(self, message: str) -> str:
         """End the response with an error, also before its beginning."""
         begun = "" if self._sent else self.begin()
         self._status, error = "failed", dict(code="server_error", message=message)
-        return begun + self._sent_as("error", message=message) + self._of_all(self._response("failed", error=error))
+        return begun + self._sent_as("error", **error, param=None) + self._of_all(self._response("failed", error=error))
 
     # -- items ------------------------------------------------------------------------------------------------------
 
     def _call(self, part: Any) -> str:
-        name = f"{self.identity}_tool_call_{sum(item['type'] == 'function_call' for item in self.output)}"
+        name = self.call.tool_id()
         made = dict(id=name, call_id=name, type="function_call", name=part.name, arguments="", status="in_progress")
         events = self._of_item("added", made)
         place, kind = dict(item_id=name, output_index=len(self.output)), "function_call_arguments"
@@ -88,14 +90,14 @@ class Items:
     def _part(self) -> dict:
         if self._reasons:
             return dict(type="reasoning_text", text=self._text)
-        return dict(type="output_text", text=self._text, annotations=[])
+        return dict(type="output_text", text=self._text, annotations=[], logprobs=[])
 
     @property
     def _reasons(self) -> bool:
         return self._kind is ReasoningText
 
     def _name(self) -> str:
-        return f"{'rs' if self._reasons else 'msg'}_{self.identity}_{len(self.output)}"
+        return f"{'rs' if self._reasons else 'msg'}_{self.call.identity}_{len(self.output)}"
 
     def _place(self) -> dict:
         return dict(item_id=self._name(), output_index=len(self.output), content_index=0)

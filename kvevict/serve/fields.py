@@ -112,7 +112,7 @@ TABLE = {
     CHAT: COMMON | WRITING | AGENTS | {
         "messages": Field(OBEYED, "of text, tool calls and their results"),
         "max_completion_tokens": Field(OBEYED, "as `max_tokens`, and before it", whole(1)),
-        "logprobs": Field(OBEYED, "of every token, with `logit_bias`, before temperature and penalties", FLAG),
+        "logprobs": Field(OBEYED, "of every token, with `logit_bias`, before temperature and all penalties", FLAG),
         "top_logprobs": Field(OBEYED, "0 to 20, with `logprobs`", whole(0, 20)),
         "reasoning_effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
         "prediction": Field(HARMLESS, "it saves OpenAI time, and changes no answer"),
@@ -124,13 +124,13 @@ TABLE = {
     },
     COMPLETIONS: COMMON | WRITING | {
         "prompt": Field(OBEYED, "a text or token ids, or a list of up to 128 such prompts, answered together"),
-        "logprobs": Field(OBEYED, "0 to 5 alternatives of each token", whole(0, 5)),
+        "logprobs": Field(OBEYED, "0 to 5 alternatives of each token; a part of a character is `\\xf0`", whole(0, 5)),
         "best_of": Field(REFUSED, "every answer that is written is given: ask for n", usual=(1,)),
         "echo": Field(REFUSED, "the prompt is not repeated", usual=(False,)),
         "suffix": Field(REFUSED, "text cannot be inserted before another", usual=("",)),
     },
     RESPONSES: COMMON | AGENTS | {
-        "input": Field(OBEYED, "a text, or items: messages of text, reasoning, calls of functions and their outputs"),
+        "input": Field(OBEYED, "a text, or items in their order: messages, reasoning, calls and their outputs"),
         "instructions": Field(OBEYED, "a system message before the others", TEXT),
         "max_output_tokens": Field(OBEYED, "as `max_tokens`, and before it", whole(1)),
         "reasoning.effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),

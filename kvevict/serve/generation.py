@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,19 @@ import torch
 
 from ..answer import KEEPS, room_of, within_positions
 from ..batch import Pools
-from ..compat import CACHE, cache_of
+from ..compat import cache_of
 from ..context import within
+from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
 from ..engine.measure.gates import mark_of as mark_of_gates
+from ..engine.read.spans import Span
 from ..engine.slots.storage import ROOM
 from ..families import base_model, device_of, find_decoder
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
-from .call import Call, Guard
+from .call import Call
 from .errors import Refused
 from .grammar import Calls, Following, Grammars
 from .options import AUTO
@@ -100,6 +102,8 @@ class Generation:
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
+        if not call.messages:  # a text that goes on, not a turn
+            more["before"] = [each for each in call.whole.ids if each not in self.form.special][-1:]
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
     def _widest(self, policy: Any, tokens: int) -> int:
@@ -123,8 +127,8 @@ class Generation:
     async def read(self, call: Call) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
 
-        def run() -> None:
-            self._prefix(call)
+        def run() -> Iterator[Any]:
+            yield from self._prefix(call)
             if call.cached_tokens == call.shared_tokens:  # nothing was read, nor written
                 self.prefixes.flush(call.keys[-1:])
 
@@ -136,7 +140,11 @@ class Generation:
 
     async def kept(self, call: Call, start: int) -> np.ndarray:
         """The share of heads that keep each token of a prompt's last prefix, from token `start` on."""
-        return await self._in_thread(lambda: shares_of(self._prefix(call), start, call.whole.ends[-1]), call=call)
+
+        def run() -> Any:
+            return shares_of((yield from self._prefix(call)), start, call.whole.ends[-1])
+
+        return await self._in_thread(run, call=call)
 
     async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
         """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
@@ -184,11 +192,13 @@ class Generation:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def _begin(self, call: Call, answers: list, give: Any) -> None:
+    # A function that reads is a generator of the chunks read, but for the last: others get a turn between two.
+
+    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Span, None, None]:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
-        cache, logits, plan = self._read(call)
+        cache, logits, plan = yield from self._read(call)
         for row in rows:
             mine = cache if row is rows[-1] else cache.fork()
             row.take(logits)
@@ -216,20 +226,20 @@ class Generation:
             noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
-    def _read(self, call: Call) -> tuple:
+    def _read(self, call: Call) -> Generator[Span, None, tuple]:
         """Read a call's whole prompt; returns as `_through`."""
         prompt, tokens = call.whole, len(call.whole.ids)
-        cache = self._prefix(call)
+        cache = yield from self._prefix(call)
         start = 0 if cache is None else prompt.ends[-1]
         policy = call.reader.of(tokens) if call.hidden else call.policy
         if cache is None:
             cache = self.pools.cache()
         elif not call.hidden or tokens - start <= policy.slots(tokens):  # known questions: `sharing.followed`
-            return self._through(call, KEEPS, cache, prompt.ids[start:], start)
+            return (yield from self._through(call, KEEPS, cache, prompt.ids[start:], start))
         asks = None if call.hidden else self._asking(call, prompt)
-        return self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks)
+        return (yield from self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks))
 
-    def _prefix(self, call: Call) -> Any:
+    def _prefix(self, call: Call) -> Generator[Span, None, Any]:
         """Read the prompt up to its last end, after its longest stored prefix; returns the cache. None without an
         end."""
         prompt = call.whole
@@ -247,7 +257,7 @@ class Generation:
         call.cached_tokens, call.shared_tokens = start, prompt.ends[-1]
         call.kept = call.reader.kept(call.shared_tokens)
         for key, policy, end in steps:
-            cache = self._beginning(call, cache, start, end, policy)
+            cache = yield from self._beginning(call, cache, start, end, policy)
             self.prefixes.put(key, cache)
             if mark_in(key) or end - start >= WRITTEN:  # now, for other servers, and for this one after it was killed
                 self.prefixes.flush([key])
@@ -259,7 +269,7 @@ class Generation:
         if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
 
-    def _beginning(self, call: Call, cache: Any, start: int, end: int, policy: Any) -> Any:
+    def _beginning(self, call: Call, cache: Any, start: int, end: int, policy: Any) -> Generator[Span, None, Any]:
         """Read the prompt from `start`, where `cache` ends, up to `end`; returns the cache. The part is read in pieces,
         each stored: if the request ends early, the next one goes on from the last piece."""
         stops, part = pieces(self._within(policy, end), start, end), None
@@ -272,7 +282,7 @@ class Generation:
                 break
         for stop in [stop for stop in stops if stop > start]:
             chosen = self._chosen(policy, end)
-            cache, _, _ = self._through(call, chosen, cache, call.whole.ids[start:stop], start)
+            cache, _, _ = yield from self._through(call, chosen, cache, call.whole.ids[start:stop], start)
             start = stop
             if part is not None:
                 self.prefixes.remove(part)
@@ -282,16 +292,26 @@ class Generation:
                 cache = cache.fork()
         return cache
 
-    def _through(self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None) -> tuple:
+    def _through(
+        self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
+    ) -> Generator[Span, None, tuple]:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
-        `Plan`). Other calls get their turns meanwhile."""
-        tokens = torch.tensor([ids], device=self.device)
-        inside = within(question=question, watchers=(Guard(call, start, self.scheduler),))
-        with evicting(self.model, policy, tokenizer=False), inside, torch.no_grad():
-            out = base_model(self.model)(
-                input_ids=tokens, **{CACHE: cache}, logits_to_keep=1, use_cache=True, return_dict=True
-            )
-            return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
+        `Plan`). Answers that run go on between the layers, too."""
+
+        def pause() -> None:
+            call.reads(read)
+            self.scheduler.pause()
+
+        read, tokens = start, torch.tensor([ids], device=self.device)
+        with evicting(self.model, policy, tokenizer=False), within(question=question, pause=pause):
+            steps = reading(base_model(self.model), tokens, self.pools.cache() if cache is None else cache)
+            while True:
+                try:
+                    span = next(steps)
+                except StopIteration as end:
+                    return cache_of(end.value), end.value.logits[0, -1], plan_of(self.decoder)
+                read = start + span.end
+                yield span
 
     def _keys(self, call: Call, reader: Any) -> tuple:
         """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""

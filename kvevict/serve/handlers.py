@@ -1,9 +1,7 @@
 """OpenAI's three endpoints: the messages of a request, and answers as OpenAI writes them."""
 
 import json
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from itertools import accumulate
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
@@ -13,7 +11,7 @@ from .call import Call
 from .events import Items
 from .outgoing import DATA, Stream, error_of
 from .sharing import said as shared
-from .written import HALF, Numbered, Part, Token, Written, joined
+from .written import Numbered, Part, Token, Written, joined
 
 DONE = f"{DATA}[DONE]\n\n"
 
@@ -46,8 +44,8 @@ class Completions:
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))
-            choices.append(dict(index=index, finish_reason=answer.finish) | found)
-        return self._said(call, self.kind, choices, usage=True)
+            choices.append(_choice(index, found, answer.finish))
+        return self._said(call, self.kind, choices, **_counted(call))
 
     def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
         """Make the response of parts that come one list after the other."""
@@ -59,34 +57,32 @@ class Completions:
             if at not in calls:
                 calls[at] = 0
                 for first in self.first:
-                    yield self._event(call, dict(first, index=at))
+                    yield self._event(call, _choice(at, first))
             if each is None:
                 empty = next(iter(self.deltas(call, 0, [])))
-                yield self._event(call, dict(empty, index=at, finish_reason=answers[at].finish))
+                yield self._event(call, _choice(at, empty, answers[at].finish))
                 continue
             for delta in self.deltas(call, calls[at], each):
-                yield self._event(call, dict(delta, index=at))
+                yield self._event(call, _choice(at, delta))
             calls[at] += sum(isinstance(part, ToolCall) for part in each)
         if call.usage:
-            yield _event(self._said(call, self.part, [], usage=True))
+            yield _event(self._said(call, self.part, [], **_counted(call)))
         yield DONE
 
     def _event(self, call: Call, choice: dict) -> str:
-        return _event(self._said(call, self.part, [choice]))
+        return _event(self._said(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
 
-    def _said(self, call: Call, kind: str, choices: list, usage: bool = False) -> dict:
-        said = dict(id=call.identity, object=kind, created=int(time.time()), model=self.name, choices=choices)
-        return said | dict(usage=_usage(call)) | _ours(call) if usage else said
+    def _said(self, call: Call, kind: str, choices: list, **more: Any) -> dict:
+        return dict(id=call.identity, object=kind, created=call.created, model=self.name, choices=choices, **more)
 
     def _logs(self, parts: list) -> dict:
         tokens = [part for part in parts if isinstance(part, Token)]
         if not tokens:
             return {}
-        letters = [token.letters for token in tokens]
         return dict(logprobs=dict(
-            tokens=letters, token_logprobs=[token.log for token in tokens],
-            top_logprobs=[dict(reversed(token.others)) for token in tokens],
-            text_offset=[tokens[0].start, *(tokens[0].start + at for at in accumulate(map(len, letters[:-1])))],
+            tokens=[_letters(token.data) for token in tokens], token_logprobs=[token.log for token in tokens],
+            top_logprobs=[{_letters(data): log for data, log in reversed(token.others)} for token in tokens],
+            text_offset=[token.start for token in tokens],
         ))  # fmt: skip
 
 
@@ -101,8 +97,8 @@ class Chat(Completions):
 
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
-        calls = [_call(call, at, part) for at, part in enumerate(p for p in parts if isinstance(p, ToolCall))]
-        said: dict = dict(role="assistant", content=text)
+        calls = [_call(call, part) for part in parts if isinstance(part, ToolCall)]
+        said: dict = dict(role="assistant", content=text, refusal=None)
         said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
         return dict(message=said) | self._logs(parts)
 
@@ -110,7 +106,7 @@ class Chat(Completions):
         logs = self._logs(parts)
         for part in parts:
             if isinstance(part, ToolCall):
-                yield dict(delta=dict(tool_calls=[dict(_call(call, calls, part), index=calls)]))
+                yield dict(delta=dict(tool_calls=[dict(_call(call, part), index=calls)]))
                 calls += 1
             elif isinstance(part, str):
                 name = "reasoning_content" if isinstance(part, ReasoningText) else "content"
@@ -120,7 +116,7 @@ class Chat(Completions):
 
     def _logs(self, parts: list) -> dict:
         content = [
-            dict(_number(part.letters, part.log), top_logprobs=[_number(*each) for each in part.others])
+            dict(_number(part.data, part.log), top_logprobs=[_number(*each) for each in part.others])
             for part in parts
             if isinstance(part, Token)
         ]
@@ -137,36 +133,42 @@ class Responses:
         return messages.of_input(self.tokenizer, body["input"], body.get("instructions"))
 
     def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        items = Items(self.name, call.identity)
+        items = Items(self.name, call)
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
-        return items.response(call) | _ours(call)
+        return items.response() | _ours(call)
 
     def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        items = Items(self.name, call.identity)
-        events = self._events(call, items, answers, parts)
+        items = Items(self.name, call)
+        events = self._events(items, answers, parts)
         return Stream(events, call, lambda refusal: items.error(refusal.message))
 
-    async def _events(self, call: Call, items: Items, answers: list, parts: Any) -> AsyncGenerator[str, None]:
+    async def _events(self, items: Items, answers: list, parts: Any) -> AsyncGenerator[str, None]:
         yield items.begin()
         async for _, each in parts:
             for part in each or ():
                 yield items.add(part)
         yield items.close(answers[0].finish)
-        yield items.last(call)
+        yield items.last()
 
 
 def _event(value: dict) -> str:
     return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _usage(call: Call) -> dict:
+def _choice(index: int, said: dict, finish: str | None = None) -> dict:
+    """Make a choice, with null for what it has not: clients with a schema stop where a field is missing."""
+    return dict(index=index, finish_reason=finish, logprobs=None) | said
+
+
+def _counted(call: Call) -> dict:
     read, wrote = call.prompt_tokens, call.new_tokens
-    return dict(
+    usage = dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
         prompt_tokens_details=dict(cached_tokens=call.cached_tokens),
     )  # fmt: skip
+    return dict(usage=usage) | _ours(call)
 
 
 def _ours(call: Call) -> dict:
@@ -175,10 +177,15 @@ def _ours(call: Call) -> dict:
     return dict(kvevict=told) if told else {}
 
 
-def _call(call: Call, at: int, part: Any) -> dict:
+def _call(call: Call, part: Any) -> dict:
     function = dict(name=part.name, arguments=part.arguments)
-    return dict(id=f"{call.identity}_tool_call_{at}", type="function", function=function)
+    return dict(id=call.tool_id(), type="function", function=function)
 
 
-def _number(letters: str, log: float) -> dict:
-    return dict(token=letters, logprob=log, bytes=None if HALF in letters else list(letters.encode()))
+def _number(data: bytes, log: float) -> dict:
+    return dict(token=_letters(data), logprob=log, bytes=list(data))
+
+
+def _letters(data: bytes) -> str:
+    """Name a token as OpenAI does: bytes that are a part of a character look like \\xf0."""
+    return data.decode(errors="backslashreplace")

@@ -1,11 +1,13 @@
 """The messages of a request as a chat template takes them: texts, with reasoning and calls of tools."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import Refused
 
 ITEMS = "message", "reasoning", "function_call", "function_call_output"  # of a response
+REASONING, CALLS = "reasoning_content", "tool_calls"  # of a message of the assistant
 
 
 def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -22,28 +24,8 @@ def of_input(tokenizer: Any, asked: str | list[dict[str, Any]], instructions: st
         asked = [dict(role="user", content=asked)]
     elif "role" not in asked[0] and asked[0].get("type") not in ITEMS:
         asked = [dict(role="user", content=asked)]  # parts of one message
-    messages: list = []
-    reasoning = {}
-    for item in asked:
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            reasoning = dict(reasoning_content=text_of(item.get("content", [])))
-        elif kind == "function_call_output":
-            messages.append(dict(role="tool", tool_call_id=item["call_id"], content=item["output"]))
-        elif kind == "function_call":
-            call = dict(
-                id=item["call_id"], type="function", function=dict(name=item["name"], arguments=item["arguments"])
-            )
-            if not (messages and messages[-1]["role"] == "assistant"):
-                messages.append(dict(role="assistant", content="") | reasoning)
-                reasoning = {}
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif item["role"] == "assistant":
-            messages.append(item | reasoning)
-            reasoning = {}
-        else:
-            messages.append(item)
-    taken = of_chat(tokenizer, messages)
+    apart = REASONING in str(tokenizer.chat_template)
+    taken = of_chat(tokenizer, _joined(filter(None, map(_message, asked)), apart))
     if instructions and taken[0]["role"] == "system":  # templates have one
         taken[0]["content"] = f"{instructions}\n\n{taken[0]['content']}"
     elif instructions:
@@ -51,16 +33,52 @@ def of_input(tokenizer: Any, asked: str | list[dict[str, Any]], instructions: st
     return taken
 
 
+def _message(item: dict) -> dict:
+    """Make a message of an item; an empty one of reasoning without letters."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        return item
+    if kind == "function_call_output":
+        return dict(role="tool", tool_call_id=item["call_id"], content=item["output"])
+    said: dict = dict(role="assistant", content="")
+    if kind == "reasoning":
+        thought = text_of(item.get("content") or item.get("summary", []))
+        return said | {REASONING: thought} if thought else {}
+    function = dict(name=item["name"], arguments=item["arguments"])
+    return said | {CALLS: [dict(id=item["call_id"], type="function", function=function)]}
+
+
+def _joined(messages: Iterable[dict], apart: bool) -> list:
+    """Join messages of the assistant that follow each other to such as templates write: reasoning, a text, calls.
+    apart: whether reasoning that comes later begins another message, which tells a template without it nothing."""
+    made: list = []
+    for message in messages:
+        last, new = made[-1] if made else {}, _held(message)
+        turn = message["role"] == last.get("role") == "assistant"
+        if turn and (_held(last) == {REASONING} or new == {CALLS} or (new == {REASONING} and not apart)):
+            said: dict = dict(content=last.get("content") or message.get("content"))
+            said[REASONING] = "\n\n".join(each[REASONING] for each in (last, message) if each.get(REASONING))
+            said[CALLS] = [*last.get(CALLS, []), *message.get(CALLS, [])]
+            made[-1] = last | message | {name: value for name, value in said.items() if value}
+        else:
+            made.append(message)
+    return made
+
+
+def _held(message: dict) -> set:
+    return {name for name in (REASONING, "content", CALLS) if message.get(name)}
+
+
 def _taken(tokenizer: Any, message: dict) -> dict:
     role, content = message["role"], message.get("content")
     if role == "developer" and "developer" not in str(tokenizer.chat_template):
         role = "system"
     taken = dict(role=role, content=text_of(content or ""))
-    for name in ("tool_call_id", "reasoning_content", "name"):
+    for name in ("tool_call_id", REASONING, "name"):
         if name in message:
             taken[name] = message[name]
-    if message.get("tool_calls"):
-        taken["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if message.get(CALLS):
+        taken[CALLS] = [_call(call) for call in message[CALLS]]
     return taken
 
 

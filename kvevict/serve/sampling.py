@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
 LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
 LONG = 1024  # tokens of an answer, unless something says how many
@@ -73,7 +73,7 @@ class Penalties(LogitsProcessor):
 
 
 class Probabilities(LogitsProcessor):
-    """Logarithms of the next token's probabilities, before a temperature and penalties."""
+    """Logarithms of the next token's probabilities, after `logit_bias`, before a temperature and penalties."""
 
     def __init__(self, top: int) -> None:
         self.top = top
@@ -88,6 +88,9 @@ class Probabilities(LogitsProcessor):
         return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))
 
 
+FIRST = SequenceBiasLogitsProcessor, Probabilities
+
+
 class Chooser:
     """Chooses the tokens of one answer.
 
@@ -99,6 +102,7 @@ class Chooser:
     def __init__(
         self, prompt: list[int], most: int, processors: LogitsProcessorList, noise: torch.Generator | None
     ) -> None:
+        processors.sort(key=lambda each: type(each) not in FIRST)  # Transformers' own penalties stand before ours
         self.processors, self.noise = processors, noise
         self.probabilities = next((each for each in processors if isinstance(each, Probabilities)), None)
         self._ids: Any = torch.tensor([prompt + [0] * most])

@@ -3,15 +3,18 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..batch import Batch
 from ..engine.hook.installed import using
 from ..engine.read.plan import Plan
+from ..engine.read.spans import Span
 from ..engine.slots.adopt import EvictionCache
 from ..families import base_model, find_decoder
 from ..writing import step
@@ -25,6 +28,7 @@ from .row import Row
 class Turn:
     """Work that waits for the model.
 
+    work  a function, or one that reads: a generator of the `Span`s read, but for the last
     call  the call that waits; None: the server does
     rows  number of answers that start to run with it
     size  most bytes of these answers' slots
@@ -35,6 +39,17 @@ class Turn:
     rows: int = 0
     size: int = 0
     result: Future = field(default_factory=Future)
+    context: Context = field(default_factory=Context)  # that all of its work is done in
+    steps: Any = None  # the generator, while it reads
+    left: int = 0  # rows that it has left to read
+    chunk: int = 0  # rows of its last chunk, less those of prompts that were read since
+    alone: bool = True  # no other prompt was read since its last chunk
+
+    @property
+    def most(self) -> int:
+        """Tokens of a prompt that may be read before the next chunk, at most: half of what is left. Several may be, of
+        as many tokens in all as the last chunk had."""
+        return self.left // 2 if self.alone else min(self.left // 2, self.chunk)
 
     @property
     def owner(self) -> str | None:
@@ -56,6 +71,7 @@ class Scheduler:
         self._turns: list[Turn] = []
         self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
         self._groups: list[Group] = []
+        self._reading: list[Turn] = []  # between two chunks; a prompt came before the next chunk of the one before it
         self._calls, self._changed = 0, threading.Condition()
         self._stepped = 0.0  # when answers had their last token, of time.monotonic()
         threading.Thread(target=self._run, name="kvevict", daemon=True).start()
@@ -94,7 +110,7 @@ class Scheduler:
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
     def run(self, row: Row, plan: Plan, cache: EvictionCache) -> None:
-        """Let an answer be written from the next step on. patch: of its decoded tokens; cache: of its prompt."""
+        """Let an answer be written from the next step on. plan: of its decoded tokens; cache: of its prompt."""
         for group in self._groups:
             if group.plan.policy == plan.policy and group.add(row, cache):
                 return
@@ -102,35 +118,32 @@ class Scheduler:
         group.add(row, cache)
         self._groups.append(group)
 
-    def chunk(self, rows: int, left: int) -> None:
-        """Let others run between two chunks of a read. Each running answer gets a token. Then prompts are read with at
-        most half of `left` tokens: one, or as many as have `rows` tokens; after each, answers get another token."""
-        Context().run(self._beside, rows, left // 2)
-
-    def layer(self, left: int) -> None:
-        """Let others run between two layers of a read, when it is time: as `chunk`, with one prompt at most."""
-        if (self._groups or self._turns) and time.monotonic() - self._stepped >= self.stall:
-            Context().run(self._beside, 0, left // 2)
-
-    def _beside(self, rows: int, most: int) -> None:
-        self._step()
-        turn = self._next(most)
-        while turn is not None:
-            rows -= self._left(turn)
-            self._take(turn)
-            self._step()
-            turn = self._next(min(most, rows))
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._turns or self._groups)
-            turn = self._next()
-            if turn is not None:
-                Context().run(self._take, turn)
+    def pause(self) -> None:
+        """Between two layers of a read: answers get a token, when it is time."""
+        if self._groups and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._step)
 
-    def _next(self, most: int | None = None) -> Turn | None:
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._turns or self._groups or self._reading)
+            turn = self._next()
+            if turn is not None:
+                self._go_on(turn)
+            Context().run(self._step)
+
+    def _next(self) -> Turn | None:
+        """The turn that goes on: one that waits, or the prompt that is being read. None: there is neither."""
+        reading = self._reading[-1] if self._reading else None
+        turn = self._waiting(None if reading is None else reading.most)
+        if turn is None:
+            return reading
+        if reading is not None:
+            reading.chunk, reading.alone = reading.chunk - self._left(turn), False
+        return turn
+
+    def _waiting(self, most: int | None) -> Turn | None:
         """Take the next turn out of the queue: among turns that read at most `most` tokens the first of the owner with
         the fewest answers running. None: no turn fits."""
         with self._changed:
@@ -160,15 +173,36 @@ class Scheduler:
         rows, size = sum(each.rows for each in inside), sum(each.size for each in inside)
         return not turn.rows or not inside or (rows + turn.rows <= self.most and size + turn.size <= self.memory)
 
-    def _take(self, turn: Turn) -> None:
-        self._inside.append(turn)
-        if turn.call is not None:
-            turn.call.running = True
+    def _go_on(self, turn: Turn) -> None:
+        """Do a turn's work, or a chunk of it."""
+        if turn not in self._inside:
+            self._inside.append(turn)
+            if turn.call is not None:
+                turn.call.running = True
         try:
-            turn.result.set_result(turn.work())
+            span = turn.context.run(self._work, turn)
         except BaseException as error:
             turn.result.set_exception(error)
-        self._leave()
+            span = None
+        if turn in self._reading:
+            self._reading.remove(turn)
+        if span is None:
+            self._leave()
+        else:
+            turn.left, turn.chunk, turn.alone = span.left, span.rows, True
+            self._reading.append(turn)
+
+    def _work(self, turn: Turn) -> Span | None:
+        """The chunk that was read; None: the turn is done."""
+        if turn.steps is None:
+            turn.steps = turn.work()
+        if isinstance(turn.steps, Generator):
+            try:
+                return next(turn.steps)
+            except StopIteration as end:
+                turn.steps = end.value
+        turn.result.set_result(turn.steps)
+        return None
 
     def _step(self) -> None:
         for group in list(self._groups):

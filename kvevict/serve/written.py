@@ -9,12 +9,15 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..prompts import rendered
 from .repetition import Repetition
 
 HALF = "\ufffd"  # a tokenizer's letter for a part of a character
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in vocabularies of bytes
+BYTES |= {f"<0x{byte:02X}>": byte for byte in range(256)}  # in those of sentencepiece
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
 TEXTS = CONTENT, *REASONING
 NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
@@ -53,12 +56,12 @@ class Form:
 
 
 class Token(NamedTuple):
-    """A written token: the logarithm of its probability, and (letters, logarithm) of the likeliest tokens in their
-    order. start: letters of the answer before the token."""
+    """A written token: its bytes, the logarithm of its probability, and (bytes, logarithm) of the likeliest tokens in
+    their order. start: letters of the answer before the token, or before the character that it is a part of."""
 
-    letters: str
+    data: bytes
     log: float
-    others: list[tuple[str, float]]
+    others: list[tuple[bytes, float]]
     start: int
 
 
@@ -75,17 +78,26 @@ class Written:
     most    tokens of the answer at most
     single  True ends the answer with its first tool call
     loops   False ends an answer that repeats itself before `most`
+    before  ids that the answer continues: at its beginning a decoder may strip a space
     """
 
     def __init__(
-        self, form: Form, parser: Any, stops: tuple, ends: set, most: int, single: bool = False, loops: bool = True
+        self,
+        form: Form,
+        parser: Any,
+        stops: tuple,
+        ends: set,
+        most: int,
+        single: bool = False,
+        loops: bool = True,
+        before: Any = (),
     ) -> None:
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
         self._repetition = None if loops else Repetition()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
         self.tokens, self.ended, self.calls = 0, False, False
-        self._ids: list = []  # that are decoded together; the first `_told` are in a part already
-        self._told, self._held = 0, ""  # text that may begin a stop string
+        self._ids = [*before]  # that are decoded together; the first `_told` are in a part already
+        self._told, self._held = len(before), ""  # text that may begin a stop string
         self._end: int | None = None  # the token that ended it
         self._likely: list = []  # tokens that are in no part yet
         self._decided, self._certain = 0, 0  # letters that were decoded, and those of them that are in parts
@@ -110,9 +122,9 @@ class Written:
         if token in self.ends:
             self.ended, self._end = True, token
         elif token not in self.silent:
-            self._ids.append(token)
             if probabilities is not None:
                 self._likely.append(self._token(token, *probabilities))
+            self._ids.append(token)
             text = self._new()
             if text and not text.endswith(HALF):
                 self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
@@ -121,8 +133,17 @@ class Written:
         return []
 
     def _token(self, token: int, log: float, likeliest: dict) -> Token:
-        others = [(self._decoded([each]), number) for each, number in likeliest.items()]
-        return Token(self._decoded([token]), log, others, self._decided)
+        others = [(self._bytes(each), number) for each, number in likeliest.items()]
+        return Token(self._bytes(token), log, others, self._decided + len(self._new().rstrip(HALF)))
+
+    def _bytes(self, token: int) -> bytes:
+        """Return the bytes that a next token adds to the text."""
+        letters = self._decoded([*self._ids, token])[len(self._decoded(self._ids)) :]
+        if HALF not in letters + self._decoded([token]):
+            return letters.encode()
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        pieces = [piece] if piece in BYTES else piece
+        return bytes(BYTES[each] for each in pieces) if all(map(BYTES.__contains__, pieces)) else letters.encode()
 
     def _tokens(self) -> list:
         """Take the tokens whose letters are certain."""

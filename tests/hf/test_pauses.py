@@ -7,13 +7,14 @@ import torch
 import zoo
 from caches import ids
 from tiny import shared
+from transformers import DynamicCache
 
 import kvevict
 from kvevict.compat import CACHE, cache_of
-from kvevict.context import within
+from kvevict.context import current, within
+from kvevict.engine.hook.forward import reading
 from kvevict.engine.read.budgets import places
 from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.watch.watcher import Watcher
 
 OTHERS = ("deepseek_v3", "falcon_h1", "lfm2", "qwen3_next")  # latents, states
 POLICIES = {
@@ -27,16 +28,6 @@ POLICIES = {
 CASES = [("llama", name) for name in POLICIES] + [
     (name, p) for name in ("gemma3", "gpt_oss") for p in list(POLICIES)[:4]
 ]
-
-
-class Pauses(Watcher):
-    """Reads another prompt, and decodes a token after it, before every layer of a read."""
-
-    def __init__(self, net, prompt):
-        self.net, self.prompt, self.found = net, prompt, []
-
-    def layer(self, step):
-        self.found.append(Context().run(read, self.net, self.prompt))
 
 
 @torch.no_grad()
@@ -54,13 +45,13 @@ def paused(net, policy, options):
     try:
         prompts = ids(1, 50, 1), ids(1, 37, 2)
         alone = [read(net, prompt) for prompt in prompts]
-        pauses = Pauses(net, prompts[1])
-        with within(watchers=(pauses,)):
+        others: list = []
+        with within(pause=lambda: others.append(Context().run(read, net, prompts[1]))):
             between = read(net, prompts[0])
     finally:
         kvevict.unpatch(net)
-    assert len(pauses.found) > 1
-    for found, (held, logits) in zip([between, *pauses.found], [alone[0], *[alone[1]] * len(pauses.found)]):
+    assert len(others) > 1
+    for found, (held, logits) in zip([between, *others], [alone[0], *[alone[1]] * len(others)]):
         assert found[0] == held and torch.equal(found[1], logits)
 
 
@@ -74,33 +65,51 @@ def test_calls_between_the_layers_of_other_models(name, kind):
     paused(zoo.make(name, kind), "take+edie", POLICIES["take+edie"])
 
 
-class Counts(Watcher):
-    """Rows of each chunk, as `chunk` and as the model gets them, and the tokens left."""
-
-    def __init__(self):
-        self.counted, self.left, self.widths = [], [], {}
-
-    def layer(self, step):
-        self.widths[step.chunk] = step.positions.shape[1]
-
-    def chunk(self, rows, left):
-        self.counted.append(rows)
-        self.left.append(left)
+@pytest.mark.parametrize("family, policy", CASES[:5])
+def test_a_prompt_that_a_driver_reads(family, policy):
+    """Chunk by chunk, beside another one: slots and logits as of the model's call."""
+    net = shared(family)
+    kvevict.patch(net, policy, tokenizer=False, **POLICIES[policy])
+    try:
+        prompts = [ids(1, 50, 1), ids(1, 37, 2)]
+        alone = [read(net, prompt) for prompt in prompts]
+        caches = [DynamicCache(config=net.config) for _ in prompts]
+        turns = [(Context(), reading(net, *each)) for each in zip(prompts, caches, strict=True)]
+        outputs: dict = {}
+        while len(outputs) < 2:
+            for at, (inside, steps) in enumerate(turns):
+                try:
+                    inside.run(next, steps)
+                except StopIteration as end:
+                    outputs.setdefault(at, end.value)
+        for at, (held, logits) in enumerate(alone):
+            assert [places(layer, False) for layer in caches[at].layers if isinstance(layer, EvictionLayer)] == held
+            assert cache_of(outputs[at]) is caches[at] and torch.equal(outputs[at].logits[:, -1], logits[0])
+            with torch.no_grad():
+                more = net(prompts[at][:, :1], **{CACHE: caches[at]}, use_cache=True)
+            assert torch.equal(more.logits[:, -1], logits[1])
+    finally:
+        kvevict.unpatch(net)
 
 
 @pytest.mark.parametrize(
     "policy, schedule", [("read-twice", "chunk"), ("read-twice", "prompt"), ("take+edie", "chunk")]
 )
 def test_appended_rows_count_from_the_start(policy, schedule):
-    net, counts, options = shared("llama"), Counts(), dict(POLICIES[policy], schedule=schedule)
+    net, options, widths = shared("llama"), dict(POLICIES[policy], schedule=schedule), {}
     if policy == "read-twice":
         options["rows"] = kvevict.ROWS["repeat"]((1, 2), part=16)
     kvevict.patch(net, policy, tokenizer=False, **options)
+
+    def pause():
+        widths[current().chunk] = current().positions.shape[1]
+
     try:
-        with within(watchers=(counts,)), torch.no_grad():
-            net(ids(1, 50, 1), logits_to_keep=1, use_cache=True)
+        with within(pause=pause):
+            spans = list(reading(net, ids(1, 50, 1), DynamicCache(config=net.config)))
     finally:
         kvevict.unpatch(net)
-    read = list(counts.widths.values())
+    read = list(widths.values())
     assert len(read) >= 4 and sum(read) > (100 if policy == "read-twice" else 50)
-    assert counts.counted == [0, *read[:-1]] and counts.left == [sum(read[at:]) for at in range(len(read))]
+    assert [span.rows for span in spans] == read[:-1]
+    assert [span.left for span in spans] == [sum(read[at:]) for at in range(1, len(read))]

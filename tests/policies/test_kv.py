@@ -357,7 +357,7 @@ def test_slots_of_a_pool(model):
 
 def test_kinds_do_not_decode_together(model):
     one, other = (read(model, kind, prompt(1, 120))[0] for kind in ("int8", "int4"))
-    other.policy = one.policy
+    other.sequence.policy = one.sequence.policy
     with pytest.raises(ValueError, match="bits of stored numbers"):
         join([one, other])
 

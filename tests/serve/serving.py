@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import typing
 
 import pytest
 
@@ -13,6 +14,8 @@ for _package in ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx", "
     pytest.importorskip(_package, reason="the extra `serve` is not installed")
 
 import httpx  # noqa: E402
+import pydantic  # noqa: E402
+from openai.types import Completion, chat, responses  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 # The bundled model continues text; these turns are what it knows.
@@ -88,8 +91,51 @@ def unpatched():
     kvevict.unpatch(qwen())
 
 
+SHAPES = {  # of whole answers, and of events; those of a response are found by their type
+    "/v1/completions": (Completion, Completion),
+    "/v1/chat/completions": (chat.ChatCompletion, chat.ChatCompletionChunk),
+    "/v1/responses": (responses.Response, None),
+}
+EVENTS = {
+    typing.get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in typing.get_args(typing.get_args(responses.ResponseStreamEvent)[0])
+}
+NULLABLE = {  # fields that OpenAI's specification requires, and that may be null: optional in the package
+    "Choice": {"finish_reason", "logprobs"}, "CompletionChoice": {"logprobs"},
+    "ChatCompletionMessage": {"content", "refusal"}, "ChoiceLogprobs": {"content", "refusal"},
+    "ChatCompletionTokenLogprob": {"bytes"}, "TopLogprob": {"bytes"},
+    "Logprobs": {"text_offset", "token_logprobs", "tokens", "top_logprobs"}, "ResponseErrorEvent": {"code", "param"},
+    "Response": {"error", "incomplete_details", "instructions", "metadata", "temperature", "top_p"},
+}  # fmt: skip
+OURS = {"kvevict", "reasoning_content", "name"}  # fields that the package's types do not have
+
+
+def check_shapes(path, response) -> None:
+    """Read an answer, or every event of a stream, as a client whose schema requires each field does."""
+    whole, part = SHAPES[path]
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return complete(whole.model_validate(response.json(), strict=True))
+    found = [each for each in events(response) if "error" not in each]
+    for event in found:
+        for choice in event["choices"] if path == "/v1/completions" else ():
+            choice["finish_reason"] = choice["finish_reason"] or "stop"  # null is not in the package's type
+        complete((part or EVENTS[event["type"]]).model_validate(event, strict=True))
+    if part is not None:
+        assert len({(each["id"], each["created"], "usage" in each) for each in found}) <= 1
+        assert not any(each.get("usage") for each in found[:-1])
+
+
+def complete(value) -> None:
+    if isinstance(value, pydantic.BaseModel):
+        missing = NULLABLE.get(type(value).__name__, set()) - value.model_fields_set
+        assert not missing and value.model_extra.keys() <= OURS, (missing, value)
+        value = [getattr(value, name) for name in value.model_fields_set]
+    for each in value if isinstance(value, list) else ():
+        complete(each)
+
+
 class Client:
-    """Asks a server without a network, each request in a task of its own."""
+    """Asks a server without a network, each request in a task of its own, and checks the shapes of its answers."""
 
     def __init__(self, server, key=None):
         from kvevict.serve.app import application
@@ -110,7 +156,10 @@ class Client:
                 if body is None
                 else dict(json=body)
             )
-            return await client.request(method, path, timeout=600, **given)
+            response = await client.request(method, path, timeout=600, **given)
+        if response.status_code == 200 and path in SHAPES:
+            check_shapes(path, response)
+        return response
 
     def post(self, path, **body):
         return self.ask("POST", path, body)

@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from serving import CHATML, FILLER, TEMPLATE, Client, asks, events, model, qwen, saying, server
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvevict
 
@@ -51,7 +53,7 @@ def of_choice(said: dict) -> dict:
 
 
 def of_chunks(chunks: list) -> dict:
-    assert all(len(chunk["choices"]) == ("usage" not in chunk) for chunk in chunks)
+    assert all(len(chunk["choices"]) == (chunk["usage"] is None) for chunk in chunks)
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]
     deltas = [choice.get("delta", {}) for choice in choices]
     text = "".join(choice.get("text") or delta.get("content") or "" for choice, delta in zip(choices, deltas))
@@ -211,6 +213,98 @@ def test_reasoning(path, opening):
         cut = alike(client, path, most=3)
     assert found["text"] == "It is so." and found["reasoning"] == ("Let me see." if thought else "")
     assert cut["finish"] == "length"
+
+
+def of_llama_2():
+    """A tokenizer of Llama 2's kind: its decoder strips a text's first space, and bytes are tokens."""
+    words = ["<unk>", *(f"<0x{at:02X}>" for at in range(256)), "▁The", "▁", "▁sat", ".", "▁is"]
+    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    spaces, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<unk>")
+
+
+def of_bytes():
+    return AutoTokenizer.from_pretrained(kvevict.small_llama())
+
+
+PIECES = [b" The", b" ", b"\xf0", b"\x9f", b"\x9a", b"\x80", b"\xc3", b"\xa9", b" sat", b"."]  # of " The 🚀é sat."
+VOCABULARIES = [
+    (of_llama_2, "▁The ▁ <0xF0> <0x9F> <0x9A> <0x80> <0xC3> <0xA9> ▁sat ."), (of_bytes, "ĠThe Ġ ð Ł ļ Ģ Ã © Ġsat ."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("kind, tokens", VOCABULARIES)
+def test_the_tokens_of_an_answer(path, kind, tokens):
+    """Together they are its text, which has its first space after a prompt; the same whole and as a stream."""
+    tokenizer, chats = kind(), path == PATHS[0]
+    body = dict(messages=[dict(role="user", content="The cat")], logprobs=True, top_logprobs=3) if chats else None
+    body = (body or dict(prompt="The cat", logprobs=3)) | dict(max_tokens=len(PIECES))
+    client, pieces = Client(server(tokenizer=tokenizer)), list(PIECES)
+    if chats and kind is of_llama_2:
+        pieces[0] = b"The"  # a turn's beginning
+    text = b"".join(pieces).decode()
+    with saying(model(), tokenizer.convert_tokens_to_ids(tokens.split())):
+        whole = client.post(path, **body).json()["choices"][0]
+        parts = [event["choices"][0] for event in events(client.post(path, **body, stream=True))]
+    found, streamed = whole["logprobs"], [part["logprobs"] for part in parts if part["logprobs"]]
+    for name in ("content",) if chats else found:
+        assert found[name] == [each for part in streamed for each in part[name]]
+    if chats:
+        assert [bytes(each["bytes"]) for each in found["content"]] == pieces
+        others = [[other["bytes"] for other in each["top_logprobs"]] for each in found["content"]]
+        said = whole["message"]["content"], "".join(part["delta"].get("content", "") for part in parts)
+    else:
+        said = whole["text"], "".join(part["text"] for part in parts)
+        assert found["text_offset"] == [0, 4, *[5] * 4, 6, 6, 7, 11]
+        assert found["tokens"] == [each.decode(errors="backslashreplace") for each in pieces]
+        others = [[*each] for each in found["top_logprobs"]]
+    assert said == (text, text) and all(len(each) == 3 and None not in each for each in others)
+
+
+@pytest.mark.parametrize("opening, want", [("", "The"), ("▁is", " The"), ("▁is <0xE2>", " The"), ("▁is ▁", " The")])
+def test_an_answer_goes_on_with_its_prompt(opening, want):
+    """A space that a decoder strips at the beginning of a text is stripped there alone."""
+    from kvevict.serve.written import Form, Written
+
+    tokenizer = of_llama_2()
+    before, ids = (tokenizer.convert_tokens_to_ids(each.split()) for each in (opening, "▁The ▁sat"))
+    answer = Written(Form(tokenizer, None), None, (), (), 2, before=before)
+    parts = [part for token in ids for part in answer.put(token)] + answer.close()
+    assert "".join(parts) == f"{want} sat"
+
+
+MISTRAL = (  # what Mistral's templates ask of ids
+    "{% for m in messages %}{% for id in (m.tool_calls or []) | map(attribute='id') | list + [m.tool_call_id] %}"
+    "{% if id and id | length != 9 %}{{ raise_exception('an id needs 9 letters') }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_calls(path, stream):
+    """Nine letters and digits, each another; the turn that gives them back is taken."""
+    client, items = Client(server(of=qwen(), template=MISTRAL + CHATML)), path == PATHS[2]
+    user, function = dict(role="user", content="?"), dict(name="f", arguments="{}")
+    given = dict(messages=[user], tools=TOOLS, n=2)
+    if items:
+        given = dict(input=[user], tools=[dict(TOOL, type="function")])
+    with saying(qwen(), written(client, CALL * 2)):
+        made = client.post(path, **given, stream=stream)
+    ids = re.findall(r'"call_id": ?"([^"]+)"' if items else r'"id": ?"([^"]+)", ?"type": ?"function"', made.text)
+    ids = [*dict.fromkeys(ids)]
+    assert len(ids) == (2 if items else 4) and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
+    if items:
+        given["input"] += [dict(function, type="function_call", call_id=each) for each in ids]
+        given["input"] += [dict(type="function_call_output", call_id=each, output="3") for each in ids]
+    else:
+        calls = [dict(id=each, type="function", function=function) for each in ids]
+        given["messages"] += [dict(role="assistant", tool_calls=calls)]
+        given["messages"] += [dict(role="tool", tool_call_id=each, content="3") for each in ids]
+    again = client.post(path, **given, **{"max_output_tokens" if items else "max_tokens": 2})
+    assert again.status_code == 200, again.text
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])

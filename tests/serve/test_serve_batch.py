@@ -9,6 +9,7 @@ from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noq
 
 from kvevict import _ops
 from kvevict.batch import Batch
+from kvevict.engine.read.step import Step
 from kvevict.serve import call
 from kvevict.serve.row import Row
 
@@ -66,18 +67,18 @@ def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
     assert len(read) == 1
 
 
-def waits_for(client, monkeypatch, turns, pause="chunk"):
-    """The first read pauses for the first time once so many turns wait."""
-    paused, first = getattr(client.server.scheduler, pause), []
+def waits_for(client, monkeypatch, turns):
+    """The first read pauses before its first layer until so many turns wait."""
+    pause, first = client.server.scheduler.pause, []
 
-    def held(*given):
+    def held():
         if not first:
-            first.append(given)
+            first.append(True)
             while client.server.scheduler.waiting < turns:
                 pass
-        paused(*given)
+        pause()
 
-    monkeypatch.setattr(client.server.scheduler, pause, held)
+    monkeypatch.setattr(client.server.scheduler, "pause", held)
 
 
 def ends(client, monkeypatch) -> list:
@@ -103,18 +104,21 @@ def test_short_prompts_do_not_wait_for_a_long_one(monkeypatch):
     assert sorted(order)[:2] == sorted(order[:2]) and order[2:] == sorted(order)[:1:-1]
 
 
-@pytest.mark.parametrize("pause, stall", [("chunk", 1e9), ("layer", 0.0)])
-def test_answers_go_on_while_a_prompt_is_read(pause, stall, monkeypatch):
+@pytest.mark.parametrize("name, stall", [("_step", 1e9), ("pause", 0.0)])
+def test_answers_go_on_while_a_prompt_is_read(name, stall, monkeypatch):
+    """Between its chunks, and between two layers when it is time."""
     client, seen = Client(server(chunk_size=128, stall=stall)), []
-    paused = getattr(client.server.scheduler, pause)
+    scheduler = client.server.scheduler
+    function = getattr(scheduler, name)
 
-    def noted(*given):
-        running = [row for group in client.server.scheduler._groups for row in group.batch.rows]
+    def noted():
+        running = [row for group in scheduler._groups for row in group.batch.rows]
         before = [len(row.ids) for row in running]
-        paused(*given)
-        seen.append([len(row.ids) - tokens for row, tokens in zip(running, before)])
+        function()
+        if scheduler._reading:
+            seen.append([len(row.ids) - tokens for row, tokens in zip(running, before)])
 
-    monkeypatch.setattr(client.server.scheduler, pause, noted)
+    monkeypatch.setattr(scheduler, name, noted)
     for response in together(client, [body("Once", max_tokens=200, logit_bias={"0": -100}), body(FILLER * 80)]):
         assert response.status_code == 200
     assert [1] in seen and all(each in ([], [1]) for each in seen)
@@ -123,29 +127,52 @@ def test_answers_go_on_while_a_prompt_is_read(pause, stall, monkeypatch):
 def test_no_token_within_a_chunk_before_its_time(monkeypatch):
     client = Client(server(stall=1e9))
     client.chat("Once")  # the first token of all is due at once
-    monkeypatch.setattr(client.server.scheduler, "_beside", None)
+    scheduler, inside = client.server.scheduler, []
+    step, pause = scheduler._step, scheduler.pause
+
+    def paused():
+        inside.append(True)
+        pause()
+        inside.pop()
+
+    monkeypatch.setattr(scheduler, "pause", paused)
+    monkeypatch.setattr(scheduler, "_step", lambda: step() if not inside else pytest.fail("a token within a chunk"))
     for response in together(client, [body("Once", max_tokens=40), body(FILLER * 10), body(FILLER * 9)]):
         assert response.status_code == 200
 
 
-def test_a_short_prompt_within_a_chunk_of_a_long_one(monkeypatch):
-    """Both are read, and every layer of either one pauses for the answers that run."""
-    client = Client(server(chunk_size=2048, stall=0.0))
+def test_one_depth_of_forwards(monkeypatch):
+    """Prompts are read side by side, each between two chunks of a longer one; within a chunk only tokens are decoded.
+    Answers are as alone."""
+    client, depth, most, narrow = Client(server(chunk_size=256, stall=0.0)), [], [], []
     bodies = [body(FILLER * 80), body("Once", max_tokens=30), body(FILLER * 3, max_tokens=20), body(TEXT)]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
-    waits_for(client, monkeypatch, 3, "layer")
+    through = Step.through
+
+    def counted(step, run, **inputs):
+        depth.append(step.decoding)
+        most.append(len(depth))
+        narrow.append(all(depth[1:]))
+        try:
+            return through(step, run, **inputs)
+        finally:
+            depth.pop()
+
+    monkeypatch.setattr(Step, "through", counted)
+    waits_for(client, monkeypatch, 3)
     begun, row = [], client.server.manager._row
     monkeypatch.setattr(client.server.manager, "_row", lambda call, *more: begun.append(call) or row(call, *more))
     assert [choices(each) for each in together(client, bodies)] == alone
     long = max(begun, key=lambda each: each.prompt_tokens)
     assert all(each.first_token < long.first_token for each in begun if each is not long)
+    assert max(most) == 2 and all(narrow)
 
 
-def test_repeated_tokens_count_before_the_first_chunk_ends(monkeypatch):
-    """A prompt of more than half of another's tokens is read within the only chunk of that one: it is read twice."""
-    client = Client(server(chunk_size=2048, stall=0.0))
+def test_repeated_tokens_count_as_left(monkeypatch):
+    """A prompt of more than half of another's tokens is read before that one's end: it is read twice."""
+    client = Client(server(chunk_size=256, stall=0.0))
     bodies = [body(FILLER * 40, kvevict=dict(policy="kvzip", budget=64), max_tokens=1), body(FILLER * 28, max_tokens=1)]
-    waits_for(client, monkeypatch, 1, "layer")
+    waits_for(client, monkeypatch, 1)
     order = ends(client, monkeypatch)
     assert all(response.status_code == 200 for response in together(client, bodies))
     assert order == sorted(order)
@@ -157,15 +184,15 @@ def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):
     client = Client(server())
     bodies = [body("Once", max_tokens=30), body("The baker", max_tokens=30), body(FILLER, max_tokens=20)]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
-    function = call.Guard.layer if reading else call.Call.token
+    name = "reads" if reading else "token"
+    function = getattr(call.Call, name)
 
     def broken(self, *args):
-        of = self.call if reading else self
-        if of.messages[-1]["content"] == "The baker" and (reading or of.new_tokens == 5):
+        if self.messages[-1]["content"] == "The baker" and (reading or self.new_tokens == 5):
             raise RuntimeError("broken")
         return function(self, *args)
 
-    monkeypatch.setattr(call.Guard if reading else call.Call, "layer" if reading else "token", broken)
+    monkeypatch.setattr(call.Call, name, broken)
     bodies[1]["stream"] = stream
     first, failed, last = together(client, bodies)
     assert [choices(first), choices(last)] == [alone[0], alone[2]]

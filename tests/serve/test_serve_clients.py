@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from serving import CHATML, FILLER, Client, asks, events, model, qwen, saying, server, unpatched  # noqa: F401
+from serving import CHATML, FILLER, Client, asks, complete, events, model, qwen, saying, server, unpatched  # noqa: F401
 from transformers import AutoTokenizer
 
 import kvevict
@@ -204,11 +204,11 @@ def test_a_stream_of_a_response_that_fails(begun, monkeypatch):
     def slow(self, *args):
         time.sleep(0.3)
         if not begun:
-            self.call.deadline = 0.0
-        self.call.check()
+            self.deadline = 0.0
+        self.check()
 
     monkeypatch.setattr(call.Call, "token", late)
-    monkeypatch.setattr(call.Guard, "layer", slow)
+    monkeypatch.setattr(call.Call, "reads", slow)
     monkeypatch.setattr(outgoing, "PAUSE", 0.05)
     with saying(model(), ids(FILLER)):
         found, _ = of_openai(served, streamed)
@@ -216,5 +216,6 @@ def test_a_stream_of_a_response_that_fails(begun, monkeypatch):
     assert [each.sequence_number for each in found] == list(range(len(found)))
     assert [each.type for each in found[-2:]] == ["error", "response.failed"]
     assert found[-1].response.id == found[0].response.id
+    complete([each for each in found if each.type in ("error", "response.failed", "response.created")])
     assert found[-1].response.error.message.startswith("the request took longer")
     assert any(each.type == "response.output_text.delta" for each in found) == begun

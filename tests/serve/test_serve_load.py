@@ -89,11 +89,11 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
     client = Client(server(context=2048))
     begun = threading.Event()
 
-    def until_it_leaves(function, call_of):
+    def until_it_leaves(function):
         def stopped(self, *args):
             if not begun.is_set():
                 begun.set()
-                assert call_of(self)._cancelled.wait(60)
+                assert self._cancelled.wait(60)
                 with pytest.raises(call.Cancelled):
                     function(self, *args)
             return function(self, *args)
@@ -101,10 +101,10 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
         return stopped
 
     if reading:
-        monkeypatch.setattr(call.Guard, "layer", until_it_leaves(call.Guard.layer, lambda guard: guard.call))
+        monkeypatch.setattr(call.Call, "reads", until_it_leaves(call.Call.reads))
         body = dict(messages=[dict(role="user", content=FILLER * 80)], max_tokens=1, stream=stream)
     else:
-        monkeypatch.setattr(call.Call, "token", until_it_leaves(call.Call.token, lambda each: each))
+        monkeypatch.setattr(call.Call, "token", until_it_leaves(call.Call.token))
         body = LONG | dict(stream=stream)
 
     async def leave():
@@ -141,13 +141,13 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
 
 def silent(monkeypatch, seconds=0.4) -> None:
     """Reading takes so long, and a stream may be silent for a tenth of it."""
-    read = call.Guard.layer
+    read = call.Call.reads
 
     def slow(self, *args):
         time.sleep(seconds / 2)  # the bundled model reads with two layers
         return read(self, *args)
 
-    monkeypatch.setattr(call.Guard, "layer", slow)
+    monkeypatch.setattr(call.Call, "reads", slow)
     monkeypatch.setattr(outgoing, "PAUSE", seconds / 10)
 
 

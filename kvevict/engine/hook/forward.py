@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ... import cautions, compat, families
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
-from ..read.spans import Spans
+from ..read.spans import Span, Spans
 from ..read.step import OuterCall
 from .arguments import Arguments
 
@@ -167,6 +167,9 @@ def _call(model: torch.nn.Module, run: Any, args: tuple, kwargs: dict) -> Any:
 
 def forward(self: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands in for `run`, the decoder's forward; same arguments, same result."""
+    ready = context().ready
+    if ready is not None and ready[0] is self:
+        return ready[1]
     installed = self.__dict__.get(STATE)
     plan = None if installed is None else installed.chosen()
     if plan is None or not installed.enter(self):
@@ -210,6 +213,34 @@ def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     if arguments.top is None:
         spans.settle()
     return arguments, output
+
+
+def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Span, None, Any]:
+    """Read a prompt's ids [B, N] into a cache, as a call of the model does, but for a driver that decides between the
+    chunks: yields each `Span` but the last once it is read. Returns the model's output, with logits of the last token.
+    No gradients."""
+    decoder, inside = find_decoder(top), contextvars.copy_context()
+    given = {"input_ids": ids, compat.CACHE: cache, "use_cache": True, "return_dict": True}
+
+    def begin() -> Any:
+        enter(outer=OuterCall(top, None, 1))
+        return Spans(Arguments(decoder, decoder.__dict__[STATE].chosen(), given), decoder.__dict__[WRAPPED].own)
+
+    with torch.no_grad():
+        spans = inside.run(begin)
+        steps = spans.steps()
+        while True:
+            try:
+                span = inside.run(next, steps)
+            except StopIteration as end:
+                output = end.value
+                break
+            if span.left:
+                yield span
+        with within(ready=(decoder, output)):
+            output = top(**given, logits_to_keep=1)
+        spans.settle()
+    return output
 
 
 def _rotary_forward(

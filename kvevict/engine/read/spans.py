@@ -3,7 +3,7 @@ after a prompt are one span."""
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ class Span(NamedTuple):
     chooser: Chooser | None  # of the survivors; None: all slots stay
     read: Read | None = None  # None for tokens after a prompt
     chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
+    rows: int = 0  # of the chunk, with appended ones
+    left: int = 0  # rows of the chunks after it
 
 
 class Spans:
@@ -47,14 +49,25 @@ class Spans:
         self.arguments, self.run, self.plan, self.policy = arguments, run, arguments.plan, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
-    def read(self) -> Any:
-        """The decoder's output for all tokens, with the last hidden states that the caller wants."""
+    def steps(self) -> Generator[Span, None, Any]:
+        """Step through the call; yields each span once it has been read. Returns the decoder's output for all tokens,
+        with the last hidden states that the caller wants."""
         hidden = []
         for span in self.spans():
             output = self.step(span)
             hidden = _last_rows([*hidden, output.last_hidden_state], self.arguments.wanted)
+            yield span
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         return output
+
+    def read(self) -> Any:
+        """The result of all `steps`."""
+        steps = self.steps()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
 
     def spans(self) -> Iterator[Span]:
         """The spans of the call, one after the other: each is to be stepped before the next is asked for."""
@@ -135,12 +148,10 @@ class Spans:
         self.prompts = [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
         with meter.clock("read"):
-            rows = [0, *(each.rows + each.appended for each in chunks)]
+            rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                for watcher in read.watchers:
-                    watcher.chunk(rows[at], sum(rows[at + 1 :]))
                 chooser = self._chooser(read, chunk)
-                yield Span(chunk.start, chunk.end, meter, chooser, read, chunk)
+                yield Span(chunk.start, chunk.end, meter, chooser, read, chunk, rows[at], sum(rows[at + 1 :]))
                 self._set_budgets(read)
                 if chooser.errors is not None:
                     read.budgets.note(chooser.errors.layers(plan, arguments.device).cpu().numpy())
@@ -263,6 +274,7 @@ class Spans:
             self.plan, arguments.decoder, self.cache, span.meter, positions.to(torch.int32).contiguous(),
             (arguments.first - start).clamp(0, most).to(torch.int32), np.clip(arguments.padding - start, 0, most),
             span.chooser, span.read, span.chunk, appended, None if rows is None else rows.unseen, final,
+            context().pause,
         )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Step:
     appended: int = 0  # rows at the end that are read with the chunk and not stored
     unseen: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) that these rows do not see; None: none
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
+    pause: Callable[[], None] | None = None  # called before each layer; it may decode tokens of other caches
     counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots

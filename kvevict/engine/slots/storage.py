@@ -249,7 +249,7 @@ class Storage(Held):
         return replace(self, pool=None).moved(self.capacity) if self.regions else self
 
     def _holding(self, length: Tensor, counts: np.ndarray) -> Storage:
-        return replace(self, len=length, counts=counts)
+        return replace(self, len=length, counts=counts.copy())  # layers that share a choice count apart
 
     # -- the stored slots -------------------------------------------------------------------------------------------
 
