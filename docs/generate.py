@@ -193,7 +193,8 @@ MORE = {
     "plan": """The table has the unpatched model, the policy, and the policy as a share of it:
 
 - *linear layers*, *attention*: matrix products of the prompt's tokens. *Appended rows*: both for rows that observe and
-  are not stored, such as a probe. Scoring and moving slots (2 to 5 % of a prefill) are left out.
+  are not stored, such as a probe. Scoring and moving slots are left out: 2 to 5 % of a prefill under `take` and
+  `snapkv`, more under `h2o`, `kvzip` and `read-twice`.
 - *weights read*: from the device's memory, once a chunk. *KV read*: slots, once a chunk and layer.
 - *peak KV*, *KV after*: bytes of slots at most, and after the prompt; *KV at the end*, after the answer.
 - *peak memory*: weights, slots and a chunk's activations.

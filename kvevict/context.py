@@ -15,6 +15,7 @@ class Context:
     outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's
     step: Any = None  # the kvevict.engine.read.step.Step that runs
     question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
+    learns: bool = True  # whether the policy may learn from what is read, for later reads
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
     pause: Any = None  # called before each layer of a read; it may decode tokens of other caches
     ready: Any = None  # (a decoder, its output), in place of the decoder's next call

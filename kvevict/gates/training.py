@@ -16,7 +16,7 @@ from .. import families, trial
 from ..engine.measure.gates import Gates
 from ..engine.measure.moments import model_of
 from ..engine.slots import ranks
-from ..families import base_model, find_decoder
+from ..families import base_model, context_of, find_decoder
 from ..files import write
 from ..patch import check_model, is_patched
 from ..policy.checks import at_least_0, count, one_of
@@ -78,7 +78,7 @@ def train(
         raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
     if ranks.of(base_model(model)).size > 1:
         raise ValueError("the model is split over processes (tensor parallel): load it in one to train its gates")
-    context = getattr(decoder.config, "max_position_embeddings", None) or 2 * length
+    context = context_of(decoder.config) or 2 * length
     known = pieces(texts, tokenizer, min(length, context // 2), limit, decoder.config.vocab_size)
     last = held_out
     if last is None:

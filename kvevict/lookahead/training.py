@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..families import base_model, device_of, find_decoder
+from ..families import base_model, context_of, device_of, find_decoder
 from ..files import write
 from ..patch import is_patched
 from ..policy.adapter import Adapter, targets_of
@@ -100,7 +100,7 @@ def train(
                         ("validate_every", validate_every)):  # fmt: skip
         count(name, value, 1)
     count("held_out", held_out, 0)
-    context = getattr(decoder.config, "max_position_embeddings", None) or 2**31
+    context = context_of(decoder.config) or 2**31
     limits = Limits(max_prompt, max_response, context)
     if target == "repeat":  # itself follows the prompt, and nothing else
         limits = Limits(min(max_prompt, context // 2), 2**31, 2**32)

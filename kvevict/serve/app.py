@@ -57,7 +57,7 @@ def application(server: Server) -> FastAPI:
         if not getattr(request.state, "noted", False):  # no call was made, which would count and log it
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)
-            log.refused(endpoint, known.status, request.client)
+            log.refused(endpoint, known, request.client)
         return JSONResponse(known.body(), known.status, HEADERS.get(known.status))
 
     for each in (ValueError, TypeError, TimeoutError):

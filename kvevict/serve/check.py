@@ -5,7 +5,7 @@ import re
 import sys
 from typing import Any
 
-from .errors import Refused
+from .errors import Refused, of_field
 from .fields import FLAG, NAMES, is_number, is_whole, number, whole
 from .messages import ITEMS
 
@@ -21,21 +21,21 @@ FORMATS = "text", "json_object", "json_schema"
 KEPT = {"kvevict"}  # fields with a null that says something
 
 
-def parsed(data: bytes) -> dict[str, Any]:
+def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
     """Parse a body, a JSON object, and drop the nulls in its fields, messages and items, as `model_dump()` writes them.
     Raises Refused for anything else."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
+        raise Refused(400, f"{what} is not JSON") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the body is not a JSON object")
+        raise Refused(400, f"{what} is not a JSON object")
     for name, value in body.items():
         try:
             name.encode()
             _holds(name, value)
         except UnicodeEncodeError:
-            raise Refused(400, "the body has half of a surrogate pair: send whole characters") from None
+            raise Refused(400, f"{what} has half of a surrogate pair: send whole characters") from None
     said = _said(body)
     return {name: value if name in KEPT else _without_nulls(value) for name, value in said.items()}
 
@@ -178,7 +178,8 @@ def response(body: dict[str, Any]) -> None:
 def sampling(body: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a `generation_config` that are obeyed, from JSON as `transformers chat` sends it."""
     text = body.get("generation_config", "{}")
-    said = parsed(text.encode("utf-8", "surrogatepass"))
+    with of_field("generation_config"):
+        said = parsed(text.encode("utf-8", "surrogatepass"), "generation_config")
     found = {name: said[name] for name in SAMPLING if name in said}
     fits = all(SAMPLING[name].fit(value) for name, value in found.items())
     _must(fits, "generation_config has numbers that cannot be")

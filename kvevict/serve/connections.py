@@ -12,6 +12,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .errors import Refused
+
 MOST = 1000  # connections at once
 QUEUE = 2048  # connections that the system holds until they are accepted
 STOP = 30  # seconds that running requests have to end when the server stops
@@ -20,12 +22,12 @@ TAKEN = 120.0  # seconds in which a client must take a part of its answer
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which ends when its client is slow, or one too many. note: is called with the status of
-    the latter."""
+    """uvicorn's connection, which ends when its client is slow, or one too many. note: is called with the error and the
+    client of the latter, and of what is not HTTP."""
 
     most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
-    def __init__(self, *args: Any, note: Callable[[int], None], **options: Any) -> None:
+    def __init__(self, *args: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
         super().__init__(*args, **options)
         self.note = note
         self._part: tuple = ()  # of a request, which the client sends
@@ -34,11 +36,15 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            self.note(503)
+            self.note(Refused(503, "there are too many connections"), self.client)
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
             transport.close()
         else:
             self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        self.note(Refused(400, msg), self.client)
+        super().send_400_response(msg)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -74,7 +80,7 @@ class Connection(H11Protocol):
 class Serving(uvicorn.Server):
     """uvicorn's server with `Connection`s. note: as there."""
 
-    def __init__(self, app: Any, note: Callable[[int], None], **options: Any) -> None:
+    def __init__(self, app: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
         connection: Any = functools.partial(Connection, note=note)
         # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
         # descriptor for one it goes on to try, and logs an error for each.

@@ -1,5 +1,7 @@
 """Errors that a client sees."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -31,3 +33,14 @@ def refused(error: Exception) -> Refused:
     if isinstance(error, (ValueError, TypeError)):
         return Refused(400, " ".join(str(error).split())[:1000])
     return Refused(500, "the server failed to answer; its log has the error")
+
+
+@contextlib.contextmanager
+def of_field(name: str) -> Iterator[None]:
+    """Inside, an error that a request caused is one of this field."""
+    try:
+        yield
+    except (Refused, ValueError, TypeError) as error:
+        known = refused(error)
+        known.param = name
+        raise known from None

@@ -154,7 +154,7 @@ TABLE = {
         "budget": COMMON["kvevict.budget"],
     },
 }  # fmt: skip
-NAMES = {name for fields in TABLE.values() for name in fields}
+NAMES = {part for fields in TABLE.values() for name in fields for part in (name, name.partition(".")[0])}
 PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for path, fields in TABLE.items()}
 
 

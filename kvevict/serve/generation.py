@@ -19,13 +19,14 @@ from ..engine.hook.installed import plan_of
 from ..engine.measure.gates import mark_of as mark_of_gates
 from ..engine.read.spans import Span
 from ..engine.slots.storage import ROOM
-from ..families import base_model, device_of, find_decoder
+from ..families import base_model, context_of, device_of, find_decoder
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
 from ..weights import identity
 from .call import Call
-from .errors import Refused
+from .errors import Refused, of_field
+from .fields import RESPONSES
 from .grammar import Calls, Following, Grammars
 from .options import AUTO
 from .prefixes import Prefixes, key_of, mark_in, shares_of
@@ -51,7 +52,7 @@ class Generation:
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
         self.decoder, self.device = find_decoder(model), device_of(model)
         self.config, self.weights = self.decoder.config, identity(self.decoder)
-        self.context = getattr(self.config, "max_position_embeddings", None)
+        self.context = context_of(self.config)
         plan = plan_of(self.decoder)
         self.slot = slot_bytes(model, plan.policy.kv)
         most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
@@ -174,8 +175,10 @@ class Generation:
             call.whole = followed(call.policy, call.reader, cut)
         call.keys, call.stored_tokens = self._keys(call, call.reader)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
-            raise Refused(400, "the prompt does not have kvevict.question: give its words as the prompt has them")
-        self._matcher(call)  # refuses a schema
+            sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
+            raise Refused(400, sentence, param="kvevict.question")
+        with of_field("tools" if call.forced else "text.format" if call.endpoint == RESPONSES else "response_format"):
+            self._matcher(call)  # refuses a schema
         if call.forced:
             call.parser = Calls
         elif call.messages and call.schema is None:
@@ -303,7 +306,10 @@ class Generation:
             self.scheduler.pause()
 
         read, tokens = start, torch.tensor([ids], device=self.device)
-        with evicting(self.model, policy, tokenizer=False), within(question=question, pause=pause):
+        with contextlib.ExitStack() as inside:
+            with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
+                inside.enter_context(evicting(self.model, policy, tokenizer=False))
+            inside.enter_context(within(question=question, pause=pause, learns=False))
             steps = reading(base_model(self.model), tokens, self.pools.cache() if cache is None else cache)
             while True:
                 try:

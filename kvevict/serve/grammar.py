@@ -15,6 +15,7 @@ from .written import NOT_READ, Part, call_of
 if TYPE_CHECKING:
     import llguidance
 
+READER = json.JSONDecoder()
 STYLE: Any = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ", lenient=False)
 
 
@@ -31,10 +32,11 @@ def schema_of_calls(choice: Any, tools: list[Any] | None, single: bool) -> dict[
     if choice in ("auto", "none") or tools is None:
         return None
     named: str | None = None if choice == "required" else choice.get("function", choice)["name"]
-    calls = [_schema(tool["function"]) for tool in tools if named in (None, tool["function"]["name"])]
-    if not calls:
+    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    if not functions:
         raise Refused(400, f"tool_choice: there is no tool {str(named)[:200]!r}", None, "tool_choice")
-    one = dict(anyOf=calls)
+    arguments = _apart([_closed(each.get("parameters") or dict(type="object")) for each in functions])
+    one = dict(anyOf=[_call(each["name"], own) for each, own in zip(functions, arguments, strict=True)])
     return one if named or single else dict(type="array", items=one, minItems=1)
 
 
@@ -45,29 +47,44 @@ def _closed(schema: dict) -> dict:
     return schema if "properties" not in schema or more & set(schema) else schema | dict(additionalProperties=False)
 
 
-def _schema(function: dict) -> dict:
-    arguments = _closed(function.get("parameters") or dict(type="object"))
-    properties = dict(name=dict(const=function["name"]), arguments=arguments)
+def _apart(schemas: list[dict]) -> list[dict]:
+    """Give each schema an `$id` (draft 4: `id`) that no other has, so that a `$ref` to `#/$defs/...`, or to its root,
+    means the same within another schema."""
+    known = [each.get("$id") for each in schemas]
+    return [
+        each if own and known.count(own) == 1 else each | {"$id": f"tool:///{at}", "id": f"tool:///{at}"}
+        for at, (each, own) in enumerate(zip(schemas, known, strict=True))
+    ]
+
+
+def _call(name: str, arguments: dict) -> dict:
+    properties = dict(name=dict(const=name), arguments=arguments)
     return dict(type="object", properties=properties, required=list(properties), additionalProperties=False)
 
 
 class Calls:
-    """A parser of an answer that is nothing but calls. A call that is cut is text."""
+    """A parser of an answer that is nothing but calls: one, or a list. A call that is cut is text."""
 
     def __init__(self) -> None:
-        self._text = ""
+        self._text = ""  # that is in no part yet
 
     def parts(self, text: str) -> list[Part]:
+        """Return the calls that are complete after more text."""
         self._text += text
-        return []
+        calls: list[Part] = []
+        while "}" in text:
+            try:
+                value, end = READER.raw_decode(self._text, self._text.index("{"))
+                calls.append(call_of(dict(function=value)))
+            except NOT_READ:
+                break
+            self._text = self._text[end:]
+        return calls
 
     def close(self, end: str, cut: bool) -> list[Part]:
-        """Return the calls. end: letters of the end token, which is no part of the JSON."""
-        try:
-            calls = json.loads(self._text)
-            return [call_of(dict(function=call)) for call in (calls if isinstance(calls, list) else [calls])]
-        except NOT_READ:
-            return [self._text]
+        """Return the rest. end: letters of the end token, which is no part of the JSON."""
+        rest = self._text.lstrip(", ")
+        return [] if rest in ("", "]") else [rest]
 
 
 class Grammars:

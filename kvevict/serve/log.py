@@ -3,11 +3,15 @@
 import json
 import logging
 import time
+from typing import Any, TypeAlias
 
 from .call import Call
+from .errors import Refused
 from .sharing import said
 
 LOG = logging.getLogger("kvevict.serve")
+AGAIN = 3600.0
+Client: TypeAlias = tuple[str, int] | None  # address and port
 
 
 class Lines(logging.Formatter):
@@ -30,20 +34,39 @@ def to_stderr() -> None:
         logger.setLevel(logging.INFO if logger is LOG else logging.WARNING)
 
 
-def served(call: Call, status: int) -> None:
-    """Log the end of a call."""
+class Troubles:
+    """Errors of a store. The log has one line for a kind of them, at most every `AGAIN` seconds, not one for each
+    request."""
+
+    def __init__(self) -> None:
+        self._told: dict = {}  # kind -> when, of time.monotonic()
+
+    def note(self, message: str, error: Exception) -> None:
+        kind, now = (message, getattr(error, "errno", None) or str(error)), time.monotonic()
+        if now - self._told.get(kind, -AGAIN) >= AGAIN:
+            self._told[kind] = now
+            LOG.warning(message, extra={"facts": {"reason": str(error)}})
+
+
+def served(call: Call, status: int, client: Client, error: Refused | None) -> None:
+    """Log the end of a call. error: that ended it, if any."""
     facts: dict = dict(id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
     facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
     facts["seconds"] = round(time.monotonic() - call.began, 3)
     if call.first_token is not None:
         facts["first_token_seconds"] = round(call.first_token - call.began, 3)
+    facts |= _of(error, client) if status >= 400 else {}
     LOG.info("request", extra={"facts": facts | said(call)})
 
 
-def refused(endpoint: str, status: int, client: tuple[str, int] | None) -> None:
+def refused(endpoint: str, error: Refused, client: Client) -> None:
     """Log a request that was refused before it became a call."""
-    facts = dict(endpoint=endpoint, status=status, client=client and client[0])
-    LOG.info("refused", extra={"facts": facts})
+    facts = dict(endpoint=endpoint, status=error.status)
+    LOG.info("refused", extra={"facts": facts | _of(error, client)})
+
+
+def _of(error: Refused | None, client: Client) -> dict[str, Any]:
+    return dict(client=client and client[0], code=error and error.code, param=error and error.param)
 
 
 def failed(error: Exception) -> None:

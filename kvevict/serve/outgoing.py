@@ -27,12 +27,13 @@ class Stream(StreamingResponse):
     """The events of a call, and comments while there are none: proxies and clients end a connection that is silent.
 
     failed  makes the events of an error, which are the last
-    end     is called once, with the status of the call's end
+    end     is called once, with the status of the call's end and the error that ended it, if any
     """
 
     def __init__(self, events: AsyncGenerator[str, None], call: Call, failed: Callable[[Refused], str]) -> None:
-        self.events, self.call, self.failed, self.end = events, call, failed, lambda status: None
+        self.events, self.call, self.failed, self.end = events, call, failed, lambda status, error: None
         self.status = 499  # until all was sent
+        self.error: Refused | None = None
         self._next: asyncio.Future | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
 
@@ -52,7 +53,7 @@ class Stream(StreamingResponse):
             if known.status == 500 and not isinstance(error, Refused):
                 log.failed(error)
             yield self.failed(known)
-            self.status = known.status
+            self.status, self.error = known.status, known
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -62,7 +63,7 @@ class Stream(StreamingResponse):
             if self._next is not None:
                 await _stopped(self._next)
             await self.events.aclose()
-            self.end(self.status)
+            self.end(self.status, self.error)
 
 
 async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:

@@ -9,7 +9,7 @@ from ..policy.checks import PLENTY, one_of
 from ..policy.policy import Policy, build
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
-from .errors import Refused
+from .errors import Refused, of_field
 from .options import ALWAYS, AUTO, NEVER, SHARES, Options
 from .sharing import Reader
 
@@ -68,29 +68,34 @@ class Policies:
         slots: Any = policy.budget  # `fitted` has made slots of bytes
         return Reader(policy, slots, least, self.most, longest)
 
-    def of(self, asked: dict[str, Any], opens_text: bool) -> Chosen:
-        """Choose by a request's field `kvevict`. Raises Refused or ValueError for a choice that cannot be had."""
+    def of(self, asked: dict[str, Any], opens_text: bool, prefix: str = "kvevict.") -> Chosen:
+        """Choose by a request's fields, which have this prefix. Raises Refused for a choice that cannot be had."""
         share, question = self._asked(asked, opens_text)
         hidden, own = share == ALWAYS, self.reader()
         name, budget = asked.get("policy"), asked.get("budget")
         if name not in (None, self.options.policy, self.options.unasked, *PRESETS):
-            raise Refused(400, f"there is no policy {str(name)[:200]!r}: give a name that `kvevict policies` lists")
-        reader = self.reader(name, budget) if hidden else own
-        policy = reader.policy if hidden else self.built(name, budget)
-        most = (own if hidden else self.built(None)).slots(self.context)
-        if (reader if hidden else policy).slots(self.context) > most:
-            raise Refused(400, f"kvevict.budget is larger than the server's: ask for at most {most} slots")
+            sentence = f"there is no policy {str(name)[:200]!r}: give a name that `kvevict policies` lists"
+            raise Refused(400, sentence, param=f"{prefix}policy")
+        with of_field(prefix + ("policy" if budget is None else "budget")):
+            reader = self.reader(name, budget) if hidden else own
+            policy = reader.policy if hidden else self.built(name, budget)
+            most = (own if hidden else self.built(None)).slots(self.context)
+            if (reader if hidden else policy).slots(self.context) > most:
+                raise Refused(400, f"{prefix}budget is larger than the server's: ask for at most {most} slots")
         return Chosen(policy, hidden, question, share, reader)
 
     def _asked(self, asked: dict, opens_text: bool) -> tuple:
         """Return (share, question or None). An always shared prompt is read without a question."""
         share, question = asked.get("share"), asked.get("question", LAST)
         if opens_text and isinstance(question, str):
-            raise Refused(400, "a stored text is read before its questions: leave kvevict.question out")
+            sentence = "a stored text is read before its questions: leave kvevict.question out"
+            raise Refused(400, sentence, param="kvevict.question")
         if share == NEVER and (opens_text or question is None):
-            raise Refused(400, "a stored text, and a prompt without a question, are shared: leave kvevict.share out")
+            sentence = "a stored text, and a prompt without a question, are shared: leave kvevict.share out"
+            raise Refused(400, sentence, param="kvevict.share")
         if share in (AUTO, ALWAYS) and isinstance(question, str):
-            raise Refused(400, "a prompt whose question is named is not shared: leave kvevict.share out")
+            sentence = "a prompt whose question is named is not shared: leave kvevict.share out"
+            raise Refused(400, sentence, param="kvevict.share")
         if opens_text or question is None:
             return ALWAYS, None
         if isinstance(question, str):

@@ -21,7 +21,7 @@ from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.layers import tensors_of
 from ..policy.policy import Policy
 from ..store import FORMAT, load_cache, save_cache
-from .log import LOG
+from .log import Troubles
 
 SUFFIX = ".safetensors"
 FACTS = 1 << 16  # bytes of a file beside its tensors, at most
@@ -88,7 +88,7 @@ class Prefixes:
         self.folder: Any = None if folder is None else Path(folder)
         self.place = lambda cache: None  # is called with each cache that memory gets
         self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
-        self.live_bytes, self._tidied = 0, 0.0
+        self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fit(self.disk())
@@ -106,7 +106,7 @@ class Prefixes:
         return key in self._live
 
     def has_file(self, key: str) -> bool:
-        return self.folder is not None and self._path(key).exists()
+        return self.folder is not None and os.path.exists(self._path(key))
 
     def get(self, key: str) -> EvictionCache | None:
         """Return a fork of a cache; None if the cache is not stored, or its file is damaged."""
@@ -123,8 +123,8 @@ class Prefixes:
                     raise ValueError(f"{path} is the file of another prefix")
                 cache = load_cache(stays, self.model)
         except (ValueError, OSError) as error:
-            if path.exists():  # else another server has removed it
-                LOG.warning("a stored prefix is read again", extra={"facts": {"reason": str(error)}})
+            if self.has_file(key):  # else another server has removed it
+                self._troubles.note("a stored prefix is read again", error)
                 _unlink(path)
             return None
         self._hold(key, cache)
@@ -145,7 +145,7 @@ class Prefixes:
         """Remove the prefixes of texts with these marks from memory and disk."""
         for key in [key for key in self._live if mark_in(key) in marks]:
             self.remove(key)
-        for path in self.folder.glob(f"*-*{SUFFIX}") if self.folder is not None and marks else ():
+        for path in self._there(f"*-*{SUFFIX}") if marks else ():
             if mark_in(path.stem) in marks:
                 _unlink(path)
 
@@ -175,7 +175,7 @@ class Prefixes:
         try:
             save_cache(cache, self._path(key), name=key)
         except (OSError, ValueError) as error:
-            LOG.warning("a prefix is not stored on disk", extra={"facts": {"reason": str(error)}})
+            self._troubles.note("a prefix is not stored on disk", error)
             return
         self._fit(self.disk())  # texts may have been stored since
         if time.monotonic() - self._tidied >= LEFT:
@@ -192,11 +192,19 @@ class Prefixes:
     def _files(self) -> list:
         """List (nanoseconds of the last use, bytes, path) of each file."""
         found = []
-        for path in () if self.folder is None else self.folder.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):
+        for path in self._there(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
                 stat = path.stat()
                 found.append((stat.st_mtime_ns, stat.st_size, path))
         return found
+
+    def _there(self, pattern: str) -> list:
+        """List the files of a pattern; none where the folder cannot be read: what is written next says so in the
+        log."""
+        try:
+            return [] if self.folder is None else list(self.folder.glob(pattern))
+        except OSError:
+            return []
 
     def _fit(self, most: int) -> None:
         """Remove the least recently used files until the rest have `most` bytes. Servers that do so at the same time
@@ -211,8 +219,8 @@ class Prefixes:
     def _tidy(self) -> None:
         """Remove the unfinished files of killed processes."""
         self._tidied = time.monotonic()
-        for left in (*self.folder.glob(".kvevict-*"), *self.folder.parent.glob("texts/*/.kvevict-*")):
-            with contextlib.suppress(FileNotFoundError):
+        for left in (*self._there(".kvevict-*"), *self._there("../texts/*/.kvevict-*")):
+            with contextlib.suppress(OSError):
                 if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - LEFT:
                     shutil.rmtree(left, ignore_errors=True)
 

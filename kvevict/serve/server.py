@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from . import check, fields, log
 from .call import Call
-from .errors import Refused, refused
+from .errors import Refused, of_field, refused
 from .fields import CHAT, COMPLETIONS, RESPONSES, TEXTS
 from .generation import Generation
 from .grammar import schema_of, schema_of_calls
@@ -136,7 +136,8 @@ class Server:
         owner, text = self.owner(request), None
         body, asked = await self.body(request, functools.partial(self._checked, path))
         if asked.get("text") is not None:
-            text, own = await self._aside(self.texts.get, owner, asked["text"])
+            with of_field("kvevict.text"):
+                text, own = await self._aside(self.texts.get, owner, asked["text"])
             asked = own | asked
         made = functools.partial(self._call, path, owner, body, asked, text)
         call = await self._aside(made) if request.state.large else made()
@@ -166,7 +167,7 @@ class Server:
         fields.known(TEXTS, dict(text="") | body)
         name, text = checked(body.get("name")), body["text"]
         if text.startswith("%PDF-"):
-            raise Refused(400, "text is a PDF file: give the words in it")
+            raise Refused(400, "text is a PDF file: give the words in it", param="text")
         replace, asked = body.get("replace", True), {key: body[key] for key in ("policy", "budget") if key in body}
         await self._aside(self.texts.check, owner, name, text, replace)
         call = self._of_text(TEXTS, owner, asked, text)
@@ -224,7 +225,7 @@ class Server:
         return await self._tokenising(len(call.text) > SMALL, response)
 
     def _of_text(self, endpoint: str, owner: str, asked: dict, text: str) -> Call:
-        chosen, deadline = self.policies.of(asked, True), time.monotonic() + self.timeout
+        chosen, deadline = self.policies.of(asked, True, prefix=""), time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:
@@ -258,7 +259,7 @@ class Server:
         request.state.noted, entered = True, False
         self.calls.append(call)
 
-        def end(status: int) -> None:
+        def end(status: int, error: Refused | None = None) -> None:
             call.cancel()
             if entered:
                 self.scheduler.leave()
@@ -267,7 +268,7 @@ class Server:
             if not goes_on:
                 self._tidied(call)
             self.metrics.note(call, status)
-            log.served(call, status)
+            log.served(call, status, request.client, error)
 
         try:
             self.scheduler.enter()
@@ -275,7 +276,8 @@ class Server:
             response = await unless_gone(request, call, work)
         except BaseException as error:
             work.close()
-            end(refused(error).status if isinstance(error, Exception) else 499)
+            known = refused(error) if isinstance(error, Exception) else Refused(499, "the request was cancelled")
+            end(known.status, known)
             raise
         if isinstance(response, Stream):
             response.end = end

@@ -46,7 +46,13 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
         port = listening.getsockname()[1]
         facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
-        Serving(application(server), lambda status: server.metrics.refused(OTHER, status)).run(sockets=[listening])
+
+        def note(error: Any, client: Any) -> None:
+            server.metrics.refused(OTHER, error.status)
+            if error.status != 503:  # connections that are too many would fill the log
+                log.refused(OTHER, error, client)
+
+        Serving(application(server), note).run(sockets=[listening])
 
 
 def page(host: str, port: int) -> str:
@@ -68,7 +74,7 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     share_kv = told.share_kv or (told.kv if plain else "int8")
     told = replace(told, unasked=told.unasked or unasked(decoder), share_kv=share_kv)
     slots = min(told.memory // slot_bytes(loaded, share_kv), PLENTY)
-    context = getattr(loaded.config, "max_position_embeddings", None) or 1 << 20
+    context = families.context_of(decoder.config) or 1 << 20
     policies = Policies(told, context, slots, lambda policy: in_slots(policy, loaded))
     check_kv(share_kv, loaded)
     patch(loaded, policies.built(None), tokenizer=tokenizer)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .. import files
 from .errors import Refused
-from .log import LOG
+from .log import LOG, Troubles
 from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
@@ -70,9 +70,10 @@ class Texts:
         self._looked: dict = {}  # owner -> (when its folder had changed, when it was looked at)
         self._marks: set = set()  # of the texts that were here since `gone` was asked for
         self._lock = threading.RLock()  # held by who reads or changes these
+        self._troubles = Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._refresh()
+            self._look_at_all(EVERY)
 
     @property
     def bytes(self) -> int:
@@ -131,7 +132,10 @@ class Texts:
         with self._lock:
             mark = mark_of(owner, self.get(owner, name).text)
             if self.folder is not None:
-                self._path(owner, name).unlink(missing_ok=True)
+                try:
+                    self._path(owner, name).unlink(missing_ok=True)
+                except OSError as error:
+                    raise Refused(507, f"the text cannot be deleted: {error.strerror}") from None
             self._known.pop((owner, name), None)
             return mark
 
@@ -160,9 +164,15 @@ class Texts:
             return known and known.whole
 
     def _refresh(self, every: float = EVERY) -> None:
-        """Look at the folders that have changed, and at all folders after `every` seconds."""
-        if self.folder is None:
-            return
+        """Look at the folders that have changed, and at all folders after `every` seconds. What is known stays where
+        they cannot be read."""
+        if self.folder is not None:
+            try:
+                self._look_at_all(every)
+            except OSError as error:
+                self._troubles.note("the folder of texts cannot be read", error)
+
+    def _look_at_all(self, every: float) -> None:
         folders = {each.name: each for each in os.scandir(self.folder) if each.is_dir()}
         for owner in folders.keys() | self._looked:
             now, folder = time.time(), folders.get(owner)
@@ -201,7 +211,9 @@ class Texts:
             self._known.pop((owner, name), None)
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            if before is None or before.mark is not None or before.file != file:
+            if isinstance(error, OSError):
+                self._troubles.note("a stored text cannot be read", error)
+            elif before is None or before.mark is not None or before.file != file:
                 facts = {"file": str(path), "reason": str(error)}
                 LOG.warning("a stored text is damaged and not known", extra={"facts": facts})
             stays = before is not None and isinstance(error, OSError)  # it may be read later, so its prefixes stay

@@ -76,7 +76,7 @@ class Written:
     stops   strings that end the answer and are cut from it
     ends    tokens that end the answer
     most    tokens of the answer at most
-    single  True ends the answer with its first tool call
+    single  True ends the answer with its first tool call; it always ends before a call that it has made already
     loops   False ends an answer that repeats itself before `most`
     before  ids that the answer continues: at its beginning a decoder may strip a space
     """
@@ -95,10 +95,12 @@ class Written:
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
         self._repetition = None if loops else Repetition()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
-        self.tokens, self.ended, self.calls = 0, False, False
+        self.tokens, self.ended = 0, False
+        self.calls: list[ToolCall] = []
         self._ids = [*before]  # that are decoded together; the first `_told` are in a part already
         self._told, self._held = len(before), ""  # text that may begin a stop string
         self._end: int | None = None  # the token that ended it
+        self._called = False  # whether a call ended it
         self._likely: list = []  # tokens that are in no part yet
         self._decided, self._certain = 0, 0  # letters that were decoded, and those of them that are in parts
 
@@ -193,14 +195,15 @@ class Written:
         return self._counted(self.parser.parts(text)) if text else []
 
     def _counted(self, parts: list) -> list:
-        if self.single and self.calls:
+        if self._called:
             return []
         for at, part in enumerate(parts):
             if isinstance(part, ToolCall):
-                self.calls = True
-                if self.single:
-                    self.ended, self._end = True, None
-                    return parts[: at + 1]
+                again = part in self.calls
+                self.calls.append(part)
+                if again or self.single:
+                    self.ended, self._end, self._called = True, None, True
+                    return parts[: at if again else at + 1]
         return parts
 
 

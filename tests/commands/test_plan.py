@@ -394,6 +394,15 @@ def test_command(path, tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("context, tokens", [(131072, 131072 - 256), (1 << 20, 131072), (2048, 1792), (100, 1)])
+def test_defaults_fit_the_context(context, tokens, tmp_path, capsys):
+    LlamaConfig(**LLAMA31_8B, max_position_embeddings=context).save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 0
+    out, told = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["tokens"] == tokens
+    assert bool(told) == (tokens + 256 > context) == ("give fewer --tokens or --new-tokens" in told)
+
+
 def test_command_of_drafts(tmp_path, capsys):
     """Of a draft nothing is counted, and the command says so."""
     shared().config.save_pretrained(tmp_path)

@@ -7,10 +7,12 @@ import pytest
 import tiny
 import torch
 import transformers
+import zoo
 
 import kvevict
 import kvevict.cautions
 from kvevict.families import context_of
+from kvevict.lab.commands import room
 
 TEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
 ROOM = 400  # positions of `short`
@@ -148,6 +150,14 @@ def test_a_prompt_beyond_the_context(short):
 def test_what_the_context_is(rope, context):
     assert context_of(types.SimpleNamespace(max_position_embeddings=100, rope_parameters=rope)) == context
     assert context_of(types.SimpleNamespace(rope_parameters=rope)) is None
+
+
+def test_the_context_of_a_model_around_its_decoder():
+    """The configuration of the decoder has it, not that of the whole model."""
+    net = zoo.make("gemma3", "Gemma3ForConditionalGeneration")
+    assert room(net, 24) == context_of(net.config.text_config) - 24
+    with pytest.raises(ValueError, match="the model's context is"):
+        kvevict.read(net, tiny.byte_tokenizer(), "x" * 10000, "snapkv", budget=60)
 
 
 def test_a_rope_that_is_longer_than_its_first_training():

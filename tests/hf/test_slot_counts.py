@@ -89,3 +89,15 @@ def test_forks_and_their_cache_count_apart():
         told(model, alone, 2)
     assert [each.layers[1].len.tolist() for each in (cache, fork, twin)] == [[[n, n]] for n in (57, 57, 52)]
     assert torch.equal(alone.layers[2].keys, cache.layers[2].keys[:, :, :53])
+
+
+def test_a_turn_between_two_tokens_takes_room():
+    """Its slots are appended in place, where decoded tokens were to go."""
+    model = shared()
+    with kvevict.evicting(model, "snapkv", budget=4096):
+        cache = model(prompt(1, 50)["input_ids"], logits_to_keep=1).past_key_values
+        for turn in (60, 3, 40, 30):
+            told(model, cache, 3)
+            model(prompt(1, turn, seed=turn)["input_ids"], past_key_values=cache, logits_to_keep=1)
+        told(model, cache, 70)
+    assert all(layer.len.tolist() == [[50 + 12 + 133 + 70] * 2] for layer in cache.layers)

@@ -147,9 +147,11 @@ def test_an_end_with_the_last_token_allowed(path, type_):
 
 WITHOUT_END = CALL.removesuffix("\n</tool_call>")
 NONE = "<tool_call>\nno\n</tool_call>"
+OTHER = CALL.replace("a.b", "c")
 ANSWERS = {  # an answer, whether it ends, with tools: text, calls, finish
     "call": (CALL, True, True, "", 1, "tool_calls"),
-    "calls": (f"Well.\n{CALL}\n{CALL}", True, True, "Well.", 2, "tool_calls"),
+    "calls": (f"Well.\n{CALL}\n{OTHER}", True, True, "Well.", 2, "tool_calls"),
+    "the same call again": (f"Well.\n{CALL}\n{OTHER}\n{CALL}\n{CALL[:30]}", False, True, "Well.", 2, "tool_calls"),
     "cut": (CALL[:30], False, True, CALL[:30], 0, "length"),
     "cut before its end": (WITHOUT_END, False, True, WITHOUT_END, 0, "length"),
     "ended before its end": (WITHOUT_END, True, True, "", 1, "tool_calls"),
@@ -173,7 +175,35 @@ def test_tool_calls(path, case):
         found = alike(client, path, most=len(ids), **(dict(tools=TOOLS) if tools else {}))
     assert (found["text"], len(found["calls"])) == (want, calls)
     assert found["finish"] == (finish if path == PATHS[0] else finish.replace("tool_calls", "stop"))
-    assert all(json.loads(each["arguments"]) == {"x": "a.b"} and each["name"] == "f" for each in found["calls"])
+    assert [json.loads(each["arguments"])["x"] for each in found["calls"]] == ["a.b", "c"][:calls]
+    assert all(each["name"] == "f" for each in found["calls"])
+
+
+A, B = (json.dumps(dict(name="f", arguments=dict(x=x))) for x in ("{a}, ]", "b"))
+FORCED = {  # an answer, the calls in it, the rest, finish
+    "complete": (f"[{A}, {B}]", [A, B], "", "tool_calls"),
+    "cut within a call": (f"[{A}, {B}, {A[:8]}", [A, B], A[:8], "length"),
+    "cut between two": (f"[{A}, ", [A], "", "length"),
+    "cut before the end": (f"[{A}", [A], "", "length"),
+    "cut within the first": (f"[{A[:8]}", [], f"[{A[:8]}", "length"),
+    "the same again": (f"[{A}, {B}, {A}, {B}", [A, B], "", "tool_calls"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
+@pytest.mark.parametrize("case", FORCED)
+def test_forced_calls_that_are_cut_or_come_again(path, case):
+    """Complete calls are calls, wherever the answer is cut. It ends before a call that it has made already."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    text, calls, rest, finish = FORCED[case]
+    client = Client(server(of=qwen(), template=CHATML))
+    ids = written(client, text, end=finish == "tool_calls")
+    tools = TOOLS if path == PATHS[0] else [dict(TOOL, type="function")]
+    with saying(qwen(), ids):
+        found = alike(client, path, most=len(ids), tools=tools, tool_choice="required")
+    told = [dict(name=each["name"], arguments=json.loads(each["arguments"])) for each in found["calls"]]
+    assert (told, found["text"]) == (list(map(json.loads, calls)), rest)
+    assert found["finish"] == (finish if path == PATHS[0] else finish.replace("tool_calls", "stop"))
 
 
 def test_a_tool_call_that_a_stop_string_cuts():
@@ -191,7 +221,7 @@ def test_a_tool_call_that_a_stop_string_cuts():
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 def test_a_single_call(path):
     """Without parallel calls an answer ends with the first."""
-    client, text = Client(server(of=qwen(), template=CHATML)), f"Well.\n{CALL}\n{CALL}"
+    client, text = Client(server(of=qwen(), template=CHATML)), f"Well.\n{CALL}\n{OTHER}"
     with saying(qwen(), written(client, text)):
         for parallel in (True, False):
             found = alike(client, path, most=200, tools=TOOLS, parallel_tool_calls=parallel)
@@ -291,7 +321,7 @@ def test_ids_of_calls(path, stream):
     given = dict(messages=[user], tools=TOOLS, n=2)
     if items:
         given = dict(input=[user], tools=[dict(TOOL, type="function")])
-    with saying(qwen(), written(client, CALL * 2)):
+    with saying(qwen(), written(client, CALL + OTHER)):
         made = client.post(path, **given, stream=stream)
     ids = re.findall(r'"call_id": ?"([^"]+)"' if items else r'"id": ?"([^"]+)", ?"type": ?"function"', made.text)
     ids = [*dict.fromkeys(ids)]
@@ -337,7 +367,7 @@ def test_answers_of_random_tokens(tools, seed):
                 assert said == before
             else:
                 letters = "".join(f"{part}" if isinstance(part, str) else part.arguments for part in parts)
-                assert letters.count("👩") == before.count("👩") and answer.calls <= bool(tools)
+                assert letters.count("👩") == before.count("👩") and bool(answer.calls) <= bool(tools)
 
 
 HELD = "<think>\n\n</think>\n\n"  # of a prompt, and its end may begin a delimiter

@@ -5,11 +5,14 @@ import gc
 import threading
 
 import pytest
-from serving import FILLER, TEXT, Client, asks, events, server, unpatched  # noqa: F401
+import torch
+from serving import FILLER, TEXT, Client, asks, events, model, server, unpatched  # noqa: F401
 
+import kvevict
 from kvevict import _ops
 from kvevict.batch import Batch
 from kvevict.engine.read.step import Step
+from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
 from kvevict.serve.row import Row
 
@@ -272,3 +275,34 @@ def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
     client.server.scheduler.submit(bool).result()
     gc.collect()
     assert prefixes.live_bytes == 0 and [pool.left() for pool in pools] == before
+
+
+REFUSED = {"gate", "lookahead", "lagkv", "oracle", "speckv"}  # a name, or 100 slots, is not enough for them
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", PATH])
+def test_each_preset_between_two_equal_requests(path):
+    """What one key asks for changes no answer of another one, not by a policy that learns from what it reads either."""
+    kvevict.history().reset()
+    config = model().config.__class__(
+        vocab_size=model().config.vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    net = model().__class__(config).eval()
+    made = server(of=net, share="always" if path == PATH else "never", budget=100, keys=("a", "b"))
+
+    def ask(key, policy, fact):
+        text = f"{FILLER * fact}The code of Velmora is {fact * 1111}. {FILLER * (8 - fact)}\n\n{asks('Velmora')}"
+        said = dict(messages=[dict(role="user", content=text)]) if path == PATH else dict(prompt=f"{text}\nAnswer:")
+        said |= dict(logprobs=True if path == PATH else 0, max_tokens=3, kvevict=dict(policy=policy))
+        response = Client(made, key).post(path, **said)
+        return response.status_code == 200 and response.json()["choices"]
+
+    presets = sorted(PRESETS)
+    first = {policy: ask("a", policy, 3) for policy in presets}
+    assert {policy for policy in presets if first[policy] is False} == REFUSED
+    for policy in presets:
+        ask("b", policy, 7)
+    again = {policy: ask("a", policy, 3) for policy in presets}
+    assert {policy for policy in presets if again[policy] != first[policy]} == set()

@@ -39,7 +39,7 @@ class Running:
 
         self.noted: list = []
         self.listening = socket.create_server(("127.0.0.1", 0))
-        self.server = Serving(echo, self.noted.append, lifespan="off")
+        self.server = Serving(echo, lambda *noted: self.noted.append(noted), lifespan="off")
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listening]))
         LEFT.clear()
 
@@ -147,13 +147,20 @@ def test_an_answer_that_is_not_taken(running):
         assert not all_of(client).endswith(b"END")
 
 
+def test_what_is_not_http_is_noted(running):
+    with running.connect() as client:
+        client.sendall(b"nothing\r\n\r\n")
+        assert all_of(client).startswith(b"HTTP/1.1 400 ")
+        assert [(error.status, here) for error, here in running.noted] == [(400, client.getsockname())]
+
+
 @pytest.mark.parametrize("running", [dict(most=3)], indirect=True)
 def test_too_many_connections(running):
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(running.connect()) for _ in range(3)]
         with socket.create_connection(running.listening.getsockname(), timeout=60) as more:
             assert all_of(more).startswith(b"HTTP/1.1 503 ")
-        assert running.noted == [503]
+            assert [(error.status, client) for error, client in running.noted] == [(503, more.getsockname())]
         held[0].sendall(GET)
         assert b"200 OK" in answer(held[0])
         held[1].close()

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from serving import TEMPLATE, Client, asks, events, model, server, unpatched  # noqa: F401
+from serving import FILLER, TEMPLATE, Client, asks, events, model, server, unpatched  # noqa: F401
 
-from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, RESPONSES, TABLE
+from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, RESPONSES, TABLE, TEXTS
 
 openai = pytest.importorskip("openai")
 from openai.types import Completion  # noqa: E402
@@ -257,6 +257,32 @@ def test_values_that_are_refused(path, value, said):
     response = posted(path, **value)
     error = response.json()["error"]
     assert response.status_code == 400 and said in error["message"] and error["param"] == next(iter(value))
+
+
+SHARED = "auto", "always"
+BAD = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="nothing")), schema=dict(type="nothing"))
+WRONG = [  # endpoint, change of a body, the field that is wrong
+    *((CHAT, dict(kvevict=dict(policy=policy)), "kvevict.policy") for policy in ("nothing", "lagkv", "speckv", 3)),
+    *((CHAT, dict(kvevict=dict(budget=budget)), "kvevict.budget") for budget in (1, 257, 0.9, "5XB", "1GiB", [])),
+    (CHAT, dict(kvevict=dict(policy="lagkv", budget=5)), "kvevict.budget"),
+    *((CHAT, dict(kvevict=dict(text=text)), "kvevict.text") for text in ("none", "a/b", 3)),
+    (CHAT, dict(kvevict=dict(question="zebra")), "kvevict.question"),
+    (CHAT, dict(kvevict=dict(share="never", question=None)), "kvevict.share"),
+    *((CHAT, dict(kvevict=dict(share=share, question="Once")), "kvevict.share") for share in SHARED),
+    (CHAT, dict(kvevict=dict(nothing=1)), "kvevict.nothing"), (CHAT, dict(kvevict=3), "kvevict"),
+    (CHAT, dict(stream_options=dict(include_usage=True)), "stream_options"),
+    (CHAT, dict(generation_config="{"), "generation_config"),
+    (CHAT, dict(response_format=BAD), "response_format"), (RESPONSES, dict(text=dict(format=BAD)), "text.format"),
+    (TEXTS, dict(name="a/b"), "name"), (TEXTS, dict(text="%PDF-"), "text"), (TEXTS, dict(policy="nothing"), "policy"),
+    *((TEXTS, dict(budget=budget), "budget") for budget in (1, 2000, "5XB")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, change, name", WRONG, ids=[f"{path}-{change}"[:60] for path, change, _ in WRONG])
+def test_an_error_names_its_field(path, change, name):
+    usual = dict(name="a", text=FILLER * 20) if path == TEXTS else body_of(path)
+    response = client().post(path, **usual | change)
+    assert 400 <= response.status_code < 500 and response.json()["error"]["param"] == name, response.text
 
 
 def test_an_effort_that_the_template_does_not_have():
@@ -515,7 +541,7 @@ def test_an_object_has_the_properties_that_are_named(path):
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("choice, single, want", [("required", False, None), ("required", True, 1), ("g", False, 1)])
 def test_a_forced_call(path, choice, single, want):
-    """It follows the function's schema; a forced call that is cut is text."""
+    """It follows the function's schema; a call that is cut is text."""
     pytest.importorskip("llguidance", reason="llguidance is not installed")
     if choice != "required":
         choice = dict(type="function", function=dict(name="g")) if path == CHAT else dict(type="function", name="g")
@@ -535,6 +561,59 @@ def test_a_forced_call(path, choice, single, want):
         assert list(json.loads(call["arguments"])) == ["code", "kind"]
         assert call["name"] == "g" if isinstance(choice, dict) else call["name"] in "fg"
     assert text_of(asked(path, **changes, **{LONG[path]: 5})).lstrip("[").startswith('{"name')
+
+
+def place(city):
+    return dict(type="object", properties=dict(city=dict(enum=[city])), required=["city"], additionalProperties=False)
+
+
+def trip(to, **more):
+    return dict(type="object", properties=dict(to={"$ref": to}), required=["to"]) | more
+
+
+def tree(root):
+    """Trees whose leaves have an empty list."""
+    kids = dict(type="array", maxItems=1, items={"$ref": root})
+    return dict(type="object", properties=dict(v=dict(const=1), kids=kids), required=["v", "kids"])
+
+
+CITY, TREE = '{"to": {"city": "Rome"}}', '{"v": 1, "kids": [{"v": 1, "kids": []}]}'
+DEFS, DRAFT = {"$defs": dict(Place=place("Rome"))}, "http://json-schema.org/draft-0%d/schema#"
+REFERENCES = {  # the schema of parameters, arguments
+    "definitions": (trip("#/$defs/Place", **DEFS), CITY),
+    "of draft 7": (trip("#/definitions/Place", **{"$schema": DRAFT % 7}, definitions=DEFS["$defs"]), CITY),
+    "of draft 4": (trip("#/definitions/Place", **{"$schema": DRAFT % 4}, definitions=DEFS["$defs"]), CITY),
+    "recursive": ({"$ref": "#/$defs/Tree", "$defs": dict(Tree=tree("#/$defs/Tree"))}, TREE),
+    "its own root": (tree("#"), TREE),
+    "a property": (trip("#/properties/by", properties=dict(by=place("Rome"), to={"$ref": "#/properties/by"})), CITY),
+    "an anchor": (trip("#here", **{"$defs": dict(Place=place("Rome") | {"$anchor": "here"})}), CITY),
+    "an id": (trip("trip#/$defs/Place", **{"$id": "http://example/trip"}, **DEFS), CITY),
+    "an id that others have": (trip("#/$defs/Place", **{"$id": "http://example/schema"}, **DEFS), CITY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", dict(type="function", function=dict(name="go"))])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_in_the_parameters_of_a_tool(name, choice):
+    """They mean the same in the schema of calls as in that of the parameters alone."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    from kvevict.serve.grammar import Grammars, schema_of, schema_of_calls
+
+    schema, arguments = REFERENCES[name]
+    tokenizer = client().server.tokenizer
+    grammars = Grammars(tokenizer, [0])
+
+    def takes(of, text, before="", after=""):
+        matcher, text = grammars.matcher(of), before + text + after
+        return matcher.consume_tokens(tokenizer(text, add_special_tokens=False)["input_ids"]) and matcher.is_accepting()
+
+    other = trip("#/$defs/Place", **{"$id": "http://example/schema", "$defs": dict(Place=place("Oslo"))})
+    tools = tools_of(CHAT, other, "first") + tools_of(CHAT, schema, "go") + tools_of(CHAT, other, "last")
+    calls, around = schema_of_calls(choice, tools, True), ('{"name": "go", "arguments": ', "}")
+    assert takes(schema_of(formed(CHAT, schema)), arguments)
+    assert takes(calls, arguments, *around)
+    for wrong in (arguments.replace("Rome", "Oslo"), arguments.replace('"v": 1, "kids": []', '"name": "go"')):
+        assert wrong == arguments or not takes(calls, wrong, *around)
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

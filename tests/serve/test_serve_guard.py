@@ -252,10 +252,31 @@ def test_refusals_are_counted_and_logged(caplog):
         ("request", chat, 200), ("refused", chat, 404),
     ]  # fmt: skip
     assert {each.facts["client"] for each in lines[:7]} == {"10.1.2.3"}
+    codes = [each.facts.get("code") for each in lines]
+    want = {0: "invalid_api_key", 5: "text_not_found", 8: "model_not_found"}
+    assert codes == [want.get(at) for at in range(9)] and lines[-1].facts["param"] == "model"
     assert not [each for each in lines if "secret" in str(each.facts)]
     text = client.ask("GET", "/metrics").text
     for endpoint, status in ((chat, 401), (chat, 400), (chat, 415), (chat, 413), ("/v1/models", 421), ("other", 404)):
         assert f'kvevict_requests_total{{endpoint="{endpoint}",status="{status}"}} 1.0' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_what_is_tokenised_or_read_are_logged(stream, caplog):
+    """With the address and the code, as those are that come before."""
+    client = Client(server())
+    bodies = [
+        dict(ONCE, messages=[dict(role="user", content="Once " * 3000)]), dict(ONCE, kvevict=dict(policy="oracle")),
+        dict(ONCE, kvevict=dict(text="none")),
+    ]  # fmt: skip
+    with caplog.at_level(logging.INFO, "kvevict.serve"):
+        for body in bodies:
+            client.post("/v1/chat/completions", **body, stream=stream)
+    lines = [each.facts for each in caplog.records if each.name == "kvevict.serve"]
+    assert [(each["status"], each["client"], each["code"], each["param"]) for each in lines] == [
+        (400, "127.0.0.1", "context_length_exceeded", None), (400, "127.0.0.1", None, "kvevict.policy"),
+        (404, "127.0.0.1", "text_not_found", "kvevict.text"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("given, want", [

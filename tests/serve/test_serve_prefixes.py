@@ -1,10 +1,12 @@
 """The prompts that `kvevict serve` stores: shared, bounded, back after a restart, and never a wrong answer."""
 
 import asyncio
+import functools
 import logging
 import os
 import threading
 import unicodedata
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -155,11 +157,68 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
     assert client.store().status_code == 507
     response = client.chat(TEXT + FILLER, asks("Naislet"), asks("Orshan"), kvevict=dict(question=None))
     assert response.status_code == 200  # from memory
+    assert client.chat(TEXT + FILLER * 2, asks("Naislet"), kvevict=dict(question=None)).status_code == 200
     assert warnings(caplog) == ["a prefix is not stored on disk"]
     assert not stored(tmp_path) and not list(tmp_path.rglob(".kvevict-*"))
     monkeypatch.undo()
     assert client.store().status_code == 200  # known already, and written now
     assert len(stored(tmp_path)) == 1 and said(client.chat(asks("Orshan"), **OPENS)) == alone["Orshan"]
+
+
+def unreadable(monkeypatch, folder):
+    """Nothing of a folder can be read or written, as by another user's process."""
+
+    def refused(function, path=".", *args, **options):
+        if str(path).startswith(str(folder)):
+            raise PermissionError(13, os.strerror(13), str(path))
+        return function(path, *args, **options)
+
+    for name in ("stat", "scandir", "listdir", "mkdir", "open", "unlink", "utime"):
+        monkeypatch.setattr(os, name, functools.partial(refused, getattr(os, name)))
+
+
+@pytest.mark.parametrize("how", ["gone", "a file", "unreadable"])
+@pytest.mark.parametrize("name", ["prefixes", "texts"])
+def test_a_store_that_fails_while_it_is_used(name, how, tmp_path, monkeypatch, caplog):
+    """Answers go on, and the log says so once. What a folder that cannot be read holds is not deleted."""
+    client = Client(server(tmp_path, share="auto"))
+    client.store()
+    folder = tmp_path / name
+    if how == "unreadable":
+        unreadable(monkeypatch, folder)
+    else:
+        folder.rename(tmp_path / "away")
+        if how == "a file":
+            folder.write_text("")
+    for at in range(2):
+        for question in ("Who went home?", "What rained?"):
+            response = client.chat(f"{at} {FILLER * 70}", question, question, max_tokens=3)
+            assert response.status_code == 200, response.text
+    assert client.ask("GET", "/metrics").status_code == client.ask("GET", "/v1/kvevict/texts").status_code == 200
+    if name == "texts":
+        assert client.store("another").status_code == 507
+        assert client.ask("DELETE", "/v1/kvevict/texts/text").status_code == 404
+    wrong = {"texts": "the folder of texts cannot be read", "prefixes": "a prefix is not stored on disk"}[name]
+    assert warnings(caplog).count(wrong) == 1 and len(warnings(caplog)) <= 2
+    monkeypatch.undo()
+    if how != "unreadable":
+        folder.unlink(missing_ok=True)
+        (tmp_path / "away").rename(folder)
+    assert len(stored(tmp_path)) >= 1 and client.chat(asks("Orshan"), **OPENS).status_code == 200
+
+
+def test_a_text_that_cannot_be_deleted(tmp_path, monkeypatch):
+    client = Client(server(tmp_path))
+    client.store()
+
+    def refused(*args, **options):
+        raise OSError(30, os.strerror(30))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        response = client.ask("DELETE", "/v1/kvevict/texts/text")
+    assert response.status_code == 507 and "Read-only" in response.json()["error"]["message"]
+    assert client.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
 
 
 def test_what_was_kept():

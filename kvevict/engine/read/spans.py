@@ -168,7 +168,8 @@ class Spans:
                 meter.report |= watcher.report(len(read.seen), own)
         self.cache.meter = meter
         plan.keep(meter)
-        read.budgets.learn()
+        if context().learns:
+            read.budgets.learn()
 
     def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""

@@ -104,17 +104,16 @@ class EvictionCache(DynamicCache):
         cannot, raise and change none."""
         count = self.sequence.count_to_remove(tokens_to_remove)
         layers = [_attributes(layer) for layer in self.layers]
+        self.sequence.removing = count
         try:
-            for layer in self.layers:
-                if not isinstance(layer, EvictionLayer):
-                    layer.crop(tokens_to_remove)
-                elif count:
-                    layer.drop_last(count)
+            super().crop(tokens_to_remove)
         except BaseException:
             for layer, attributes in zip(self.layers, layers, strict=True):
                 layer.__dict__.clear()
                 layer.__dict__.update(attributes)
             raise
+        finally:
+            self.sequence.removing = None
         if count:
             self.sequence.crop(count)
 

@@ -124,7 +124,14 @@ class EvictionLayer(CacheLayerMixin):
 
     get_max_length = get_max_cache_shape = _unbounded
 
-    crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
+    reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Within `EvictionCache.crop`, which a user's class may override: as `drop_last`."""
+        if self.sequence.removing is None:
+            _of_the_cache(self)
+        if self.sequence.removing:
+            self.drop_last(self.sequence.removing)
 
     # -- called by the cache ----------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ class Sequence:
         self.seen: np.ndarray | None = None  # int64 [B] tokens read without padding; None before the first ones
         self.floor = 0  # columns that crop may not take back: slots were evicted since, or belong to padding
         self.coming: tuple[int, Any] = (0, 0)  # columns of the running step, and tokens [B] (or a number) among them
+        self.removing: int | None = None  # tokens that a running crop of the cache removes
         self.half_read = False  # a call that changes the cache has not ended
         self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns with their padding moved to the left
         self.next_position: torch.Tensor | None = None  # [B] int64, where it is not `seen`

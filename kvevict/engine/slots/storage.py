@@ -36,6 +36,7 @@ class Storage(Held):
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
+    table: Any = field(default=None, init=False)  # the `Table` that holds the counts
 
     @classmethod
     def empty(
@@ -76,6 +77,9 @@ class Storage(Held):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__reduce_ex__(self._alone(), protocol)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | dict(before=None, table=None)
 
     @classmethod
     def packed(
@@ -231,6 +235,8 @@ class Storage(Held):
         with torch.inference_mode(self.len.is_inference()):
             self.len.copy_(filled.len)
         self.counts[...], self.centred = counts, filled.centred
+        if self.table is not None:
+            self.table.room = min(self.table.room, self.room)
         return self
 
     def _filled(self, source: Storage, index: Tensor | None, counts: np.ndarray, *new: Any) -> Storage:

@@ -20,7 +20,7 @@ class Counts:
     def __init__(self, device: torch.device, shape: tuple[int, ...]) -> None:
         with torch.inference_mode(False):  # counts of a cache filled in inference mode go on outside of it
             self.before, self.after = torch.zeros(2, *shape, dtype=torch.int32, device=device)
-        self.host, self.capacity = np.zeros((2, *shape), np.int64)
+        self.host = np.zeros(shape, np.int64)
         self.storages: list[Any] = [None] * shape[0]
 
     def hold(self, at: int, storage: Storage) -> None:
@@ -28,7 +28,7 @@ class Counts:
         if self.storages[at] is storage:
             return
         self.after[at].copy_(storage.len)
-        self.host[at], self.capacity[at] = storage.counts, storage.capacity
+        self.host[at] = storage.counts
         storage.len, storage.counts = self.after[at], self.host[at]
         parts = storage.k, storage.v, storage.pos, storage.offset
         storage.before = Held(*parts, self.before[at], storage.centre)
@@ -44,11 +44,12 @@ class Table:
     def __init__(self) -> None:
         self.storages: list[Storage | Fork] = []
         self.groups: dict[Any, Counts] = {}  # (device, batch, heads) -> counts of the layers there
+        self.room = 0  # how often `tick` can go on in these storages
 
     def holds(self, storages: Items[Storage | Fork]) -> bool:
         """True if `tick` can go on at once."""
-        same = len(storages) == len(self.storages) and all(map(is_, storages, self.storages))
-        return same and all((counts.host < counts.capacity).all() for counts in self.groups.values())
+        same = self.room > 0 and len(storages) == len(self.storages)
+        return same and all(map(is_, storages, self.storages))
 
     def take(self, storages: Items[Storage | Fork]) -> None:
         """Hold the counts of these storages, which all have room."""
@@ -62,8 +63,10 @@ class Table:
                 self.groups[key] = Counts(device, (len(members), *shape))
             for at, own in enumerate(members):
                 self.groups[key].hold(at, own)
+                own.table = self
         self.groups = {key: self.groups[key] for key in groups}
         self.storages = list(storages)
+        self.room = min((storage.growing.room for storage in storages), default=0)
 
     def tick(self) -> None:
         """Count on: the next `Storage.decode` of each layer writes the slot."""
@@ -71,3 +74,4 @@ class Table:
             counts.before.copy_(counts.after)
             counts.after += 1
             counts.host += 1
+        self.room -= 1

@@ -8,8 +8,9 @@ their upper bound is counted.
 
 FLOPs are those of matrix products (a multiply and an add are two), and bytes the least possible: weights once per pass,
 a layer's slots once per pass; activations are taken to stay on the chip. Each stage of each chunk and of each decoded
-token takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a patched
-prefill in docs/performance.md), drafts, norms, softmax, masks, "eager" attention's matrices and free slots.
+token takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a prefill
+under take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), drafts, norms, softmax, masks,
+"eager" attention's matrices and free slots.
 """
 
 from collections import Counter

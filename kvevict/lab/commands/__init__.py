@@ -47,7 +47,9 @@ def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
 def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
     """The largest number of prompt tokens that leaves room for the answer: `--limit`, or by the model's context; None
     without either."""
-    context = getattr(model.config, "max_position_embeddings", None)
+    from ...families import context_of, find_decoder
+
+    context = context_of(find_decoder(model).config)
     if context is None:
         return limit
     if new_tokens >= context:

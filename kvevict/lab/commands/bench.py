@@ -71,11 +71,11 @@ def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch
     """Length -> ids [1, length] of generated text."""
     import torch
 
-    from ...families import device_of
+    from ...families import context_of, device_of, find_decoder
     from ..evaluate.haystack import haystack
     from ..evaluate.tasks import Settings
 
-    context = model.config.max_position_embeddings
+    context: Any = context_of(find_decoder(model).config)
     lengths = sorted(set(args.lengths or (min(n, context - args.new_tokens) for n in (1024, 4096))))
     if lengths[0] < 16 or lengths[-1] + args.new_tokens > context:
         raise ValueError(

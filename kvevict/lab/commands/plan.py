@@ -38,10 +38,10 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     shape, context = _shape(model_name(args), args.dtype)
     if args.tokens is None:
         args.tokens = LONG if context is None else max(1, min(LONG, context - args.new_tokens))
-    elif context is not None and args.tokens + args.new_tokens > context:
+    if context is not None and args.tokens + args.new_tokens > context:
         print(
             f"kvevict plan: warning: {args.tokens} and {args.new_tokens} more tokens exceed the model's context of "
-            f"{context}: it was not trained for such a prompt; give fewer --tokens",
+            f"{context}: it was not trained for such a prompt; give fewer --tokens or --new-tokens",
             file=sys.stderr,
         )
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
@@ -70,12 +70,13 @@ def _shape(name: str, dtype: str) -> tuple:
     """(`Shape`, context in tokens or None) of a model's config."""
     from transformers import AutoConfig
 
+    from ...families import context_of
     from ...models import check_there, pretrained
     from ..analysis.shape import shape_of
 
     check_there(name)
     config = pretrained(AutoConfig, name)
-    return shape_of(config, dtype), getattr(config.get_text_config(), "max_position_embeddings", None)
+    return shape_of(config, dtype), context_of(config.get_text_config())
 
 
 ROWS = (

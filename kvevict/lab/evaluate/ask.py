@@ -27,7 +27,7 @@ import torch
 
 from ...answer import continued, rows_of
 from ...compat import CACHE, cache_of
-from ...families import device_of
+from ...families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
 from ...policy.checks import byte_count
 from ...policy.policy import Policy, build
@@ -102,7 +102,7 @@ def encode(model: Any, tokenizer: Any, case: Case) -> Prompt:
     said = find(tokenizer, context + question, case.said) if case.said else None
     prompt = Prompt(context, question, suffix, answer, said)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = context_of(find_decoder(model).config)
     if limit is not None and tokens + new > limit:
         raise ValueError(
             f"case {case.id} takes {tokens} tokens and {new} new ones, the model's context is {limit}; give smaller "
