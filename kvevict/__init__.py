@@ -7,7 +7,7 @@
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .version import VERSION
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         """Load a missing name: all public names at once, or a module."""
         if name in __all__:
             api = importlib.import_module(f"{__name__}.api")
@@ -38,12 +38,12 @@ class _Package(ModuleType):
                     raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object) -> None:
         """The import of kvevict.patch must not put the module in the place of the function."""
         if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
-    def __dir__(self):
+    def __dir__(self) -> Any:
         return sorted({*vars(self), *__all__})
 
 

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 try:
     import torch
@@ -163,12 +163,12 @@ def fake(op: str) -> Callable:
     """Make a function from the arguments' shapes to empty results, for torch.compile and fake tensors. It also runs for
     real tensors if one of them is on meta."""
 
-    def results(*values):
+    def results(*values: Any) -> Any:
         given = list(zip(arguments(op), values))
         tensors = [(arg, t) for arg, t in given if isinstance(t, torch.Tensor)]
         devices = {t.device for _, t in tensors}
         torch._check(len(devices) < 2, lambda: f"tensors are on different devices: {sorted(map(str, devices))}")
-        sizes = {size: n for arg, t in reversed(tensors) for size, n in zip(arg.words, t.shape)} | {"1": 1}
+        sizes: dict = {size: n for arg, t in reversed(tensors) for size, n in zip(arg.words, t.shape)} | {"1": 1}
         sizes |= {arg.words[0]: value for arg, value in given if arg.kind == "count"}
         each = any(arg.name == "group" and arg.words[value] == "none" for arg, value in given)
         sizes["heads"] = sizes.get("H" if each else "Hkv")

@@ -118,7 +118,7 @@ _kl = function("kl", "q, k, row_first, held, first, stop, scale, softcap, causal
 _kl_grad = function("kl_grad")
 
 
-def _kl_context(ctx, inputs, output):
+def _kl_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *rows, scale, softcap, causal, _, target, _ = inputs
     _, lse, mean_attn = output
     ctx.mark_non_differentiable(lse, mean_attn)
@@ -126,7 +126,7 @@ def _kl_context(ctx, inputs, output):
     ctx.options = scale, softcap, causal
 
 
-def _kl_backward(ctx, grad, *rest):
+def _kl_backward(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple:
     *rows, lse, target, mean_attn = ctx.saved_tensors
     dq, dk = _kl_grad(*rows, *ctx.options, lse, target, mean_attn, grad.contiguous())
     return dq.to(rows[0].dtype), dk.to(rows[1].dtype), *[None] * (len(ctx.needs_input_grad) - 2)

@@ -156,21 +156,25 @@ class Pipeline:
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
-def _built(decoder, policy, options, tokens: int = 0) -> Policy:
+def _built(decoder: torch.nn.Module, policy: Any, options: dict, tokens: int = 0) -> Policy:
     """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
-    come later, or the default for these."""
+    come later (or recalls), or the default for these."""
     own = plan_of(decoder)
-    if policy is None and own is not None and (own.policy.question == "later" or own.policy.recall):
-        policy = own.policy
-    elif policy is None and own is not None:
-        options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
-    if policy is not None or options.get("recall"):
-        return build(DEFAULT if policy is None else policy, **options)
+    recalls = options.get("recall", own is not None and own.policy.recall)
+    if policy is None and own is not None:
+        if own.policy.recall if recalls else own.policy.question == "later":
+            policy = own.policy
+        else:
+            options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
+    if policy is None and recalls:
+        policy = DEFAULT
+    if policy is not None:
+        return build(policy, **options)
     chosen = build(unasked(decoder), **options)
     return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
 
 
-def _patched(model, tokenizer, policy, options, tokens):
+def _patched(model: torch.nn.Module, tokenizer: Any, policy: Any, options: dict, tokens: int) -> Any:
     """Inside, the model is patched with the policy that reads."""
     decoder = find_decoder(model)
     own, chosen = plan_of(decoder), _built(decoder, policy, options, tokens)
@@ -195,13 +199,13 @@ def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     return build(policy, **{name: room}) if SHORTEST <= room < size else policy
 
 
-def _check(model) -> None:
+def _check(model: Any) -> None:
     """Raise an error unless this is a model in evaluation mode."""
     if find_decoder(model).training:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
 
 
-def _check_room(model, tokens: int, what: str) -> None:
+def _check_room(model: torch.nn.Module, tokens: int, what: str) -> None:
     """Raise ValueError unless the model's context holds so many tokens and an answer's first one."""
     context = families.context_of(find_decoder(model).config)
     if context is not None and tokens >= context:
@@ -259,7 +263,15 @@ def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: in
     return logits
 
 
-def _ask(model, tokenizer, cache, questions, max_new_tokens, one_line, sampling) -> list:
+def _ask(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    cache: EvictionCache,
+    questions: list,
+    max_new_tokens: int,
+    one_line: bool,
+    sampling: Sampling,
+) -> list:
     """Answers to questions, given as ids, from a fork of a cache of one row with a row per question."""
     inner, fork = base_model(model), rows_of(cache, len(questions))
     logits = continued(inner, fork, questions)

@@ -2,7 +2,7 @@
 without `as` is private."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from . import _ops  # noqa: F401  checks torch and loads the kernels
 from .answer import Pipeline as Pipeline
@@ -49,7 +49,7 @@ def register_score(name: str) -> Callable[[_Class], _Class]:
     """Decorator that registers a `Score` under a name, for policies, their JSON and the command line. Raises ValueError
     for a taken name and for unknown quantities."""
 
-    def register(score):
+    def register(score: Any) -> Any:
         check_needs(score)
         return SCORES.add(name)(score)
 

@@ -21,7 +21,7 @@ class Batch:
     alone; logits are equal up to rounding.
     """
 
-    def __init__(self, model, rows=(), cache=None):
+    def __init__(self, model: torch.nn.Module, rows: Any = (), cache: Any = None) -> None:
         """rows, cache: the sequences that are in a cache already, one for each of its batch rows."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
@@ -47,7 +47,7 @@ class Batch:
         """End the sequences that are not among these rows of the batch."""
         self.cache, self.rows = self._part(rows) if rows else None, list(rows)
 
-    def _part(self, rows):
+    def _part(self, rows: Any) -> Any:
         """The cache with these rows."""
         return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
 

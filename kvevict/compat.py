@@ -63,7 +63,7 @@ def named(kwargs: dict[str, Any]) -> dict[str, Any]:
 STATE = "_kvevict"
 
 
-def _get_candidate_generator(model, run, *args, **kwargs):
+def _get_candidate_generator(model: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Assisted and prompt-lookup decoding say on the cache that their calls bring candidates which may be taken back.
     (`activate_past_recording` is called before the cache is an `EvictionCache`.)"""
     if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
@@ -84,7 +84,7 @@ def _get_candidate_generator(model, run, *args, **kwargs):
     return run(*args, **kwargs)
 
 
-def _init_continuous_batching(model, run, *args, **kwargs):
+def _init_continuous_batching(model: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
         "a paged cache (generate_batch, continuous batching) cannot be evicted from: call model.generate, or "
         "kvevict.unpatch(model) first"

@@ -78,7 +78,7 @@ def attention_of(layer: torch.nn.Module, index: int) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def _calls_interface(kind) -> bool:
+def _calls_interface(kind: Any) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -104,7 +104,7 @@ def mixer_of(layer: torch.nn.Module) -> Any:
     return next((m for m in layer.modules() if hasattr(m, "layer_idx") and _keeps_state(type(m))), None)
 
 
-def _keeps_state(kind) -> bool:
+def _keeps_state(kind: Any) -> bool:
     """Whether a method of the class stores a state. A kernel's variant of a forward is a separate method."""
     codes = (getattr(inspect.unwrap(f), "__code__", None) for f in vars(kind).values() if callable(f))
     return any(code is not None and "update_conv_state" in code.co_names for code in codes)
@@ -117,7 +117,7 @@ def layer_kinds(config: Any) -> list[str]:
 
     context = _get(config, "max_position_embeddings") or float("inf")
 
-    def kind(layer):
+    def kind(layer: Any) -> str:
         name = type(layer).__name__
         if type(layer) is not getattr(cache_utils, name, None):
             return name
@@ -155,7 +155,7 @@ def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
     return found
 
 
-def _alike(value, kinds):
+def _alike(value: object, kinds: list) -> Any:
     """A config's number; if it has one for every layer, the number of the layers that we evict from."""
     if not isinstance(value, (list, tuple)):
         return value
@@ -186,7 +186,7 @@ def widths(module: Any, config: Any) -> tuple[int, int]:
     return -(-(module.kv_lora_rank + module.qk_rope_head_dim) // 16) * 8, read
 
 
-def _get(owner, name):
+def _get(owner: Any, name: str) -> Any:
     """An attribute, or None where there is none, or where layers differ in it."""
     try:
         return getattr(owner, name, None)
@@ -314,19 +314,19 @@ def rotate(
     return compat.apply_rotary(module, x, turn_cos, turn_sin)
 
 
-def _part(module, x, turned):
+def _part(module: Any, x: torch.Tensor, turned: Any) -> torch.Tensor:
     """Rotate the rotary dimensions of x in a latent layer."""
     start = module.qk_nope_head_dim
     stop = start + module.qk_rope_head_dim
     return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
 
 
-def _halves(x):
+def _halves(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
 
 
-def _turn_pairs(x, turn):
+def _turn_pairs(x: Any, turn: Any) -> Any:
     """Rotate x [B, H, p, D], pairs of neighbouring dimensions, by turn [B, 1, D / 2] complex."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)

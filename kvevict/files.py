@@ -5,6 +5,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems
 
@@ -40,7 +41,7 @@ def replacing(path: str | os.PathLike, replace: bool = True) -> Iterator[str]:
     _sync(folder)
 
 
-def _place(temporary, path) -> None:
+def _place(temporary: Any, path: str | os.PathLike) -> None:
     """Give a file its name. Where the file system has hard links, only one process succeeds."""
     try:
         os.link(temporary, path)
@@ -75,7 +76,7 @@ def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
         yield other
 
 
-def _sync(path) -> None:
+def _sync(path: str) -> None:
     """Wait until a file, or the names in a folder, are on the disk. Some file systems cannot do the latter."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -44,7 +44,7 @@ class KVEvict(HFLM):
     context.
     """
 
-    def __init__(self, pretrained, policy=DEFAULT, budget=512, **arguments):
+    def __init__(self, pretrained: Any, policy: Any = DEFAULT, budget: Any = 512, **arguments: Any) -> None:
         names = option_names()
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)
@@ -61,7 +61,7 @@ class KVEvict(HFLM):
         )
 
     @torch.no_grad()
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
+    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, override_bs: Any = None) -> Any:
         """(log-likelihood, whether it is the greedy choice) of (_, context ids, continuation ids) each."""
         # A context that is too long loses its first tokens, as in lm-eval's `hf` model.
         contexts = [context[-max(self.max_length + 1 - len(continued), 1) :] for _, context, continued in requests]
@@ -77,7 +77,7 @@ class KVEvict(HFLM):
         bar.close()
         return answers
 
-    def _scored(self, read, continuation):
+    def _scored(self, read: Any, continuation: Any) -> Any:
         """(log-likelihood, whether it is the greedy choice) of continuation ids after a context that was read."""
         truth, logits = self._row(continuation), read.logits
         if len(continuation) > 1:
@@ -87,7 +87,7 @@ class KVEvict(HFLM):
         greedy = bool((logprobs.argmax(-1) == truth).all())
         return float(logprobs.gather(2, truth[..., None]).sum()), greedy
 
-    def _row(self, ids):
+    def _row(self, ids: Any) -> Any:
         return torch.tensor([ids], device=device_of(self.model))
 
 

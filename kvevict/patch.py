@@ -54,7 +54,7 @@ def patch(
     return model
 
 
-def _made(model, policy, options) -> Plan:
+def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     """The `Plan` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen = build(policy, **options)
@@ -148,7 +148,7 @@ def evicting(model: Any, policy: str | Policy = DEFAULT, **options: Any) -> Iter
         yield model
 
 
-def _warn_of_learned_tokens(model, made, stacklevel) -> None:
+def _warn_of_learned_tokens(model: torch.nn.Module, made: Any, stacklevel: int) -> None:
     learned, policy = _learned_tokens(model), made.policy
     most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
@@ -160,7 +160,7 @@ def _warn_of_learned_tokens(model, made, stacklevel) -> None:
         )
 
 
-def _learned_tokens(model) -> int:
+def _learned_tokens(model: torch.nn.Module) -> int:
     """How many learned tokens a PEFT adapter puts before every prompt."""
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
     return getattr(config, "num_virtual_tokens", None) or 0
@@ -224,7 +224,7 @@ def check_type(model: Any, decoder: Any) -> None:
     if listed and known.is_verified(*names):
         return
 
-    def patched(policy, options):
+    def patched(policy: str, options: dict) -> Any:
         return installed.using(top, decoder, Plan(build(policy, **options), decoder, ranks.of(top)))
 
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)

@@ -17,7 +17,7 @@ class Processes:
     """All processes of this launch: this one is number `rank` of `size`. A process that no launcher started is alone.
     All processes `join` before anything else, and call the methods in the same order."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.group = None  # torch's default one
 
@@ -33,7 +33,7 @@ class Processes:
             self.group = distributed.new_group(backend="gloo", timeout=day)
         return self
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """The first process's value, in all of them."""
         from torch import distributed
 

@@ -81,7 +81,7 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[list[Any]]:
     """
     made, known, start = [], 0, 0  # ids[known:start]: the previous piece, decoded before the next
 
-    def decode(stop):
+    def decode(stop: int) -> str:
         return tokenizer.decode(ids[known:stop], clean_up_tokenization_spaces=False)
 
     for stop in range(1, len(ids) + 1):

@@ -47,7 +47,7 @@ def measure_queries(
     rotates = trial.rotating(top, decoder, order)
     found: dict = {}
 
-    def note(module, query, key):
+    def note(module: Any, query: torch.Tensor, key: torch.Tensor) -> None:
         index, positions = module.layer_idx, torch.arange(query.shape[2], device=query.device)[None]
         rope = Rope(decoder, module, rotates[index])
         found[index] = moments.accumulated(found.get(index), rope, query, positions, positions >= SINK)
@@ -60,7 +60,7 @@ def measure_queries(
     return moments.model_of(decoder) | about
 
 
-def _parts(ids, length, progress):
+def _parts(ids: Any, length: int, progress: bool) -> Any:
     parts = ids.split(length)
     if not progress or len(parts) < 2:
         return parts

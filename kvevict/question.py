@@ -17,7 +17,7 @@ from .cautions import once
 from .context import within
 from .engine.hook.arguments import Arguments
 from .policy.policy import Policy
-from .policy.rows import Question, Rows
+from .policy.rows import Question
 from .turns import Turns
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
@@ -66,7 +66,7 @@ def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None
         yield
 
 
-def _check(question, tokenizer) -> None:
+def _check(question: Any, tokenizer: Any) -> None:
     if isinstance(question, str):
         if not question.strip():
             raise ValueError("question is empty: give its words as the prompt has them")
@@ -93,7 +93,7 @@ class Finder:
     def _turns(self) -> Turns:
         return Turns.of(self.tokenizer)
 
-    def rows(self, arguments: Arguments, prompt: int) -> Rows:
+    def rows(self, arguments: Arguments, prompt: int) -> Any:
         """The policy's rows for the first `prompt` columns of a call's `kvevict.engine.hook.arguments.Arguments`."""
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ class Asked(Finder):
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
-    def rows(self, arguments: Arguments, prompt: int) -> Rows:
+    def rows(self, arguments: Arguments, prompt: int) -> Any:
         if len(self.asked) not in (1, arguments.batch):
             raise ValueError(
                 f"{len(self.asked)} questions for a batch of {arguments.batch} rows: give one, or one a row"
@@ -163,7 +163,7 @@ class Asked(Finder):
         questions = [Question((span,), of, opens) for span, of, opens in zip(spans, kept, before, strict=True)]
         return asking(arguments, questions, tokens)
 
-    def _span(self, ids: list[int] | None, asked, tokens: int) -> tuple:
+    def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
         """(start, stop) in a prompt of `tokens` tokens; ids: None for embeddings."""
         if isinstance(asked, str):
             if ids is None:
@@ -191,7 +191,7 @@ class LastTurn(Finder):
     tokenizer: Any
     request: str = ""  # the turn's question, if the caller knows it
 
-    def rows(self, arguments: Arguments, prompt: int) -> Rows:
+    def rows(self, arguments: Arguments, prompt: int) -> Any:
         policy, rows = arguments.policy, arguments.policy.rows
         if arguments.ids is None or not rows.at_the_end:
             return rows
@@ -218,12 +218,12 @@ class LastTurn(Finder):
                 break
         return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
 
-    def _begins(self, ids, span) -> bool:
+    def _begins(self, ids: list, span: tuple) -> bool:
         """Whether the answer's first words follow the question."""
         rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
-    def _found(self, ids, columns: int = 0):
+    def _found(self, ids: list, columns: int = 0) -> tuple:
         """((span, ..) that ask, in order, and the question before the text, (start, stop, whether nothing repeats it),
         or None) of a prompt after `columns` tokens."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -256,10 +256,10 @@ def start_of(tokenizer: Any, ids: list[int], mark: str, opened: str = "") -> int
     """The number of the ids up to the last `mark` in them, or up to the text that opens the user's turn, white space
     after it included; None: neither is within the last END."""
 
-    def text(start, stop=None):
+    def text(start: int, stop: int | None = None) -> str:
         return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
 
-    def has(start):
+    def has(start: int) -> bool:
         return mark in text(start) or (bool(opened) and opened in text(start))
 
     first = max(0, len(ids) - END)
@@ -369,7 +369,7 @@ def find(tokenizer: Any, ids: list[int], text: str) -> tuple[int, int] | None:
     """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: not found."""
     wanted = squeezed(text)
 
-    def has(start, stop):
+    def has(start: int, stop: int) -> bool:
         return wanted in squeezed(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False))
 
     start, size = len(ids), 64

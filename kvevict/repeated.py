@@ -18,10 +18,10 @@ LABELS = ("kvzip", "kvzip+")
 class _Told(Watcher):
     """Passes each layer's numbers to `take` as soon as they are known."""
 
-    def __init__(self, take):
+    def __init__(self, take: Any) -> None:
         self.take = take
 
-    def read(self, call, score):
+    def read(self, call: Any, score: Any) -> None:
         self.take(call.slots.index, score[0])
 
 

@@ -50,7 +50,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     return result | {"seconds": dict(meter.seconds)}
 
 
-def _of_cache(cache):
+def _of_cache(cache: Any) -> Any:
     meter = getattr(cache, "meter", None)
     if meter is None:
         raise ValueError(
@@ -60,7 +60,7 @@ def _of_cache(cache):
     return meter
 
 
-def _of_model(model):
+def _of_model(model: Any) -> Any:
     decoder = find_decoder(model)
     plan = plan_of(decoder)
     if plan is None:

@@ -37,7 +37,7 @@ def is_whole(data: bytes | bytearray | mmap.mmap, before: int = 0) -> bool:
     return found is not None and data[found[0] : found[0] + len(EMPTY)] == found[1]
 
 
-def _checksum(data, before):
+def _checksum(data: Any, before: int) -> Any:
     """(where the field's digits start, the digits that belong there), or None without the field."""
     field = FIELD.search(data)
     if field is None:

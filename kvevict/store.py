@@ -103,7 +103,7 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
         raise failed
 
 
-def _moments(layer, index):
+def _moments(layer: EvictionLayer, index: int) -> Any:
     """The one memory of a quantity that a file has room for."""
     others = sorted(layer.memory.keys() - {"moments"})
     if others:
@@ -114,7 +114,7 @@ def _moments(layer, index):
     return layer.memory.get("moments")
 
 
-def _positions_fact(index, tensors, end) -> dict:
+def _positions_fact(index: int, tensors: dict, end: int) -> dict:
     """The file's facts about a layer's positions. `end`: all positions are below it; it is at least the argument `end`.
     `ties`: positions may repeat within a head, as those of a picture's tokens."""
     pos = tensors[f"{index}.pos"]
@@ -124,7 +124,7 @@ def _positions_fact(index, tensors, end) -> dict:
     return dict(end=max(end, int(pos.max()) + 1 if pos.numel() else 0), ties=bool((steps == 0).any()))
 
 
-def _steps(pos, length):
+def _steps(pos: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
     """How much further each slot of a head is than the one before it."""
     ends = length.flatten().cumsum(0)
     within = torch.ones(max(0, len(pos) - 1), dtype=torch.bool, device=pos.device)
@@ -132,7 +132,7 @@ def _steps(pos, length):
     return pos.long().diff()[within]
 
 
-def _joined(parts) -> dict:
+def _joined(parts: Any) -> dict:
     """The tensors of a whole cache, out of those of every rank."""
     whole = {}
     for name in parts[0]:
@@ -153,7 +153,7 @@ def _joined(parts) -> dict:
     return whole
 
 
-def _part(tensors, ranks) -> dict:
+def _part(tensors: dict, ranks: Any) -> dict:
     """This rank's part of a layer's tensors."""
     if ranks.size == 1:
         return tensors
@@ -169,7 +169,7 @@ def _part(tensors, ranks) -> dict:
     return part
 
 
-def _text_of(policy):
+def _text_of(policy: Policy) -> Any:
     """A policy as JSON; None if it is unknown or JSON cannot hold it."""
     try:
         return None if policy is None else policy.to_json()
@@ -177,7 +177,7 @@ def _text_of(policy):
         return None
 
 
-def _policy_of(text):
+def _policy_of(text: str) -> Any:
     """The policy that `_text_of` wrote; None for None, and where a part of it is not registered here."""
     if not isinstance(text, (str, type(None))):
         raise TypeError(f"policy is {text!r}, not a text")
@@ -187,7 +187,7 @@ def _policy_of(text):
         return None
 
 
-def _identity_of(common) -> Identity | None:
+def _identity_of(common: dict) -> Identity | None:
     """Which model's cache a file has; None: the file does not say."""
     weights, configuration = common["weights"], common["configuration"]
     if configuration is None:
@@ -280,24 +280,24 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
     return cache
 
 
-def _expect(name, tensor, shape, dtype):
+def _expect(name: str, tensor: torch.Tensor, shape: tuple, dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
-def _expect_rows(name, tensor, rows, dim, dtype, bits):
+def _expect_rows(name: str, tensor: torch.Tensor, rows: int, dim: int, dtype: Any, bits: Any) -> None:
     """`_expect` for rows of `dim` numbers, packed with so many bits or (None) not."""
     width, kind = (dim, dtype) if bits is None else (row_bytes(bits, dim, 0), torch.uint8)
     _expect(name, tensor, (rows, width), kind)
 
 
-def _of_layer(tensors, index) -> dict:
+def _of_layer(tensors: dict, index: int) -> dict:
     """The tensors of a layer, by name."""
     own = f"{index}."
     return {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
 
 
-def _check(tensors, facts, common) -> None:
+def _check(tensors: Any, facts: list, common: dict) -> None:
     """Raise ValueError, LookupError, TypeError or RuntimeError where parts of a file contradict each other. Such a file
     is neither written nor read."""
     columns, batches, end = count("columns", facts[0].get("columns"), 0), set(), 0
@@ -327,7 +327,7 @@ def _check(tensors, facts, common) -> None:
                 raise ValueError(f"next_position is {position}, of positions below {end}")
 
 
-def _check_sliding(tensors, fact) -> int:
+def _check_sliding(tensors: dict, fact: dict) -> int:
     """`_check` of a sliding layer; how many rows it has."""
     keys, length = tensors["keys"], min(fact["columns"], count("window", fact["window"], 1) - 1)
     _expect("keys", keys, (*keys.shape[:2], length, *keys.shape[3:]), keys.dtype)
@@ -335,7 +335,7 @@ def _check_sliding(tensors, fact) -> int:
     return keys.shape[0]
 
 
-def _check_evicted(tensors, fact) -> int:
+def _check_evicted(tensors: dict, fact: dict) -> int:
     """`_check` of a layer that is evicted from; how many rows it has."""
     length, arrays, bits = tensors["len"], [tensors["k"], tensors["v"]], _bits_of(fact)
     batch, heads = length.shape if length.ndim == 2 else (0, 0)
@@ -369,7 +369,7 @@ def _check_evicted(tensors, fact) -> int:
     return batch
 
 
-def _bits_of(fact) -> tuple:
+def _bits_of(fact: dict) -> tuple:
     """Bits of the numbers of a layer's keys and values; None: of the model's dtype."""
     bits = fact.get("bits", MODEL)
     if not isinstance(bits, (list, tuple)) or len(bits) != 2 or not all(each in (None, *WIDER) for each in bits):
@@ -377,7 +377,7 @@ def _bits_of(fact) -> tuple:
     return tuple(bits)
 
 
-def _fill_cache(cache, fact) -> None:
+def _fill_cache(cache: EvictionCache, fact: dict) -> None:
     """Set the parts of a cache that concern all layers."""
     sequence = cache.sequence
     sequence.policy, sequence.packed = _policy_of(fact["policy"]), tuple(map(tuple, fact["packed"]))
@@ -387,7 +387,7 @@ def _fill_cache(cache, fact) -> None:
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
 
 
-def _fill_sliding(layer, tensors, fact, shape, dtype):
+def _fill_sliding(layer: Any, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
     """A sliding layer may have another number of heads than the layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
@@ -397,7 +397,7 @@ def _fill_sliding(layer, tensors, fact, shape, dtype):
     layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
 
 
-def _fill_evicted(layer, tensors, fact, shape, dtype):
+def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
     (query_heads, heads, dim, read), length = shape, tensors["len"]
     batch = len(length)
     _expect("len", length, (batch, heads), torch.int32)

@@ -74,7 +74,7 @@ def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractCont
     return itself(model, ids, mask, want, limit) or "; ".join(wrong)
 
 
-def _quantised(model) -> bool:
+def _quantised(model: torch.nn.Module) -> bool:
     """Whether weights are quantised: then rounding depends on the number of rows."""
     return any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
 
@@ -107,7 +107,7 @@ def plain_ids(config: Any, batch: int, length: int) -> torch.Tensor:
     return torch.tensor(plain)[chosen]
 
 
-def _in_calls(model, ids, mask, ends):
+def _in_calls(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, ends: Any) -> tuple:
     """The output for ids [B, N] of calls that end at each column of `ends`, and the cache that they fill."""
     said, cache, start = [], None, 0
     for end in ends:
@@ -117,16 +117,16 @@ def _in_calls(model, ids, mask, ends):
     return torch.cat(said, 1), cache
 
 
-def _rows(out):
+def _rows(out: Any) -> torch.Tensor:
     return out.logits if getattr(out, "logits", None) is not None else out[0]
 
 
-def _place(valid):
+def _place(valid: torch.Tensor) -> torch.Tensor:
     """The index of every valid token among the valid ones."""
     return (valid.flatten().cumsum(0) - 1).view(valid.shape)
 
 
-def _error(got, want) -> float:
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
@@ -150,17 +150,17 @@ def rotating(model: Any, decoder: Any, order: Collection[int]) -> dict[int, bool
     return found
 
 
-def _here(hook):
+def _here(hook: Any) -> Any:
     """A hook that only sees the calls of this thread."""
     thread = threading.get_ident()
 
-    def own(*args):
+    def own(*args: Any) -> Any:
         return hook(*args) if threading.get_ident() == thread else None
 
     return own
 
 
-def _rotating(model, decoder, order):
+def _rotating(model: torch.nn.Module, decoder: torch.nn.Module, order: Any) -> Any:
     config, seen = decoder.config, {}
     last = min(FAR, *(getattr(config, name, None) or FAR for name in (
         "max_position_embeddings", "original_max_position_embeddings"))) - 1  # fmt: skip
@@ -168,13 +168,13 @@ def _rotating(model, decoder, order):
     positions = torch.tensor([[min(5, last - 1), last]], device=device)
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in order]
 
-    def alike(module, args, kwargs):
+    def alike(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple:
         if args:
             return (args[0][:, :1].expand_as(args[0]).contiguous(), *args[1:]), kwargs
         rows = kwargs["hidden_states"]
         return args, kwargs | dict(hidden_states=rows[:, :1].expand_as(rows).contiguous())
 
-    def note(module, query, key):
+    def note(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
         seen[module.layer_idx] = query.float(), key.float()
 
     with quiet(model), contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ def _rotating(model, decoder, order):
     return rotates
 
 
-def _is_rotated(decoder, module, positions, *pair) -> bool:
+def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: torch.Tensor, *pair: Any) -> bool:
     """Whether equal rows at two positions differ. Raises ValueError where they do, but not by the known rotation."""
     if all(torch.equal(x[:, :, 0], x[:, :, 1]) for x in pair):
         return False
@@ -223,26 +223,26 @@ def after_attention(model: Any, decoder: Any, order: Collection[int]) -> dict[in
     return found
 
 
-def _after_attention(model, decoder, order):
+def _after_attention(model: torch.nn.Module, decoder: torch.nn.Module, order: Any) -> Any:
     ids = plain_ids(decoder.config, 2, 4).to(families.device_of(decoder))
     layers = families.layers_of(decoder)
     entered, inputs = {}, {}
 
-    def enter(index):
+    def enter(index: int) -> Any:
         return lambda module, args, kwargs: entered.update({index: args[0] if args else kwargs["hidden_states"]})
 
-    def child(index, name):
-        def note(module, args):
+    def child(index: int, name: str) -> Any:
+        def note(module: torch.nn.Module, args: tuple) -> None:
             if args and isinstance(args[0], torch.Tensor) and (index, name) not in inputs:
                 alike = args[0].numel() == entered[index].numel()  # OPT's MLPs get [B * T, E]
                 inputs[index, name] = alike and _error(args[0].reshape(entered[index].shape), entered[index])
 
         return note
 
-    def nothing(module, args, output):
+    def nothing(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
         return tuple(0 * x if i == 0 else x for i, x in enumerate(output)) if isinstance(output, tuple) else 0 * output
 
-    def same(silent):
+    def same(silent: bool) -> set:
         """The submodules that get the layer's input, with attention's output (silent=False) or with zeros in its
         place."""
         inputs.clear()

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
     return json.dumps(_written(config) | (dict(scaling=scales) if scales else {}), sort_keys=True)
 
 
-def _written(value):
+def _written(value: object) -> Any:
     """A value of a configuration, as JSON takes it and any process writes it."""
     if value is None or isinstance(value, (str, int, float)):
         return value
@@ -134,7 +134,7 @@ class Owner:
     """The model that filled a cache. It is hashed on request, and only while it exists with unchanged weights, adapters
     and configuration."""
 
-    def __init__(self, model, known=None):
+    def __init__(self, model: Any, known: Any = None) -> None:
         self.model = (lambda: None) if model is None else weakref.ref(model)
         self.state, self.known = None if model is None else _state(model), known
         self.form = None if model is None else form(model)
@@ -166,10 +166,10 @@ class Owner:
             return f"whose configuration was another: {_difference(*map(_by_field, (before.settings, now.settings)))}"
         return None
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> "Owner":
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Owner, (None, self.identity())
 
 
@@ -189,7 +189,7 @@ class _State(NamedTuple):
     settings: str  # `settings` of its configuration
 
 
-def _state(model) -> _State:
+def _state(model: Any) -> _State:
     modules, adapted = list(model.modules()), _adapted(model)
     on = [frozenset(name for name, _, is_on in _adapters(module) if is_on) for module in adapted]
     weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
@@ -198,36 +198,36 @@ def _state(model) -> _State:
     return _State(switches, [*filter(None, on)], versions, settings(model.config, adapted))
 
 
-def _switches(module) -> tuple:
+def _switches(module: Any) -> tuple:
     return tuple(module.active_adapters), module.disable_adapters, module.merged
 
 
-def _version(tensor) -> int:
+def _version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to, as far as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_adapted(module) -> bool:
+def _is_adapted(module: torch.nn.Module) -> bool:
     """Whether a module is PEFT's wrapper of one of the model's modules."""
     return "base_layer" in module._modules and hasattr(module, "active_adapters")
 
 
-def _adapted(model) -> list:
+def _adapted(model: torch.nn.Module) -> list:
     return [module for module in model.modules() if _is_adapted(module)]
 
 
-def _active(module):
+def _active(module: torch.nn.Module) -> Any:
     """The names of a PEFT module's adapters that are on, beside its own weights."""
     return () if module.disable_adapters or module.merged else module.active_adapters
 
 
-def _scales(module):
+def _scales(module: torch.nn.Module) -> dict:
     """The scale of each adapter of a PEFT module; empty for a kind that has none."""
     found = getattr(module, "scaling", None)
     return found if isinstance(found, dict) else {}
 
 
-def _adapters(module):
+def _adapters(module: torch.nn.Module) -> Iterator[Any]:
     """(name, part, whether it is on) of the parts of a PEFT module's adapters."""
     on = _active(module)
     for child in module.children():
@@ -235,7 +235,7 @@ def _adapters(module):
             yield from ((name, part, name in on) for name, part in _own(child))
 
 
-def _weights(model):
+def _weights(model: torch.nn.Module) -> Iterator[Any]:
     """Every saved tensor of a model, except inactive adapters', as plain tensors."""
     if any(getattr(module, "_hf_device_mesh", None) is not None for module in model.modules()):
         raise _Unreadable  # a plain tensor may be one rank's part of a weight
@@ -243,7 +243,7 @@ def _weights(model):
         yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
 
 
-def _parts(model):
+def _parts(model: Any) -> Iterator[Any]:
     """(module, name, tensor) of every saved tensor of a model, except inactive adapters'."""
     off = {id(part) for module in _adapted(model) for _, part, is_on in _adapters(module) if not is_on}
     for module in model.modules():
@@ -255,7 +255,7 @@ def _parts(model):
                 yield module, name, tensor
 
 
-def _own(module):
+def _own(module: torch.nn.Module) -> Iterator[Any]:
     """The (name, part) of a module itself: its modules, parameters and those buffers that are saved."""
     for parts in (module._modules, module._parameters, module._buffers):
         for name, part in parts.items():
@@ -263,7 +263,7 @@ def _own(module):
                 yield name, part
 
 
-def _offloaded(module, name):
+def _offloaded(module: torch.nn.Module, name: str) -> Any:
     """The tensor of a module that accelerate has offloaded."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
@@ -272,7 +272,7 @@ def _offloaded(module, name):
     raise _Unreadable
 
 
-def _plain(tensor):
+def _plain(tensor: Any) -> Iterator[Any]:
     """A tensor, or the plain ones that a quantiser's is made of. Of those that bitsandbytes packs, and packs again when
     they are used, their scales."""
     if hasattr(tensor, "to_local"):  # a DTensor
@@ -286,7 +286,7 @@ def _plain(tensor):
         yield tensor.detach()
 
 
-def _sampled(tensor):
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Up to RUNS * WIDTH of its numbers; float32 and bfloat16 as bfloat16."""
     flat, most = tensor.flatten(), RUNS * WIDTH
     if len(flat) > most:

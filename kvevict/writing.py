@@ -30,7 +30,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.temperature is not None:
             at_least_0("temperature", self.temperature, positive=True)
         fraction("top_p", self.top_p)
@@ -107,7 +107,7 @@ def written(
     """
     eos = ends_of(model, tokenizer)
 
-    def ends(most, ids):
+    def ends(most: int, ids: list) -> bool:
         return len(ids) >= most or ids[-1] in eos or (one_line and line_ended(tokenizer, ids))
 
     answers = [Answer(choose, partial(ends, number)) for choose, number in zip(choosers, most, strict=True)]

@@ -124,3 +124,9 @@ def context_is_restored():
     from kvevict.context import Context, context
 
     assert vars(context()) == vars(Context())
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield

@@ -113,7 +113,7 @@ def check_folder(option: str, path: str | Path) -> None:
     _check_writable(option, path, there)
 
 
-def _check_writable(option, path, folder) -> None:
+def _check_writable(option: str, path: str | Path, folder: str | Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-"):
             pass
@@ -189,7 +189,7 @@ def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
-    def aligned(row):
+    def aligned(row: Any) -> list:
         return [t.ljust(width) if i < left else t.rjust(width) for i, (t, width) in enumerate(zip(row, widths))]
 
     return "\n".join("  ".join(aligned(row)).rstrip() for row in rows)

@@ -1,5 +1,6 @@
 import contextlib
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     return (_gates if args.kind == "gates" else _lookahead)(args, own)
 
 
-def _lookahead(args, options):
+def _lookahead(args: Any, options: dict) -> dict | None:
     from ..lookahead import train
     from ..lookahead.training import check_installed
     from ..models import load_model
@@ -75,7 +76,7 @@ def _lookahead(args, options):
     return {"model": name, "out": args.out, "parameters": sum(p.numel() for p in adapter.parameters())}
 
 
-def _gates(args, options):
+def _gates(args: Any, options: dict) -> dict | None:
     from ..gates import train
     from ..models import load_model
     from ..processes import Processes
@@ -93,7 +94,7 @@ def _gates(args, options):
 
 
 @contextlib.contextmanager
-def _resumable(out):
+def _resumable(out: str) -> Iterator[None]:
     """Ctrl-C inside says how to go on."""
     try:
         yield
@@ -101,7 +102,7 @@ def _resumable(out):
         raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {out}") from None
 
 
-def _told(out, about) -> str:
+def _told(out: str, about: dict) -> str:
     held = about.get("held_out")
     if held is None:
         return f"{out}: gates of {about['tokens']} tokens; nothing was held out to measure them on"

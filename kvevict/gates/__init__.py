@@ -2,7 +2,7 @@
 imported when it is used."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..engine.measure.gates import Gates, load
@@ -14,7 +14,7 @@ _GATES = "..engine.measure.gates"
 _PLACES = {"Gates": _GATES, "load": _GATES, "convert": ".kvzap", "train": ".training"}
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ class Fit:
     ridge   added to each input's variance, as a share of it
     """
 
-    def __init__(self, ridge: float):
+    def __init__(self, ridge: float) -> None:
         self.ridge = ridge
         self.products: Any = None  # float64 [1 + E, 1 + E + heads]
 

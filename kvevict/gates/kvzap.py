@@ -54,7 +54,7 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
     return made
 
 
-def _file(source, file, name):
+def _file(source: str | os.PathLike, file: Any, name: str) -> Any:
     """The path of a file in a folder or from the hub."""
     if Path(source).is_dir():
         if (path := Path(source) / file).is_file():
@@ -63,7 +63,7 @@ def _file(source, file, name):
     from transformers.utils import cached_file
 
     try:
-        return Path(cached_file(os.fspath(source), file))
+        return Path(str(cached_file(os.fspath(source), file)))
     except OSError as error:
         raise ValueError(
             f"{name} is not a folder, and the hub has not given its {file} ({error}); give a folder with {CONFIG} and "
@@ -71,7 +71,7 @@ def _file(source, file, name):
         ) from None
 
 
-def _config(path, name):
+def _config(path: str | Path, name: str) -> Any:
     try:
         config = parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -84,14 +84,14 @@ def _config(path, name):
     return config
 
 
-def _tensors(path, name):
+def _tensors(path: str | Path, name: str) -> Any:
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{WEIGHTS} of {name} is damaged or no safetensors ({error}); fetch it again") from None
 
 
-def _affine(tensors, prefix, inputs, outputs, name):
+def _affine(tensors: dict[str, torch.Tensor], prefix: Any, inputs: Any, outputs: Any, name: str) -> Any:
     """(weight [outputs, inputs], bias [outputs]) fp32."""
     found = []
     for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):

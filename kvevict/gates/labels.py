@@ -40,7 +40,7 @@ def pieces(
     return [found[i * len(found) // most] for i in range(most)] if most < len(found) else found
 
 
-def _ids(number, text, tokenizer, vocabulary):
+def _ids(number: int, text: Any, tokenizer: Any, vocabulary: int) -> torch.Tensor:
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError(f"text {number} is not token ids; give a tokenizer, or token ids")
@@ -53,7 +53,7 @@ def _ids(number, text, tokenizer, vocabulary):
     return ids.long()
 
 
-def _first(text, tokenizer):
+def _first(text: Any, tokenizer: Any) -> torch.Tensor:
     """The token that the tokenizer puts before a text, if it does."""
     first = getattr(tokenizer, "bos_token_id", None) if isinstance(text, str) else None
     if first is not None and tokenizer("a")["input_ids"][:1] != [first]:
@@ -70,13 +70,13 @@ def each_layer(
     kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
     inputs: dict = {}
 
-    def note(module, args, kwargs):
+    def note(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         inputs[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
     own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
 
-    def told(index, score):
+    def told(index: int, score: torch.Tensor) -> None:
         take(index, inputs.pop(index)[0, SKIP : len(ids)], score[:, SKIP:].T.clamp_min(FLOOR).log())
 
     try:

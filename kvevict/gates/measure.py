@@ -32,7 +32,7 @@ def measure(
     for ids in show(known):
         logs, labels = [], []
 
-        def take(layer, x, y):
+        def take(layer: int, x: torch.Tensor, y: torch.Tensor) -> None:
             guess = gates.logs(layer, x[None])[0]
             logs.append(guess.T.cpu())  # noqa: B023
             labels.append(y.T.cpu())  # noqa: B023
@@ -54,5 +54,5 @@ def measure(
     )  # fmt: skip
 
 
-def _r2(count, total, squares, errors):
+def _r2(count: torch.Tensor, total: torch.Tensor, squares: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     return 1 - errors / (squares - total.square() / count).clamp_min(1e-12)

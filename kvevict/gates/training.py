@@ -42,7 +42,7 @@ class Settings:
     held_out: int | None
     ridge: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         one_of("label", self.label, LABELS)
         count("length", self.length, SKIP + 2)
         count("limit", self.limit, 2)
@@ -107,7 +107,9 @@ def train(
 class Run:
     """One training: made anew or continued from the folder's checkpoint."""
 
-    def __init__(self, model, decoder, known, folder, settings, processes):
+    def __init__(
+        self, model: torch.nn.Module, decoder: Any, known: list, folder: Path, settings: Settings, processes: Processes
+    ) -> None:
         self.model, self.decoder, self.settings, self.processes = model, decoder, settings, processes
         self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)
         number = f".{processes.rank}" if processes.rank else ""
@@ -136,12 +138,12 @@ class Run:
         layers = {index: (fit.affine(),) for index, fit in self.fits.items()}
         return Gates(layers, about | dict(kind="linear", tokens=self.tokens, pieces=self.count))
 
-    def _save(self):
+    def _save(self) -> None:
         buffer, fits = io.BytesIO(), {index: fit.products for index, fit in self.fits.items()}
         torch.save(dict(done=self.done, about=self.about, fits=fits), buffer)
         write(self.checkpoint, buffer.getvalue())
 
-    def _resume(self):
+    def _resume(self) -> None:
         path = self.checkpoint
         if not path.exists():
             return
@@ -162,7 +164,7 @@ class Run:
         self.done = state["done"]
 
 
-def _bar(known, what, progress):
+def _bar(known: list, what: str, progress: bool) -> Any:
     if not progress or len(known) < 2:
         return known
     from tqdm import tqdm

@@ -3,7 +3,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Any, limits: L
     return found
 
 
-def _entries(data):
+def _entries(data: Any) -> Iterator[Any]:
     if not isinstance(data, (str, Path)):
         yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
         return
@@ -51,7 +51,7 @@ def _entries(data):
                     raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
 
 
-def _pair(name, entry, tokenizer, limits):
+def _pair(name: str, entry: dict, tokenizer: Any, limits: Limits) -> Any:
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be an object with a prompt or messages, got {type(entry).__name__}")
     if "messages" in entry:
@@ -75,7 +75,7 @@ def _pair(name, entry, tokenizer, limits):
     return Pair(name, prompt, response)
 
 
-def _chat(name, messages, tokenizer):
+def _chat(name: str, messages: list, tokenizer: Any) -> Any:
     """(ids of the prompt in the chat template, text of the response or None)"""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} has messages, which need a tokenizer with a chat template; give prompt and response")
@@ -97,7 +97,7 @@ def _chat(name, messages, tokenizer):
     return tokenizer(text, add_special_tokens=False)["input_ids"], response
 
 
-def _ids(name, what, value, tokenizer):
+def _ids(name: str, what: str, value: list, tokenizer: Any) -> tuple:
     if isinstance(value, str):
         if tokenizer is None:
             raise ValueError(f"{name}: its {what} is text; give a tokenizer, or token ids")
@@ -114,7 +114,7 @@ def _ids(name, what, value, tokenizer):
 class Responses:
     """The model's greedy answers to prompts, stored in JSONL files of a folder, one for each process."""
 
-    def __init__(self, model, folder, most, rank=0):
+    def __init__(self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0) -> None:
         self.model, self.most, self.known = unwrapped(model), most, {}
         self.path = Path(folder) / f"responses.{rank}.jsonl"
         for path in sorted(Path(folder).glob("responses.*.jsonl")):

@@ -4,7 +4,7 @@ to these, and are differentiated. No attention matrix outlives its layer; memory
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,14 @@ def truth(decoder: torch.nn.Module, prompt: torch.Tensor, response: torch.Tensor
     """The first pass, causal over ids [N] and [R]; it keeps the response's true scores, where there is one."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
-    def attend(module, query, key, value, mask, **options):
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple:
         index, n, window = module.layer_idx, found.tokens, options.get("sliding_window")
         first = 0 if window is None else max(n - window + 1, 0)
         found.keys[index], found.values[index] = (x[:, :, first:n].contiguous() for x in (key, value))
@@ -62,7 +69,7 @@ def repeated(decoder: Any, prompt: torch.Tensor, response: torch.Tensor) -> Trut
     found = truth(decoder, prompt, response)
     heads = decoder.config.num_attention_heads
 
-    def take(index, score):
+    def take(index: int, score: torch.Tensor) -> None:
         share = score / score.sum(-1, keepdim=True)
         found.target[index] = share.repeat_interleave(heads // len(share), 0)[None].contiguous()
 
@@ -75,7 +82,14 @@ def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None]
     where gradients are on. note(layer, q, k, slots, options) sees the rows' queries and keys, and the prompt's."""
     each, count = [], adapter.tokens
 
-    def attend(module, query, key, value, mask, **options):
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple:
         index, window, options = module.layer_idx, options.get("sliding_window"), _op_options(options)
         past = found.keys[index], found.values[index]
         if window is not None:
@@ -94,7 +108,7 @@ def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None]
     return torch.stack(each).mean()
 
 
-def _logits(q, k, scale, softcap):
+def _logits(q: Any, k: Any, scale: float, softcap: float) -> Any:
     """[B, H, R, S] of queries at the last R of the S keys' positions, -inf where a row does not see a key."""
     rows, columns = q.shape[2], k.shape[2]
     logits = (q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
@@ -103,14 +117,16 @@ def _logits(q, k, scale, softcap):
     return logits.masked_fill(hidden, -torch.inf)
 
 
-def _softmax(logits, sinks):
+def _softmax(logits: torch.Tensor, sinks: Any) -> Any:
     if sinks is None:
         return logits.softmax(-1)
     column = sinks[None, :, None, None].to(logits).expand(*logits.shape[:3], 1)
     return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 
-def _sliding_attention(q, k, v, keys, values, window, *, scale, softcap, sinks):
+def _sliding_attention(
+    q: Any, k: Any, v: Any, keys: torch.Tensor, values: Any, window: Any, *, scale: float, softcap: float, sinks: Any
+) -> Any:
     """Attention [1, n, H, D] of a sliding layer's rows: its matrix is at most as wide as the window."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
@@ -128,7 +144,15 @@ class _Attend(torch.autograd.Function):
     BLOCK = 4096  # columns of the prompt with attention weights in memory at once
 
     @staticmethod
-    def forward(ctx, q, k, v, keys, values, options):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: dict,
+    ) -> torch.Tensor:
         none = torch.zeros(1, dtype=torch.int32, device=q.device)
         out, lse = _ops.attend(q, slots_of(keys, values), k, v, none, **options)
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
@@ -136,7 +160,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple:
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         heads = k.shape[1]
         group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  [1, Hkv, G * n, ..]
@@ -157,12 +181,21 @@ class _Attend(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _dlogits(rows, keys, values, dout, delta, lse, options, hidden=None):
+def _dlogits(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    dout: torch.Tensor,
+    delta: torch.Tensor,
+    lse: torch.Tensor,
+    options: dict,
+    hidden: torch.Tensor | None = None,
+) -> tuple:
     """(weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: ds = a (dout.v - delta), where
     delta = dout.out."""
     scale, softcap = options["scale"], options["softcap"]
     logits = rows @ keys.transpose(-1, -2) * scale
-    softcap_grad = 1.0
+    softcap_grad: Any = 1.0
     if softcap:
         logits = torch.tanh(logits / softcap)
         softcap_grad, logits = 1 - logits**2, logits * softcap
@@ -181,7 +214,7 @@ def slots_of(keys: torch.Tensor, values: torch.Tensor | None = None) -> Held:
     return Held(keys.reshape(-1, dim), values.reshape(-1, dim), offset=offset, len=length)
 
 
-def _op_options(options):
+def _op_options(options: dict) -> dict:
     """The ops' options, from those of Transformers' attention interface."""
     sinks = options.get("s_aux")
     return dict(
@@ -189,12 +222,19 @@ def _op_options(options):
     )
 
 
-def _call(module, query, key, value, mask, **options):
+def _call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple:
     return context().training_attention(module, query, key, value, mask, **options)
 
 
 @contextlib.contextmanager
-def _attention(decoder, function):
+def _attention(decoder: torch.nn.Module, function: Any) -> Iterator[None]:
     """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]

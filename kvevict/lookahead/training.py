@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Settings:
     target: str = "response"
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         count("steps", self.steps, 1)
         count("batch", self.batch, 1)
         at_least_0("lr", self.lr, positive=True)
@@ -121,19 +121,29 @@ def train(
 class _Loss(torch.nn.Module):
     """The loss of one pair, as a module with the adapter's parameters for accelerate to distribute."""
 
-    def __init__(self, decoder, adapter, target):
+    def __init__(self, decoder: Any, adapter: Adapter, target: str) -> None:
         super().__init__()
         self.adapter, self.first_pass = adapter, TARGETS[target]
         object.__setattr__(self, "decoder", decoder)  # not a submodule: its weights are frozen
 
-    def forward(self, prompt, response):
+    def forward(self, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
         return loss(self.decoder, self.adapter, self.first_pass(self.decoder, prompt, response))
 
 
 class Run:
     """One training: made anew or continued from the folder's checkpoint."""
 
-    def __init__(self, model, decoder, adapter, known, held_out, folder, settings, most):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decoder: Any,
+        adapter: Adapter,
+        known: list,
+        held_out: int,
+        folder: Path,
+        settings: Settings,
+        most: int,
+    ) -> None:
         self.decoder, self.adapter, self.folder, self.settings = decoder, adapter, folder, settings
         self.accelerator = _accelerator(decoder)
         self.pairs, self.held = known[: len(known) - held_out], known[len(known) - held_out :]
@@ -198,7 +208,7 @@ class Run:
         return dict(step=self.step + 1, loss=mean, lr=rate, grad_norm=norm, tokens=tokens,
                     seconds=round(time.perf_counter() - start, 3))  # fmt: skip
 
-    def _ids(self, pair):
+    def _ids(self, pair: Any) -> list:
         device = device_of(self.decoder.get_input_embeddings())
         return [torch.tensor(ids, dtype=torch.long, device=device) for ids in (pair.prompt, self.responses.of(pair))]
 
@@ -210,13 +220,13 @@ class Run:
         ]
         return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
-    def _save(self):
+    def _save(self) -> None:
         buffer = io.BytesIO()
         torch.save(dict(step=self.step, about=self.about, adapter=self.adapter.state_dict(),
                         optimizer=self.optimizer.state_dict()), buffer)  # fmt: skip
         write(self.folder / CHECKPOINT, buffer.getvalue())
 
-    def _resume(self):
+    def _resume(self) -> None:
         path, log = self.folder / CHECKPOINT, self.folder / LOG
         if path.exists():
             try:
@@ -245,14 +255,14 @@ def check_installed(held_out: int) -> None:
     installed("train", "training a lookahead adapter", "accelerate", *(["scipy"] if held_out else []))
 
 
-def _accelerator(decoder):
+def _accelerator(decoder: Any) -> Any:
     import accelerate
 
     return accelerate.Accelerator(cpu=device_of(decoder.get_input_embeddings()).type == "cpu")
 
 
 @contextlib.contextmanager
-def _frozen(model):
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
     """Inside, no weight of the model requires a gradient, and the model is in eval mode."""
     wanted, training = [p for p in model.parameters() if p.requires_grad], model.training
     model.eval()
@@ -266,7 +276,7 @@ def _frozen(model):
         model.train(training)
 
 
-def _order(seed, epoch, known) -> list:
+def _order(seed: int, epoch: int, known: int) -> list:
     order = list(range(known))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order

@@ -15,7 +15,7 @@ def similarity(decoder: Any, adapter: Adapter, found: passes.Truth) -> dict[str,
     `tau` and of their `recall` of the best eighth."""
     each: list = []
 
-    def note(layer, q, k, slots, options):
+    def note(layer: int, q: torch.Tensor, k: torch.Tensor, slots: Any, options: dict) -> None:
         got = _scores(q, k, slots, **options)[0, :, : found.tokens]
         want = found.target[layer][0].unflatten(0, (len(got), -1)).mean(1)
         each.append((recall(got, want, max(1, found.tokens // 8)), tau(got, want)))
@@ -25,7 +25,7 @@ def similarity(decoder: Any, adapter: Adapter, found: passes.Truth) -> dict[str,
     return dict(loss=value, recall=recalls, tau=taus)
 
 
-def _scores(q, k, slots, **options):
+def _scores(q: torch.Tensor, k: torch.Tensor, slots: Any, **options: Any) -> torch.Tensor:
     """[1, Hkv, N + n] mean attention of rows q to the prompt's slots and, causally, to their own keys k."""
     none, options["columns"] = 0 * slots.len[:, 0], k.shape[2] + len(slots.k) // k.shape[1]
     return _ops.score(q, none, slots, k, none, none + k.shape[2], causal=True, reduce="mean", **options)

@@ -74,7 +74,7 @@ def place(device: str | None = None) -> str:
     return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
 
 
-def _usable(device) -> str:
+def _usable(device: str) -> str:
     """The device, if it exists and has kernels; else ValueError."""
     import torch
 

@@ -104,7 +104,7 @@ class Adapter(nn.Module):
         """Raise ValueError, naming the difference, unless this is an adapter for a model of these sizes and weights."""
         _check(self.base, self.weights, _decoder(model))
 
-    def save(self, folder: Any, dtype: Any = None, **about: Any) -> None:
+    def save(self, folder: str | Path, dtype: Any = None, **about: Any) -> None:
         """Write adapter_model.safetensors, the LoRA by PEFT's names, and config.json, with a checksum of both, to a
         folder, each completely or not at all. dtype: of the tensors, None: unchanged. about: further fields of
         config.json. Raises OSError if they cannot be written."""
@@ -131,7 +131,7 @@ class _Add:
             last[..., start : start + delta.shape[-1]] += delta.to(output.dtype)
 
 
-def load(folder: Any, model: Any) -> Adapter:
+def load(folder: str | Path, model: Any) -> Adapter:
     """Read the adapter that `Adapter.save` wrote, to the model's device; runs no code of the folder. Raises ValueError
     for a folder without an adapter, for a damaged one, and, naming the difference, for another model's."""
     folder, config = Path(folder), config_of(folder)
@@ -157,7 +157,7 @@ def load(folder: Any, model: Any) -> Adapter:
     return made
 
 
-def config_of(folder: Any) -> dict[str, Any]:
+def config_of(folder: str | Path) -> dict[str, Any]:
     """Read the fields of a saved adapter's config.json. Raises ValueError for another file."""
     path = Path(folder) / CONFIG
     try:

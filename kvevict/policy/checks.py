@@ -51,20 +51,20 @@ def installed(extra: str, what: str, *modules: str) -> None:
         raise ValueError(f"{what} needs {' and '.join(missing)}; run: pip install 'kvevict[{extra}]'")
 
 
-def builtin(value: Any) -> Any:
+def builtin(value: object) -> Any:
     """Return numbers of other types, such as numpy's, as Python's own, and anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def flag(name: str, value: Any) -> None:
+def flag(name: str, value: object) -> None:
     """Raise TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def count(name: str, value: Any, least: int) -> int:
+def count(name: str, value: object, least: int) -> int:
     """Return a whole number from `least` to PLENTY. Raises TypeError or ValueError, naming the argument, for others."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -104,5 +104,5 @@ def byte_count(name: str, text: str) -> int:
     return bytes_
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

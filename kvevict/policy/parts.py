@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[Registry, type[Any]]] = {
 }
 
 
-def as_part(kind: str, value: Any) -> Any:
+def as_part(kind: str, value: object) -> Any:
     """Return one of PARTS by its name, or an object as it is."""
     registry, base = PARTS[kind]
     if isinstance(value, str):
@@ -35,7 +35,7 @@ def as_part(kind: str, value: Any) -> Any:
     return value
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Return a field for JSON: a part becomes its name and options."""
     for registry, base in PARTS.values():
         if isinstance(value, base):
@@ -44,7 +44,7 @@ def to_plain(value: Any) -> Any:
     return [to_plain(item) for item in value] if isinstance(value, tuple) else builtin(value)
 
 
-def from_plain(value: Any, kind: str) -> Any:
+def from_plain(value: object, kind: str) -> Any:
     """Return the field that `to_plain` wrote; an object in the field is a part of that kind. Raises ValueError for
     unknown names, and for an object where `kind` is none of PARTS."""
     if isinstance(value, list):

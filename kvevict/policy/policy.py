@@ -108,7 +108,7 @@ class Policy:
     diagnose: bool = False
 
     def __post_init__(self) -> None:
-        def fill(name: str, value: Any) -> None:
+        def fill(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         fill("score", as_part("score", self.score))
@@ -338,7 +338,7 @@ class Policy:
         return self.warmup_layers
 
 
-def _refuse_in_json(value: Any) -> Any:
+def _refuse_in_json(value: object) -> Any:
     raise ValueError(
         f"JSON cannot hold a {type(value).__name__}; name it instead, as in draft_model='FOLDER_OR_HUB_ID'"
     )

@@ -18,7 +18,7 @@ class Registry(dict[str, Any]):
         self.kind, self.listed, self.gone = kind, listed, gone
 
     def add(self, name: str) -> Any:
-        def register(value: Any) -> Any:
+        def register(value: object) -> Any:
             if name in self:
                 raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
             self[name] = value
@@ -33,7 +33,7 @@ class Registry(dict[str, Any]):
             raise ValueError(f"unknown {self.kind} {name!r}; write {self.gone[name]!r}")
         raise ValueError(unknown(self.kind, name, self, self.listed))
 
-    def name_of(self, value: Any) -> str:
+    def name_of(self, value: object) -> str:
         """Return the name that `value` was registered under."""
         for name, known in self.items():
             if known is value:

@@ -4,7 +4,9 @@ import contextlib
 import functools
 import ipaddress
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -29,7 +31,7 @@ def application(server: Server) -> FastAPI:
     """Make the ASGI application of a server."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(app):
+    async def lifespan(app: Any) -> AsyncIterator[None]:
         yield
         server.scheduler.submit(server.prefixes.flush).result()
 
@@ -48,7 +50,7 @@ def application(server: Server) -> FastAPI:
     @app.exception_handler(HTTPException)
     @app.exception_handler(Refused)
     @app.exception_handler(Exception)
-    async def said(request, error):
+    async def said(request: Any, error: Any) -> Any:
         known = refused(error)
         if known.status == 500 and not isinstance(error, Refused):
             log.failed(error)
@@ -70,27 +72,27 @@ def application(server: Server) -> FastAPI:
         app.add_api_route(path, function, methods=[method], response_model=None)
 
     @app.get("/")
-    async def page():
+    async def page() -> Any:
         return HTMLResponse(PAGE.read_text("utf-8"), headers={"Content-Security-Policy": OWN})
 
     @app.get("/v1/models")
-    async def models(request: Request):
+    async def models(request: Request) -> Any:
         server.owner(request)
         return {"object": "list", "data": [server.model()]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str):
+    async def model(request: Request, name: str) -> Any:
         server.owner(request)
         if name != server.name:
             raise server.other_model(name)
         return server.model()
 
     @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health():
+    async def health() -> Any:
         return {"status": "ok"}
 
     @app.get("/metrics")
-    def metrics(request: Request):  # in a thread: it looks at files
+    def metrics(request: Request) -> Any:  # in a thread: it looks at files
         server.owner(request)
         return Response(
             server.metrics.text(server.scheduler, server.prefixes, list(server.calls)),

@@ -44,14 +44,14 @@ def _said(value: dict) -> dict:
     return {name: each for name, each in value.items() if each is not None}
 
 
-def _without_nulls(value, depth: int = 2):
+def _without_nulls(value: object, depth: int = 2) -> Any:
     """Drop nulls down to the functions of a message's calls, but not in the schemas and arguments of functions."""
     if isinstance(value, dict):
         return {name: _without_nulls(each, depth - 1) if depth else each for name, each in _said(value).items()}
     return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 
-def _holds(name: str, value) -> None:
+def _holds(name: str, value: Any) -> None:
     """Raise Refused for a field with a number that no float holds, or nested too deeply, and UnicodeEncodeError for
     half of a surrogate pair. This is a loop, because one call for all of a field would hold up the other threads."""
     level, depth = [value], 0
@@ -120,7 +120,7 @@ def _tools(body: dict) -> None:
     _must(choice in CHOSEN[:2] or tools, "tool_choice needs tools")
 
 
-def _format(name: str, asked, body: dict) -> None:
+def _format(name: str, asked: dict, body: dict) -> None:
     _must(
         isinstance(asked, dict) and asked.get("type", "text") in FORMATS, f"{name} must be of type {', '.join(FORMATS)}"
     )
@@ -186,7 +186,7 @@ def sampling(body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _messages(name, messages, kinds) -> None:
+def _messages(name: str, messages: Any, kinds: tuple) -> None:
     _must(isinstance(messages, list) and messages, f"{name} must be a list of messages, and not empty")
     for message in messages:
         _must(isinstance(message, dict) and isinstance(message.get("role"), str), f"{name}: each needs a role")
@@ -194,7 +194,7 @@ def _messages(name, messages, kinds) -> None:
         _calls(name, message)
 
 
-def _content(name, content, kinds) -> None:
+def _content(name: str, content: Any, kinds: tuple) -> None:
     if isinstance(content, str):
         return
     _must(isinstance(content, list), f"{name}: content must be a text or a list of parts")
@@ -203,7 +203,7 @@ def _content(name, content, kinds) -> None:
         _must(fits, f"{name}: a part of a content must be of type {kinds[0]} and have a text")
 
 
-def _calls(name, message) -> None:
+def _calls(name: str, message: dict) -> None:
     """Check the tool calls of an assistant's message, which the template is given."""
     if "tool_calls" not in message:
         return
@@ -216,14 +216,14 @@ def _calls(name, message) -> None:
         _arguments(name, function["arguments"])
 
 
-def _arguments(name, arguments) -> None:
+def _arguments(name: str, arguments: str) -> None:
     try:
         json.loads(arguments if isinstance(arguments, str) else "{}")
     except (ValueError, RecursionError):
         raise Refused(400, f"{name}: a tool call's arguments are not JSON") from None
 
 
-def _bias(bias, vocabulary) -> None:
+def _bias(bias: dict, vocabulary: int) -> None:
     fits = isinstance(bias, dict) and all(
         re.fullmatch(r"0|[1-9][0-9]{0,8}", key) and int(key) < vocabulary and is_number(value, -100, 100)
         for key, value in bias.items()
@@ -231,7 +231,7 @@ def _bias(bias, vocabulary) -> None:
     _must(fits, "logit_bias must give token ids numbers from -100 to 100")
 
 
-def _must(holds, message: str) -> None:
+def _must(holds: Any, message: str) -> None:
     """Raise Refused unless a condition holds. The message begins with the field's name."""
     if not holds:
         name = re.match(r"[\w.]*", message)[0]  # type: ignore[index]

@@ -27,7 +27,7 @@ class Connection(H11Protocol):
 
     most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
-    def __init__(self, *args, note: Callable[[Refused, Any], None], **options):
+    def __init__(self, *args: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
         super().__init__(*args, **options)
         self.note = note
         self._part: tuple = ()  # of a request, which the client sends
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
 class Serving(uvicorn.Server):
     """uvicorn's server with `Connection`s. note: as there."""
 
-    def __init__(self, app: Any, note: Callable[[Refused, Any], None], **options):
+    def __init__(self, app: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
         connection: Any = functools.partial(Connection, note=note)
         # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
         # descriptor for one it goes on to try, and logs an error for each.

@@ -13,7 +13,7 @@ class Refused(Exception):
     """An error response: an HTTP status, one sentence, OpenAI's code if there is one, and the name of the field that is
     wrong."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 

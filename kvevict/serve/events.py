@@ -14,7 +14,7 @@ NULLS = "error", "incomplete_details", "instructions", "metadata", "temperature"
 class Items:
     """The items of a response in their order. Every method returns the events of the change that it makes."""
 
-    def __init__(self, name: str, call: Call):
+    def __init__(self, name: str, call: Call) -> None:
         self.call, self.output = call, []  # items that have ended
         self._made = dict(id=f"resp_{call.identity}", created_at=call.created, model=name, object="response")
         self._made |= dict(tools=[], parallel_tool_calls=False, tool_choice="auto")  # OpenAI's type needs them
@@ -62,7 +62,7 @@ class Items:
 
     # -- items ------------------------------------------------------------------------------------------------------
 
-    def _call(self, part) -> str:
+    def _call(self, part: Any) -> str:
         name = self.call.tool_id()
         made = dict(id=name, call_id=name, type="function_call", name=part.name, arguments="", status="in_progress")
         events = self._of_item("added", made)
@@ -102,7 +102,7 @@ class Items:
     def _place(self) -> dict:
         return dict(item_id=self._name(), output_index=len(self.output), content_index=0)
 
-    def _response(self, status: str, **more) -> dict:
+    def _response(self, status: str, **more: Any) -> dict:
         return dict(self._made, status=status, output=[]) | more
 
     # -- events -----------------------------------------------------------------------------------------------------
@@ -121,15 +121,15 @@ class Items:
     def _of_part(self, what: str) -> str:
         return self._event(f"content_part.{what}", **self._place(), part=self._part())
 
-    def _of_text(self, what: str, **more) -> str:
+    def _of_text(self, what: str, **more: Any) -> str:
         if self._reasons:
             return self._event(f"reasoning_text.{what}", **self._place(), **more)
         return self._event(f"output_text.{what}", **self._place(), **more, logprobs=[])
 
-    def _event(self, name: str, /, **fields) -> str:
+    def _event(self, name: str, /, **fields: Any) -> str:
         return self._sent_as(f"response.{name}", **fields)
 
-    def _sent_as(self, name: str, /, **fields) -> str:
+    def _sent_as(self, name: str, /, **fields: Any) -> str:
         event = dict(type=name, sequence_number=self._sent, **fields)
         self._sent += 1
         return f"event: {name}\n{DATA}{json.dumps(event, ensure_ascii=False)}\n\n"

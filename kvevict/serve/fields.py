@@ -32,11 +32,11 @@ class Field(NamedTuple):
     usual: tuple = ()
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
+def is_number(value: object, least: float, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -49,12 +49,12 @@ def whole(least: int, most: int | None = None) -> Values:
     return Values(lambda value: is_whole(value) and is_number(value, least, most or 1 << 31), words)
 
 
-def _is_stop(value) -> bool:
+def _is_stop(value: object) -> bool:
     given = value if isinstance(value, list) else [value]
     return len(given) <= 4 and all(isinstance(each, str) and 0 < len(each) <= 200 for each in given)
 
 
-def _is_budget(value) -> bool:
+def _is_budget(value: int) -> bool:
     slots = is_whole(value) and 1 <= value < 1 << 31
     return slots or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1)
 
@@ -170,7 +170,7 @@ def known(path: str, body: dict[str, Any]) -> None:
             raise Refused(400, f"{name} must be an object", None, name)
 
 
-def _known(path: str, name: str, value: Any) -> None:
+def _known(path: str, name: str, value: object) -> None:
     field = TABLE[path].get(name)
     if field is None:
         raise Refused(400, f"{path} has no field {name[:200]!r}", "unknown_parameter", name[:200])

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Collection, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Generation:
     prefixes  the caches of shared beginnings
     """
 
-    def __init__(self, model, tokenizer, prefixes: Prefixes, scheduler: Scheduler):
+    def __init__(self, model: Any, tokenizer: Any, prefixes: Prefixes, scheduler: Scheduler) -> None:
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
         self.decoder, self.device = find_decoder(model), device_of(model)
         self.config, self.weights = self.decoder.config, identity(self.decoder)
@@ -69,7 +69,7 @@ class Generation:
         error that ends the call."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
-        def give(item) -> None:
+        def give(item: tuple) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
@@ -78,7 +78,7 @@ class Generation:
             size=len(answers) * self._size(call, answers[0].most),
         )  # fmt: skip
 
-        def failed(done) -> None:
+        def failed(done: Any) -> None:
             if done.exception() is not None:
                 give(done.exception())
 
@@ -107,7 +107,7 @@ class Generation:
             more["before"] = [each for each in call.whole.ids if each not in self.form.special][-1:]
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
-    def _widest(self, policy, tokens: int) -> int:
+    def _widest(self, policy: Any, tokens: int) -> int:
         """Most slots of a head while a prompt is read."""
         return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
 
@@ -116,10 +116,10 @@ class Generation:
         ends, tokens = call.whole.ends, len(call.whole.ids)
         return self.slot * (self._widest(call.policy, tokens - (ends[-1] if ends else 0)) + new)
 
-    def _matcher(self, call: Call):
+    def _matcher(self, call: Call) -> Any:
         return None if call.schema is None else self.grammars.matcher(call.schema)
 
-    def _config(self, call: Call):
+    def _config(self, call: Call) -> Any:
         config = call.sampling.config(self.model.generation_config)
         if self.context is not None:
             config.max_new_tokens = min(config.max_new_tokens, self.context - len(call.whole.ids))
@@ -128,7 +128,7 @@ class Generation:
     async def read(self, call: Call) -> None:
         """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
 
-        def run():
+        def run() -> Iterator[Any]:
             yield from self._prefix(call)
             if call.cached_tokens == call.shared_tokens:  # nothing was read, nor written
                 self.prefixes.flush(call.keys[-1:])
@@ -142,12 +142,12 @@ class Generation:
     async def kept(self, call: Call, start: int) -> np.ndarray:
         """The share of heads that keep each token of a prompt's last prefix, from token `start` on."""
 
-        def run():
+        def run() -> Any:
             return shares_of((yield from self._prefix(call)), start, call.whole.ends[-1])
 
         return await self._in_thread(run, call=call)
 
-    async def _in_thread(self, function, *args, **facts):
+    async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
         """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
         a cancelled one's result would end the thread."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
@@ -197,7 +197,7 @@ class Generation:
 
     # A function that reads is a generator of the chunks read, but for the last: others get a turn between two.
 
-    def _begin(self, call: Call, answers: list, give) -> Generator[Span, None, None]:
+    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Span, None, None]:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
@@ -208,13 +208,13 @@ class Generation:
             if not row.ended:
                 self.scheduler.run(row, plan, mine)
 
-    def _row(self, call: Call, at: int, answer: Written, give) -> Row:
+    def _row(self, call: Call, at: int, answer: Written, give: Any) -> Row:
         prompt, config, made = call.whole.ids, self._config(call), []
         processors = call.sampling.processors(len(prompt))
         if call.schema is not None:
             processors.append(Following(self._matcher(call), len(prompt)))
 
-        def take(model, input_ids, logits_processor, **others):
+        def take(model: torch.nn.Module, input_ids: torch.Tensor, logits_processor: Any, **others: Any) -> torch.Tensor:
             made.append(logits_processor)
             return input_ids
 
@@ -267,12 +267,12 @@ class Generation:
             cache, start = cache.fork(), end
         return cache
 
-    def _place(self, cache) -> None:
+    def _place(self, cache: Any) -> None:
         """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
         if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
 
-    def _beginning(self, call: Call, cache, start: int, end: int, policy) -> Generator[Span, None, Any]:
+    def _beginning(self, call: Call, cache: Any, start: int, end: int, policy: Any) -> Generator[Span, None, Any]:
         """Read the prompt from `start`, where `cache` ends, up to `end`; returns the cache. The part is read in pieces,
         each stored: if the request ends early, the next one goes on from the last piece."""
         stops, part = pieces(self._within(policy, end), start, end), None
@@ -295,11 +295,13 @@ class Generation:
                 cache = cache.fork()
         return cache
 
-    def _through(self, call: Call, policy, cache, ids: list, start: int, question=None) -> Generator[Span, None, tuple]:
+    def _through(
+        self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
+    ) -> Generator[Span, None, tuple]:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
         `Plan`). Answers that run go on between the layers, too."""
 
-        def pause():
+        def pause() -> None:
             call.reads(read)
             self.scheduler.pause()
 
@@ -317,36 +319,36 @@ class Generation:
                 read = start + span.end
                 yield span
 
-    def _keys(self, call: Call, reader) -> tuple:
+    def _keys(self, call: Call, reader: Any) -> tuple:
         """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""
         ends = call.whole.ends
         policies = reader.policies(ends) if ends else []
         keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
         return keys, max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
 
-    def _key(self, call: Call, policy, end: int) -> str:
+    def _key(self, call: Call, policy: Any, end: int) -> str:
         prompt = call.whole
         start = len(prompt.ids) if prompt.text is None else prompt.text[0]
         text = call.text if end > start else None
         return key_of(call.owner, self._read_by(policy), policy, prompt.ids[:end], text)
 
-    def _read_by(self, policy):
+    def _read_by(self, policy: Any) -> Any:
         """The mark of all weights that read a prefix: the model's, and those of gates."""
         if not hasattr(policy.score, "gates"):
             return self.weights
         return f"{self.weights} {mark_of_gates(policy.score.gates, self.decoder)}"
 
-    def _asking(self, call: Call, prompt: Prompt):
+    def _asking(self, call: Call, prompt: Prompt) -> Any:
         """The tokens that observe."""
         if call.question is not None:
             return Asked((find(self.tokenizer, prompt.ids, call.question),), self.tokenizer)
         said = [each["content"] for each in call.messages if each["role"] == "user"]
         return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
 
-    def _chosen(self, policy, tokens: int):
+    def _chosen(self, policy: Any, tokens: int) -> Any:
         return told(self._within(policy, tokens), self.tokenizer)
 
-    def _within(self, policy, tokens: int):
+    def _within(self, policy: Any, tokens: int) -> Any:
         """The policy, changed to fit a prompt of so many tokens. Raises Refused where no positions are left to repeat
         them."""
         if (
@@ -365,5 +367,5 @@ class Generation:
         return within_positions(policy, self.config, tokens)
 
 
-def _listed(value) -> list:
+def _listed(value: object) -> list:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

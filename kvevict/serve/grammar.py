@@ -65,7 +65,7 @@ def _call(name: str, arguments: dict) -> dict:
 class Calls:
     """A parser of an answer that is nothing but calls: one, or a list. A call that is cut is text."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._text = ""  # that is in no part yet
 
     def parts(self, text: str) -> list[Part]:
@@ -90,7 +90,7 @@ class Calls:
 class Grammars:
     """Makes the matchers of a tokenizer. ends: tokens that end an answer."""
 
-    def __init__(self, tokenizer, ends: list):
+    def __init__(self, tokenizer: Any, ends: list) -> None:
         self.tokenizer, self.ends = tokenizer, ends
         self._known: Any = None  # llguidance's tokenizer, once it is needed
 
@@ -117,10 +117,10 @@ class Grammars:
 class Following(LogitsProcessor):
     """Leaves the tokens that a matcher allows. start: tokens of the prompt."""
 
-    def __init__(self, matcher, start: int):
+    def __init__(self, matcher: Any, start: int) -> None:
         self.matcher, self.seen = matcher, start
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.matcher.consume_tokens(input_ids[0, self.seen :].tolist())
         self.seen = input_ids.shape[1]
         bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)

@@ -22,7 +22,7 @@ class Completions:
     kind = part = "text_completion"  # of a whole answer, and of an event of a stream
     first: tuple = ()  # choices before an answer's first part
 
-    def __init__(self, name: str, tokenizer):
+    def __init__(self, name: str, tokenizer: Any) -> None:
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class Completions:
         """Make the response of parts that come one list after the other."""
         return Stream(self._events(call, answers, parts), call, error_of)
 
-    async def _events(self, call, answers, parts) -> AsyncGenerator[str, None]:
+    async def _events(self, call: Call, answers: list, parts: Any) -> AsyncGenerator[str, None]:
         calls: dict = {}  # number of an answer -> tool calls that it has had
         async for at, each in parts:
             if at not in calls:
@@ -69,13 +69,13 @@ class Completions:
             yield _event(self._said(call, self.part, [], **_counted(call)))
         yield DONE
 
-    def _event(self, call, choice) -> str:
+    def _event(self, call: Call, choice: dict) -> str:
         return _event(self._said(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
 
-    def _said(self, call, kind, choices, **more) -> dict:
+    def _said(self, call: Call, kind: str, choices: list, **more: Any) -> dict:
         return dict(id=call.identity, object=kind, created=call.created, model=self.name, choices=choices, **more)
 
-    def _logs(self, parts) -> dict:
+    def _logs(self, parts: list) -> dict:
         tokens = [part for part in parts if isinstance(part, Token)]
         if not tokens:
             return {}
@@ -114,7 +114,7 @@ class Chat(Completions):
         if logs or not parts:
             yield dict(delta={}) | logs
 
-    def _logs(self, parts) -> dict:
+    def _logs(self, parts: list) -> dict:
         content = [
             dict(_number(part.data, part.log), top_logprobs=[_number(*each) for each in part.others])
             for part in parts
@@ -126,7 +126,7 @@ class Chat(Completions):
 class Responses:
     """/v1/responses, with the methods of `Completions`. name: the model's."""
 
-    def __init__(self, name: str, tokenizer):
+    def __init__(self, name: str, tokenizer: Any) -> None:
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class Responses:
         events = self._events(items, answers, parts)
         return Stream(events, call, lambda refusal: items.error(refusal.message))
 
-    async def _events(self, items, answers, parts) -> AsyncGenerator[str, None]:
+    async def _events(self, items: Items, answers: list, parts: Any) -> AsyncGenerator[str, None]:
         yield items.begin()
         async for _, each in parts:
             for part in each or ():
@@ -162,7 +162,7 @@ def _choice(index: int, said: dict, finish: str | None = None) -> dict:
     return dict(index=index, finish_reason=finish, logprobs=None) | said
 
 
-def _counted(call) -> dict:
+def _counted(call: Call) -> dict:
     read, wrote = call.prompt_tokens, call.new_tokens
     usage = dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
@@ -171,13 +171,13 @@ def _counted(call) -> dict:
     return dict(usage=usage) | _ours(call)
 
 
-def _ours(call) -> dict:
+def _ours(call: Call) -> dict:
     """Make the field `kvevict` of an answer, which says how much of a shared beginning is kept."""
     told = shared(call)
     return dict(kvevict=told) if told else {}
 
 
-def _call(call: Call, part) -> dict:
+def _call(call: Call, part: Any) -> dict:
     function = dict(name=part.name, arguments=part.arguments)
     return dict(id=call.tool_id(), type="function", function=function)
 

@@ -69,7 +69,7 @@ def _held(message: dict) -> set:
     return {name for name in (REASONING, "content", CALLS) if message.get(name)}
 
 
-def _taken(tokenizer, message: dict) -> dict:
+def _taken(tokenizer: Any, message: dict) -> dict:
     role, content = message["role"], message.get("content")
     if role == "developer" and "developer" not in str(tokenizer.chat_template):
         role = "system"

@@ -28,9 +28,9 @@ def progress(call: Call) -> dict[str, Any]:
 class Metrics:
     """The metrics of one server, in a separate registry."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own = dict(registry=self.registry)
+        own: Any = dict(registry=self.registry)
         self.requests = Counter(
             "kvevict_requests", "Requests that were answered or refused", ["endpoint", "status"], **own
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import Request
@@ -30,13 +30,14 @@ class Stream(StreamingResponse):
     end     is called once, with the status of the call's end and the error that ended it, if any
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], call: Call, failed: Callable[[Refused], str]):
+    def __init__(self, events: AsyncGenerator[str, None], call: Call, failed: Callable[[Refused], str]) -> None:
         self.events, self.call, self.failed, self.end = events, call, failed, lambda status, error: None
-        self.status, self.error = 499, None  # until all was sent
+        self.status = 499  # until all was sent
+        self.error: Refused | None = None
         self._next: asyncio.Future | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
 
-    async def _sent(self):
+    async def _sent(self) -> AsyncIterator[Any]:
         try:
             while True:
                 self._next = asyncio.ensure_future(_next(self.events))
@@ -54,7 +55,7 @@ class Stream(StreamingResponse):
             yield self.failed(known)
             self.status, self.error = known.status, known
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -81,12 +82,12 @@ async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any
             await _stopped(task)
 
 
-async def _gone(request) -> None:
+async def _gone(request: Any) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _next(events):
+async def _next(events: Any) -> Any:
     """Await the next event; None after the last."""
     return await anext(events, None)
 

@@ -44,7 +44,7 @@ class Policies:
     most: int = PLENTY
     fitted: Callable[[Policy], Policy] = lambda policy: policy
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         one_of("share", self.options.share, SHARES)
         self.built(self.options.policy)
         self.built(self.options.unasked)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,9 +81,11 @@ class Prefixes:
     gone     `Texts.gone`: caches of deleted texts are not written
     """
 
-    def __init__(self, model, memory: int, folder=None, disk=lambda: 0, gone=lambda *marks: ()):
+    def __init__(
+        self, model: Any, memory: int, folder: Any = None, disk: Any = lambda: 0, gone: Any = lambda *marks: ()
+    ) -> None:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
-        self.folder = None if folder is None else Path(folder)
+        self.folder: Any = None if folder is None else Path(folder)
         self.place = lambda cache: None  # is called with each cache that memory gets
         self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
@@ -152,7 +155,7 @@ class Prefixes:
             if key in self._live:
                 self._write(key, self._live[key][0])
 
-    def _hold(self, key, cache) -> None:
+    def _hold(self, key: str, cache: EvictionCache) -> None:
         if key in self._live:
             self.live_bytes -= self._live.pop(key)[1]
         self.place(cache)
@@ -163,7 +166,7 @@ class Prefixes:
             self.live_bytes -= size
             self._write(oldest, other)
 
-    def _write(self, key, cache) -> None:
+    def _write(self, key: str, cache: EvictionCache) -> None:
         """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
@@ -180,7 +183,7 @@ class Prefixes:
         if self._is_gone(key):  # since it is written
             _unlink(self._path(key))
 
-    def _is_gone(self, key) -> bool:
+    def _is_gone(self, key: str) -> bool:
         """Tell whether a key's text is deleted, and forget the caches of all deleted texts."""
         gone = self.gone()
         self.forget(gone)
@@ -221,10 +224,10 @@ class Prefixes:
                 if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - LEFT:
                     shutil.rmtree(left, ignore_errors=True)
 
-    def _path(self, key):
+    def _path(self, key: str) -> Any:
         return self.folder / f"{key}{SUFFIX}"
 
 
-def _unlink(path) -> None:
+def _unlink(path: Any) -> None:
     with contextlib.suppress(OSError):
         path.unlink()

@@ -154,11 +154,11 @@ def too_long(context: int | None) -> Refused:
     return Refused(400, sentence, "context_length_exceeded")
 
 
-def _plain(tokenizer, text: str) -> list:
+def _plain(tokenizer: Any, text: str) -> list:
     """Tokenise a part of a rendered template, which has its special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _opened(tokenizer, text: str) -> list:
+def _opened(tokenizer: Any, text: str) -> list:
     """Tokenise a text, with the tokens that open every text."""
     return tokenizer(text, verbose=False)["input_ids"]

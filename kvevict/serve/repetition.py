@@ -8,7 +8,7 @@ TIMES, LEAST, LONGEST = 4, 64, 256  # copies at the answer's end, tokens of all 
 class Repetition:
     """The repetitions at the end of a sequence that grows by `put`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         periods = np.arange(1, LONGEST + 1)
         self._last = np.full(LONGEST, -1)  # tokens, newest first
         self._equal = np.zeros(LONGEST, int)  # newest tokens that equal the one a period before, by period

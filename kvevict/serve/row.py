@@ -17,8 +17,8 @@ class Row(Answer):
     give    called with (number, parts) for each token, with (number, None) at the end, and with an error
     """
 
-    def __init__(self, call: Call, number: int, answer: Written, choose: Chooser, give: Callable):
-        def ends(ids):
+    def __init__(self, call: Call, number: int, answer: Written, choose: Chooser, give: Callable) -> None:
+        def ends(ids: list) -> bool:
             call.token()
             give((number, answer.put(ids[-1], choose.likely(ids[-1]))))
             if answer.over:

@@ -63,10 +63,10 @@ class Decoding:
 class Penalties(LogitsProcessor):
     """OpenAI's penalties, which are subtracted from a token's logit."""
 
-    def __init__(self, start: int, frequency: float, presence: float):
+    def __init__(self, start: int, frequency: float, presence: float) -> None:
         self.start, self.frequency, self.presence = start, frequency, presence
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
         written = input_ids[:, self.start :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -75,10 +75,10 @@ class Penalties(LogitsProcessor):
 class Probabilities(LogitsProcessor):
     """Logarithms of the next token's probabilities, after `logit_bias`, before a temperature and penalties."""
 
-    def __init__(self, top: int):
+    def __init__(self, top: int) -> None:
         self.top = top
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
         self.logs = torch.log_softmax(scores[0].float(), -1).clamp_min(LEAST)
         return scores
 
@@ -99,7 +99,9 @@ class Chooser:
     noise       the generator of the draws; None: the likeliest token is taken
     """
 
-    def __init__(self, prompt: list[int], most: int, processors: LogitsProcessorList, noise: torch.Generator | None):
+    def __init__(
+        self, prompt: list[int], most: int, processors: LogitsProcessorList, noise: torch.Generator | None
+    ) -> None:
         processors.sort(key=lambda each: type(each) not in FIRST)  # Transformers' own penalties stand before ours
         self.processors, self.noise = processors, noise
         self.probabilities = next((each for each in processors if isinstance(each, Probabilities)), None)

@@ -65,7 +65,7 @@ class Scheduler:
     stall     seconds since the answers' last token after which a read pauses at its next layer
     """
 
-    def __init__(self, model, prefixes: Prefixes, most: int, queue: int, stall: float):
+    def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int, stall: float) -> None:
         self.model, self.prefixes, self.most, self.queue, self.stall = model, prefixes, most, queue, stall
         self.memory = prefixes.memory  # bytes of all answers' slots at most
         self._turns: list[Turn] = []
@@ -99,7 +99,7 @@ class Scheduler:
         with self._changed:
             self._calls -= 1
 
-    def submit(self, work: Callable[..., Any], *args, **facts) -> Future:
+    def submit(self, work: Callable[..., Any], *args: Any, **facts: Any) -> Future:
         """Run work(*args) in the thread that owns the model; returns its future. facts: fields of its `Turn`."""
         turn = Turn(lambda: work(*args), **facts)
         with self._changed:
@@ -156,7 +156,7 @@ class Scheduler:
                 self._turns.remove(turn)
             return turn
 
-    def _left(self, turn) -> int:
+    def _left(self, turn: Turn) -> int:
         """Number of tokens that a turn has to read: its prompt after a stored prefix. Repeated tokens count twice."""
         if turn.call is None:
             return 0
@@ -168,7 +168,7 @@ class Scheduler:
             again += len(prompt.ids) - max(stored, shared)
         return len(prompt.ids) - stored + again
 
-    def _fits(self, turn) -> bool:
+    def _fits(self, turn: Turn) -> bool:
         inside = [each for each in self._inside if each.rows]
         rows, size = sum(each.rows for each in inside), sum(each.size for each in inside)
         return not turn.rows or not inside or (rows + turn.rows <= self.most and size + turn.size <= self.memory)
@@ -221,7 +221,7 @@ class Scheduler:
 class Group:
     """Answers that one policy writes, a token of each in a step."""
 
-    def __init__(self, model, plan):
+    def __init__(self, model: Any, plan: Plan) -> None:
         self.model, self.plan, self.batch = model, plan, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:

@@ -48,8 +48,8 @@ class Server:
     most  bytes of a request's body
     """
 
-    def __init__(self, name: str, model, tokenizer, policies: Policies, prefixes: Prefixes, texts: Texts,
-                 options: Options, most: int = 1 << 24):  # fmt: skip
+    def __init__(self, name: str, model: Any, tokenizer: Any, policies: Policies, prefixes: Prefixes, texts: Texts,
+                 options: Options, most: int = 1 << 24) -> None:  # fmt: skip
         self.name, self.tokenizer, self.policies, self.texts, self.most = name, tokenizer, policies, texts, most
         self.keys, self.timeout, self.hosts = options.keys, options.timeout, options.hosts
         self.began = int(time.time())
@@ -62,7 +62,7 @@ class Server:
         self._tokenisers = {
             large: (copy.deepcopy(tokenizer) if large else tokenizer, CapacityLimiter(1)) for large in (False, True)
         }
-        self.handlers = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
+        self.handlers: dict = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
 
     # -- requests come in ---------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Server:
         except ClientDisconnect:
             raise Refused(499, "the client has left") from None
 
-        def made():
+        def made() -> Any:
             return function(check.parsed(bytes(data)))
 
         request.state.large = len(data) > SMALL
@@ -144,10 +144,10 @@ class Server:
         large = request.state.large or len(text or "") > SMALL
         return await self._ended(call, request, self._answer(call, body, large))
 
-    async def _answer(self, call, body, large):
+    async def _answer(self, call: Any, body: dict, large: bool) -> Any:
         handler, calls = self.handlers[call.endpoint], call.of_prompts()
 
-        def prepare(tokenizer):
+        def prepare(tokenizer: Any) -> list | None:
             for each in calls:
                 each.messages = handler.messages_of(body)
                 self.manager.prepare(each, tokenizer)
@@ -173,8 +173,8 @@ class Server:
         call = self._of_text(TEXTS, owner, asked, text)
         return await self._ended(call, request, self._store(call, name, replace, asked))
 
-    async def _store(self, call, name, replace, asked):
-        whole = await self._alone(call)
+    async def _store(self, call: Any, name: str, replace: bool, asked: dict) -> Any:
+        whole: Any = await self._alone(call)
         await self.manager.read(call)
         await self._forget(await self._aside(self.texts.put, call.owner, name, call.text, replace, asked))
         tokens = dict(tokens=whole.text[1] - whole.text[0])
@@ -190,14 +190,14 @@ class Server:
         await self._forget(await self._aside(self.texts.remove, self.owner(request), name))
         return {"object": "kvevict.text", "name": name, "deleted": True}
 
-    async def _forget(self, *marks) -> None:
+    async def _forget(self, *marks: Any) -> None:
         """Remove the caches of deleted texts: those of `marks`, and those that other servers have deleted."""
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
-    def _tidied(self, call) -> None:
+    def _tidied(self, call: Call) -> None:
         """Do as `_forget` in another thread, without waiting. The call's text may be a deleted one."""
 
-        def tidy():
+        def tidy() -> None:
             marks = () if call.text is None else (mark_of(call.owner, call.text),)
             if gone := self.texts.gone(*marks):
                 self.scheduler.submit(self.prefixes.forget, gone)
@@ -211,20 +211,20 @@ class Server:
         call = self._of_text("/v1/kvevict/texts/kept", owner, asked, text)
         return await self._ended(call, request, self._kept(call, name))
 
-    async def _kept(self, call, name):
+    async def _kept(self, call: Any, name: str) -> Any:
         whole = await self._alone(call)
         if not whole.ends:
             raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
         start, stop = whole.text
         found = await self.manager.kept(call, start)
 
-        def response(tokenizer):
+        def response(tokenizer: Any) -> Any:
             pieces = parts(tokenizer, whole.ids[start:stop], found)
             return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": pieces})
 
         return await self._tokenising(len(call.text) > SMALL, response)
 
-    def _of_text(self, endpoint, owner, asked: dict, text) -> Call:
+    def _of_text(self, endpoint: str, owner: str, asked: dict, text: str) -> Call:
         chosen, deadline = self.policies.of(asked, True, prefix=""), time.monotonic() + self.timeout
         return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
 
@@ -235,7 +235,7 @@ class Server:
         waiting = sum(not call.running for call in calls)
         return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
-    async def _alone(self, call) -> Prompt:
+    async def _alone(self, call: Any) -> Prompt:
         """Make the prompt of a call's text, without a question. Raises Refused where it does not fit the context."""
         if self.tokenizer.chat_template:
             call.messages = [{"role": "user", "content": ""}]
@@ -245,16 +245,16 @@ class Server:
 
     # Work that grows with a request is done in threads, while the event loop serves others.
 
-    async def _aside(self, function, *args):
+    async def _aside(self, function: Any, *args: Any) -> Any:
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
-    async def _tokenising(self, large: bool, function):
+    async def _tokenising(self, large: bool, function: Any) -> Any:
         """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are letters), so each
         serves one request at a time; large requests have their own, so that small ones never wait for them."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
-    async def _ended(self, call, request, work) -> Response:
+    async def _ended(self, call: Call, request: Any, work: Any) -> Response:
         """Await the response of `work`. Its end, or that of its stream, is counted and logged."""
         request.state.noted, entered = True, False
         self.calls.append(call)

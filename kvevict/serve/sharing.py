@@ -98,7 +98,7 @@ def pieces(policy: Policy, start: int, end: int) -> list[int]:
 class Sharing:
     """The beginnings of earlier prompts, as hashes, for each owner."""
 
-    def __init__(self, most: int = HASHES):
+    def __init__(self, most: int = HASHES) -> None:
         self.most, self._lock = most, threading.Lock()
         self._known: dict[str, OrderedDict] = defaultdict(OrderedDict)  # owner -> {hash: whether it was shared}
 
@@ -130,7 +130,7 @@ class Sharing:
         return replace(prompt, ends=ends)
 
     @staticmethod
-    def _ends(known, hashes, came, blocks, reader, cuts) -> tuple:
+    def _ends(known: Any, hashes: dict, came: int, blocks: range, reader: Reader, cuts: tuple | None) -> tuple:
         if cuts is None:
             fits = [place for place in blocks if COMPLETION <= place <= came and reader.worth(place)]
             shared = [place for place in fits if known.get(hashes[place])]

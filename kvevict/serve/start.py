@@ -47,7 +47,7 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
         facts = dict(model=server.name, host=host, port=port, page=page(host, port))
         log.LOG.info("ready", extra={"facts": facts})
 
-        def note(error, client) -> None:
+        def note(error: Any, client: Any) -> None:
             server.metrics.refused(OTHER, error.status)
             if error.status != 503:  # connections that are too many would fill the log
                 log.refused(OTHER, error, client)

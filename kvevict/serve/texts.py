@@ -63,8 +63,9 @@ class Texts:
     most   bytes of all texts at most
     """
 
-    def __init__(self, most: int, folder=None):
-        self.most, self.folder = most, None if folder is None else Path(folder)
+    def __init__(self, most: int, folder: str | Path | None = None) -> None:
+        self.most = most
+        self.folder: Any = None if folder is None else Path(folder)
         self._known: dict = {}  # (owner, name) -> `_Known`
         self._looked: dict = {}  # owner -> (when its folder had changed, when it was looked at)
         self._marks: set = set()  # of the texts that were here since `gone` was asked for
@@ -155,7 +156,7 @@ class Texts:
                 (name, each.size) for (whose, name), each in self._known.items() if whose == owner and each.mark
             )
 
-    def _text(self, owner, name) -> Text | None:
+    def _text(self, owner: str, name: str) -> Text | None:
         with self._lock:
             if self.folder is not None:
                 return self._load(owner, name, self._path(owner, name))
@@ -181,7 +182,7 @@ class Texts:
                 self._look(owner, () if folder is None else os.scandir(folder))
                 self._looked[owner] = changed, now
 
-    def _look(self, owner: str, entries) -> None:
+    def _look(self, owner: str, entries: Any) -> None:
         """Note the new files in an owner's folder, and forget those that are gone."""
         there = set()
         for entry in entries:  # a thousand files take milliseconds; as `Path`s, ten times as long
@@ -196,7 +197,7 @@ class Texts:
         for at in {at for at in self._known if at[0] == owner} - there:
             del self._known[at]
 
-    def _load(self, owner, name, path) -> Text | None:
+    def _load(self, owner: str, name: str, path: str | Path) -> Text | None:
         """Load a text from its file, and note all but the letters. None if the file is missing or damaged."""
         before, file = self._known.get((owner, name)), ()
         try:
@@ -222,20 +223,20 @@ class Texts:
             self._note(owner, name, _Known(_size(text), mark_of(owner, text), file))
         return Text(text, asked)
 
-    def _note(self, owner, name, known) -> None:
+    def _note(self, owner: str, name: str, known: _Known) -> None:
         self._known[owner, name] = known
         if known.mark is not None:
             self._marks.add(known.mark)
 
-    def _path(self, owner, name) -> Path:
+    def _path(self, owner: str, name: str) -> Path:
         return self.folder / owner / f"{checked(name)}.json"
 
 
-def _file(stat) -> tuple:
+def _file(stat: Any) -> tuple:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _said(owner, name, text, asked) -> dict:
+def _said(owner: str, name: str, text: str, asked: dict) -> dict:
     more = (json.dumps(asked, sort_keys=True),) if asked else ()
     digest = hashlib.sha256("\0".join((owner, name, text, *more)).encode("utf-8", "surrogatepass")).hexdigest()
     return dict(format=FORMAT, name=name, text=text, sha256=digest) | (dict(asked=asked) if asked else {})

@@ -28,7 +28,7 @@ class Form:
     from text. Transformers' template for the model's type counts only if the chat template opens an answer as it
     expects."""
 
-    def __init__(self, tokenizer, model):
+    def __init__(self, tokenizer: Any, model: Any) -> None:
         added = tokenizer.added_tokens_decoder
         self.tokenizer = tokenizer
         self.special = {at for at, token in added.items() if token.special} | set(tokenizer.all_special_ids)
@@ -81,7 +81,17 @@ class Written:
     before  ids that the answer continues: at its beginning a decoder may strip a space
     """
 
-    def __init__(self, form: Form, parser, stops, ends, most: int, single=False, loops=True, before=()):
+    def __init__(
+        self,
+        form: Form,
+        parser: Any,
+        stops: tuple,
+        ends: set,
+        most: int,
+        single: bool = False,
+        loops: bool = True,
+        before: Any = (),
+    ) -> None:
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
         self._repetition = None if loops else Repetition()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
@@ -164,7 +174,7 @@ class Written:
         """Decode the ids that are in no part yet."""
         return self._decoded(self._ids)[len(self._decoded(self._ids[: self._told])) :]
 
-    def _decoded(self, ids) -> str:
+    def _decoded(self, ids: list) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
     def _until_stop(self, text: str) -> str:
@@ -205,7 +215,7 @@ class Parser:
     region text, and each region is then read alone.
     """
 
-    def __init__(self, template: dict, prompt: str, tools: list | None):
+    def __init__(self, template: dict, prompt: str, tools: list | None) -> None:
         self._template, self._tools = template, tools
         whole = {**template, "fields": {name: _whole(name, field) for name, field in template["fields"].items()}}
         self._parser = ResponseParser(whole, prompt)
@@ -313,7 +323,7 @@ def joined(parts: Iterable[Part]) -> list[Any]:
     return [type(each[0])("".join(each)) if isinstance(each[0], str) else each[0] for each in found]
 
 
-def _listed(value) -> list:
+def _listed(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
@@ -326,7 +336,7 @@ def call_of(value: Any) -> ToolCall:
     return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _strings(value):
+def _strings(value: object) -> Any:
     """Iterate over the texts in a value of JSON."""
     if isinstance(value, str):
         return [value]

@@ -35,12 +35,7 @@ CARRIES = {
 NAMES = [*(name for name in kvevict.policies() if name not in NEEDS_MORE), *CARRIES]
 BUDGETS = (14, 0.5, 4096)
 TOLD = dict(append=EvictionLayer, keep=EvictionLayer, decode=EvictionLayer)
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @cached

@@ -1,7 +1,6 @@
 """`kvevict inspect`: the page has the report's slots and the prompt's text."""
 
 import json
-import os
 import random
 import re
 
@@ -26,12 +25,6 @@ def word_tokenizer(words):
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     inner.decoder = tokenizers.decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-def test_gaps_by_hand():
-    assert gaps([0, 1, 2, 7]) == [0, 3, 4, 1]
-    assert gaps([5]) == [5, 1]
-    assert gaps([]) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -129,46 +122,3 @@ def test_picture(tmp_path):
         picture(tmp_path / f"{name}.png", runs, 4, "title", marks)
     plain, marked = ((tmp_path / f"{name}.png").read_bytes() for name in ("plain", "marked"))
     assert plain[:8] == b"\x89PNG\r\n\x1a\n" and plain != marked
-
-
-def test_in_a_browser(tmp_path):
-    """The script shades kept tokens. Needs playwright and CHROMIUM, the path of a browser."""
-    api = pytest.importorskip("playwright.sync_api")
-    if "CHROMIUM" not in os.environ:
-        pytest.skip("CHROMIUM is not set")
-    ids = torch.tensor([byte_tokenizer()("ab🙂c\nd e")["input_ids"]])  # 🙂 is positions 2 to 5
-    runs = [
-        dict(name="one", answer="", facts=[], positions=[[[[0, 3], [0]]], None, [[[6], [6, 7]]]]),
-        dict(name="two", answer="", facts=[], positions=[[[[10], []]], None, [[[10], []]]]),
-    ]
-    (tmp_path / "page.html").write_text(page(byte_tokenizer(), ids, runs, [], "d e"), encoding="utf-8")
-
-    def kept():
-        return tab.evaluate("[...document.querySelectorAll('#text .kept')].map(s => s.textContent)")
-
-    with api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
-        tab = browser.new_page()
-        errors = []
-        tab.on("pageerror", lambda error: errors.append(str(error)))
-        tab.goto((tmp_path / "page.html").as_uri())
-        assert tab.inner_text("#text") == "ab🙂c\nd e"
-        assert kept() == ["a", "🙂", "c", "\n"]
-        assert tab.evaluate("[...document.querySelectorAll('.found')].map(s => s.textContent).join('')") == "d e"
-        tab.select_option("#layer", "0")
-        assert kept() == ["a", "🙂"]
-        tab.select_option("#head", "1")
-        assert kept() == ["a"]
-        tab.hover("#text span:nth-child(3)")
-        assert tab.inner_text("#token") == (
-            '"🙂" · positions 2–5, one character · kept by 1 of 4 (layer, head) sets — layer 0: head 0'
-        )
-        tab.select_option("#run", "1")
-        assert kept() == []
-        tab.select_option("#head", "0")
-        tab.focus("#text")
-        tab.keyboard.press("Shift+ArrowRight")
-        assert '"e" · position 10 ·' in tab.inner_text("#token")
-        assert "layer 0: head 0; layer 2: head 0" in tab.inner_text("#token")
-        assert not errors
-        browser.close()

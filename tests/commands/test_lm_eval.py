@@ -72,28 +72,6 @@ def test_answers(folder):
     assert load(KVEvict, folder, policy="tova", budget=4096).generate_until(requests, disable_tqdm=True) == want
 
 
-def test_task(folder, tmp_path):
-    """A task of a file, evaluated by lm-eval."""
-    data = tmp_path / "data.jsonl"
-    asked = [dict(text=CONTEXTS[i % 2][: 90 + i] + "Opens at", choices=CHOICES[:3], gold=i % 3) for i in range(4)]
-    data.write_text("".join(json.dumps(each) + "\n" for each in asked))
-    task = dict(
-        task="harbour", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(data))), test_split="test",
-        output_type="multiple_choice", doc_to_text="{{text}}", doc_to_choice="{{choices}}", doc_to_target="{{gold}}",
-        metric_list=[dict(metric="acc")], target_delimiter="",
-    )  # fmt: skip
-
-    none = TaskManager(include_path=str(tmp_path), include_defaults=False)  # the others take a minute to list
-
-    def scored(model, **more):
-        given = dict(pretrained=folder, dtype="float32", **more)
-        found = lm_eval.simple_evaluate(model, given, tasks=[task], device="cpu", bootstrap_iters=0, task_manager=none)
-        return [answer[0] for each in found["samples"]["harbour"] for answer in each["filtered_resps"]]
-
-    want = scored("hf")
-    assert len(want) == 12 and scored("kvevict", policy="snapkv", budget=4096) == pytest.approx(want, rel=1e-5)
-
-
 def test_mistakes(folder):
     with pytest.raises(ValueError, match="unknown policy 'tak'"):
         load(KVEvict, folder, policy="tak")

@@ -93,7 +93,7 @@ def test_durations_are_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path, nearest", [
     ("csrc/attend_cpu.c", "tests/ops/test_attend.py"), ("csrc/simd.h", "tests/ops/test_score.py"),
     ("README.md", "tests/docs/test_pages.py"),
-    ("kvevict/policy/scores/lagkv.py", "tests/policies/test_values_and_keys.py"),
+    ("kvevict/policy/scores/lagkv.py", "tests/policies/test_every_choice.py"),
     ("kvevict/store.py", "tests/hf/test_store.py"), ("tests/lib/oracle.py", "tests/policies/test_policies.py"),
     ("tests/hf/test_fork.py", "tests/hf/test_fork.py"),
 ])  # fmt: skip
@@ -129,18 +129,8 @@ def test_a_lost_worker(ways, tmp_path):
         tests = ["def test_before(): pass", f"def test_{way}(): {LOST[way]}", "def test_after(): pass"]
         (tmp_path / f"test_{way}.py").write_text("\n".join(["import os, signal, time", *tests]))
     (tmp_path / "test_green.py").write_text("def test_green(): pass")
-    options = [
-        "-q",
-        "-n2",
-        "--dist",
-        "loadfile",
-        "--timeout",
-        "3",
-        "--timeout-method",
-        "thread",
-        "-p",
-        "no:cacheprovider",
-    ]
+    limits = ["--timeout", "3", "--timeout-method", "thread"]
+    options = ["-q", "-n2", "--dist", "loadfile", *limits, "-p", "no:cacheprovider"]
     with (tmp_path / "output").open("w+") as output:  # not a pipe, whose end a fork keeps
         env = os.environ | dict(PYTHONPATH=str(touched.ROOT / "tests/lib"))
         done = subprocess.run([sys.executable, "-m", "pytest", *options, tmp_path], stdout=output, env=env, timeout=300)

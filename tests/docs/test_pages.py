@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import kvevict
-from kvevict.policy import peers
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -230,9 +229,3 @@ def test_every_press_has_a_line():
     for _, here in rows:
         for name in re.findall(r"`([a-z0-9+/]+)`", here):
             assert name in kvevict.policies(), name
-
-
-def test_what_is_gone_has_a_line():
-    rows = dict(re.findall(r"^\| (?:option )?`(\S+)` \| (.*) \|$", (ROOT / "docs/migrating.md").read_text(), re.M))
-    assert all(rows[name] == f"`{text}`" for name, text in peers.PRESETS.items())
-    assert all(rows[name] == text for name, text in peers.OPTIONS.items())

@@ -7,13 +7,12 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvevict.lab.evaluate.haystack import haystack, insert, most, sentences, words
+from kvevict.lab.evaluate.haystack import haystack, insert, sentences
 from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.tasks import TASKS, Settings
 
@@ -228,21 +227,6 @@ def test_passage(settings):
     assert 0.45 < middle < 0.55
 
 
-def test_passage_of_few_tokens(settings):
-    rng = random.Random(settings.seed)
-    short = haystack(settings).passage(random.Random(0), 5, settings)  # one that begins with a name of six has none
-    assert 0 < settings.tokens(short) <= 5
-    assert haystack(settings).passage(rng, 30, settings, {0.5: "Fact."}, after=" Now tell me.").count("Fact.") == 1
-    with pytest.raises(ValueError, match=r"^length: 2 tokens"):
-        haystack(settings).passage(rng, 2, settings, {0.5: "A fact of many words."})
-
-
-def test_passages_differ(settings):
-    one, same, other = (haystack(settings).passage(random.Random(seed), 500, settings) for seed in (1, 1, 2))
-    assert one == same and one != other
-    assert not set(sentences(one)) & set(sentences(other))
-
-
 def test_insert():
     text = "One two.  Three four!\nFive six? Seven eight."
     assert sentences(text) == ["One two.", "Three four!", "Five six?", "Seven eight."]
@@ -293,16 +277,3 @@ def test_haystack_file_errors(tmp_path, settings):
     for name in [*bad, "missing.txt"]:
         with pytest.raises(ValueError, match=f"^haystack: .*{name}"):
             haystack(replace(settings, haystack=tmp_path / name))
-
-
-def test_most():
-    for _ in range(300):
-        limit, guess = random.randrange(200), random.randrange(-5, 300)
-        asked = []
-        assert most(lambda n, limit=limit, asked=asked: asked.append(n) or n <= limit, guess) == limit
-        assert 0 not in asked and len(asked) < 20
-
-
-def test_words():
-    chosen = list(islice(words(random.Random()), 3000))
-    assert len(set(chosen)) == 3000 and all(re.fullmatch("[a-z-]+", word) for word in chosen)

@@ -55,7 +55,7 @@ def bundled():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_questions_do_not_meet(bundled, policy, tmp_path):
     """The same answers in any order, twice, from a cache, from disk, and from deep copies of it; a long answer does
     not evict either."""
@@ -283,7 +283,7 @@ def processes():
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_what_may_be_around_a_model(around, processes, tmp_path):
     """`read`, `answer`, `Pipeline`, `report` and a loaded cache take the same models as `patch`."""
     net, tokenizer = tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None), tiny.byte_tokenizer()

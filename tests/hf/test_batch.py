@@ -33,12 +33,7 @@ CASES = {
     "latents, h2o": ("deepseek_v3", "h2o", dict(budget=10)),
 }
 LENGTHS = (60, 23, 41, 9)
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def read(net, pools, length, seed):
@@ -183,10 +178,7 @@ STATES = {"lfm2": "a LinearAttentionLayer", "falcon_h1": "a StatefulLayer"}
 @pytest.mark.parametrize("name", STATES)
 def test_rows_of_a_cache_with_a_state(name):
     """They cannot join another cache, and say so; those that were read together part, each as alone."""
-    zoo = pytest.importorskip("zoo")
-    if name not in dict(zoo.types()):
-        pytest.skip("this version of Transformers does not have it")
-    net = zoo.make(name, dict(zoo.types())[name])
+    net = pytest.importorskip("zoo").model(name)
     with kvevict.evicting(net, "h2o", budget=10):
         batch = Batch(net)
         batch.add("first", read(net, None, 30, 1))
@@ -206,10 +198,7 @@ def test_rows_of_a_cache_with_a_state(name):
 
 @pytest.mark.parametrize("name", STATES)
 def test_rows_with_a_state_are_chosen_and_repeated(name):
-    zoo = pytest.importorskip("zoo")
-    if name not in dict(zoo.types()):
-        pytest.skip("this version of Transformers does not have it")
-    net, prompts = zoo.make(name, dict(zoo.types())[name]), ids(2, 40, 3)
+    net, prompts = pytest.importorskip("zoo").model(name), ids(2, 40, 3)
     with kvevict.evicting(net, "h2o", budget=10):
         cache = net(prompts).past_key_values
         want = [alone(net, net(row[None]).past_key_values, 7) for row in prompts]

@@ -1,6 +1,5 @@
 """The cache layer, by the methods that Transformers calls, against a plain list of tensors."""
 
-import copy
 import itertools
 from unittest import mock
 
@@ -85,15 +84,6 @@ def test_select_by_mask(mask):
         assert len(cache.sequence.seen) == sum(mask)
         for layer, before in zip(cache.layers, whole.layers, strict=True):
             assert torch.equal(layer.keys, before.keys[mask]) and torch.equal(layer.values, before.values[mask])
-
-
-@pytest.mark.parametrize("repeats", [1, 2, 3])
-def test_repeat(repeats):
-    cache, whole = (read(shared(), rows=3) for _ in range(2))
-    cache.batch_repeat_interleave(repeats)
-    assert cache.sequence.seen.tolist() == [40] * 3 * repeats
-    for layer, before in zip(cache.layers, whole.layers, strict=True):
-        assert torch.equal(layer.keys, before.keys.repeat_interleave(repeats, 0))
 
 
 def test_dense_view():
@@ -189,14 +179,6 @@ def test_reset():
         getattr(cache, method)(argument)  # nothing to do
         with pytest.raises(ValueError, match="its EvictionCache"):
             getattr(layer, method)(argument)
-
-
-def test_deepcopy():
-    layer, held = layer_of(RAGGED)
-    twin = copy.deepcopy(layer)
-    twin.k.zero_()
-    twin.len.sub_(1)
-    holds(layer, held)
 
 
 def test_unsupported():

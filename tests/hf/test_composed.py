@@ -37,7 +37,7 @@ def _saved(net):
 
 @pytest.mark.parametrize("sent", [lambda net: pickle.loads(pickle.dumps(net)), _saved, copy.deepcopy])
 @pytest.mark.parametrize("policy, options", POLICIES)
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_sent(policy, options, sent):
     """A patched model is patched when it arrives, and independent of the one that was sent."""
     net, inputs = tiny.model("llama" if policy == "fastkv" else "gemma2"), tiny.prompt(2, 50, pad=(0, 9))
@@ -141,7 +141,7 @@ NEED_MORE = {"oracle", "speckv", "lookahead", "gate"}  # than a model
 
 
 @pytest.mark.parametrize("policy", sorted(set(kvevict.policies()) - NEED_MORE))
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 def test_keep_first(policy):
     """The first tokens of every row and layer are kept by every policy, in its chunks, and the budget holds them."""
     net, inputs = tiny.model(), tiny.prompt(2, 120, pad=(0, 9))

@@ -31,27 +31,17 @@ def model():
 NAMES = [
     (dict(policy="snapvk", budget=64), "unknown policy 'snapvk'.*did you mean 'snapkv'"),
     (dict(policy="streamingllm", budget=64), "did you mean 'streaming'"),
-    (dict(policy="take/edie", budget=64), "did you mean 'take\\+edie'"),
     (dict(policy="xxxxxxxx", budget=64), "known: .*h2o.*tova"),
-    (dict(policy="", budget=64), "known: .*h2o.*tova"),
     (dict(policy="snapkv", budget=64, windw=16), "unknown option 'windw'.*did you mean 'window'"),
-    (dict(policy="snapkv", budget=64, chunksize=16), "did you mean 'chunk_size'"),
-    (dict(policy="h2o", budget=64, window=16), "unknown option 'window'"),
-    (dict(policy="take", budget=64, emaalpha=0.3), "did you mean 'ema_alpha'"),
     (dict(policy="snapkv", budget=64, pool="mean"), "unknown pool 'mean'"),
-    (dict(policy="snapkv", budget=64, reduce="avg"), "unknown reduce 'avg'"),
     (dict(policy="snapkv", budget=64, schedule="chunks"), "unknown schedule 'chunks'.*did you mean 'chunk'"),
     (dict(policy="snapkv", budget=64, score="tovaa"), "did you mean 'tova'"),
-    (dict(policy="snapkv", budget=64, heads="equl"), "did you mean 'equal'"),
-    (dict(policy="snapkv", budget=64, layers="unifrom"), "did you mean 'uniform'"),
     (dict(policy="snapkv", budget=64, select="tokens"), "did you mean 'token'"),
 ]
 NUMBERS = [
     (dict(policy="snapkv"), "budget is missing"),
     (dict(policy="snapkv", budget=32), "budget=32 is too small.*budget >= 33"),
-    (dict(policy="snapkv", budget=8, window=8), "budget >= 9"),
     (dict(policy="streaming", budget=4), "budget >= 5"),
-    (dict(policy="take", budget=32), "budget >= 33"),
     (dict(policy="take", budget=6, probe=(10, 16)), "budget >= 7"),
     (dict(policy="h2o", budget=8, recent=8), "budget >= 9"),
     (dict(policy="take:probe", budget=64), "policy option 'probe': write NAME"),
@@ -60,21 +50,16 @@ NUMBERS = [
     (dict(policy="random", budget=-5), "budget must be at least 1, got -5"),
     (dict(policy="h2o", budget=0.0), r"fraction in \(0, 1\)"),
     (dict(policy="h2o", budget=1.0), r"fraction in \(0, 1\)"),
-    (dict(policy="h2o", budget=-0.5), r"fraction in \(0, 1\)"),
-    (dict(policy="h2o", budget=12.5), r"fraction in \(0, 1\)"),
     (dict(policy="h2o", budget=float("nan")), r"fraction in \(0, 1\)"),
-    (dict(policy="h2o", budget=float("inf")), r"fraction in \(0, 1\)"),
     (dict(policy="h2o", budget=True), "budget must be"),
     (dict(policy="h2o", budget="512"), "is not a number of bytes; write it as in 64MiB"),
     (dict(policy="h2o", budget=[64]), "budget must be"),
     (dict(policy="h2o", budget=64, chunk_size=0), "chunk_size must be at least 1"),
-    (dict(policy="h2o", budget=64, chunk_size=-16), "chunk_size must be at least 1"),
     (dict(policy="h2o", budget=64, chunk_size=16.0), "chunk_size must be a whole number"),
     (dict(policy="h2o", budget=64, chunk_size=True), "chunk_size must be a whole number"),
     (dict(policy="take", budget=64, chunk_size=32), "chunk_size=32 must be greater than the probe's 32"),
     (dict(policy="take", budget=64, chunk_size=5, probe=(10, 20)), "chunk_size=5 must be greater than the probe's 10"),
     (dict(policy="take", budget=64, probe=0), "probe must be at least 1"),
-    (dict(policy="take", budget=64, probe=2.5), "probe must be"),
     (dict(policy="take", budget=64, probe=True), "probe must be"),
     (dict(policy="take", budget=64, probe=(8, 8)), "is not a span"),
     (dict(policy="take", budget=64, probe=(-8, 8)), "is not a span"),
@@ -88,7 +73,6 @@ NUMBERS = [
     (dict(policy="take", budget=64, warmup_layers="hlf"), "warmup_layers"),
     (dict(policy="take", budget=64, warmup_budget=-1), "warmup_budget must be"),
     (dict(policy="snapkv", budget=64, window=0), "window must be at least 1"),
-    (dict(policy="snapkv", budget=64, window=-4), "window must be at least 1"),
     (dict(policy="snapkv", budget=64, window=4.5), "window must be a whole number"),
     (dict(policy="snapkv", budget=64, window=True), "window must be a whole number"),
     (dict(policy="snapkv", budget=64, kernel=0), "kernel must be at least 1"),
@@ -241,6 +225,7 @@ def test_empty_prompt(model):
     ("streaming", dict(budget=16, decode=False)), ("tova", dict(budget=16, decode=False)), ("knorm", dict(budget=16)),
 ])  # fmt: skip
 @pytest.mark.parametrize("length", [1, 2, 3, 6, 7, 15, 16])
+@pytest.mark.drawn(20)
 def test_prompt_within_the_budget(policy, options, length):
     """Of length 1, around the probe's and the window's, and exactly the budget: as if unpatched."""
     plain, inputs = shared(), prompt(2, length)
@@ -250,20 +235,12 @@ def test_prompt_within_the_budget(policy, options, length):
         assert kvevict.report(plain)["kept"] == [[[length] * 2] * 2] * 4
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "take",
-        "take:append=false",
-        "take:append=false,warmup_layers=none",
-        "snapkv",
-        "h2o",
-        "streaming",
-        "tova",
-        "keydiff",
-    ],
-)
+@pytest.mark.parametrize("policy", [
+    "take", "take:append=false", "take:append=false,warmup_layers=none", "snapkv", "h2o", "streaming", "tova",
+    "keydiff",
+])  # fmt: skip
 @pytest.mark.parametrize("length", [17, 18, 31, 32, 33])
+@pytest.mark.drawn(20)
 def test_prompt_just_over_the_budget(policy, length):
     """One slot is lost; chunks of 1, of all but one, ..."""
     model, inputs = shared(), prompt(2, length, pad=(0, 1))
@@ -423,7 +400,7 @@ def test_cache_of_another_model(model):
 
 @pytest.mark.parametrize("where", ["k_proj", "v_proj", "q_proj"])
 @pytest.mark.parametrize("policy", ["take", "snapkv", "h2o", "tova", "streaming", "random", "knorm", "keydiff"])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 def test_nan_weights(where, policy):
     """The NaN of the unpatched model, no hang, and right again when the weights are."""
     model, inputs = tiny.model(), prompt(2, 50, pad=(0, 9))

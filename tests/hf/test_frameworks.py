@@ -4,6 +4,7 @@ unpatched model. `.ci/run compositions` installs them."""
 import asyncio
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -172,15 +173,6 @@ def test_transformers_serve(server, monkeypatch):
     assert [ask(text).choices[0].message.content.split() for text in TEXTS] == want
     parts = [chunk.choices[0].delta.content or "" for chunk in ask(TEXTS[0], stream=True)]
     assert "".join(parts).split() == want[0]
-    got = [None] * len(TEXTS)
-
-    def work(at):
-        got[at] = ask(TEXTS[at]).choices[0].message.content.split()
-
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(TEXTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == want
+    with ThreadPoolExecutor(len(TEXTS)) as threads:
+        assert [answer.choices[0].message.content.split() for answer in threads.map(ask, TEXTS)] == want
     kvevict.unpatch(net)

@@ -37,7 +37,7 @@ def evicting(model, read, budget=ALL):
 @families
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 def test_same_tokens(family, batch, beams):
     model, inputs = shared(family), prompt(batch, 50, pad=PADS)
     want = generate(model, inputs, 12, num_beams=beams)
@@ -48,7 +48,7 @@ def test_same_tokens(family, batch, beams):
 
 @families
 @reads
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(12)
 def test_same_logits(family, read):
     """All rows' logits of a padded batch, where there is a token."""
     model, inputs = shared(family), prompt(3, 90, pad=PADS)
@@ -61,6 +61,7 @@ def test_same_logits(family, read):
 
 @families
 @pytest.mark.parametrize("read", ["whole", "7", "take-64"])
+@pytest.mark.drawn(12)
 def test_bf16(family, read):
     """Logits within 3e-2; the same best token wherever the unpatched margin is more than rounding."""
     model, inputs = shared(family, torch.bfloat16), prompt(3, 90, pad=PADS)
@@ -77,6 +78,7 @@ def test_bf16(family, read):
 
 
 @families
+@pytest.mark.drawn(6)
 def test_bf16_tokens(family):
     """Greedy tokens are the unpatched ones up to the first that rounding may decide."""
     model, inputs = shared(family, torch.bfloat16), prompt(4, 60)
@@ -107,7 +109,7 @@ TIGHT = {
 
 @families
 @pytest.mark.parametrize("policy", TIGHT)
-@pytest.mark.drawn(32)
+@pytest.mark.drawn(16)
 def test_tight(family, policy):
     """Finite logits, at most the budget kept, sliding layers left alone, and unpatching undoes it to the last bit."""
     model, inputs = shared(family), prompt(3, 50, pad=PADS)

@@ -56,6 +56,7 @@ def turns_of(net, turns, how):
 @pytest.mark.parametrize("how", ["right", "holes"])
 @pytest.mark.parametrize("policy, options", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3_next"])
+@pytest.mark.drawn(16)
 def test_rows(family, policy, options, how):
     """Two turns and a token are read as with padding at the left, and as each row alone: the first turn, and all of
     them where no sliding window or state counts a later turn's padding, as it does in Transformers."""

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fuzzing
 import pytest
@@ -32,24 +33,19 @@ def generated(model, seed, length):
 
 def together(jobs):
     """The results of every job (model, seed, length) when all run at once, several times each."""
-    results, barrier = {}, threading.Barrier(len(jobs))
+    barrier = threading.Barrier(len(jobs))
 
-    def work(name, model, *job):
+    def work(job):
         barrier.wait()
-        for _ in range(3):
-            results[name] = generated(model, *job), told(model)
+        return [(generated(*job), told(job[0])) for _ in range(3)][-1]
 
-    threads = [threading.Thread(target=work, args=(name, *job)) for name, job in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[name] for name in range(len(jobs))]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return [*threads.map(work, jobs)]
 
 
 @pytest.mark.parametrize("models", [1, 2])
 @pytest.mark.parametrize("policy", RUNS)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_as_alone(policy, models):
     made = [kvevict.patch(tiny.model(seed=seed), policy, **RUNS[policy]) for seed in range(models)]
     jobs = [(made[0], 1, 90), (made[-1], 2, 131)]

@@ -191,19 +191,7 @@ def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
     folder, _ = tiny.save(tmp_path / "model")
     data, out = tmp_path / "text", tmp_path / "out"
     data.write_text("It rained all day. " * 20)
-    arguments = [
-        "train",
-        "--kind",
-        "gates",
-        "--model",
-        folder,
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-        "--length",
-        "90",
-    ]
+    arguments = f"train --kind gates --model {folder} --data {data} --out {out} --length 90".split()
     monkeypatch.setattr(training, "MINUTE", 0)
     write = sealed.write_bytes
 

@@ -9,12 +9,7 @@ from tiny import model, prompt, relative
 
 import kvevict
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 TURNS = {
     "tova": dict(budget=20, decode=False), "h2o": dict(budget=20, decode=False),

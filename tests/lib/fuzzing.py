@@ -25,13 +25,13 @@ ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308
 
 def drawn(items) -> set:
     """Of pytest's items those that are run: of a function's, as many as its mark `drawn(n)` or KVEVICT_MOST says;
-    nightly four times n."""
+    nightly eight times n."""
     groups, run = {}, set()
     for item in items:
         groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in groups.items():
         mark = cases[0].get_closest_marker("drawn")
-        most = min(len(cases), mark.args[0] * (4 if NIGHTLY else 1)) if mark and not ALL else len(cases)
+        most = min(len(cases), mark.args[0] * (8 if NIGHTLY else 1)) if mark and not ALL else len(cases)
         most = most if MOST in ("", "all") else min(most, int(MOST))
         run.update(random.Random(f"{SEED} {name}").sample(cases, min(most, len(cases))))
     return run

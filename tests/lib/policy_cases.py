@@ -191,3 +191,14 @@ def read(made, ids, mask=None):
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
     made(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=True)
     return kvevict.report(made, positions=True)["positions"]
+
+
+def pyramid(layers, b, w, n, beta=20):
+    """KVCache-Factory's slots besides the window, per layer."""
+    if n < 2 * b:
+        return [b] * layers
+    low = b // beta
+    high = 2 * b - low
+    if high >= n - w:
+        low, high = 2 * b - (n - w), n - w
+    return [high - layer * ((high - low) // (layers - 1)) for layer in range(layers)]

@@ -1,15 +1,11 @@
-"""Every op and every formula of METHODS in a few lines of float64 torch, independent of csrc and of the package.
-
-First the ops of csrc/kvevict.h with the arguments of kvevict/_ops.py, then the methods' formulas for one layer
-of one batch row: q [H, R, d], k [Hkv, n, d], scores [Hkv, n].
-"""
+"""Every op of csrc/kvevict.h in a few lines of float64 torch, independent of csrc and of the package, with arguments
+as in kvevict/_ops.py."""
 
 import itertools
 import math
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 INF = float("inf")
 
@@ -251,58 +247,6 @@ def decode(q, k, v, pos, held, scale, softcap=0.0, sinks=None, columns=0):
     return out, lse, probs
 
 
-# METHODS section 0: GQA and pooling
-
-
-def probs(q, k, scale, causal=True):
-    """a [H, R, n]; causal: the rows are those of the last R slots."""
-    (H, R, _), (Hkv, n, _) = q.shape, k.shape
-    x = q.double() @ k.double().repeat_interleave(H // Hkv, 0).mT * scale
-    if causal:
-        x = x.masked_fill(torch.ones(R, n).tril(n - R) == 0, -INF)
-    return x.softmax(-1)
-
-
-def group_mean(x, kv_heads):
-    return x.unflatten(0, (kv_heads, -1)).mean(1)
-
-
-def pool(score, kind, kernel, protect_first=0, protect_last=0):
-    """Stride 1, over the adjacent alive unprotected slots; a protected one keeps its score, nobody's neighbour."""
-    end = score.shape[-1] - protect_last
-    middle, result = score[..., protect_first:end].double(), score.double().clone()
-    if middle.shape[-1]:
-        padded = F.pad(middle, (kernel // 2, kernel // 2), value=-INF if kind == "max" else 0.0).unfold(-1, kernel, 1)
-        result[..., protect_first:end] = padded.amax(-1) if kind == "max" else padded.sum(-1) / kernel
-    return result
-
-
-# METHODS section 1: scores of one layer
-
-
-def h2o(q, k, scale, carried=0.0):
-    return carried + group_mean(probs(q, k, scale).sum(1), k.shape[0])
-
-
-def tova(q, k, scale):
-    """One ranking for the layer: the last row, mean over all its query heads."""
-    return probs(q[:, -1:], k, scale)[:, 0].mean(0).expand(k.shape[0], -1)
-
-
-def snapkv(q, k, scale, window=32, kernel=7, sink=0):
-    rows = min(window, q.shape[1])
-    score = group_mean(probs(q[:, -rows:], k, scale).sum(1), k.shape[0])
-    return pool(score, "max", kernel, sink, min(window, k.shape[1] - sink))
-
-
-def knorm(k):
-    return -k.double().norm(dim=-1)
-
-
-def keydiff(k):
-    return -F.cosine_similarity(k.double(), k.double().mean(1, keepdim=True), dim=-1)
-
-
 # METHODS section 2: errors, of one head
 
 
@@ -324,38 +268,3 @@ def removal(a, v, norm):
         rest[i] = 0
         moved.append(((rest / rest.sum()) @ v - a @ v).norm(p=norm))
     return torch.stack(moved)
-
-
-# METHODS section 3: TAKE
-
-
-def rotate(x, distance, inv_freq):
-    """RoPE by `distance` in the half-split layout; dimensions past 2 * len(inv_freq) are not rotated."""
-    half, angle = inv_freq.numel(), distance * inv_freq.double()
-    a, b, rest = x.double().split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
-
-
-def accumulated_probe(previous, q, alpha=0.2, moved=0, inv_freq=None):
-    """Eq. 9. Literal without inv_freq. With it aligned: the accumulated probe is rotated by the distance moved."""
-    if previous is None:
-        return q.double()
-    previous = previous.double() if inv_freq is None else rotate(previous, moved, inv_freq)
-    return alpha * previous + (1 - alpha) * q.double()
-
-
-def take(probe, k, scale, kernel=7, protect_last=0):
-    """Eq. 10-11: every alive slot is visible to the probe; its keys are not among k."""
-    score = group_mean(probs(probe, k, scale, causal=False).mean(1), k.shape[0])
-    return pool(score, "avg", kernel, 0, protect_last)
-
-
-def warmup(tokens, budget):
-    return max(budget, min(tokens, 10240, max(budget, math.ceil(tokens * 5 / 64))))
-
-
-def chunks(tokens, size):
-    """[begin, end) of each chunk; the remainder goes first."""
-    begin = tokens % size
-    starts = ([0] if begin else []) + list(range(begin, tokens, size))
-    return list(zip(starts, [*starts[1:], tokens], strict=True))

@@ -36,8 +36,7 @@ def test_threads():
     assert same_for_threads(lambda: [call(ops.norm, p)])
 
 
-WRONG = {
-    "p": lambda p: {"p": 3},
+WRONG = {  # beside what test_table.py gives every argument
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
     "columns negative": lambda p: {"columns": -1},
     "x dtype": lambda p: {"x": p["x"].half()},

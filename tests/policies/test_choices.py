@@ -13,7 +13,7 @@ import torch
 from caches import kept
 from choices import CHUNKED
 from fuzzing import one_in
-from policy_cases import VOCAB, Slots, model, ours, read, tokens, truth
+from policy_cases import VOCAB, Slots, model, ours, pyramid, read, tokens, truth
 from tiny import snapshot
 
 import kvevict
@@ -70,25 +70,6 @@ def test_apportion_is_exact(seed):
 # -- sources, re-derived --------------------------------------------------------------------------------------------
 
 
-def adakv_source(score, b, alpha):
-    """AdaKV's counts before any exact sum: heads flattened, the best H * b counted,
-    round((1-alpha) n_h + int(alpha b))."""
-    heads, n = score.shape
-    best = score.flatten().topk(heads * b).indices // n
-    return [round((1 - alpha) * int((best == h).sum()) + int(alpha * b)) for h in range(heads)]
-
-
-@pytest.mark.parametrize("heads, n, b", [(8, 100, 20), (4, 64, 10), (2, 300, 55)])
-def test_adakv_counts_are_the_source_s(heads, n, b):
-    for seed in range(20):
-        score = torch.randn(heads, n, generator=torch.Generator().manual_seed(seed)).exp() * torch.rand(heads, 1)
-        ours_, theirs = keep(kvevict.HEADS["ada"](), score, heads * b), adakv_source(score, b, 0.2)
-        assert sum(ours_) == heads * b
-        assert max(abs(x - y) for x, y in zip(ours_, theirs, strict=True)) <= 1
-        counts = torch.bincount(score.flatten().topk(heads * b).indices // n, minlength=heads)
-        assert keep(kvevict.HEADS["flat"](), score, heads * b) == counts.tolist()
-
-
 def test_ada_by_hand():
     score = torch.tensor([[9.0, 8, 7, 6, 5], [4, 3, 0, 0, 0]])
     ada, flat = kvevict.HEADS["ada"], kvevict.HEADS["flat"]
@@ -113,26 +94,12 @@ def test_ties_go_to_the_earlier_position_then_to_the_lower_head():
     assert keep(flat, torch.tensor([[float("nan"), 1.0], [-torch.inf, float("nan")]]), 2) == [1, 1]
 
 
-def pyramidkv_source(layers, capacity, window, tokens, beta=20):
-    """PyramidKV's per-head slots: whole steps, so that the sum is not the budget's."""
-    b = capacity - window
-    if tokens < 2 * b:
-        return [capacity] * layers
-    low = b // beta
-    high = 2 * b - low
-    if high >= tokens - window:
-        high = tokens - window
-        low = 2 * b - high
-    step = (high - low) // (layers - 1)
-    return [high - layer * step + window for layer in range(layers)]
-
-
 @pytest.mark.parametrize("layers, capacity, window, tokens", [
     (32, 128, 8, 8000), (32, 2048, 8, 8000), (5, 68, 8, 1000), (5, 68, 8, 122), (4, 48, 8, 60), (31, 308, 8, 4000),
 ])  # fmt: skip
 def test_pyramidkv_slots_are_the_source_s(layers, capacity, window, tokens):
     policy = build("pyramidkv", budget=capacity, window=window)
-    theirs = pyramidkv_source(layers, capacity, window, tokens)
+    theirs = [slots + window for slots in pyramid(layers, capacity - window, window, tokens)]
     mine = layer_slots(policy, layers, 8, [tokens])[:, 0]
     assert int(mine.sum()) == capacity * layers * 8
     if sum(theirs) == capacity * layers:
@@ -145,25 +112,6 @@ def test_pyramidkv_by_hand():
     """b = 60: from 117 slots down to 3 over five layers, the window of 8 on top."""
     mine = layer_slots(build("pyramidkv", budget=68, window=8), 5, 2, [1000])[:, 0]
     assert mine.tolist() == [2 * (x + 8) for x in (117, 88.5, 60, 31.5, 3)]
-
-
-def kvpress_chunks(score, ratio, length, window):
-    """kvpress' ChunkKV over its SnapKV: the window has the largest score, runs from position 0 have their mean over
-    heads and members, and int(runs * (1 - ratio)) of them are kept."""
-    n = score.shape[1]
-    score = torch.cat([score[:, : n - window], score.max().expand(score.shape[0], window)], 1).sum(0)
-    runs = score.split(length)
-    best = torch.stack([run.mean() for run in runs]).topk(max(1, int(len(runs) * (1 - ratio)))).indices.tolist()
-    return sorted(i for run in best for i in range(run * length, min(n, (run + 1) * length)))
-
-
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.625])
-def test_chunkkv_keeps_kvpress_runs(ratio):
-    """Where the window begins with a run: kvpress has no protected slots, and counts runs instead of slots."""
-    for seed in range(10):
-        score = torch.rand(3, 224, generator=torch.Generator().manual_seed(seed))
-        want = kvpress_chunks(score, ratio, 20, 64)
-        assert chosen(score, len(want), 64, c=20, exact=False) == [want] * 3
 
 
 def chosen(score, slots, window, **options):
@@ -615,19 +563,6 @@ def test_a_prompt_s_own_chunks(task):
     past.add([[1.0, 2.0]])
     assert policy(task).shares(None, 2, 9, [3.0, 1.0]) == [1.0, 2.0] == policy(task, own=True).shares(None, 2, 9)
     assert policy(task, own=True).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
-
-
-def test_layers_that_share_a_choice_must_hold_as_much():
-    """A policy with layers that choose together refuses a cache with layers that were cut differently."""
-    made, ids = tiny.model(), tiny.prompt(1, 60)["input_ids"]
-    with torch.no_grad():
-        kvevict.patch(made, "pyramidkv", budget=16, window=4)
-        cache = made(ids).past_key_values
-        for policy in ("take", "chunkkv:n_reuse=2"):
-            kvevict.patch(made, policy, budget=40, chunk_size=34)
-            with pytest.raises(ValueError, match="hold different slots"):
-                made(ids, past_key_values=cache)
-    kvevict.unpatch(made)
 
 
 # -- names and JSON -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import NearTie
-from policy_cases import NEAR, model, ours, tokens
+from policy_cases import NEAR, model, ours, pyramid, tokens
 from transformers import DynamicCache
 
 import kvevict
@@ -98,17 +98,6 @@ def test_snapkv(seed, heads, name, w, kernel, pool, options):
         return with_window([best(row, 64 - w) for row in score], a.shape[2], w)
 
     check(seed, heads, 150, source, name, budget=64, **options)
-
-
-def pyramid(layers, b, w, n, beta=20):
-    """KVCache-Factory's slots besides the window, per layer."""
-    if n < 2 * b:
-        return [b] * layers
-    low = b // beta
-    high = 2 * b - low
-    if high >= n - w:
-        low, high = 2 * b - (n - w), n - w
-    return [high - layer * ((high - low) // (layers - 1)) for layer in range(layers)]
 
 
 @any_seed

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from choices import DRAFT, DRAFTS
-from policy_cases import VOCAB, alone_and_batched, compare, model, ours, tokens
+from policy_cases import VOCAB, compare, model, ours, tokens
 
 import kvevict
 from kvevict.engine.hook.installed import plan_of
@@ -118,12 +118,6 @@ def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
     assert kept[0] == kept[1]
-
-
-def test_rows_keep_what_they_keep_alone():
-    for name in DRAFTS:
-        policy, chosen = options(name, budget=16)
-        alone_and_batched(policy, **chosen)
 
 
 # -- drafting leaves the rest alone ---------------------------------------------------------------------------------
@@ -269,7 +263,7 @@ def test_vocabularies_of_different_sizes():
     ("laq", dict(draft_keys=1), "draft_keys must be True or False"),
     ("laq", dict(budget=8), "budget=8 is too small"),
     ("laq", dict(schedule="chunk", chunk_size=9), "needs the whole prompt.*schedule='prompt'"),
-    ("speckv", {}, "draft_model="),
+    ("speckv", {}, "draft_model="), ("edie", dict(rows="given"), "needs ids="),
     ("speckv", dict(draft_model=3), "draft_model must be 'self', a loaded Transformers model"),
     ("speckv", dict(draft_model=copy.deepcopy(DRAFT).train()), "training mode.*draft_model.eval()"),
     ("speckv", dict(draft_model=DRAFT.model), "makes no logits.*AutoModelForCausalLM"),

@@ -1,8 +1,12 @@
 """Every row of the tables of choices over prompts, turns, padded rows and decoded tokens: against the oracle."""
 
 import pytest
+import torch
+from caches import kept
 from choices import CHUNKED, TABLES, decodes, options
-from policy_cases import BUDGET, compare, compare_in_chunks, model
+from policy_cases import BUDGET, CHUNK, compare, compare_in_chunks, model, tokens
+
+import kvevict
 
 CASES = [(table, name) for table, rows in TABLES.items() for name in rows]
 every = pytest.mark.parametrize("table, name", CASES)
@@ -22,6 +26,19 @@ def test_whole_prompt(table, name):
     policy, chosen = options(TABLES[table], name, budget=BUDGET, chunk_size=80)
     for heads in (2, 4, 1):
         compare(model(num_key_value_heads=heads), policy, [[53]], **chosen)
+
+
+@every
+@pytest.mark.drawn(24)
+def test_a_budget_above_all_tokens_changes_nothing(table, name):
+    made, ids = model(), tokens([[61]], 0)[0][0][None]
+    policy, chosen = options(TABLES[table], name, budget=64, chunk_size=CHUNK)
+    with torch.no_grad():
+        want = made(ids, use_cache=False).logits
+        with kvevict.evicting(made, policy, **chosen):
+            out = made(ids)
+    torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-5)
+    assert all(head == [*range(61)] for layer in kept(out.past_key_values) for head in layer[0])
 
 
 @every

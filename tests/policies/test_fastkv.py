@@ -1,6 +1,5 @@
 """FastKV against its float64 oracle: after every call the same slots in every head, and the same next-token logits."""
 
-import copy
 import dataclasses
 import itertools
 
@@ -21,12 +20,7 @@ from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import build
 
 W = 4  # window
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def compare(made, rows, /, policy="fastkv", **options):
@@ -254,35 +248,6 @@ def test_left_padded_rows_are_read_as_if_alone(given):
     assert kept[0][0] != kept[0][1]
 
 
-def test_padded_rows_keep_what_they_keep_alone_under_every_budget():
-    """The same without the oracle, TADA's history frozen; and twice the same."""
-    made, batch, pads = tiny.model(), tiny.prompt(3, 47, pad=(0, 18, 38)), (0, 18, 38)
-    places = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
-
-    def read(rows, start=0):
-        out = made(batch["input_ids"][rows, start:], attention_mask=batch["attention_mask"][rows, start:],
-                   position_ids=places[rows, start:], logits_to_keep=1)  # fmt: skip
-        return out.logits, [list(row) for row in zip(*kvevict.report(made, positions=True)["positions"])]
-
-    history = kvevict.history("fastkv")
-    history.contexts, history.errors, history.frozen = 1, [3.0, 0.2, 2.0, 1.0], True
-    try:
-        for layers, heads, chunk_size in itertools.product(["tada", "pyramid"], ["equal", "ada"], [None, 20]):
-            given = dict(layers=layers, heads=heads, chunk_size=chunk_size, tsp_len=12, window=W, budget=16)
-            given |= dict(task="fastkv") if layers == "tada" else {}
-            with kvevict.evicting(made, "fastkv", **given):
-                logits, kept = read(slice(None))
-                again, same = read(slice(None))
-                assert torch.equal(logits, again) and kept == same
-                for b, pad in enumerate(pads):
-                    own, alone = read(slice(b, b + 1), pad)
-                    assert alone == [kept[b]]
-                    torch.testing.assert_close(logits[b : b + 1], own, rtol=0, atol=1e-5)
-                    assert sum(len(head) for layer in kept[b] for head in layer) == min(16, 47 - pad) * 8
-    finally:
-        history.__init__()
-
-
 # -- savings --------------------------------------------------------------------------------------------------------
 
 
@@ -398,20 +363,6 @@ def test_a_saved_cache_goes_on(tmp_path):
         assert torch.equal(one, other) and kept(cache) == kept(again)
 
 
-@pytest.mark.parametrize("family, dtype", [("llama", torch.bfloat16), ("qwen3_moe", torch.float32)])
-def test_nothing_is_left_over(family, dtype):
-    """bf16 and mixtures run; copies are independent; without a cache, and unpatched, the model is unchanged."""
-    made, inputs = tiny.model(family, dtype), tiny.prompt(2, 60, pad=(0, 9))
-    before, logits = snapshot(made), made(**inputs, use_cache=False).logits
-    kvevict.patch(made, "fastkv", **GIVEN)
-    got = tiny.generate(made, inputs, 6)
-    assert torch.equal(made(**inputs, use_cache=False).logits, logits)
-    other = copy.deepcopy(made)
-    kvevict.unpatch(made)
-    assert snapshot(made) == before and torch.equal(made(**inputs, use_cache=False).logits, logits)
-    assert torch.equal(tiny.generate(other, inputs, 6), got)
-
-
 def test_crop_takes_back_only_what_was_decoded():
     made, ids = tiny.model(), tiny.prompt(1, 70)["input_ids"]
     with kvevict.evicting(made, "fastkv", budget=200, tsp_len=30):
@@ -420,7 +371,7 @@ def test_crop_takes_back_only_what_was_decoded():
         for token in (5, 6):
             made(torch.tensor([[token]]), past_key_values=cache)
         cache.crop(-2)
-        assert kept(cache)[3] == before[3]
+        assert kept(cache) == before
         with pytest.raises(ValueError, match="only the last 0"):
             cache.crop(-1)
 

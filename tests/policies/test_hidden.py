@@ -174,28 +174,11 @@ def test_slots_add_up_and_their_bytes_are_the_cache_s():
     assert report["cache_bytes"] == BUDGET * 8 * 2 * 4 * 32  # K and V, fp32, d=32
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, None])
-def test_a_budget_above_all_tokens_changes_nothing(chunk):
-    made, ids = model(), tokens([[61]], 0)[0][0][None]
-    with torch.no_grad():
-        want = made(ids, use_cache=False).logits
-        with kvevict.evicting(made, "kvzip", budget=64, chunk_size=chunk):
-            out = made(ids)
-    torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-5)
-    assert out.past_key_values.get_seq_length() == 61
-    assert all(head == [*range(61)] for layer in kept(out.past_key_values) for head in layer[0])
-
-
-@pytest.mark.parametrize("kind, name", [
-    ("deepseek_v3", "DeepseekV3ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM"),
-    ("falcon_h1", "FalconH1ForCausalLM"), ("gemma3n_text", "Gemma3nForCausalLM"),
-])  # fmt: skip
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "falcon_h1", "gemma3n_text"])
 @pytest.mark.parametrize("more", [dict(chunk_size=16), dict(schedule="prompt", part=25, chunk_size=16)], ids=str)
-def test_repetitions_leave_latents_states_windows_and_shared_layers_alone(kind, name, more):
+def test_repetitions_leave_latents_states_windows_and_shared_layers_alone(kind, more):
     """With room for all tokens, the prompt and a token after it are the unpatched model's."""
-    if kind not in dict(zoo.types()):
-        pytest.skip(f"this Transformers has no {kind}")
-    made = zoo.make(kind, name)
+    made = zoo.model(kind)
     ids = torch.arange(3, 64)[None] % made.config.vocab_size
     with torch.no_grad():
         want = made(ids, use_cache=False).logits

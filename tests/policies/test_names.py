@@ -141,15 +141,6 @@ def test_rows_of_one_s_own():
         del kvevict.ROWS["first"]
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "edie", "take", "cake", "paasvn"])
-def test_keep_first_keeps_the_first_slots(policy):
-    model = tiny.model()
-    kvevict.patch(model, policy, budget=20, keep_first=3, **(dict(probe=4) if policy == "take" else dict(window=4)))
-    tiny.generate(model, tiny.prompt(1, 60), new=1)
-    for layer in kvevict.report(model, positions=True)["positions"]:
-        assert all(head[:3] == [0, 1, 2] for head in layer[0])
-
-
 @torch.no_grad()
 def test_attention_sums_to_one():
     """Scores of rows that attend by distances within the cache are taken at these distances: a row's sum is 1."""

@@ -203,13 +203,6 @@ def test_left_padded_rows_in_other_geometries(name, geometry):
     compare(model(), policy, [[17], [52], [11]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "take", "take, alone", "take, chunk only"])
-def test_left_padded_rows_keep_what_they_keep_alone(name):
-    """The same without the oracle."""
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
-    alone_and_batched(policy, **chosen)
-
-
 @pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "keydiff"])
 def test_padded_rows_decode_as_if_alone(name):
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=1)

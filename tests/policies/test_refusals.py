@@ -1,7 +1,6 @@
 """Choices that are refused, and the reason that the error gives."""
 
 import pytest
-import tiny
 
 import kvevict
 from kvevict.policy import build
@@ -35,6 +34,9 @@ REFUSED = [  # (text, reason); a budget of 64 where it names none
     ("vatp:recent=5,budget=25", "budget >= 26"), ("paasvn:window=8,keep_first=4,budget=12", "budget >= 13"),
     ("gate:budget=68", "budget >= 69"), ("fastkv:budget=8", "budget >= 9"),
     # rows
+    ("take:rows=prob", "unknown rows 'prob'; did you mean 'probe'"), ("take:rows=3", "rows must be a name or a"),
+    ("edie:rows=probe,chunk_size=32", "greater than the probe's 32 tokens"), ("snapkv:reduce=median", "unknown reduce"),
+    ("snapkv:rows=given,ids=[3,-1]", "ids must be a tuple of token ids"), ("laq:tsp=1", "comes after all layers"),
     *((f"snapkv:score={name},rows=none", "has no queries") for name in kvevict.SCORES if name not in POSITIONAL),
     *((f"snapkv:score={name},rows=drafted", "sums over every chunk") for name in ("h2o", "vatp")),
     ("edie:rows=drafted,chunk_size=80,schedule=chunk", "needs the whole prompt"),
@@ -101,23 +103,3 @@ def test_refused(text, reason):
 def test_ranges_of_layers_that_are_refused(ranges, reason):
     with pytest.raises(ValueError, match=reason):
         build("snapkv", budget=64, select_by_layer=ranges)
-
-
-@pytest.mark.parametrize("policy, options, message", [
-    ("take", dict(rows="prob"), "unknown rows 'prob'; did you mean 'probe'"),
-    ("take", dict(rows=3), "rows must be a name or a kvevict Rows"),
-    ("edie", dict(rows="probe", chunk_size=32), "chunk_size=32 must be greater than the probe's 32 tokens"),
-    ("edie", dict(rows="given"), "needs ids="),
-    ("snapkv", dict(rows="given", ids=(3, -1)), "ids must be a tuple of token ids"),
-    ("snapkv", dict(rows="drafted", chunk_size=64, schedule="chunk"), "a draft needs the whole prompt"),
-    ("snapkv", dict(rows="probe", window=8), "unknown option 'window'"),
-    ("snapkv", dict(reduce="median"), "unknown reduce 'median'"),
-    ("streaming", dict(sink=-1), "sink must be at least 0"),
-    ("edie", dict(rows="drafted", draft_model=None), "needs a smaller model"),
-    ("laq", dict(tsp=1), "a draft comes after all layers"),
-])  # fmt: skip
-def test_a_model_that_is_not_patched_is_as_it_was(policy, options, message):
-    model = tiny.model()
-    with pytest.raises((ValueError, TypeError), match=message):
-        kvevict.patch(model, policy, budget=80, **options)
-    assert "_kvevict" not in model.model.__dict__

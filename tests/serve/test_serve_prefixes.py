@@ -14,7 +14,6 @@ from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, serv
 from untrained import written
 
 import kvevict
-from kvevict.serve.prefixes import Prefixes, bytes_of
 
 OPENS = dict(kvevict=dict(text="text"))
 
@@ -307,21 +306,6 @@ def test_a_text_that_is_not_to_be_replaced():
     assert sorted((long, short)) == [200, 409]
     assert client.server.texts.get("everyone", "b").text == (TEXT if long == 200 else FILLER)
     assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a").text == TEXT
-
-
-def test_bytes_are_those_of_the_tensors():
-    kvevict.patch(model(), "streaming", budget=64)
-    ids = server().tokenizer(TEXT, return_tensors="pt").input_ids
-    kvevict.patch(model(), "streaming", budget=64)
-    cache = model()(ids, use_cache=True, logits_to_keep=1).past_key_values
-    held = sum(layer.live_bytes() for layer in cache.layers)
-    assert held <= bytes_of(cache) <= 3 * held
-    prefixes = Prefixes(model(), bytes_of(cache))
-    prefixes.put("a", cache)
-    prefixes.put("a", cache)
-    assert prefixes.live_bytes == bytes_of(cache) and prefixes.get("a").get_seq_length() == ids.shape[1]
-    prefixes.put("b", cache)
-    assert prefixes.get("a") is None and prefixes.live_bytes == bytes_of(cache)
 
 
 def test_what_is_deleted_is_gone(tmp_path):

@@ -12,7 +12,7 @@ from kvevict.policy.policy import build
 from kvevict.serve import sharing
 from kvevict.serve.call import Call
 from kvevict.serve.prompt import Prompt, chat_cuts, of_chat
-from kvevict.serve.sharing import Reader, Sharing, pieces
+from kvevict.serve.sharing import Reader, Sharing
 
 SYSTEM = dict(role="system", content=TEXT)
 OPENS = dict(kvevict=dict(text="text"))
@@ -174,24 +174,6 @@ def test_chats_are_cut_between_tokens():
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper | trim }} {% endfor %}"
     spaced = [dict(role="user", content="  a"), dict(role="user", content="b")]
     assert chat_cuts(tokenizer, spaced, {}, of_chat(tokenizer, spaced, {}, 2048)) == ()
-
-
-def test_how_much_is_kept():
-    reader = Reader(build("kvzip", budget=0.5, chunk_size=256), 0.5, least=128, most=700)
-    assert [reader.slots(tokens) for tokens in (100, 400, 1000, 5000)] == [128, 200, 500, 700]
-    assert [each.budget for each in reader.policies((100, 1000))] == [128, 500]
-    [whole] = reader.policies((100,))
-    assert whole.slots(1 << 20) > 1 << 20 and not whole.rows.repeats and whole.chunk_size == 256
-
-
-def test_pieces_end_with_chunks():
-    policy = build("kvzip", budget=64, chunk_size=512)
-    for start, end in ((0, 100), (0, 2048), (0, 2049), (0, 6000), (700, 6000), (0, 4608)):
-        stops = pieces(policy, start, end)
-        assert stops == sorted(set(stops)) and stops[-1] == end and all(stop > start for stop in stops)
-        assert all((end - stop) % 512 == 0 for stop in stops)
-        assert max(b - a for a, b in zip((start, *stops), stops)) <= 2048 + 512
-    assert pieces(build("kvzip", budget=64, schedule="prompt", part=64), 0, 6000) == [6000]
 
 
 def positions(client):

@@ -25,7 +25,7 @@ class Arguments:
     Raises ValueError, before the cache changes, for arguments that eviction does not support.
     """
 
-    def __init__(self, decoder, plan, kwargs):
+    def __init__(self, decoder: Any, plan: Plan, kwargs: dict) -> None:
         kwargs = dict(kwargs)
         self.decoder, self.plan, self.policy = decoder, plan, plan.policy
         self.watchers = context().watchers + ((Diagnostics(),) if plan.policy.diagnose else ())

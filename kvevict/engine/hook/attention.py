@@ -63,13 +63,15 @@ def attention(
     return seen.out[..., :width], None
 
 
-def _stored_form(layer, *tensors):
+def _stored_form(layer: Any, *tensors: Any) -> list:
     """Cast query, keys and values to the dtype of the layer's first keys (autocast may change it), and pad them to one
     width."""
     return fit(*(x if x.dtype == layer.dtype else x.to(layer.dtype) for x in tensors))
 
 
-def _read(step, module, query, key, value, options):
+def _read(
+    step: Any, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
+) -> torch.Tensor:
     """Attention of a layer over another layer's slots and new rows. query [B, H, T, D]: of the call's last T rows;
     key and value [B, Hkv, S, D]."""
     producer = step.plan.readers[module.layer_idx]
@@ -88,14 +90,21 @@ def _read(step, module, query, key, value, options):
 class _WithConfig:
     """A module with its original config, as the model's original attention function reads it."""
 
-    def __init__(self, module, config):
+    def __init__(self, module: torch.nn.Module, config: Any) -> None:
         self.__dict__.update(module=module, config=config)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
-def _unpatched(module, query, key, value, attention_mask, **options):
+def _unpatched(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    **options: Any,
+) -> tuple:
     note = context().note
     if note is not None:
         note(module, query, key)
@@ -126,6 +135,6 @@ def register() -> None:
 
 
 @functools.cache
-def _untraced():
+def _untraced() -> Any:
     """`attention`, left out of torch.compile's graphs. A decorator would import Dynamo with the package."""
     return torch.compiler.disable(attention)

@@ -32,10 +32,10 @@ class StandIn:
     before   the module's previous attribute of that name; None: the class's method
     """
 
-    def __init__(self, function, module, name, before=None):
+    def __init__(self, function: Any, module: torch.nn.Module, name: str, before: Any = None) -> None:
         self.function, self.module, self.name, self.before = _untraced(function), module, name, before
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.function
         if function is None:  # unpatched, but a wrapper made earlier still calls it
             return self.own(*args, **kwargs)
@@ -43,11 +43,11 @@ class StandIn:
             raise ValueError(NO_RECORD)
         return function(self.module, self.own, *args, **kwargs)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict:
         """State with the plain function: a wrapper cannot be pickled."""
         return self.__dict__ | dict(function=self.function and inspect.unwrap(self.function))
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self.function = _untraced(self.function)
 
@@ -57,11 +57,11 @@ class StandIn:
         return self.before or types.MethodType(getattr(type(self.module), self.name.removeprefix("_old_")), self.module)
 
     @property
-    def __signature__(self):
+    def __signature__(self) -> Any:
         return inspect.signature(self.own)
 
     @property
-    def __code__(self):
+    def __code__(self) -> Any:
         return self.own.__code__  # torch.export looks at it
 
 
@@ -118,18 +118,18 @@ def restore(module: torch.nn.Module) -> None:
         setattr(module, name, standin.own)
 
 
-def _untraced(function):
+def _untraced(function: Any) -> Any:
     """Tell torch.compile to leave a stand-in out of its graphs: `forward` with all that it calls, `_top_forward` alone.
     Decorators would import Dynamo with the package."""
     return _disabled(function) if function in (forward, _top_forward) else function
 
 
 @functools.cache
-def _disabled(function):
+def _disabled(function: Any) -> Any:
     return torch.compiler.disable(function, recursive=function is forward)
 
 
-def _generate(self, run, *args, **kwargs):
+def _generate(self: Any, run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stands in for the model's `generate`: one policy holds from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
@@ -147,14 +147,14 @@ def _generate(self, run, *args, **kwargs):
     return output
 
 
-def _top_forward(self, run, *args, **kwargs):
+def _top_forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the forward of the model around the decoder."""
     if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # not so remote code
         kwargs = compat.named(kwargs)
     return contextvars.copy_context().run(_call, self, run, args, kwargs)
 
 
-def _call(model, run, args, kwargs):
+def _call(model: torch.nn.Module, run: Any, args: tuple, kwargs: dict) -> Any:
     wanted = kwargs.get("logits_to_keep", 0)
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(model, kwargs.get("attention_mask"), wanted)
@@ -165,7 +165,7 @@ def _call(model, run, args, kwargs):
     return output
 
 
-def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def forward(self: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands in for `run`, the decoder's forward; same arguments, same result."""
     ready = context().ready
     if ready is not None and ready[0] is self:
@@ -180,7 +180,7 @@ def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         installed.leave(self)
 
 
-def _forward(self, run, plan, args, kwargs):
+def _forward(self: Any, run: Any, plan: Any, args: tuple, kwargs: dict) -> Any:
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
@@ -205,7 +205,7 @@ def _forward(self, run, plan, args, kwargs):
     return output if arguments.return_dict is not False else output.to_tuple()
 
 
-def _read(decoder, run, plan, kwargs):
+def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     arguments = Arguments(decoder, plan, kwargs)
     spans = Spans(arguments, run)
     output = spans.read()
@@ -222,7 +222,7 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Sp
     decoder, inside = find_decoder(top), contextvars.copy_context()
     given = {"input_ids": ids, compat.CACHE: cache, "use_cache": True, "return_dict": True}
 
-    def begin():
+    def begin() -> Any:
         enter(outer=OuterCall(top, None, 1))
         return Spans(Arguments(decoder, decoder.__dict__[STATE].chosen(), given), decoder.__dict__[WRAPPED].own)
 
@@ -243,7 +243,9 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Sp
     return output
 
 
-def _rotary_forward(self, run, x, position_ids, *args, **kwargs):
+def _rotary_forward(
+    self: Any, run: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple:
     """Rotary frequencies of the full prompt for each chunk: the prompt's last position is appended, then dropped."""
     step = current()
     if step is None or step.final_position is None:
@@ -255,18 +257,18 @@ def _rotary_forward(self, run, x, position_ids, *args, **kwargs):
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, anchor):
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor) -> Any:
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
         raise RuntimeError(
             "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
             "kvevict.unpatch(model) before training"
         )
 
 
-def _refuse_backward(decoder, embeds, output) -> None:
+def _refuse_backward(decoder: torch.nn.Module, embeds: torch.Tensor | None, output: Any) -> None:
     """Make a result's backward pass an error; it would silently lack the decoder's gradients."""
     inputs = [] if embeds is None else [embeds]
     anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
@@ -274,7 +276,7 @@ def _refuse_backward(decoder, embeds, output) -> None:
         output.last_hidden_state = _NoBackward.apply(output.last_hidden_state, anchor)
 
 
-def _when_patched(function, model, run, *args, **kwargs):
+def _when_patched(function: Any, model: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a stand-in for a method of the model if the caller has a policy."""
     installed = find_decoder(model).__dict__.get(STATE)
     patched = installed is not None and installed.chosen() is not None

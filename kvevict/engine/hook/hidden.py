@@ -1,6 +1,7 @@
 """Hooks that note the input of a layer's attention block if a quantity of the policy needs it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +17,7 @@ def install(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHan
     return [module.register_forward_pre_hook(_note, with_kwargs=True) for module in modules]
 
 
-def _note(module, args, kwargs=None):
+def _note(module: Any, args: Any, kwargs: Any = None) -> None:
     step = current()
     if step is not None and step.plan.wants_hidden:
         step.hidden[module.layer_idx] = args[0] if args else kwargs["hidden_states"]

@@ -18,7 +18,7 @@ class Inputs:
     more          the other arguments by name; a chunk gets its part of per-layer inputs and pictures, all of the rest
     """
 
-    def __init__(self, decoder, ids, embeds, more):
+    def __init__(self, decoder: Any, ids: Any, embeds: Any, more: dict) -> None:
         self.decoder, self.ids, self.embeds, self.more = decoder, ids, embeds, more
         self.tokens = ids if ids is not None else embeds
 
@@ -66,7 +66,7 @@ class Inputs:
         return self.more | inputs | _pictures(self.more, start, end, appended)
 
 
-def _per_layer(value, start, end, appended) -> dict:
+def _per_layer(value: Any, start: int, end: int, appended: AppendedRows | None) -> dict:
     """Gemma 3n's and 4's extra input to every layer for each token: [B, N, layers, width]."""
     if value is None:
         return {}
@@ -81,7 +81,7 @@ def _per_layer(value, start, end, appended) -> dict:
     return {PER_LAYER: torch.cat(parts, 1)}
 
 
-def _pictures(more, start, end, appended) -> dict:
+def _pictures(more: dict, start: int, end: int, appended: AppendedRows | None) -> dict:
     """Qwen3-VL's additions to the hidden states of picture tokens after its first layers: visual_pos_masks [B, N] of
     those tokens, and a tensor per layer with a row for each."""
     mask = more.get(PICTURES)
@@ -98,6 +98,6 @@ def _pictures(more, start, end, appended) -> dict:
     return {PICTURES: mask, "deepstack_visual_embeds": embeds}
 
 
-def _rows(x, columns):
+def _rows(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Take x [B, N, ..] at columns [B, p]."""
     return x[torch.arange(len(columns), device=x.device)[:, None], columns]

@@ -31,21 +31,21 @@ class Installed:
     It has no strong reference to the model, so that copies of the model stay independent.
     """
 
-    def __init__(self, decoder):
+    def __init__(self, decoder: torch.nn.Module) -> None:
         kinds = families.layer_kinds(decoder.config)
         self.kinds, self.readers = kinds, families.readers(decoder, kinds)
         self.order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.own = None  # the kvevict.engine.read.plan.Plan of the model's default policy
+        self.own: Plan | None = None  # the kvevict.engine.read.plan.Plan of the model's default policy
         self.hooks: dict = {}  # purpose of the hooks -> their handles
         self._forget()
 
-    def _forget(self):
+    def _forget(self) -> None:
         self.tops, self.users, self.lock = weakref.WeakSet(), 0, threading.RLock()
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name not in ("tops", "users", "lock")}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict) -> None:
         """State of a copy, possibly in another process: it has no running call. Its outer model is registered again
         when it is patched or unpatched."""
         self.__dict__.update(state)
@@ -88,7 +88,7 @@ class Installed:
 
     # -- the modules -------------------------------------------------------------------------------------------------
 
-    def _hook(self, decoder, plan) -> None:
+    def _hook(self, decoder: torch.nn.Module, plan: Plan | None) -> None:
         """Install the hooks that a policy needs; they do nothing for other policies' calls.
 
         If another thread adds or removes a hook during a forward, torch may call this one without kwargs.
@@ -101,13 +101,13 @@ class Installed:
         if until != "off" and until not in self.hooks:
             self.hooks[until] = residual.install(decoder, until, self.order, plan.after_attention)
 
-    def _around(self, top, decoder) -> None:
+    def _around(self, top: torch.nn.Module, decoder: torch.nn.Module) -> None:
         """Install the stand-ins of a model around the decoder."""
         if top is not decoder:
             forward.install_around(top)
             self.tops.add(top)
 
-    def _divert(self, decoder) -> None:
+    def _divert(self, decoder: torch.nn.Module) -> None:
         attention.register()
         for module in self.modules(decoder):
             attention.divert(module)
@@ -115,7 +115,7 @@ class Installed:
         forward.install(decoder)
         states.install(decoder, self.kinds)
 
-    def _remove(self, decoder) -> None:
+    def _remove(self, decoder: torch.nn.Module) -> None:
         if decoder.__dict__.get(STATE) is not self:
             return
         for hook in (each for hooks in self.hooks.values() for each in hooks):
@@ -139,7 +139,7 @@ def plan_of(decoder: torch.nn.Module) -> Plan | None:
     return None if installed is None else installed.chosen()
 
 
-def _held(top, decoder) -> Installed:
+def _held(top: torch.nn.Module, decoder: torch.nn.Module) -> Installed:
     """The decoder's `Installed`, made now if needed, with one more user."""
     with _installing:
         installed = of(decoder)

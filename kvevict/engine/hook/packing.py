@@ -17,7 +17,7 @@ class Packing:
     place     [B, N] new place of every column; None: padding was at the left already
     """
 
-    def __init__(self, mask, batch, device):
+    def __init__(self, mask: Any, batch: int, device: torch.device) -> None:
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
         self.padding, self.place = np.zeros(batch, np.int64), None
         if mask is None:
@@ -28,7 +28,7 @@ class Packing:
             self.order = mask.int().argsort(dim=1, stable=True)  # padding first, then the tokens in their order
             self.place = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
-    def pack(self, x: torch.Tensor | None, dim: int = 1) -> torch.Tensor | None:
+    def pack(self, x: torch.Tensor | None, dim: int = 1) -> Any:
         """Put the columns [B, N] of x, dimension `dim`, in reading order; None for None."""
         return x if x is None or self.place is None else _take(x, self.order, dim)
 
@@ -58,7 +58,7 @@ def packed_mask(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.T
     return mask
 
 
-def _take(x, columns, dim):
+def _take(x: Any, columns: Any, dim: int) -> Any:
     """Put the columns of x in the order `columns` [B, N]. Columns are dimension `dim`, batch rows the one before."""
     rest = x.ndim - 1 if dim == -1 else 1
     index = columns.to(x.device)
@@ -72,7 +72,9 @@ class Positions:
     Raises ValueError for ids of another shape.
     """
 
-    def __init__(self, decoder, ids, packing, mask, columns, tokens):
+    def __init__(
+        self, decoder: torch.nn.Module, ids: Any, packing: Packing, mask: Any, columns: int, tokens: int
+    ) -> None:
         """ids None: tokens are counted from `columns`, the number that the cache has seen, or by the mask
         [B, columns + N] if the decoder does so."""
         device, batch = packing.first.device, len(packing.first)

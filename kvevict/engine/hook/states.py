@@ -6,7 +6,8 @@ chunk, then on the appended rows; the state after those is thrown away.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def remove(decoder: torch.nn.Module, kinds: Sequence[str]) -> None:
         forward.restore(mixer)
 
 
-def _mixers(decoder, kinds):
+def _mixers(decoder: torch.nn.Module, kinds: Any) -> Iterator[Any]:
     for layer, kind in zip(families.layers_of(decoder), kinds, strict=True):
         if kind in (families.STATE, families.FULL_ATTENTION_AND_STATE):
             mixer = families.mixer_of(layer)
@@ -33,7 +34,7 @@ def _mixers(decoder, kinds):
                 yield mixer
 
 
-def _forward(self, run, *args, **kwargs):
+def _forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `run`, the forward of a module that updates a state."""
     step = current()
     if step is None or not (step.appended or step.padding.any()):
@@ -56,18 +57,18 @@ def _forward(self, run, *args, **kwargs):
     return torch.cat([chunk, appended], 1)
 
 
-def _states(layer):
+def _states(layer: Any) -> tuple:
     return layer.conv_states, layer.recurrent_states
 
 
-def _by_name(module, args, kwargs) -> dict:
+def _by_name(module: torch.nn.Module, args: tuple, kwargs: dict) -> dict:
     """The arguments by name, the hidden states first."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     return named | bound.get("kwargs", {})
 
 
-def _part(kwargs, step, start, stop, rows) -> dict:
+def _part(kwargs: dict, step: Any, start: int, stop: int, rows: int) -> dict:
     """The arguments of rows start..stop-1: tensors with a value per row are cut, the mask marks these rows' padding."""
     part = {name: _cut(value, start, stop, rows) for name, value in kwargs.items()}
     if "attention_mask" in part:
@@ -79,7 +80,7 @@ def _part(kwargs, step, start, stop, rows) -> dict:
     return part
 
 
-def _cut(value, start, stop, rows):
+def _cut(value: object, start: int, stop: int, rows: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_cut(each, start, stop, rows) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -49,7 +49,7 @@ class Gates:
         """Move a layer's gates to a device."""
         self.layers[layer] = tuple(tuple(x.to(device) for x in affine) for affine in self.layers[layer])
 
-    def save(self, folder: Any) -> None:
+    def save(self, folder: str | os.PathLike) -> None:
         """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError if they cannot
         be written."""
         folder = Path(folder)
@@ -77,14 +77,14 @@ class LayerGates:
         return self.ranks.mine(self.gates.logs(self.layer, x).exp().transpose(1, 2))
 
 
-def load(folder: Any, model: Any) -> Gates:
+def load(folder: str | Path, model: Any) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
     ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
     decoder = families.find_decoder(model)
     return _read(folder, decoder, _layers(decoder))
 
 
-def use(folder: Any, model: Any) -> None:
+def use(folder: str | Path, model: Any) -> None:
     """Make a folder's gates those of a model, for every policy that names none. Raises ValueError as `load`."""
     decoder = families.find_decoder(model)
     loaded(folder, decoder, _layers(decoder))
@@ -129,7 +129,7 @@ def forget(decoder: Any) -> None:
     _loaded.pop(decoder, None)
 
 
-def mark_of(folder: Any, decoder: Any) -> str:
+def mark_of(folder: str | Path | None, decoder: Any) -> str:
     """A text that tells the gates in a folder (None: the model's) from others; "" without gates."""
     folder = own(decoder) if folder is None else Path(folder)
     if folder is None or not (path := Path(folder) / CONFIG).is_file():
@@ -138,7 +138,7 @@ def mark_of(folder: Any, decoder: Any) -> str:
 
 
 @functools.lru_cache
-def _of_config(folder: Any, stamp: Any, name: str, default: Any) -> Any:
+def _of_config(folder: str | Path, stamp: Any, name: str, default: Any) -> Any:
     return _config(folder, repr(os.fspath(folder))).get(name, default)
 
 
@@ -148,7 +148,7 @@ def outputs(decoder: Any) -> int:
     return 1 if families.is_latent(config) else families.heads(decoder, families.layer_kinds(config))[1]
 
 
-def _read(folder: Any, decoder: Any, order: Any) -> Any:
+def _read(folder: str | Path, decoder: Any, order: Any) -> Any:
     name = repr(os.fspath(folder))
     config = _config(Path(folder), name)
     if other := other_model(config["base"], decoder):
@@ -172,9 +172,9 @@ def _read(folder: Any, decoder: Any, order: Any) -> Any:
     return Gates(layers, {key: value for key, value in config.items() if key not in ("format", "version", sealed.NAME)})
 
 
-def _config(folder: Any, name: str) -> Any:
+def _config(folder: str | Path, name: str) -> Any:
     try:
-        config = parsed((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parsed((Path(folder) / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"gates: {name} is not a folder of gates ({error}); {AGAIN}") from None
     if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:

@@ -62,7 +62,7 @@ def _output_gram(at: Source) -> Any:
 
 
 @INPUTS.add("gates")
-def _gates(at: Source, folder: Any) -> gates.LayerGates:
+def _gates(at: Source, folder: str | None) -> gates.LayerGates:
     """The layer's trained gates in a folder; None: the model's own."""
     plan = at.step.plan
     return gates.LayerGates(gates.loaded(folder, at.step.decoder, plan.order), at.module.layer_idx, plan.ranks)

@@ -92,7 +92,7 @@ def other_model(facts: dict, decoder: Any) -> str:
     return ""
 
 
-def save(path: Any, decoder: Any, moments: dict, **about: Any) -> None:
+def save(path: str | os.PathLike, decoder: Any, moments: dict, **about: Any) -> None:
     """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: further facts for the file."""
     facts = model_of(decoder) | about
     tensors = {}
@@ -101,7 +101,7 @@ def save(path: Any, decoder: Any, moments: dict, **about: Any) -> None:
     sealed.write(path, tensors, dict(format=FORMAT, config=json.dumps(facts)))
 
 
-def load(path: Any, decoder: Any, order: Any) -> dict:
+def load(path: str | Path, decoder: Any, order: Any) -> dict:
     """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers `order`, from a file. Raises
     ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
@@ -128,7 +128,7 @@ def load(path: Any, decoder: Any, order: Any) -> dict:
     return found
 
 
-def loaded(path: Any, decoder: Any, order: Any) -> dict:
+def loaded(path: str | Path, decoder: Any, order: Any) -> dict:
     """`load`, once for a decoder."""
     known = _loaded.setdefault(decoder, {})
     if path not in known:

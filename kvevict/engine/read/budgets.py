@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # these import Transformers, which counts do without
 class Budgets:
     """Slots of `layers` layers of `heads` kv heads, chunk by chunk of a read of `seen` tokens [B]."""
 
-    def __init__(self, policy, layers: int, heads: int, seen: list):
+    def __init__(self, policy: Policy, layers: int, heads: int, seen: list) -> None:
         self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
         self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
-        self.budgets: np.ndarray | None = None  # like `targets`; for a batch row that is not cut now, the later limit
+        self.budgets: Any = None  # like `targets`; for a batch row that is not cut now, the later limit
         self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that chunk
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
@@ -50,7 +50,7 @@ class Budgets:
             return Pooled(policy, self.layers, targets, over, bar)
         warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
 
-        def limit(layer, _):
+        def limit(layer: int, _: np.ndarray) -> np.ndarray:
             return warmup if schedule.relaxed(policy, layer, self.layers, chunk) else targets[layer]
 
         return Decisions(policy, self.layers, limit, observed, bar)
@@ -59,7 +59,7 @@ class Budgets:
         """Slots int [layers, B] that each layer may keep, by `layer_slots`."""
         return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
 
-    def _shared(self, alive, asked):
+    def _shared(self, alive: np.ndarray, asked: np.ndarray) -> np.ndarray:
         slots = self.split(alive, asked.T.tolist())
         self.budgets = np.where(self.cuts, slots, self.budgets)
         return slots

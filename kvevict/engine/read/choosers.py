@@ -48,7 +48,7 @@ class Pending(NamedTuple):
 class Deciding(Chooser):
     """Carries out `kvevict.engine.read.decisions.Decisions`."""
 
-    def __init__(self, decisions, errors=None):
+    def __init__(self, decisions: Any, errors: Any = None) -> None:
         self.decisions, self.errors = decisions, errors
         self.pending: dict = {}  # layer's number -> Pending
         self.choices: dict = {}  # layer's number -> its evict.Choice; None: it kept everything
@@ -105,12 +105,12 @@ class Deciding(Chooser):
         for cut in decision.cuts:
             self._carry_out(cut, keep.get(cut.layer))
 
-    def _ask(self, call):
+    def _ask(self, call: LayerCall) -> None:
         layers = call.policy.layers
         asked = layers.preference(call.slots, *call.measured(layers.needs))
         self.decisions.ask(call.order, asked.cpu().numpy())
 
-    def _pool(self, cuts) -> dict:
+    def _pool(self, cuts: tuple) -> dict:
         """Number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""
         waiting = [self.pending[cut.layer] for cut in cuts]
         first = waiting[0].call
@@ -126,14 +126,14 @@ class Deciding(Chooser):
             keep = [evict.within(*each, self.decisions.bar) for each in zip(keep, layers, scores, strict=True)]
         return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
 
-    def _carry_out(self, cut, keep=None):
+    def _carry_out(self, cut: Any, keep: Any = None) -> None:
         """Store or cut a layer. After a cut that is not final it stays pending, with its survivors' `ranked` scores."""
         call, carried, ranked = self.pending.pop(cut.layer)
         if keep is not None:
             with call.step.meter.clock("select"):
                 self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))
         elif cut.by == cut.layer:
-            slots = None if cut.slots is None else np.minimum(cut.slots, call.slots.alive)
+            slots: Any = None if cut.slots is None else np.minimum(cut.slots, call.slots.alive)
             bar = self.decisions.bar
             cuts = slots is not None and (bar is not None or (slots < call.slots.alive).any())
             self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final, bar) if cuts else None

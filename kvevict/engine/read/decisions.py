@@ -2,7 +2,7 @@
 them. Free of tensors: NumPy numbers, per row of the batch, over all kv heads of a layer."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Decisions:
 
     asks = False  # takes the layers' preferences: `ask`
 
-    def __init__(self, policy, layers: int, limit, has_tokens=True, bar=None):
+    def __init__(self, policy: Policy, layers: int, limit: Any, has_tokens: Any = True, bar: Any = None) -> None:
         self.policy, self.layers, self.limit, self.has_tokens, self.bar = policy, layers, limit, has_tokens, bar
         self.waiting: list = []  # layers that wait for a later layer's choice
         self.chosen: np.ndarray | None = None  # slots of the last choice
@@ -81,7 +81,7 @@ class Cascade(Decisions):
 
     asks = True
 
-    def __init__(self, policy, layers, heads, share, cuts):
+    def __init__(self, policy: Policy, layers: int, heads: int, share: Any, cuts: np.ndarray) -> None:
         super().__init__(policy, layers, None)
         self.heads, self.share, self.cuts = heads, share, cuts
         self.preferences = np.zeros((layers, len(cuts)))
@@ -104,7 +104,7 @@ class Pooled(Decisions):
     cuts      bool [B] rows that lose slots
     """
 
-    def __init__(self, policy, layers, targets, cuts, bar=None):
+    def __init__(self, policy: Policy, layers: int, targets: np.ndarray, cuts: np.ndarray, bar: Any = None) -> None:
         super().__init__(policy, layers, None, bar=bar)
         self.targets = np.where(cuts, targets, PLENTY)
 
@@ -117,7 +117,7 @@ class Pooled(Decisions):
 def while_decoding(policy: Policy, layers: int, heads: int, budgets: Callable[[int], np.ndarray]) -> Decisions:
     """Decisions for a decoded token, by the layers' budgets [B]."""
 
-    def limit(layer, alive):
+    def limit(layer: int, alive: np.ndarray) -> Any:
         over = overfull(policy, alive, budgets(layer), heads)
         return np.where(over, budgets(layer), alive) if over.any() else None
 

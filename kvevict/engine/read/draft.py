@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 class _DraftLayer(EvictionLayer):
     """A copy of the slots in [stored | new] that `choice` keeps. It notes the rows that are decoded over them."""
 
-    def __init__(self, sequence, call, choice, room):
+    def __init__(self, sequence: Any, call: LayerCall, choice: Any, room: int) -> None:
         super().__init__(sequence)
         self.lazy_initialization(call.new[0])
         kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
@@ -37,7 +38,7 @@ class _DraftLayer(EvictionLayer):
         self.bits = call.layer.bits
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each row
 
-    def decode(self, q, k, v, pos, module, **options):
+    def decode(self, q: Any, k: Any, v: Any, pos: Any, module: Any = None, **options: Any) -> Any:
         self.rows.append((q, k, v))
         return super().decode(q, k, v, pos, module, **options)
 
@@ -45,7 +46,7 @@ class _DraftLayer(EvictionLayer):
 class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
     """A draft layer with a copy of the state too: states are updated in place."""
 
-    def __init__(self, sequence, call, choice, room):
+    def __init__(self, sequence: Any, call: LayerCall, choice: Any, room: int) -> None:
         super().__init__(sequence, call, choice, room)
         self.state = copy.deepcopy(call.layer.state)
 
@@ -53,11 +54,11 @@ class _StatefulDraftLayer(_DraftLayer, StatefulLayer):
 class _LatentDraftLayer(_DraftLayer, LatentLayer):
     """A draft layer of latents; notes every head's keys and values of the rows."""
 
-    def __init__(self, sequence, call, choice, room):
+    def __init__(self, sequence: Any, call: LayerCall, choice: Any, room: int) -> None:
         super().__init__(sequence, call, choice, room)
         self.widths = call.layer.widths
 
-    def decode(self, q, k, v, pos, module, **options):
+    def decode(self, q: Any, k: Any, v: Any, pos: Any, module: Any = None, **options: Any) -> Any:  # type: ignore[override]
         whole = torch.cat([k, v], -1)[..., : sum(self.widths)]
         self.rows.append((q, *fit(*module.expand_kv(*whole.split(self.widths, -1)))))
         return LatentLayer.decode(self, q, k, v, pos, module, **options)
@@ -69,14 +70,14 @@ DRAFT_LAYERS = {EvictionLayer: _DraftLayer, StatefulLayer: _StatefulDraftLayer, 
 class _Watch(Chooser):
     """The chooser of a draft's step: only TADA's measurements of its rows are used."""
 
-    def __init__(self, errors):
+    def __init__(self, errors: Any) -> None:
         self.errors = errors
 
 
 class Drafting(Chooser):
     """Layers wait until tokens were drafted; then `chooser` sees them in order."""
 
-    def __init__(self, chooser):
+    def __init__(self, chooser: Any) -> None:
         self.chooser, self.errors, self.calls = chooser, chooser.errors, []
 
     held = property(lambda self: len(self.calls))
@@ -95,7 +96,7 @@ class Drafting(Chooser):
             with call.step.meter.clock("evict"):
                 self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
 
-    def _drafted(self, span_end, calls) -> list:
+    def _drafted(self, span_end: SpanEnd, calls: list) -> list:
         """The layers of an evicted copy of the cache, after tokens were drafted over it."""
         step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.plan.policy.rows.n_d
         with meter.clock("draft"):
@@ -116,7 +117,7 @@ class Drafting(Chooser):
             del meter.live["draft"]
         return cache.layers
 
-    def _write(self, span_end, cache, quiet, meter, n_d) -> None:
+    def _write(self, span_end: SpanEnd, cache: Any, quiet: Any, meter: Meter, n_d: int) -> None:
         """Draft greedily over `cache`, also past an end of sequence; its layers note their rows."""
         step, arguments, hidden = span_end.step, span_end.arguments, span_end.hidden
         logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
@@ -133,7 +134,7 @@ class Drafting(Chooser):
             ).last_hidden_state  # fmt: skip
 
 
-def _first_choice(call, quiet, meter):
+def _first_choice(call: LayerCall, quiet: Any, meter: Meter) -> Any:
     """Choose, by SnapKV, as many slots as the layer may keep, equally many in each head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=quiet.policy.rows)

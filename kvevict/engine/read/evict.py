@@ -45,7 +45,7 @@ def numbers(call: LayerCall) -> Numbers:
     return Numbers(carried, score)
 
 
-def _of_parts(call, score):
+def _of_parts(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     """Each slot's largest number over the prompt's parts so far; NaN: none yet."""
     known, index = call.step.read.numbers, call.slots.index
     known[index] = torch.fmax(known[index], score) if index in known else score
@@ -61,7 +61,7 @@ def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     return ranks if slots.bounds.kept is None else ranks.masked_fill(slots.between, torch.inf)
 
 
-def _ranked(call, score):
+def _ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     policy, slots, select = call.policy, call.slots, call.select
     pooled = policy.score.pooled(slots, score)
     if policy.refine.refines:  # protected slots take part, by their plain scores
@@ -105,7 +105,7 @@ def choose(
         return take(call, score, keep)
 
 
-def _equal(call, slots):
+def _equal(call: LayerCall, slots: np.ndarray) -> Any:
     """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
     policy, counts = call.policy, call.slots.all_counts
     if type(policy.heads) is not Equal or type(call.select) is not Selection or call.slots.prompt is not None:
@@ -167,6 +167,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
     """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a `LayerCall`
     but without one. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
     counts, policy = layer.counts, step.plan.policy
+    selects: Any = policy.select
     if not _drops_smallest(policy) or step.plan.ranks.size > 1:
         return False
     keep = shares(slots, np.arange(counts.shape[1]))
@@ -175,7 +176,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
     with step.meter.clock("evict"):
         budget, none = (layer.budget, step.plan.kv_heads), step.first.clamp_max(0)
         rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
-        first, last = protected(policy, step.rows, policy.select, rows, counts.max(1))
+        first, last = protected(policy, step.rows, selects, rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
@@ -185,7 +186,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
     return True
 
 
-def _drops_smallest(policy) -> bool:
+def _drops_smallest(policy: Any) -> bool:
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
     apart = apart and not policy.keep_prompt
     plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines

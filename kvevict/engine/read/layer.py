@@ -175,14 +175,24 @@ class LayerCall:
         return replace(self, slots=slots, rows=rows, new=[x[:, :, :0] for x in self.new], known={}, hidden=None)
 
 
-def _counts(ranks, layer, kv) -> tuple:
+def _counts(ranks: Any, layer: Any, kv: KV) -> tuple:
     """Slots of the heads of this rank [B, Hkv] and of all ranks, the new ones included, on the host."""
     tokens = (kv.k.shape[2] - kv.padding)[:, None]
     counts = layer.counts + tokens
     return counts, counts if ranks.size == 1 else ranks.counts(layer) + tokens
 
 
-def _slots(step, layer, kv, index, pos, counts, every, protected, bounds) -> Slots:
+def _slots(
+    step: Any,
+    layer: Any,
+    kv: KV,
+    index: int,
+    pos: torch.Tensor,
+    counts: np.ndarray,
+    every: np.ndarray,
+    protected: tuple,
+    bounds: Any,
+) -> Slots:
     """The slots of a layer with its new ones. counts, every: as `_counts`; protected, bounds: as in `Slots`."""
     plan, storage = step.plan, layer.storage.gathered()
     n = layer.len + (kv.k.shape[2] - kv.first)[:, None]

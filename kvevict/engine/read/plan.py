@@ -15,7 +15,7 @@ class Plan:
     """A policy for one model: the layers that evict, and each caller's last read. It does not refer to the model, so
     that copies of the model stay independent."""
 
-    def __init__(self, policy, decoder, ranks, question=None):
+    def __init__(self, policy: Policy, decoder: Any, ranks: Any, question: Any = None) -> None:
         self.policy, self.ranks, self.question = policy, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder, kinds)
@@ -41,14 +41,14 @@ class Plan:
         self.of_tokens = self.needed[0] if alone else None
         self._forget()
 
-    def _forget(self):
+    def _forget(self) -> None:
         self.meters = WeakKeyDictionary()  # thread or task -> Meter of its last read
         self.last_meter = Meter()  # of the last read of all
 
-    def __getstate__(self):
+    def __getstate__(self) -> Any:
         return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: Any) -> None:
         """Restore a copy, possibly in another process: it has not read anything yet."""
         self.__dict__.update(state)
         self._forget()

@@ -90,7 +90,7 @@ def install(decoder: torch.nn.Module) -> list[RemovableHandle]:
     return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
 
 
-def _enter(index, module, args, kwargs=None):
+def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: Any = None) -> tuple | None:
     """Cut a layer's arguments to the propagated tokens: the arguments common to all layers, and the hidden states of
     the first layer after `tsp` (later layers get its cut output)."""
     step = current()
@@ -105,14 +105,14 @@ def _enter(index, module, args, kwargs=None):
     return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
 
 
-def _taken(x, columns):
+def _taken(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Rows [B, K] of x [B or 1, T, ...], on x's device."""
     columns = columns.to(x.device)
     row = torch.arange(columns.shape[0], device=x.device)[:, None]
     return x.expand(len(row), *x.shape[1:])[row, columns]
 
 
-def _cut(value, columns, rows):
+def _cut(value: object, columns: torch.Tensor, rows: int) -> Any:
     """The propagated rows of a tensor [B or 1, rows, ...], or of a tuple or list of such; any other value unchanged."""
     if isinstance(value, (tuple, list)):
         return type(value)(_cut(each, columns, rows) for each in value)

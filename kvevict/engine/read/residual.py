@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +24,7 @@ class Errors:
     until    "attention" or "layer": the place where R + O is measured, also for drafted tokens
     """
 
-    def __init__(self, until):
+    def __init__(self, until: str) -> None:
         self.until = until
         self.scores = {}  # layer -> fp64 [B]
         self.residual = {}  # layer -> the residual stream that entered it
@@ -51,7 +52,7 @@ class Errors:
     def layers(self, plan: Plan, device: torch.device) -> torch.Tensor:
         """fp64 [layers, B] errors of the layers that evict, on `device`."""
 
-        def one(index):
+        def one(index: int) -> torch.Tensor:
             if index not in self.rotation:
                 return self.scores[index]
             total, rows = self.rotation[index]
@@ -81,7 +82,7 @@ def install(
     return hooks
 
 
-def _measuring(until=None):
+def _measuring(until: str | None = None) -> Step | None:
     """The running step if it measures (until: and measures there), else None."""
     step = current()
     if step is None or step.chooser is None or step.chooser.errors is None:
@@ -89,17 +90,17 @@ def _measuring(until=None):
     return step if until in (None, step.chooser.errors.until) else None
 
 
-def _enter(index, module, args, kwargs=None):
+def _enter(index: int, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
     step = _measuring()
     if step is not None:
         step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
 
 
-def _after_attention(index, module, args):
+def _after_attention(index: int, module: torch.nn.Module, args: tuple) -> None:
     _note(index, args[0], "attention")
 
 
-def _after_layer(index, module, args, output):
+def _after_layer(index: int, module: torch.nn.Module, args: Any, output: Any) -> None:
     _note(index, output[0] if isinstance(output, tuple) else output, "layer")
 
 

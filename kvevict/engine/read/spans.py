@@ -45,7 +45,7 @@ class Spans:
     run        the decoder's original forward
     """
 
-    def __init__(self, arguments, run):
+    def __init__(self, arguments: Any, run: Any) -> None:
         self.arguments, self.run, self.plan, self.policy = arguments, run, arguments.plan, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
@@ -109,10 +109,11 @@ class Spans:
             span.chooser.end(SpanEnd(step, arguments, self.run, output.last_hidden_state[:, -1:]))
         return output
 
-    def _following(self):
+    def _following(self) -> Iterator[Any]:
         """The one span of tokens after a prompt: a decoded token, or tokens that are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
-        decodes, chooser = arguments.tokens == 1, Chooser()
+        decodes = arguments.tokens == 1
+        chooser: Chooser | None = Chooser()
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
@@ -128,17 +129,17 @@ class Spans:
             chooser = None
         yield Span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
-    def _note_prompts(self):
+    def _note_prompts(self) -> None:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
         for layer in self.layers if self.policy.keep_prompt else ():
             if layer.prompt is None and layer.counts is not None:
                 layer.prompt = self.plan.ranks.counts(layer).copy()
 
-    def _most(self, layer):
+    def _most(self, layer: Any) -> np.ndarray:
         """[B] slots over all heads that a layer is cut to while decoding."""
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
-    def _prompt(self):
+    def _prompt(self) -> Iterator[Any]:
         """The spans of a prompt: its chunks, and the tokens after it that may be taken back."""
         arguments, plan, policy = self.arguments, self.plan, self.policy
         wanted = arguments.wanted
@@ -176,7 +177,7 @@ class Spans:
         if context().learns:
             read.budgets.learn()
 
-    def _archive(self):
+    def _archive(self) -> None:
         """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""
         sequence = self.cache.sequence
         for layer in self.layers:
@@ -186,16 +187,15 @@ class Spans:
                 layer.archive_last(sequence.columns - sequence.archived)
         sequence.archived = sequence.columns
 
-    def _recall(self):
+    def _recall(self) -> None:
         """Every layer gets the slots of all tokens back, if one of them has lost some."""
-        archives = [layer.archive for layer in self.layers if layer.archive is not None]
-        if len(archives) == len(self.layers) and any(
-            (layer.archive.counts > layer.counts).any() for layer in self.layers
-        ):
-            for layer in self.layers:
+        layers = self.layers
+        known = all(layer.archive is not None for layer in layers)
+        if known and any((layer.archive.counts > layer.counts).any() for layer in layers):
+            for layer in layers:
                 layer.recall()
 
-    def _begin(self, prompt, meter, wanted, drafted) -> tuple:
+    def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         tokens = np.maximum(prompt - arguments.padding, 0)
@@ -247,13 +247,13 @@ class Spans:
         if calls > 1 and flags:
             raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
-    def _scores(self, evicts) -> bool:
+    def _scores(self, evicts: bool) -> bool:
         """True if the call scores a text without a cache of the caller's: it then evicts only at its end."""
         arguments, evicts = self.arguments, evicts and self.policy.schedule == "prompt"
         scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1
         return evicts and arguments.own_cache and scores
 
-    def _chooser(self, read, chunk):
+    def _chooser(self, read: Read, chunk: Any) -> Any:
         """The chooser of a chunk. The layers get the decided budgets."""
         policy, planned, stored = self.policy, read.budgets, self._stored(read)
         tokens = chunk.end - np.clip(self.arguments.padding, chunk.start, chunk.end)
@@ -265,12 +265,12 @@ class Spans:
         chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
 
-    def _stored(self, read):
+    def _stored(self, read: Read) -> np.ndarray:
         """[layers, B] slots over all heads."""
         none, counts = 0 * read.tokens, self.plan.ranks.counts
         return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
 
-    def _decoded(self, read, stored):
+    def _decoded(self, read: Read, stored: np.ndarray) -> np.ndarray:
         """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
         decoded beside a row with more tokens."""
         policy, seen, each = self.policy, np.array(read.seen), self.plan.kv_heads * len(self.layers)
@@ -280,12 +280,12 @@ class Spans:
         due = schedule.overfull(policy, stored + each, budget, each)
         return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
 
-    def _set_budgets(self, read):
+    def _set_budgets(self, read: Read) -> None:
         if read.budgets.budgets is not None:
             for layer, slots in zip(self.layers, read.budgets.budgets, strict=True):
                 layer.budget = slots
 
-    def _step(self, span, rows):
+    def _step(self, span: Span, rows: Any) -> Step:
         """The `Step` of a span and its appended rows."""
         arguments, start, end = self.arguments, span.start, span.end
         positions, appended = arguments.positions()[:, start:end], 0
@@ -304,7 +304,7 @@ class Spans:
         )  # fmt: skip
 
 
-def _last_rows(hidden, wanted):
+def _last_rows(hidden: list, wanted: int) -> list:
     """The chunks that hold the last `wanted` rows; all of them for 0."""
     if wanted:
         while sum(h.shape[1] for h in hidden[1:]) >= wanted:
@@ -312,7 +312,7 @@ def _last_rows(hidden, wanted):
     return hidden
 
 
-def _progress(chunks, show):
+def _progress(chunks: list, show: bool) -> list:
     if not show or len(chunks) < 2:
         return chunks
     from tqdm import tqdm

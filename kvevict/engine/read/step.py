@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ...context import enter
-from ...policy.rows import Rows
 from ...policy.seen.rows import CallRows
 from ..slots.fork import Fork
 from .plan import Plan
@@ -114,7 +113,7 @@ class Step:
         self.cache.sequence.advance()
         return output
 
-    def _ready(self):
+    def _ready(self) -> None:
         """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
         layers = [self.cache.layers[index] for index in self.plan.order]
         for layer in layers:
@@ -123,7 +122,7 @@ class Step:
         if self.decoding:
             self.cache.tick(layers)
 
-    def _needs_own(self, fork):
+    def _needs_own(self, fork: Any) -> Any:
         """True if the step needs all slots in one place that no other fork reads. A chooser, a chunk, and layers that
         read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
         if self.plan.readers or self.plan.policy.layers.cascades:
@@ -131,7 +130,7 @@ class Step:
         return self.chooser is not None if self.decoding else bool(fork.own.counts.any())
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> Any:
         """The policy's `Rows`: the queries that observe."""
         return self.plan.policy.rows if self.read is None else self.read.rows
 

@@ -40,7 +40,7 @@ def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, R, H, D], lse [B, H, R]) of observers over the slots that they see: those at `unseen` are left out."""
     kv, stop = slots.kv, part.stop.to(torch.int32)
 
-    def split(count):
+    def split(count: torch.Tensor) -> tuple:
         old = torch.minimum(count, kv.stored.len)  # the stored slots are a head's first
         return old, (count - old)[:, 0]
 
@@ -52,7 +52,7 @@ def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _around(held, start: tuple, stop: tuple) -> tuple:
+def _around(held: Any, start: tuple, stop: tuple) -> tuple:
     """The stored slots before and after a span, each with the number of new columns before the span's start and before
     its stop. start, stop: how many stored slots of each head, int32 [B, heads], and new columns, int32 [B], are before
     it."""

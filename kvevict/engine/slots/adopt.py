@@ -141,28 +141,28 @@ class EvictionCache(DynamicCache):
         if self.sequence.seen is not None:
             self.batch_select_indices(torch.arange(len(self.sequence.seen)).repeat_interleave(repeats))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         kept = {name: value for name, value in self.__dict__.items() if name not in ("meter", "table")}
         return _blank, (self.plain,), kept
 
 
-def _kind(plain) -> type:
+def _kind(plain: Any) -> type:
     """The class for a cache that was a `plain`: a subclass of both, so that a user's class keeps its methods."""
     if plain is DynamicCache:
         return EvictionCache
     return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
 
 
-def _blank(plain):
+def _blank(plain: Any) -> EvictionCache:
     return object.__new__(_kind(plain))
 
 
-def _attributes(layer) -> dict:
+def _attributes(layer: Any) -> dict:
     """The attributes that a crop replaces. A crop writes to the dicts of a layer's states, never to a tensor."""
     return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
 
 
-def _forked(layer):
+def _forked(layer: Any) -> EvictionLayer:
     if isinstance(layer, EvictionLayer):
         return layer.fork()
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
@@ -205,7 +205,7 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
         cache.__class__ = _kind(type(cache))
 
 
-def _check_depth(layers, kinds, exact=False) -> None:
+def _check_depth(layers: list, kinds: Any, exact: bool = False) -> None:
     if len(layers) > len(kinds) or (exact and len(layers) < len(kinds)):
         raise ValueError(
             f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
@@ -228,11 +228,11 @@ def import_layer(layer: Any, sequence: Sequence, latent: bool, first: torch.Tens
     return ours
 
 
-def _has_both(layer) -> bool:
+def _has_both(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
 
 
-def _check_import(layer) -> None:
+def _check_import(layer: Any) -> None:
     wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
     if not (type(layer) is DynamicLayer or _has_both(layer) or wide):
         raise ValueError(

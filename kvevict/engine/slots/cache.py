@@ -16,7 +16,7 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from .carried import of_layer
-from .fork import fork
+from .fork import Fork, fork
 from .ranks import Ranks
 from .sequence import Sequence
 from .storage import Storage
@@ -30,19 +30,19 @@ def fit(*tensors: Tensor) -> list[Tensor]:
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _stored(name) -> Any:
+def _stored(name: str) -> Any:
     return property(attrgetter(f"storage.{name}"))
 
 
-def _unbounded(layer) -> int:
+def _unbounded(layer: Any) -> int:
     return -1
 
 
-def _of_the_cache(layer, *args):
+def _of_the_cache(layer: Any, *args: Any) -> None:
     raise ValueError("a layer has no rows or tokens of its own: crop, reorder or select its EvictionCache")
 
 
-def _offload(layer):
+def _offload(layer: EvictionLayer) -> None:
     raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
 
 
@@ -64,7 +64,7 @@ class EvictionLayer(CacheLayerMixin):
 
     pool = None  # the kvevict.engine.slots.pool.Pool that the slots lie in
 
-    def __init__(self, sequence: Sequence):
+    def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence  # of the cache
         self.is_initialized = False
         self.storage: Any = Storage()  # or a `Fork`
@@ -72,7 +72,7 @@ class EvictionLayer(CacheLayerMixin):
         self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
         # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.memory: dict[str, Tensor] = {}
-        self.archive: Any = None  # a `Storage` or `Fork` with the slots of all tokens read; None: without recall
+        self.archive: Storage | Fork | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
@@ -127,7 +127,7 @@ class EvictionLayer(CacheLayerMixin):
 
     get_max_length = get_max_cache_shape = _unbounded
 
-    reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache
+    reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Within `EvictionCache.crop`, which a user's class may override: as `drop_last`."""
@@ -189,6 +189,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def recall(self) -> None:
         """The slots of all tokens take the place of the kept ones, until the next cut."""
+        assert self.archive is not None
         self.storage, self.head_offsets = fork(self.archive), None
 
     # -- called by eviction -----------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class EvictionLayer(CacheLayerMixin):
         if self.bits[0] is None:  # type: ignore[index]  # set above
             return
 
-        def seen(x):
+        def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
 
         keys, held, weights = key, seen(key), self._attention(query, key, first, options)
@@ -243,14 +244,14 @@ class EvictionLayer(CacheLayerMixin):
             self.storage = self.storage.centred_at(centre, known)
             return
 
-        def error(bits):
+        def error(bits: int) -> float:
             errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], bits)
             return float(ranks.gather(errors[None]).mean())
 
         self.bits = kv.chosen(kind, error)
         self.storage = self.storage.repacked(self.bits, centre, known)
 
-    def _attention(self, query, key, first, options):
+    def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
         """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
         | new], key [B, Hkv, S, D] from column first[b] on."""
         rows, columns = query[:, :, -kv.ROWS :], key.shape[2]

@@ -95,7 +95,7 @@ class Fork:
         return self.gathered().dense(name)
 
 
-def _without_prefix(storage) -> Fork:
+def _without_prefix(storage: Storage) -> Fork:
     none = 0 * storage.counts
     prefix = replace(storage, len=0 * storage.len, counts=none, capacity=none, starts=none, shared=True)
     return Fork(prefix, storage)

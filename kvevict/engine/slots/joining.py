@@ -25,7 +25,7 @@ from .storage import Storage
 class Pools:
     """A pool for each layer of a decoder that evicts, of `rows` slots over all heads."""
 
-    def __init__(self, decoder, rows: int):
+    def __init__(self, decoder: Any, rows: int) -> None:
         self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
         self.of = {index: Pool(rows) for index, kind in enumerate(self.kinds) if kind in families.EVICTS}
 
@@ -115,7 +115,7 @@ def part(cache: EvictionCache, rows: Items[int]) -> EvictionCache:
     return apart
 
 
-def _joined(layers):
+def _joined(layers: tuple) -> EvictionLayer:
     """Concatenate the rows of one layer of several caches."""
     first = layers[0]
     whole = copy.copy(first)
@@ -135,7 +135,7 @@ def _joined(layers):
     return whole
 
 
-def _carried(layer, width):
+def _carried(layer: EvictionLayer, width: int) -> torch.Tensor:
     """A layer's carried numbers [B, Hkv, width], NaN where a slot has none."""
     if layer.carry is None:
         return torch.full((*layer.counts.shape, width), torch.nan, device=layer.device)

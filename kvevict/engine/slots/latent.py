@@ -44,10 +44,11 @@ class Expanded(Held):
 class Latents:
     """A layer's `Expanded` slots, made when one of their attributes is first read: most decoded tokens need none."""
 
-    def __init__(self, layer, module):
-        self._of, self._expanded = (layer, layer.storage, module), None
+    def __init__(self, layer: LatentLayer, module: torch.nn.Module) -> None:
+        self._of = layer, layer.storage, module
+        self._expanded: Expanded | None = None
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("_"):
             raise AttributeError(name)
         if self._expanded is None:
@@ -138,7 +139,17 @@ class LatentLayer(EvictionLayer):
         return out, lse, probs.mean(1, keepdim=True)
 
     @torch.no_grad()
-    def _absorbed(self, of_keys, of_values, q, columns, *, scale, softcap=0.0, sinks=None):
+    def _absorbed(
+        self,
+        of_keys: Tensor,
+        of_values: Any,
+        q: Tensor,
+        columns: Any,
+        *,
+        scale: Any,
+        softcap: Any = 0.0,
+        sinks: Any = None,
+    ) -> tuple:
         """`decode` with the up-projections [H, nope or v, r], in fp32. q [B, H, 1, nope + rotated and more]."""
         nope, (latent, rotated), width = of_keys.shape[1], self.widths, self.k.shape[1]
         rows = q[:, :, 0].float()
@@ -157,7 +168,7 @@ class LatentLayer(EvictionLayer):
             lse[b] = torch.cat([logits, sink], -1).logsumexp(-1)
             weights = torch.exp(logits - lse[b, :, None])
             sums[b] = torch.cat([weights @ part for part in stored], -1)[:, :latent]
-            if columns:
+            if probs is not None:
                 probs[b, 0, : weights.shape[1]] = weights.mean(0)
         out = torch.einsum("bhr,hvr->bhv", sums, of_values)
         out = torch.nn.functional.pad(out, (0, q.shape[-1] - out.shape[-1]))
@@ -166,7 +177,7 @@ class LatentLayer(EvictionLayer):
     keys = property(lambda self: self._dense(0))
     values = property(lambda self: self._dense(1))
 
-    def _dense(self, part):
+    def _dense(self, part: int) -> Any:
         """Copy [B, 1, longest, r or p] of the latents or the rotated parts."""
         if not self.is_initialized:
             return None

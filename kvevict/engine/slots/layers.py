@@ -45,11 +45,11 @@ class StatefulLayer(EvictionLayer):
     """Our slots in a layer that also has a convolution's or a recurrent state. Transformers' layer `state` holds that
     state, and answers for every attribute that is not ours."""
 
-    def __init__(self, sequence, state=None):
+    def __init__(self, sequence: Any, state: Any = None) -> None:
         super().__init__(sequence)
         self.state = state
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name == "state":  # not set yet, as while copying
             raise AttributeError(name)
         return getattr(self.state, name)

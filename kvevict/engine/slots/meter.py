@@ -17,24 +17,24 @@ class _Clock:
 
     __slots__ = ("seconds", "stage", "start")
 
-    def __init__(self, seconds, stage):
+    def __init__(self, seconds: Any, stage: str) -> None:
         self.seconds, self.stage = seconds, stage
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.start = time.perf_counter()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.seconds[self.stage] += time.perf_counter() - self.start
 
 
 class Meter:
     """Measures one read and the tokens decoded after it, in one thread."""
 
-    def __init__(self, live=()):
+    def __init__(self, live: Any = ()) -> None:
         self.live = dict(live)  # layer -> live KV bytes stored
         self.peak = 0  # the most of them at once, chunks in flight included
         self.seconds = defaultdict(float)
-        self.report = None
+        self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:
         """A context whose time counts as the stage's."""
@@ -71,12 +71,12 @@ class Meter:
         )
 
 
-def _new_bytes(like) -> int:
+def _new_bytes(like: torch.Tensor) -> int:
     """Bytes of a key and a value as they are computed."""
     return 2 * like.element_size() * like.shape[1]
 
 
-def _bits(layer) -> list:
+def _bits(layer: Any) -> list:
     """Bits of a number of a layer's stored keys and values."""
     return [8 * layer.storage.like.element_size() if bits is None else bits for bits in layer.storage.bits]
 

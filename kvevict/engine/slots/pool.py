@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Region:
     """Rows start .. start + rows - 1 of a pool, free again once nothing refers to this object."""
 
-    def __init__(self, pool, start: int, rows: int):
+    def __init__(self, pool: Pool, start: int, rows: int) -> None:
         self.start, self.rows, self.buffers = start, rows, pool.buffers
         weakref.finalize(self, pool.returned.append, (start, rows)).atexit = False
 
@@ -25,12 +25,12 @@ class Region:
 class Pool:
     """`rows` slots of one layer: k and v [rows, D] and pos [rows], made for the first sequence."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int) -> None:
         self.rows, self.returned = rows, deque()  # of (start, rows)
         self.buffers: tuple = ()
         self.lock, self.free = threading.Lock(), [(0, rows)]  # (start, rows) in ascending order, none beside another
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a cache lies in buffers of its own
 
     def lend(self, rows: int, like: Storage) -> Region | None:
@@ -59,7 +59,7 @@ class Pool:
             self._merge()
             return sum(rows for _, rows in self.free)
 
-    def _merge(self):
+    def _merge(self) -> None:
         """Join the regions that came back with the gaps beside them."""
         if not self.returned:
             return

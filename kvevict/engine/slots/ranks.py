@@ -17,7 +17,7 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
-    def __deepcopy__(self, memo: Any) -> Any:  # processes are not copied
+    def __deepcopy__(self, memo: object) -> Any:  # processes are not copied
         return self
 
     def mine(self, x: Any) -> Any:
@@ -43,14 +43,14 @@ class Ranks:
         distributed.all_gather(parts, x.contiguous(), group=self.group)
         return parts
 
-    def objects(self, value: Any) -> list:
+    def objects(self, value: object) -> list:
         """Every rank's value, of any kind that can be pickled."""
         values = [value] * self.size
         if self.size > 1:
             distributed.all_gather_object(values, value, group=self.group)
         return values
 
-    def to_first(self, value: Any) -> Any:
+    def to_first(self, value: object) -> Any:
         """Every rank's value on the first rank; None on the others."""
         values = [value] * self.size if self.rank == 0 else None
         if self.size > 1:

@@ -58,12 +58,12 @@ class Storage(Held):
         counts = np.concatenate([each.counts for each in storages])
         capacity = np.concatenate([each.capacity for each in storages])
         centre = None if first.centre is None else torch.cat([each.centre for each in storages])
-        common: dict = dict(centre=centre, centred=np.concatenate([each.centred for each in storages]))
+        common: Any = dict(centre=centre, centred=np.concatenate([each.centred for each in storages]))
         if any(each.k is not first.k for each in storages):
             into, row = replace(first._blank(capacity), **common), 0
             for each in storages:
                 mine = slice(row, row + len(each.counts))
-                at = dict(offset=into.offset[mine], capacity=capacity[mine])
+                at: Any = dict(offset=into.offset[mine], capacity=capacity[mine])
                 to = replace(into, **at, centre=each.centre, centred=each.centred)
                 to._filled(each, None, each.counts)
                 row += len(each.counts)
@@ -75,10 +75,10 @@ class Storage(Held):
         )  # fmt: skip
         return rows._holding(torch.cat([each.len for each in storages]), counts)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__reduce_ex__(self._alone(), protocol)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict:
         return self.__dict__ | dict(before=None, table=None)
 
     @classmethod
@@ -169,7 +169,7 @@ class Storage(Held):
         """View batch rows chosen [N] in the same buffers, for reading alone. A row may be named twice."""
         return replace(self._at(chosen, chosen.tolist()), shared=True)
 
-    def _at(self, chosen, at):
+    def _at(self, chosen: Tensor, at: list) -> Storage:
         """Batch rows chosen [N], the list `at` on the host, in the same buffers."""
         rows = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
         regions = tuple(self.regions[row] for row in at) if self.regions else ()
@@ -224,7 +224,7 @@ class Storage(Held):
         """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average."""
         return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, ROOM), expected))
 
-    def _blank(self, capacity):
+    def _blank(self, capacity: np.ndarray) -> Storage:
         """New, empty buffers of a capacity."""
         rows = int(capacity.sum())
         region = None if self.pool is None else self.pool.lend(rows, self)
@@ -236,7 +236,7 @@ class Storage(Held):
             flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in self.buffers), **common)
         return _laid_out(flat, capacity)
 
-    def _refilled(self, index, counts, *new):
+    def _refilled(self, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:
         """This storage, with counts [B, Hkv] slots `index` of [stored | new]; its counts stay where they lie."""
         filled = self._filled(self, index, counts, *new)
         with torch.inference_mode(self.len.is_inference()):
@@ -246,21 +246,22 @@ class Storage(Held):
             self.table.room = min(self.table.room, self.room)
         return self
 
-    def _filled(self, source, index, counts, *new):
+    def _filled(self, source: Storage, index: Tensor | None, counts: np.ndarray, *new: Any) -> Storage:
         """Fill these buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
         if not new:
             batch, heads = counts.shape
             none = source.like.new_empty(batch, heads, 0, source.dim)
-            new = none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch)
+            new = (none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch))
+        k, v, pos, first = new
         length = _ops.upload(counts, self.device, torch.int32)
-        _ops.compact(source, *new, index, length, self)
+        _ops.compact(source, k, v, pos, first, index, length, self)
         return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
-    def _alone(self):
+    def _alone(self) -> Storage:
         """Move these slots out of their pool, for a copy or a file of the storage."""
         return replace(self, pool=None).moved(self.capacity) if self.regions else self
 
-    def _holding(self, length, counts):
+    def _holding(self, length: Tensor, counts: np.ndarray) -> Storage:
         return replace(self, len=length, counts=counts.copy())  # layers that share a choice count apart
 
     # -- the stored slots -------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ class Storage(Held):
         return dense
 
 
-def _laid_out(storage, capacity, start=0):
+def _laid_out(storage: Storage, capacity: np.ndarray, start: int = 0) -> Storage:
     """Heads lie one after the other, from row `start` on."""
     starts = start + (capacity.cumsum() - capacity.ravel()).reshape(capacity.shape)
     return replace(storage, capacity=capacity, starts=starts, offset=_ops.upload(starts, storage.device))

@@ -17,7 +17,7 @@ from .storage import Storage
 class Counts:
     """Counts of layers on one device: int32 [layers, B, Hkv] before and after the running step, and on the host."""
 
-    def __init__(self, device: torch.device, shape: tuple[int, ...]):
+    def __init__(self, device: torch.device, shape: tuple[int, ...]) -> None:
         with torch.inference_mode(False):  # counts of a cache filled in inference mode go on outside of it
             self.before, self.after = torch.zeros(2, *shape, dtype=torch.int32, device=device)
         self.host = np.zeros(shape, np.int64)

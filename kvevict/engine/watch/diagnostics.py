@@ -67,7 +67,7 @@ class Diagnostics(Watcher):
 
     rows = ROWS  # at most so many rows of a call observe here
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.sums: dict = {}  # layer -> fp64 [4, B] of `NAMES`
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Diagnostics(Watcher):
         """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not ours."""
         nothing = [0, 0.0, 0.0, 1.0]
 
-        def of(index, i):
+        def of(index: int, i: int) -> list:
             if index not in self.sums:
                 return [nothing[i]] * rows
             counts = self.sums[index][0].tolist()
@@ -108,7 +108,7 @@ class Diagnostics(Watcher):
         })  # fmt: skip
 
 
-def _head(call, b, h, index, q, options):
+def _head(call: LayerCall, b: int, h: int, index: torch.Tensor, q: torch.Tensor, options: dict) -> tuple:
     """Outputs [G, R, D] with and without a kv head's lost slots, and attention [G, R] in all and on its kept slots.
 
     The rows are the call's last, so a new slot is seen by rows at or after its column, a stored one by all. A
@@ -130,5 +130,5 @@ def _head(call, b, h, index, q, options):
     return before, after, a.sum(2), (a * kept).sum(2)
 
 
-def _errors(before, after, mass, kept):
+def _errors(before: torch.Tensor, after: torch.Tensor, mass: torch.Tensor, kept: torch.Tensor) -> tuple:
     return joint_error(before, after).mean(), output_error(before, after).mean(), kept.sum() / mass.sum()

@@ -20,10 +20,10 @@ NAMES = ("joint_error", "output_error", "recall", "top16")
 class _Queries(Watcher):
     """Keeps every layer's last `rows` queries: layer -> ([H, R, D], attention's options)."""
 
-    def __init__(self, rows):
+    def __init__(self, rows: int) -> None:
         self.rows, self.found = rows, {}
 
-    def read(self, call, score):
+    def read(self, call: Any, score: Any) -> None:
         self.found[call.slots.index] = call.rows.q[0, :, -self.rows :].clone(), call.slots.kv.options
 
 
@@ -87,7 +87,7 @@ def compare(full: Truth, kept: list) -> list:
     return [_layer(full.tokens, *layer, heads) for layer, heads in zip(full.layers, kept, strict=True)]  # type: ignore[call-arg]
 
 
-def _layer(tokens, q, k, v, options, heads):
+def _layer(tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict, heads: list) -> dict:
     kept = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     kept[:, :tokens] = False
     stored_k, stored_v = k.clone(), v.clone()
@@ -104,7 +104,15 @@ def _layer(tokens, q, k, v, options, heads):
     )
 
 
-def _head(tokens, group, k, v, stored_k, stored_v, kept):
+def _head(
+    tokens: int,
+    group: tuple,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stored_k: torch.Tensor,
+    stored_v: torch.Tensor,
+    kept: torch.Tensor,
+) -> tuple:
     """Outputs [G, R, D] from the full cache, from its kept slots, and from the stored slots; the full cache's attention
     [G, R] to the prompt and to its kept slots; the kept share of the best 16 slots."""
     q, options = group

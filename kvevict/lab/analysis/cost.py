@@ -37,7 +37,7 @@ class Hardware:
     bandwidth: float = 3350.0
     efficiency: float = 0.7
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         endless = float("inf")
         for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1)):
             if not 0 < getattr(self, name) <= most:
@@ -51,7 +51,7 @@ class Hardware:
 class Bill:
     """Stages of work added up."""
 
-    def __init__(self, hardware):
+    def __init__(self, hardware: Hardware) -> None:
         self.hardware, self.flops, self.moved, self.seconds = hardware, Counter(), Counter(), 0.0
 
     def add(self, stages: dict) -> float:
@@ -110,7 +110,7 @@ def plan(
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 
 
-def _check(shape, policy) -> None:
+def _check(shape: Any, policy: Policy) -> None:
     """Raise ValueError if the policy cannot run in such a model, or misses an argument."""
     if not policy.rows.n_d or policy.rows.needs_full_prompt:
         policy.rows.ready(None)
@@ -147,7 +147,7 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
     }
 
 
-def _pair(shape, batch) -> int:
+def _pair(shape: Shape, batch: int) -> int:
     """FLOPs of q.k and a.v for one key and a row of every query head."""
     return 4 * shape.head_dim * shape.heads * batch
 
@@ -168,14 +168,16 @@ def decoding(
         yield {"linear": linear, "attention": (_pair(shape, batch) * attended, moved)}, slots
 
 
-def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:
+def _decode(
+    shape: Shape, policy: Policy, layers: Layers, seen: int, new_tokens: int, batch: int, hardware: Hardware
+) -> dict:
     bill, each, slots, budgets = Bill(hardware), [], layers.kept, layers.budgets
     if policy.keep_prompt:
         budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
     for stages, left in decoding(shape, policy, slots, budgets, seen, new_tokens, batch):
         each.append((*map(sum, zip(*stages.values())), bill.add(stages)))
         slots = left
-    interval = policy.interval if policy.decode else 1
+    interval: Any = policy.interval if policy.decode else 1
     return dict(
         tokens=new_tokens, first=_mean(each[:interval], batch), last=_mean(each[-interval:], batch),
         flops=sum(bill.flops.values()), moved=sum(bill.moved.values()), seconds=bill.seconds,
@@ -183,7 +185,7 @@ def _decode(shape, policy, layers, seen, new_tokens, batch, hardware) -> dict:
     )  # fmt: skip
 
 
-def _mean(each, batch) -> dict | None:
+def _mean(each: list, batch: int) -> dict | None:
     """The means of tokens' (FLOPs, bytes, seconds), where each row of a batch decodes one."""
     if not each:
         return None

@@ -80,7 +80,7 @@ def measure(
 
     model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=2)  # warm up
 
-    def generate():
+    def generate() -> dict:
         before = _reset_peak(ids.device)
         start = time.perf_counter()
         out = model.generate(**inputs, streamer=timer)
@@ -105,15 +105,16 @@ def measure(
 class _FirstToken:
     """A streamer that only notes when the first new token came."""
 
-    def __init__(self):
-        self.calls, self.first = 0, None
+    def __init__(self) -> None:
+        self.calls = 0
+        self.first: float | None = None
 
-    def put(self, tokens):
+    def put(self, tokens: torch.Tensor) -> None:
         self.calls += 1
         if self.calls == 2:  # the first call brings the prompt
             self.first = time.perf_counter()
 
-    def end(self):
+    def end(self) -> None:
         pass
 
 
@@ -122,7 +123,7 @@ def _status(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
-def _reset_peak(device) -> int:
+def _reset_peak(device: torch.device) -> int:
     """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. The process' memory is
     known on Linux only; elsewhere it reads 0."""
     if device.type == "cuda":
@@ -136,7 +137,7 @@ def _reset_peak(device) -> int:
     return _status("VmRSS:")
 
 
-def _peak(device) -> int:
+def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM:") if os.path.exists("/proc/self/status") else 0

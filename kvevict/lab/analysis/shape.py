@@ -73,7 +73,7 @@ def shape_of(config: Any, dtype: str = "auto") -> Shape:
         ) from None
 
 
-def _measured(config, names, kinds, dtype) -> Shape:
+def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
     """The shape of a text decoder's config. names: its model types in `kvevict.known`."""
     from transformers import AutoModelForCausalLM
 

@@ -8,6 +8,7 @@ measurements of the prompt are counted as if all measured the same.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Layers:
     """The slots of `count` layers that evict, from chunk to chunk of a prompt. sizes: of a stored slot and of a new
     one, for `Taken.peak`."""
 
-    def __init__(self, policy, tokens: int, count: int, kv_heads: int = 1, sizes=(1, 1)):
+    def __init__(self, policy: Any, tokens: int, count: int, kv_heads: int = 1, sizes: tuple = (1, 1)) -> None:
         self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
         self.tsp = tsp_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
@@ -69,7 +70,7 @@ class Layers:
             peak = self.sizes[0] * (sum(stored) + copy) + self.sizes[1] * sum(read)
         return Taken(chunk, read, stored, self.kept, peak)
 
-    def _carry_out(self, decisions, read) -> float:
+    def _carry_out(self, decisions: Any, read: list) -> float:
         """Most slots at once, cut as `kvevict.engine.read.choosers.Deciding` cuts them."""
         peak, new, sizes = 0, np.zeros_like(self.slots), self.sizes
         for layer, rows in enumerate(read):
@@ -84,5 +85,5 @@ class Layers:
                 new[cut.layer] = 0
         return peak / self.kv_heads
 
-    def _per_head(self, slots) -> list:
+    def _per_head(self, slots: Any) -> list:
         return [n / self.kv_heads if n % self.kv_heads else n // self.kv_heads for n in slots[:, 0].tolist()]

@@ -91,7 +91,7 @@ def alternate(
 
 
 def medians(made: list, full: int) -> dict:
-    def median(value):
+    def median(value: Any) -> float:
         return statistics.median(value(run) for run in made)
 
     return dict(

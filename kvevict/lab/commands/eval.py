@@ -74,7 +74,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 
-def _evaluate(args) -> None:
+def _evaluate(args: Any) -> None:
     from ...models import load_model
     from ...policy.checks import count
     from ..evaluate.ask import MODES
@@ -109,7 +109,7 @@ def _evaluate(args) -> None:
     evaluate(model, tokenizer, plan, args.out, name, args.batch_size)
 
 
-def _protocol(args) -> None:
+def _protocol(args: Any) -> None:
     """Set the arguments that a protocol fixes; ValueError for arguments that contradict it."""
     from ..evaluate.protocols import PROTOCOLS, TASKS
 
@@ -124,11 +124,11 @@ def _protocol(args) -> None:
     args.mode = "known" if args.mode == "both" else args.mode
 
 
-def _claims(settings, lines) -> str:
+def _claims(settings: dict, lines: list) -> str:
     from ..evaluate.claims import render
 
     names = ("protocol", "budgets", "modes", "layers", "adapter", "draft")
     name, budgets, modes, layers, adapter, draft = (settings.get(key) for key in names)
-    if not (isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
+    if not (name and isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
         raise ValueError("--out: its settings lack the protocol's budgets, modes or layers; evaluate into another file")
     return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft)}"

@@ -99,7 +99,7 @@ ROWS = (
 )
 
 
-def _text(value) -> str:
+def _text(value: float) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -86,7 +86,7 @@ class Asked:
         key = "/".join(map(str, (self.case.task, self.case.id, self.seed)))
         noise = torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
-        def choose(row):
+        def choose(row: torch.Tensor) -> int:
             row = row.float().cpu()
             return int(row.argmax()) if self.temperature is None else drawn(row, noise, self.temperature)
 
@@ -269,7 +269,7 @@ def ask_together(model: Any, tokenizer: Any, asked: list[Asked], run: Run, text:
     return lines
 
 
-def _likelihoods(model, tokenizer, logits, cache, cases) -> list:
+def _likelihoods(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, cache: Any, cases: list) -> list:
     """The `nats` of each case's right answer after its row of a cache. logits: those of the rows' last tokens."""
     answers = [ids_of(tokenizer, f" {case.answers[0]}") for case in cases]
     further = [answer[:-1] for answer in answers]
@@ -278,7 +278,7 @@ def _likelihoods(model, tokenizer, logits, cache, cases) -> list:
     return [_nats(torch.cat(parts).float(), answer) for parts, answer in zip(each, answers, strict=True)]
 
 
-def _patched(model, policy):
+def _patched(model: torch.nn.Module, policy: Policy | None) -> Any:
     """A context manager that patches a model with a policy; None: that leaves it unchanged."""
     return nullcontext() if policy is None else evicting(model, policy, tokenizer=False)
 
@@ -288,19 +288,19 @@ def forked(cache: Any) -> Any:
     return cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
 
 
-def _bytes(cache) -> int:
+def _bytes(cache: Any) -> int:
     """The bytes of the slots in a cache's full-attention layers."""
     own = [layer for layer in cache.layers if not layer.is_sliding]
     return sum(l.live_bytes() if hasattr(l, "live_bytes") else l.keys.nbytes + l.values.nbytes for l in own)
 
 
-def _judged(text: str, case) -> dict:
+def _judged(text: str, case: Case) -> dict:
     return (
         dict(score=0.0, same=1.0) if case.metric == FIDELITY else dict(score=METRICS[case.metric](text, case.answers))
     )
 
 
-def _compared(asked, logits, ids) -> dict:
+def _compared(asked: Asked, logits: torch.Tensor, ids: list) -> dict:
     """The mean negative log likelihood of ids by logits [R, vocabulary], in nats. Of fidelity: the mean KL divergence
     from the full cache's distributions to the logits', in nats, and the share of equal first choices."""
     if asked.case.metric == PERPLEXITY:
@@ -310,17 +310,17 @@ def _compared(asked, logits, ids) -> dict:
     return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
 
 
-def _nats(logits, ids) -> float:
+def _nats(logits: torch.Tensor, ids: list) -> float:
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
 
 
-def _forced(model, prompt, ids):
+def _forced(model: torch.nn.Module, prompt: list, ids: Any) -> torch.Tensor:
     """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
     out = model(_row(model, prompt), use_cache=True, logits_to_keep=1)
     return _follow(model, out.logits, cache_of(out), ids)
 
 
-def _follow(model, logits, cache, ids):
+def _follow(model: torch.nn.Module, logits: torch.Tensor, cache: Any, ids: list) -> torch.Tensor:
     """fp32 logits [R, vocabulary] of each of the ids after a cache. logits: those of the cache's last token."""
     rows = [logits[0, -1:]]
     if len(ids) > 1:
@@ -328,7 +328,7 @@ def _follow(model, logits, cache, ids):
     return torch.cat(rows).float()
 
 
-def _now(model) -> float:
+def _now(model: torch.nn.Module) -> float:
     """Seconds, read once the model's device has finished its work."""
     device = device_of(model)
     if device.type == "cuda":
@@ -336,11 +336,11 @@ def _now(model) -> float:
     return time.perf_counter()
 
 
-def _row(model, ids):
+def _row(model: torch.nn.Module, ids: list) -> torch.Tensor:
     return torch.tensor([ids], device=device_of(model))
 
 
-def _write(model, tokenizer, logits, cache, asked: list) -> list:
+def _write(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, cache: Any, asked: list) -> list:
     """Ids of each case's answer, drawn with the noise that all runs of the case have, or the likeliest. The cases end
     with a line, or none of them does."""
     most = [each.case.new_tokens for each in asked]
@@ -348,13 +348,13 @@ def _write(model, tokenizer, logits, cache, asked: list) -> list:
     return written(model, tokenizer, logits, cache, most, choosers, asked[0].case.one_line)
 
 
-def _held(model) -> dict:
+def _held(model: torch.nn.Module) -> dict:
     seen = report(model)
     kept = [None if layer is None else layer[0] for layer in seen["kept"]]
     return dict(kept=kept, cache_bytes=seen["cache_bytes"], peak_cache_bytes=seen["peak_cache_bytes"])
 
 
-def _held_by_all(cache) -> dict:
+def _held_by_all(cache: Any) -> dict:
     """`Reading.held` of an unpatched model's cache; as in a report, only full-attention layers count."""
     own = [None if layer.is_sliding else layer for layer in cache.layers]
     live = _bytes(cache)

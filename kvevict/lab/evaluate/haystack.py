@@ -80,7 +80,7 @@ def growing(source: Iterator[Any]) -> Callable[[int], list]:
 class Haystack:
     """Text without end: passages of `documents`, or made-up sentences where that is None."""
 
-    def __init__(self, documents: list[str] | None = None):
+    def __init__(self, documents: list[str] | None = None) -> None:
         self.documents: Any = documents
         self.split = functools.cache(lambda i: sentences((documents or [])[i]))
 
@@ -108,10 +108,10 @@ class Haystack:
         Returns the passage alone; a part of a sentence where not even one fits. ValueError where the rest is too long.
         """
 
-        def text(parts):
+        def text(parts: list) -> str:
             return insert(" ".join(parts), facts or {})
 
-        def room(parts):
+        def room(parts: list) -> int:
             return tokens - settings.tokens(before + text(parts) + after)
 
         if (left := room([])) < 0:
@@ -140,7 +140,7 @@ def filled(template: str, cast: dict[str, str], rng: Random) -> str:
     """The template's sentence: the cast's words, and no other word twice."""
     seen = set()
 
-    def word(match):
+    def word(match: Any) -> str:
         slot = match[1]
         if slot in cast:
             return cast[slot]

@@ -9,6 +9,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...policy.registry import Registry
 
@@ -18,8 +19,8 @@ METRICS = Registry("metric")
 def best(name: str) -> Callable[[Callable[[str, str], float]], Callable[[str, str], float]]:
     """Register a score(prediction, answer) as the best over all answers."""
 
-    def register(score):
-        def over_answers(prediction, answers):
+    def register(score: Any) -> Any:
+        def over_answers(prediction: str, answers: tuple) -> float:
             return float(max((score(prediction, answer) for answer in answers), default=0))
 
         METRICS.add(name)(over_answers)
@@ -49,7 +50,7 @@ def contains_all(prediction: str, answers: Sequence[str]) -> float:
 def f1_line(prediction: str, answer: str) -> float:
     """F1 over the lower-case words, without punctuation and articles (SQuAD's), of the first line that is not empty."""
 
-    def words(text):
+    def words(text: str) -> Any:
         text = "".join(c for c in text.lower() if c not in string.punctuation)
         return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

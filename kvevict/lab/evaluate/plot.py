@@ -59,7 +59,7 @@ def budget(lines: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _draw(panel, summary, column, names, budgets) -> None:
+def _draw(panel: Any, summary: dict, column: tuple, names: list, budgets: list) -> None:
     """A panel's lines. column: (task, tags, mode); names: (policy, chunk size) of each line."""
     task, _, mode = column
     metric = next(row[column].metric for row in summary.values() if column in row)
@@ -89,7 +89,7 @@ def _is_oracle(policy: str) -> bool:
     return policy.split(":")[0] == "oracle"
 
 
-def _style(policy, i) -> dict[str, Any]:
+def _style(policy: str, i: int) -> dict[str, Any]:
     if _is_oracle(policy):
         return dict(color="k", marker="*", linestyle="--", markersize=8)
     return dict(

@@ -12,23 +12,23 @@ from .tasks import FIDELITY
 CASE = ("task", "id", "seed")
 
 
-def _number(most):
+def _number(most: float) -> Any:
     return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and not most < abs(x) < math.inf
 
 
-def _or_none(fits):
+def _or_none(fits: Any) -> Any:
     return lambda x: x is None or fits(x)
 
 
-def _all(fits):
+def _all(fits: Any) -> Any:
     return lambda x: isinstance(x, list) and all(map(fits, x))
 
 
-def _text(x):
+def _text(x: object) -> bool:
     return isinstance(x, str)
 
 
-def _budget(x):
+def _budget(x: Any) -> bool:
     if not _text(x):
         return _number(PLENTY)(x)
     with contextlib.suppress(ValueError):
@@ -36,7 +36,7 @@ def _budget(x):
     return False
 
 
-def _tags(x):
+def _tags(x: dict) -> bool:
     return isinstance(x, dict) and all(_text(tag) or isinstance(tag, bool) or _number(1e18)(tag) for tag in x.values())
 
 
@@ -67,7 +67,7 @@ class Results:
     responses   values of `CASE` -> ids that the full run generated
     """
 
-    def __init__(self, path, settings: dict):
+    def __init__(self, path: str | Path, settings: dict) -> None:
         self.keys, self.responses = set(), {}
         settings = json.loads(json.dumps(settings))
         path = Path(path)
@@ -87,19 +87,19 @@ class Results:
         self._append(line)
         self._note(line)
 
-    def _append(self, line):
+    def _append(self, line: dict) -> None:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
-    def _note(self, line):
+    def _note(self, line: dict) -> None:
         self.keys.add(tuple(line[name] for name in KEY))
         if "response" in line:
             self.responses[tuple(line[name] for name in CASE)] = line["response"]
 
-    def __enter__(self):
+    def __enter__(self) -> "Results":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.file.close()
 
 
@@ -119,7 +119,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return settings, [_line(path, *numbered) for numbered in enumerate(rest[:-1], 2)]
 
 
-def _line(path, number, text) -> dict:
+def _line(path: str | Path, number: int, text: bytes) -> dict:
     try:
         line = parsed(text)
     except ValueError:
@@ -136,19 +136,19 @@ def _line(path, number, text) -> dict:
     return line | dict(mode=OLD_MODES.get(line["mode"], line["mode"]))
 
 
-def _only_a_start(path) -> bool:
+def _only_a_start(path: str | Path) -> bool:
     """True if a file is empty or has only a part of its first line, without a line end of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 
 
-def _cut_half_line(path) -> None:
+def _cut_half_line(path: str | Path) -> None:
     size = path.read_bytes().rfind(b"\n") + 1
     with path.open("r+b") as file:
         file.truncate(size)
 
 
-def _same(path, before: dict, now: dict) -> None:
+def _same(path: str | Path, before: dict, now: dict) -> None:
     names = [name for name in before | now if before.get(name) != now.get(name)]
     if names and (before.get("protocol") or set(names) - ADDED):
         differs = "; ".join(f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names)

@@ -108,7 +108,7 @@ def evaluate(
             }
             bar.update(len(cases) * len(runs) - sum(map(len, missing.values())))
 
-            def measure(text, missing=missing, settings=settings):
+            def measure(text: list, missing: dict = missing, settings: Settings = settings) -> Any:
                 for case in text:
                     case.tags.setdefault("length", settings.length)
                 wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
@@ -120,12 +120,14 @@ def evaluate(
                 bar.update()
 
 
-def _texts(cases) -> list:
+def _texts(cases: list) -> list:
     """The cases in lists: one after the other that have the same context."""
     return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
 
 
-def _lines(model, tokenizer, cases, wanted, responses, seed, plan, batch_size):
+def _lines(
+    model: Any, tokenizer: Any, cases: list, wanted: dict, responses: dict, seed: int, plan: Plan, batch_size: int
+) -> Iterator[Any]:
     """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
     runs. Runs that need only one read of the context come first."""
     asked = {
@@ -135,12 +137,12 @@ def _lines(model, tokenizer, cases, wanted, responses, seed, plan, batch_size):
         for case in cases
     }  # fmt: skip
 
-    def line(each, run, text=None):
+    def line(each: Asked, run: Run, text: Any = None) -> dict:
         measured = ask(model, tokenizer, each, run, text)
         each.response = measured.get("response", each.response)
         return told(each.case, run, measured)
 
-    def told(case, run, measured):
+    def told(case: Case, run: Run, measured: dict) -> dict:
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
 

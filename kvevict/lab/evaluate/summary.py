@@ -24,7 +24,7 @@ class Cell:
     cases: int
     metric: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         share = "" if self.share is None else f" {self.share:.0%}"
         if self.metric == PERPLEXITY:
             return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]{share}"
@@ -51,12 +51,12 @@ class Fidelity:
     def high(self) -> float:
         return self.mean + Z * self.error
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.mean:.3f} ±{self.error:.3f} {100 * self.same:.1f} ±{100 * self.same_error:.1f}%"
 
 
 def fidelity(lines: list[dict[str, Any]]) -> Fidelity:
-    def of(name):
+    def of(name: str) -> tuple:
         values = [line[name] for line in lines]
         return sum(values) / len(values), standard_error(values)
 
@@ -79,7 +79,7 @@ class Answered:
     half: float
     metric: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         right = f"{100 * self.mean:.1f} [{100 * self.low:.0f}, {100 * self.high:.0f}] of {self.counted}/{self.cases}"
         return f"{right}; {self.dnll:+.3f} ±{self.half:.3f}"
 
@@ -89,19 +89,19 @@ def answered(lines: list[dict[str, Any]], full: dict[tuple, dict[str, Any]]) -> 
     pairs = [(line, full[_case(line)]) for line in lines if _case(line) in full]
     scores = [line["score"] for line, base in pairs if _counts(base)]
     dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]
-    texts = [_text(line) for line, _ in pairs] or [None]
+    texts: list = [_text(line) for line, _ in pairs] or [None]
     middle = of_scores(scores) if scores else (0.0, 0.0, 1.0)
     mean = sum(dnll) / len(dnll)
     half, metric = clustered(dnll, texts), lines[0]["metric"]
     return Answered(*middle, counted=len(scores), cases=len(pairs), dnll=mean, half=half, metric=metric)
 
 
-def _counts(full) -> bool:
+def _counts(full: dict) -> bool:
     """True if a question counts, because the full cache answers it."""
     return full["score"] >= 0.5
 
 
-def _text(line):
+def _text(line: dict) -> tuple:
     """Questions of one text depend on each other."""
     return line["task"], line["seed"], line["tags"].get("length"), line["tags"].get("text", line["id"])
 
@@ -113,7 +113,7 @@ class Average:
     mean: float
     share: float | None
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{100 * self.mean:.1f}" + ("" if self.share is None else f" {self.share:.0%}")
 
 
@@ -162,11 +162,11 @@ def summarize(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> dict[tuple
     return {row: {column: _of(group, full) for column, group in columns.items()} for row, columns in groups.items()}
 
 
-def _column(line, by, mode) -> tuple:
+def _column(line: dict, by: Any, mode: str) -> tuple:
     return line["task"], tuple(line["tags"][tag] for tag in by), mode
 
 
-def _of(group, full):
+def _of(group: list, full: dict) -> Any:
     """The cell of a group's lines; full: case -> the full cache's line."""
     metric, *others = dict.fromkeys(line["metric"] for line in group)
     if others:
@@ -179,5 +179,5 @@ def _of(group, full):
     return cell([line["score"] for line in group], base, metric)
 
 
-def _case(line) -> tuple:
+def _case(line: dict) -> tuple:
     return line["task"], line["id"], line["seed"]

@@ -24,7 +24,7 @@ def render(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def _tables(summary, by) -> list:
+def _tables(summary: dict, by: Any) -> list:
     columns, parts = list(dict.fromkeys(column for row in summary.values() for column in row)), []
     if not by:
         heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
@@ -41,14 +41,14 @@ def _tables(summary, by) -> list:
     return parts
 
 
-def _costs(lines) -> list:
+def _costs(lines: list) -> list:
     """Rows of text, the head first; empty where no text was read once for many questions."""
     rows: dict = {}
     for line in lines:
         if "ask_seconds" in line:
             rows.setdefault((line["policy"], line["budget"], line["chunk_size"]), []).append(line)
 
-    def middle(own, name, unit):
+    def middle(own: list, name: str, unit: int) -> str:
         known = [line[name] for line in own if line.get(name) is not None]
         return f"{median(known) / unit:.2f}" if known else ""
 
@@ -59,7 +59,7 @@ def _costs(lines) -> list:
     return [["policy", "budget", "chunk", *COLUMNS], *table] if table else []
 
 
-def _place(value):
+def _place(value: tuple) -> list:
     """Sort key of tags' values, words and numbers mixed."""
     return [(isinstance(each, str), each) for each in value]
 
@@ -90,7 +90,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def _cells(summary, columns: dict) -> list:
+def _cells(summary: dict, columns: dict) -> list:
     """Rows of text, the head first. columns: head -> key of the cell."""
     table = [["policy", "budget", "chunk", *columns]]
     for (policy, budget, chunk), row in summary.items():
@@ -100,7 +100,7 @@ def _cells(summary, columns: dict) -> list:
     return table
 
 
-def _setting(budget, chunk) -> list:
+def _setting(budget: float | None, chunk: int | None) -> list:
     return ["", ""] if budget is None else [str(budget), str(chunk or "whole")]
 
 

@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ...files import write
@@ -80,10 +81,10 @@ class History:
             old = self.errors or [0.0] * len(errors)
             self.errors = [mean + (x - mean) / self.contexts for mean, x in zip(old, errors, strict=True)]
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | Path) -> None:
         write(path, json.dumps(dict(contexts=self.contexts, errors=self.errors)))
 
-    def load(self, path: Any) -> None:
+    def load(self, path: str | Path) -> None:
         """Read a file of `save`; raises ValueError for another kind of file."""
         try:
             with open(path, encoding="utf-8") as file:

@@ -144,7 +144,7 @@ class Rows:
         """Return the positions of slots that are always kept, or limited in number, wherever the slots are."""
         return FREE
 
-    def __deepcopy__(self, memo: Any) -> Any:  # immutable, and its draft model is another model
+    def __deepcopy__(self, memo: object) -> Any:  # immutable, and its draft model is another model
         return self
 
 

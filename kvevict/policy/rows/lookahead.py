@@ -103,11 +103,11 @@ class Lookahead(Rows):
 
 
 @functools.lru_cache
-def _tokens(folder: Any, stamp: Any) -> Any:
+def _tokens(folder: str | Path, stamp: Any) -> Any:
     return config_of(folder)["tokens"]
 
 
-def tokens_in(folder: Any) -> int:
+def tokens_in(folder: str | Path) -> int:
     """Count the lookahead rows of a saved adapter."""
     path = Path(folder) / "config.json"
     return _tokens(folder, path.stat().st_mtime_ns if path.is_file() else None)

@@ -201,7 +201,7 @@ def xquad(settings: Settings) -> Iterator[Case]:
         pairs = [(q, dict.fromkeys(a["text"] for a in answers)) for _, asked in left for q, answers in asked]
         longest = max((plain(question) for question, _ in pairs), key=len, default="")
 
-        def fits(n, longest=longest, left=left):
+        def fits(n: int, longest: str = longest, left: list = left) -> bool:
             return n <= len(left) and settings.tokens(joined(left[:n]) + longest) <= settings.length
 
         n = most(fits)
@@ -233,7 +233,7 @@ def loogle(settings: Settings) -> Iterator[Case]:
             raise ValueError(f"data: {path} is not LooGLE's shortdep_qa ({error!r}); give that") from None
         longest = max((plain(question) for question, *_ in known), key=len)
 
-        def fits(n, parts=parts, longest=longest):
+        def fits(n: int, parts: list = parts, longest: str = longest) -> bool:
             return n <= len(parts) and settings.tokens(" ".join(parts[:n]) + longest) <= settings.length
 
         context = " ".join(parts[: most(fits, settings.length // 32)])

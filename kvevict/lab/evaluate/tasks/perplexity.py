@@ -17,7 +17,7 @@ def perplexity(settings: Settings) -> Iterator[Case]:
         parts = sentences(text)
         guess = len(parts) * settings.length // (settings.length + SCORED)
 
-        def fits(n, parts=parts):
+        def fits(n: int, parts: list = parts) -> bool:
             return n < len(parts) and settings.tokens(" ".join(parts[:n])) <= settings.length
 
         if not (n := most(fits, guess)):

@@ -121,9 +121,9 @@ def eight(name: str) -> Callable[[Callable[..., tuple]], Callable[..., tuple]]:
     """Register a task of eight facts. build(rng, facts) returns a case's parts: (facts, question, answers, metric,
     further tags)."""
 
-    def register(build):
+    def register(build: Any) -> Any:
         @TASKS.add(name)
-        def cases(settings):
+        def cases(settings: Settings) -> Iterator[Any]:
             for i in range(settings.cases):
                 rng = settings.rng(name, settings.length, i)
                 facts, asked, answers, metric, more = build(rng, draw(rng, 8))
@@ -168,7 +168,7 @@ def keyvalue(settings: Settings) -> Iterator[Case]:
         facts = draw(rng, max(1, settings.length // 6))  # a line takes more tokens than that
         place = rng.random()
 
-        def fits(n, facts=facts, place=place):
+        def fits(n: int, facts: list = facts, place: float = place) -> bool:
             prompt = lines(facts[:n]) + line_question(facts[int(place * n) % len(facts)][1])
             return n <= len(facts) and settings.tokens(prompt) <= settings.length
 

@@ -69,7 +69,7 @@ def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[s
     mark = "The special" if prompt.startswith("needle") else "Answer:"
 
     @TASKS.add(name)
-    def cases(settings):
+    def cases(settings: Settings) -> Iterator[Any]:
         for i in range(settings.cases):
             rng, room = settings.rng(name, i), settings.length - published
             context, question, answers = build(settings, rng, room, i, **parameters)
@@ -82,7 +82,7 @@ def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[s
 def fill(settings: Settings, room: int, before: str, body: Callable[[int], str], after: str, least: int) -> str:
     """`body(n)` of the largest n >= least with `before + body(n) + after` within `room` tokens."""
 
-    def size(n):
+    def size(n: int) -> int:
         return settings.tokens(before + body(n) + after)
 
     start = size(least)

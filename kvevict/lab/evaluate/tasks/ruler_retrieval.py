@@ -81,7 +81,7 @@ def vt(settings: Settings, rng: random.Random, room: int, i: int) -> tuple[str, 
     (shown, shown_links), (names, links) = chain(rng, 3, known), chain(rng, 5, value)
     seed, least = rng.random(), len(links)
 
-    def example(n):
+    def example(n: int) -> str:
         text = hidden([NOISE] * n, shown_links, seed)
         return head + text + tail.format(query=known, count=len(shown))
 

@@ -4,6 +4,7 @@ import math
 import string
 from itertools import islice
 from random import Random
+from typing import Any
 
 from ..haystack import growing, words
 from . import Settings
@@ -26,7 +27,7 @@ def cwe(settings: Settings, rng: Random, room: int, i: int, common: int = 10) ->
     take = growing(words(rng))
     example = before + mixed(take(size), common, *shown, seed) + after + " " + numbered(take(common)) + "\n" + before
 
-    def body(n):
+    def body(n: Any) -> Any:
         return mixed(take(size + n)[size:], common, *asked, seed)
 
     text = fill(settings, room, example, body, after, common + 1)
@@ -38,10 +39,10 @@ def fwe(settings: Settings, rng: Random, room: int, i: int) -> tuple[str, str, l
     zeta, seed, (before, after) = math.pi**2 / 6, rng.random(), PROMPTS["fwe"][:2]
     coded = ["...", *islice(codes(rng, string.ascii_lowercase, 6), max(room // 50 - 1, 4))]
 
-    def counts(n):
+    def counts(n: Any) -> Any:
         return [int(n / (zeta * k**2)) for k in range(1, len(coded) + 1)]
 
-    def body(n):
+    def body(n: Any) -> Any:
         while counts(n)[3] == counts(n)[4]:  # 42 to 52: the last answer would be no more frequent than the next word
             n -= 1
         return " ".join(shuffled([word for word, count in zip(coded, counts(n)) for _ in range(count)], seed))

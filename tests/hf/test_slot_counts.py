@@ -16,12 +16,7 @@ BOUNDED = {
     "streaming": {}, "h2o": {}, "tova": {}, "h2o+caote": {}, "snapkv": dict(decode=True, interval=16),
     "take+edie": dict(decode=True, interval=16), "keydiff": dict(decode=True, interval=7, kv="int8"),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def told(model, cache, tokens):
