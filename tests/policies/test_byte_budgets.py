@@ -15,6 +15,7 @@ from kvevict.families import find_decoder
 from kvevict.lab.evaluate.ask import Run, policy_for
 from kvevict.patch import in_slots, slot_bytes
 from kvevict.policy.policy import Policy, build
+from kvevict.serve.errors import Refused
 from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies
 
@@ -119,5 +120,5 @@ def test_a_server_s_budget(model):
     assert policies.of({"budget": "40KiB", "policy": "streaming"}, False)[0].budget == 20
     with pytest.raises(Exception, match="larger than the server's"):
         policies.of({"budget": "128KiB"}, False)
-    with pytest.raises(ValueError, match="not a number of bytes"):
+    with pytest.raises(Refused, match="not a number of bytes"):
         policies.of({"budget": "much"}, False)
