@@ -85,8 +85,8 @@ class Sequence:
         """Forget columns that are padding in all rows."""
         assert self.seen is not None
         longest = int(self.seen.max())
-        if longest < self.columns:
-            self.columns, self.floor = longest, longest - self.removable
+        gone = max(0, self.columns - longest)
+        self.columns, self.floor, self.archived = self.columns - gone, self.floor - gone, self.archived - gone
         if (self.seen == longest).all():
             self.next_position = None
 
