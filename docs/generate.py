@@ -67,8 +67,9 @@ a text, `NAME:OPTION=VALUE,...`, and `kvevict policies` lists each policy's. [me
 methods, [results.md](results.md) compares them.
 
 **To choose:** For a known question: `take+edie`, the default of `patch` and of the commands, in chunks or in one pass.
-For later questions: `read-twice` or, at 1/4 of the slots and more, `read-once`; `gate` for a model with gates. For none
-(the model continues a text): `paasvn`, read in one pass. Compare with `kvevict eval --mode known` and `--mode later`.
+For later questions: `take+edie` with `recall=True`, if all tokens can be stored; else `gate` for a model with gates,
+`read-twice` or, at 1/4 of the slots and more, `read-once`. For none (the model continues a text): `paasvn`, read in one
+pass. Compare with `kvevict eval --mode known` and `--mode later`.
 
 - **question**: `known`: the prompt ends with it, and its tokens decide what is kept; `later`: it is asked after the
   text was read, so what is kept does not depend on it; `none`: the model continues the text.
@@ -251,7 +252,7 @@ def written(action) -> str:
         return action.option_strings[-1]
     choice = "|".join(map(str, action.choices)) if action.choices else None
     value = choice or action.metavar or action.dest.upper()
-    return f"{action.option_strings[-1]} {value}{' ...' if action.nargs in ('+', '*') else ''}"
+    return f"{', '.join(action.option_strings)} {value}{' ...' if action.nargs in ('+', '*') else ''}"
 
 
 def cell(text: str) -> str:
@@ -315,24 +316,23 @@ the unpatched model. Outputs are equal with Transformers {SINCE} and newer, or s
 ## Served
 
 `tests/serve/test_serve_types.py` asks a server of a tiny model of each type that has a state, a sliding window, latents
-or layers that share keys and values. `=`: each token's logits are the unpatched model's, and with few slots or slots of
-8 bits those of the request alone. Answers of types with a state or a window are written one beside the other, without a
-common step.
+or layers that share keys and values: one request, two at once, `n=2`, a beginning again, a stored text, later turns, a
+cancelled request. Each token's logits are the unpatched model's, and with few slots or slots of 8 bits those of the
+request alone. Answers of types with a state or a window are written one beside the other, without a common step.
 
 {served()}
 """
 
 
 def served() -> str:
-    """The table of tests/serve/types.tsv, and the reasons of what is refused."""
+    """The types of tests/serve/types.tsv by what they hold, and what is refused of them, with the reason."""
     head, *types = (line.split("\t") for line in SERVED.read_text(encoding="utf-8").splitlines())
-    reasons = sorted(
-        {re.sub(r"\w+Model", "the model", cell) for _, _, *cells in types for cell in cells if cell != "="}
-    )
-    text = f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
+    groups: dict = {}
     for name, holds, *cells in types:
-        text += f"| `{name}` | {holds} | {' | '.join('=' if cell == '=' else 'refused' for cell in cells)} |\n"
-    return text + "".join(f"\nRefused: {reason}.\n" for reason in reasons).rstrip()
+        refused = [f"{case} refused: {cell}" for case, cell in zip(head[2:], cells, strict=True) if cell != "="]
+        reason = re.sub(r"\w+Model", "the model", "; ".join(refused))
+        groups.setdefault(f"**{holds}**{f' ({reason})' * bool(reason)}", []).append(name)
+    return "\n".join(filled(f"- {held}: {quoted(names)}") for held, names in groups.items())
 
 
 def labels(types) -> str:

@@ -24,7 +24,7 @@ def answer():
 
 
 print("full cache:", answer())
-for policy in ("take+chunkkv", "take", "streaming"):
+for policy in ("take+edie", "snapkv", "streaming"):
     with kvevict.evicting(model, policy, budget=128, chunk_size=256):
         said, report = answer(), kvevict.report(model)
     kept = report["kept"][0][0][0]

@@ -37,6 +37,8 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
     store's folder or the port cannot be had."""
     log.to_stderr()
     transformers_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # the log's reader expects JSON
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         server = server_of(model, **vars(options))

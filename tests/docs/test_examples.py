@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SAYS = {
-    "first_steps": "take+chunkkv: The code of Naislet is 364735 (128 of 1787 slots",
+    "first_steps": "take+edie: The code of Naislet is 364735 (128 of 1787 slots",
     "many_questions": "from disk the same: True",
     "chat": "1862 tokens read, 256 slots: The code of Naislet is 364735 (right)",
     "own_score": "{'rows': 'probe', 'chunk_size': 128} kept [64, 64, 64, 64]",
