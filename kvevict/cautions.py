@@ -49,6 +49,6 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
         once(
             ("turn", before.budget),
             f"{kept:.0%} of the tokens in past_key_values are kept, and were chosen for an earlier question: answers "
-            "about the rest are often wrong. Read the whole chat again, without past_key_values, or with recall=True from "
-            "the first turn on",
+            "about the rest are often wrong. Read the whole chat again, without past_key_values, or patch with "
+            "recall=True before its first turn",
         )
