@@ -134,8 +134,8 @@ def test_report(family, policy, options):
         out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
         report, full = kvevict.report(model), kvevict.report(model, positions=True)
     assert set(report) == {
-        "seen", "kept", "kept_share", "cache_bytes", "padded_bytes", "peak_cache_bytes", "overhead_bytes", "archive_bytes",
-        "full_cache_bytes", "bits", "wider_keys", "seconds",
+        "seen", "kept", "kept_share", "cache_bytes", "padded_bytes", "peak_cache_bytes", "overhead_bytes",
+        "full_cache_bytes", "archive_bytes", "bits", "wider_keys", "seconds",
     }  # fmt: skip
     assert set(full) == {*report, "positions"}
     assert {key: full[key] for key in report} == report
