@@ -32,7 +32,8 @@ MODEL = KINDS["model"]
 def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "") -> None:
     """Write a cache that a patched model filled to `path` (safetensors).
 
-    cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it.
+    cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it. Of a cache
+            that was read with recall=True the slots of all tokens are written
     name    a text for the file's metadata, under `name`; the checksum covers it
 
     In tensor parallel all ranks call this: the first rank writes one file with the heads of all, and any number of
@@ -42,9 +43,10 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
         raise ValueError(
             f"a {type(cache).__name__} that was not filled by kvevict: read a prompt with a patched model first"
         )
-    sequence = cache.sequence
-    if sequence.half_read:
+    if cache.sequence.half_read:
         raise ValueError(HALF_READ)
+    cache = cache.recalled()
+    sequence = cache.sequence
     tensors, facts = {}, []
     for index, layer in enumerate(cache.layers):
         if type(layer).__name__ == "DummyLayer":
@@ -54,8 +56,6 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
             raise ValueError(
                 f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
             )
-        if getattr(layer, "archive", None) is not None:
-            raise ValueError("save_cache cannot write an archive (recall=True) yet: keep the cache in memory")
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
             slots = layer.storage.gathered()
             packed = torch.cat([torch.arange(s.start, s.stop) for _, _, s in slots.segments()])

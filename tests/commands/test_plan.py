@@ -414,6 +414,19 @@ def test_command_of_drafts(tmp_path, capsys):
     assert not any(line.startswith("tokens/s") for line in lines)
 
 
+@pytest.mark.parametrize("kind", ["model", "k8v4"])
+def test_command_of_recall(kind, tmp_path, capsys):
+    """The archive is told, as `report` measures it but for its room to grow."""
+    shared().config.save_pretrained(tmp_path)
+    argv = ["plan", "--model", str(tmp_path), "--policy", f"snapkv:recall=true,kv={kind}", "--budget", "64"]
+    assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "the archive takes" in line]
+    with kvevict.evicting(shared(), "snapkv", budget=64, recall=True, kv=kind), torch.no_grad():
+        cache = shared()(prompt(1, 520)["input_ids"], logits_to_keep=1).past_key_values
+    size = sum(layer.archive.live_bytes() for layer in cache.layers)
+    assert told == [f"Beside that, the archive takes {size / 2**30:.3g} GiB; attention to it is left out."]
+
+
 @pytest.mark.parametrize("options, budget, kept, told", [
     ("", "", 500, "the full cache"), ("", "--budget 0.3", 150, "a budget of 0.3"),
     (",budget=180", "", 180, "a budget of 180"),

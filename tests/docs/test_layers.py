@@ -2,6 +2,7 @@
 engine/ only from its room and those below."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,23 @@ def test_the_engine_s_rooms():
         "read",
         "watch",
     }
+
+
+def rooms(file: Path, text: str) -> set:
+    """The modules and folders of the package that a file imports from; of the engine its rooms."""
+    names = {path[1:] for path in imported(file, text)}
+    return {"/".join(name[: 1 + (name[0] == "engine")]) for name in names if name and name[0] in LEVEL}
+
+
+def test_no_circle():
+    """The package itself and its public names, which import lazily, are left out."""
+    graph: dict = {}
+    for file in FILES:
+        parts = file.with_suffix("").parts
+        room = "/".join(parts[: 1 + (parts[0] == "engine")])
+        graph.setdefault(room, set()).update(rooms(file, (PACKAGE / file).read_text("utf-8")) - {room})
+    assert graph["patch"] and graph["engine/read"]
+    list(TopologicalSorter(graph).static_order())  # or a CycleError
 
 
 @pytest.mark.parametrize("file, text, found", [

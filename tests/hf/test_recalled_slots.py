@@ -250,7 +250,7 @@ def test_a_turn_without_recall_ends_the_archive():
     assert [layer.archive.counts.tolist() for layer in cache.layers] == [[[44, 44]]] * 4
 
 
-def test_refusals(tmp_path):
+def test_refusals():
     for options, said in (
         (dict(policy="knorm"), "slots come back for rows that ask"),
         (dict(policy="h2o"), "carry='none'"), (dict(policy="fastkv"), "tsp=None"),
@@ -264,10 +264,29 @@ def test_refusals(tmp_path):
     model = shared()
     with kvevict.evicting(model, **SNAPKV):
         caches = [model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values for _ in range(2)]
-    with pytest.raises(ValueError, match="archive"):
-        kvevict.save_cache(caches[0], tmp_path / "cache")
     with pytest.raises(ValueError, match=r"archive \(recall=True\): decode it alone"):
         join(caches)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "int8", "decode"])
+def test_saved_and_loaded(name, tmp_path):
+    """A file has the slots of all tokens, and a turn after it is as after the cache in memory."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **POLICIES[name]):
+        cache = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
+        decoded(model, cache)
+        kvevict.save_cache(cache, tmp_path / "cache")
+        loaded = kvevict.load_cache(tmp_path / "cache", model)
+        assert [layer.len.tolist() for layer in loaded.layers] == [[[123, 123]]] * 4
+        one, two = loaded.fork(), loaded.fork()
+        outs = [model(turn, **{CACHE: each}, logits_to_keep=1).logits for each in (cache, loaded, one)]
+        more = [decoded(model, each).logits for each in (cache, loaded, one)]
+        again = [model(turn, **{CACHE: each}, logits_to_keep=1).logits for each in (cache, loaded, one)]
+        model(turn, **{CACHE: two}, logits_to_keep=1)
+    for found in (outs, more, again):
+        assert relative(found[1], found[0]) < 1e-5 and relative(found[2], found[0]) < 1e-5
+    assert [places(layer, False) for layer in loaded.layers] == [places(layer, False) for layer in cache.layers]
+    assert all(layer.archive.counts.tolist() == [[143, 143]] for layer in two.layers)
 
 
 def test_a_prompt_of_several_chunks_recalls_at_its_end():

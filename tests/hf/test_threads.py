@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import kvevict
+from kvevict.context import within
 
 RUNS = {
     "take": dict(budget=20, probe=5, chunk_size=40),
@@ -142,3 +143,29 @@ def test_everything_at_once(net):
     nets = [net, stress.Net(1)]
     stress.together(nets, threads=8, tasks=32, each=fuzzing.count(1), seed=fuzzing.SEED)
     assert all(net.is_as_before() for net in nets)
+
+
+def test_two_threads_on_one_cache():
+    """The second is told so, and the first goes on as alone."""
+    model, prompt = kvevict.patch(tiny.shared(), "snapkv", budget=20, window=4, chunk_size=16), tiny.prompt(1, 50)
+    caches, said = [DynamicCache(config=model.config) for _ in range(2)], []
+
+    def second():
+        with pytest.raises(ValueError, match="another thread is reading") as error, torch.no_grad():
+            model(torch.tensor([[5]]), past_key_values=caches[1])
+        said.append(str(error.value))
+
+    def pause():
+        if caches[1].get_seq_length() and not said:
+            other = threading.Thread(target=second)
+            other.start()
+            other.join()
+
+    try:
+        with torch.no_grad():
+            want = model(**prompt, past_key_values=caches[0], logits_to_keep=1).logits
+            with within(pause=pause):
+                got = model(**prompt, past_key_values=caches[1], logits_to_keep=1).logits
+    finally:
+        kvevict.unpatch(model)
+    assert said and torch.equal(got, want)

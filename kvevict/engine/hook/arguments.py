@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from ..slots.cache import HALF_READ, EvictionLayer
 from ..watch.diagnostics import Diagnostics
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask, padding_of
+
+OF_ANOTHER_THREAD = (
+    "another thread is reading into past_key_values, or an error left it half read there: give each thread a fork "
+    "(cache.fork()), or read the prompt into a new one"
+)
 
 
 class Arguments:
@@ -131,6 +137,8 @@ def columns_of(cache: Any, batch: int) -> int:
     if not isinstance(cache, EvictionCache):
         return columns
     sequence = cache.sequence
+    if sequence.half_read and sequence.thread != threading.get_ident():
+        raise ValueError(OF_ANOTHER_THREAD)
     if sequence.half_read or sequence.columns != columns:
         raise ValueError(HALF_READ)
     if sequence.seen is not None and len(sequence.seen) != batch:

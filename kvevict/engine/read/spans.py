@@ -2,6 +2,7 @@
 after a prompt are one span."""
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -78,7 +79,7 @@ class Spans:
 
     def begin(self) -> None:
         """Mark the cache as half read: from here on it changes, until `settle`."""
-        self.cache.sequence.half_read = True
+        self.cache.sequence.half_read, self.cache.sequence.thread = True, threading.get_ident()
         self.arguments.outer.spans = self
 
     def settle(self) -> None:

@@ -43,6 +43,18 @@ class EvictionCache(DynamicCache):
         twin.meter = self.meter
         return twin
 
+    def recalled(self) -> EvictionCache:
+        """A fork with the slots of all tokens in place of an archive; this cache if it has none."""
+        if all(getattr(layer, "archive", None) is None for layer in self.layers):
+            return self
+        twin, count = self.fork(), self.sequence.columns - self.sequence.archived
+        for layer in twin.layers:
+            if isinstance(layer, EvictionLayer) and layer.archive is not None:
+                layer.archive_last(count)
+                layer.recall()
+                layer.archive = None
+        return twin
+
     def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
         """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
         twin = copy.copy(self)  # without the meter, and a table

@@ -172,20 +172,16 @@ class EvictionLayer(CacheLayerMixin):
         kept = self.storage.growing
         if self.archive is None:
             self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
-        if isinstance(self.archive, Storage) and kept.centre is not None:  # of rows that had no token before
-            self.archive = replace(self.archive, centre=kept.centre, centred=kept.centred)
-        self.archive = self.archive.append(k, v, pos, first, padding)
+        self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding)
 
     def archive_last(self, count: int) -> None:
         """Write the last `count` slots of each head to the archive. Without one it begins with all slots."""
         if self.archive is None:
-            kept = self.storage.gathered()
-            self.archive = replace(kept, pool=None, shared=False).moved(kept.counts)
+            self.archive = fork(self.storage)
         elif count:
             new = self.storage.growing
-            self.archive = self.archive.with_last(
-                new if (new.counts >= count).all() else self.storage.gathered(), count
-            )
+            new = new if (new.counts >= count).all() else self.storage.gathered()
+            self.archive = self.archive.centred_as(new).with_last(new, count)
 
     def recall(self) -> None:
         """The slots of all tokens take the place of the kept ones, until the next cut."""

@@ -56,6 +56,10 @@ class Fork:
         want them have a chooser."""
         return self.own.decode(q, k, v, pos, prefix=self.prefix, **options)
 
+    def centred_as(self, other: Storage) -> Fork:
+        """As `Storage.centred_as`."""
+        return self if self.centre is None else Fork(self.prefix.centred_as(other), self.own.centred_as(other))
+
     def with_last(self, other: Storage, count: int) -> Fork:
         """As `Storage.with_last`."""
         return replace(self, own=self.own.with_last(other, count))

@@ -78,7 +78,9 @@ class LatentLayer(EvictionLayer):
         return copy.deepcopy(self, {id(self.sequence): self.sequence})
 
     def recall(self) -> None:
-        self.storage = self.archive.moved(self.archive.capacity)
+        assert self.archive is not None
+        whole = self.archive.gathered()
+        self.storage = whole.moved(whole.capacity)
 
     def update(  # type: ignore[override]  # passed by position
         self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any

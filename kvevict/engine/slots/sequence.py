@@ -27,6 +27,7 @@ class Sequence:
         self.archived = 0  # columns whose slots are in the layers' archives, too
         self.removing: int | None = None  # tokens that a running crop of the cache removes
         self.half_read = False  # a call that changes the cache has not ended
+        self.thread: int | None = None  # that the last such call began in
         self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns with their padding moved to the left
         self.next_position: torch.Tensor | None = None  # [B] int64, where it is not `seen`
         self.policy: Any = None  # that read it; None for a loaded cache (unknown) and without a budget

@@ -199,6 +199,10 @@ class Storage(Held):
         both = torch.where(old, self.centre, centre)  # type: ignore[arg-type]  # packed keys have one
         return replace(self, centre=both, centred=self.centred | known)
 
+    def centred_as(self, other: Storage) -> Storage:
+        """A storage with another one's centres: it may have some of rows that have no slot here."""
+        return self if self.centre is None else replace(self, centre=other.centre, centred=other.centred)
+
     def copy_on_write(self) -> Storage:
         """A storage whose buffers no fork reads: slots may be moved and overwritten there."""
         return self.moved(self.capacity) if self.shared else self

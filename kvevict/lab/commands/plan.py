@@ -61,6 +61,10 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     if policy.threshold is not None:
         most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
+    if policy.recall:
+        slots = args.batch * (args.tokens + args.new_tokens)
+        archive = slots * shape.windows.count(None) * replace(shape, kv=policy.kv).slot_bytes
+        print(f"Beside that, the archive takes {archive / 2**30:.3g} GiB; attention to it is left out.")
     if policy.rows.n_d:
         print("What the policy drafts is left out.")
     return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
