@@ -268,6 +268,24 @@ def test_refusals():
         join(caches)
 
 
+def test_beams_share_the_archive():
+    """They are reordered at each token; the rows of the text's archive are not copied, and the beams are as without."""
+    model, ids, found = shared(), prompt(1, 90)["input_ids"], []
+    for recall in (True, False):
+        with kvevict.evicting(model, **SNAPKV | dict(budget=4096, recall=recall)):
+            out = model.generate(ids, num_beams=3, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        found.append(out.sequences)
+        archives = [layer.archive for layer in out.past_key_values.layers]
+        assert [each is None for each in archives] == [not recall] * 4
+    assert torch.equal(*found)
+    with kvevict.evicting(model, **SNAPKV):
+        cache = model(ids, logits_to_keep=1).past_key_values
+        before = [layer.archive.k.data_ptr() for layer in cache.layers]
+        cache.batch_repeat_interleave(3)
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+        assert [layer.archive.k.data_ptr() for layer in cache.layers] == before
+
+
 @pytest.mark.parametrize("name", ["snapkv", "int8", "decode"])
 def test_saved_and_loaded(name, tmp_path):
     """A file has the slots of all tokens, and a turn after it is as after the cache in memory."""

@@ -164,7 +164,7 @@ class EvictionLayer(CacheLayerMixin):
             setattr(self, name, None if value is None else value[at])
         self.memory = {name: value[rows] for name, value in self.memory.items()}
         self.storage = self.storage.rows(rows)
-        self.archive = None if self.archive is None else self.archive.rows(rows)
+        self.archive = None if self.archive is None else fork(self.archive).rows(rows)  # beams share what was read
         self.carry = of_layer(self.carry, self)
 
     def archive_new(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
