@@ -111,8 +111,8 @@ def answer(
     ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
     _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
     by = context.sequence.policy
-    asks = (KEEPS, {}) if by is None or not by.recall else (by, dict(tokenizer=tokenizer))
-    with evicting(model, asks[0], **asks[1]):
+    recalls = by is not None and by.recall
+    with evicting(model, by if recalls else KEEPS, tokenizer=tokenizer if recalls else None):
         answers = [""] * len(ids)
         for batch in together(model, context, list(map(len, ids)), batch_size):
             texts = _ask(model, tokenizer, context, [ids[at] for at in batch], max_new_tokens, one_line, sampling)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers import AttentionInterface
 
 from .. import _ops, compat
@@ -31,18 +33,11 @@ class Truth:
 
 
 @torch.no_grad()
-def truth(decoder: torch.nn.Module, prompt: torch.Tensor, response: torch.Tensor) -> Truth:
+def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
     """The first pass, causal over ids [N] and [R]; it keeps the response's true scores, where there is one."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple:
+    def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
         index, n, window = module.layer_idx, found.tokens, options.get("sliding_window")
         first = 0 if window is None else max(n - window + 1, 0)
         found.keys[index], found.values[index] = (x[:, :, first:n].contiguous() for x in (key, value))
@@ -63,13 +58,13 @@ def truth(decoder: torch.nn.Module, prompt: torch.Tensor, response: torch.Tensor
     return found
 
 
-def repeated(decoder: Any, prompt: torch.Tensor, response: torch.Tensor) -> Truth:
+def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
     """The first pass over ids [N] of a prompt whose questions are not known yet (METHODS section 9). A query head's
     target is its kv head's numbers of `kvzip+`, divided by their sum. The response, ids [0], is not used."""
     found = truth(decoder, prompt, response)
     heads = decoder.config.num_attention_heads
 
-    def take(index: int, score: torch.Tensor) -> None:
+    def take(index: int, score: Tensor) -> None:
         share = score / score.sum(-1, keepdim=True)
         found.target[index] = share.repeat_interleave(heads // len(share), 0)[None].contiguous()
 
@@ -77,19 +72,12 @@ def repeated(decoder: Any, prompt: torch.Tensor, response: torch.Tensor) -> Trut
     return found
 
 
-def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None] | None = None) -> torch.Tensor:
+def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None] | None = None) -> Tensor:
     """Mean over layers and heads of KL(true scores || the lookahead rows' scores), fp32, with a graph to the adapter
     where gradients are on. note(layer, q, k, slots, options) sees the rows' queries and keys, and the prompt's."""
     each, count = [], adapter.tokens
 
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple:
+    def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
         index, window, options = module.layer_idx, options.get("sliding_window"), _op_options(options)
         past = found.keys[index], found.values[index]
         if window is not None:
@@ -117,7 +105,7 @@ def _logits(q: Any, k: Any, scale: float, softcap: float) -> Any:
     return logits.masked_fill(hidden, -torch.inf)
 
 
-def _softmax(logits: torch.Tensor, sinks: Any) -> Any:
+def _softmax(logits: Tensor, sinks: Any) -> Any:
     if sinks is None:
         return logits.softmax(-1)
     column = sinks[None, :, None, None].to(logits).expand(*logits.shape[:3], 1)
@@ -125,7 +113,7 @@ def _softmax(logits: torch.Tensor, sinks: Any) -> Any:
 
 
 def _sliding_attention(
-    q: Any, k: Any, v: Any, keys: torch.Tensor, values: Any, window: Any, *, scale: float, softcap: float, sinks: Any
+    q: Any, k: Any, v: Any, keys: Tensor, values: Any, window: Any, *, scale: float, softcap: float, sinks: Any
 ) -> Any:
     """Attention [1, n, H, D] of a sliding layer's rows: its matrix is at most as wide as the window."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
@@ -146,13 +134,13 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
         options: dict,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         none = torch.zeros(1, dtype=torch.int32, device=q.device)
         out, lse = _ops.attend(q, slots_of(keys, values), k, v, none, **options)
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
@@ -160,7 +148,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dout: Tensor) -> tuple:
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         heads = k.shape[1]
         group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  [1, Hkv, G * n, ..]
@@ -182,14 +170,14 @@ class _Attend(torch.autograd.Function):
 
 
 def _dlogits(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    dout: torch.Tensor,
-    delta: torch.Tensor,
-    lse: torch.Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
     options: dict,
-    hidden: torch.Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> tuple:
     """(weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: ds = a (dout.v - delta), where
     delta = dout.out."""
@@ -205,7 +193,7 @@ def _dlogits(
     return weights, weights * (dout @ values.transpose(-1, -2) - delta) * softcap_grad * scale
 
 
-def slots_of(keys: torch.Tensor, values: torch.Tensor | None = None) -> Held:
+def slots_of(keys: Tensor, values: Tensor | None = None) -> Held:
     """Keys and values [1, Hkv, N, D] as stored slots: head h has rows h * N .. (h + 1) * N - 1."""
     values = keys if values is None else values
     _, heads, tokens, dim = keys.shape
@@ -223,18 +211,18 @@ def _op_options(options: dict) -> dict:
 
 
 def _call(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     **options: Any,
 ) -> tuple:
     return context().training_attention(module, query, key, value, mask, **options)
 
 
 @contextlib.contextmanager
-def _attention(decoder: torch.nn.Module, function: Any) -> Iterator[None]:
+def _attention(decoder: Module, function: Any) -> Iterator[None]:
     """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]

@@ -13,7 +13,7 @@ import torch
 from ..answer import KEEPS, room_of, within_positions
 from ..batch import Pools
 from ..compat import cache_of
-from ..context import within
+from ..context import current, within
 from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
 from ..engine.measure.gates import mark_of as mark_of_gates
@@ -302,22 +302,18 @@ class Generation:
         `Plan`). Answers that run go on between the layers, too."""
 
         def pause() -> None:
-            call.reads(read)
+            chunk = current().chunk
+            call.reads(start if chunk is None else start + chunk.start)
             self.scheduler.pause()
 
-        read, tokens = start, torch.tensor([ids], device=self.device)
+        tokens = torch.tensor([ids], device=self.device)
         with contextlib.ExitStack() as inside:
             with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
                 inside.enter_context(evicting(self.model, policy, tokenizer=False))
             inside.enter_context(within(question=question, pause=pause, learns=False))
-            steps = reading(base_model(self.model), tokens, self.pools.cache() if cache is None else cache)
-            while True:
-                try:
-                    span = next(steps)
-                except StopIteration as end:
-                    return cache_of(end.value), end.value.logits[0, -1], plan_of(self.decoder)
-                read = start + span.end
-                yield span
+            into = self.pools.cache() if cache is None else cache
+            out = yield from reading(base_model(self.model), tokens, into)
+            return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
     def _keys(self, call: Call, reader: Any) -> tuple:
         """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""

@@ -82,7 +82,7 @@ class Calls:
         return calls
 
     def close(self, end: str, cut: bool) -> list[Part]:
-        """Return the rest. end: letters of the end token, which is no part of the JSON."""
+        """Return the rest. end: letters of the end token, which the JSON does not have."""
         rest = self._text.lstrip(", ")
         return [] if rest in ("", "]") else [rest]
 

@@ -194,14 +194,14 @@ class Scheduler:
 
     def _work(self, turn: Turn) -> Span | None:
         """The chunk that was read; None: the turn is done."""
-        if turn.steps is None:
-            turn.steps = turn.work()
-        if isinstance(turn.steps, Generator):
+        result = turn.work() if turn.steps is None else turn.steps
+        if isinstance(result, Generator):
+            turn.steps = result
             try:
                 return next(turn.steps)
             except StopIteration as end:
-                turn.steps = end.value
-        turn.result.set_result(turn.steps)
+                result = end.value
+        turn.result.set_result(result)
         return None
 
     def _step(self) -> None:

@@ -229,15 +229,10 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Sp
     with torch.no_grad():
         spans = inside.run(begin)
         steps = spans.steps()
-        while True:
-            try:
-                span = inside.run(next, steps)
-            except StopIteration as end:
-                output = end.value
-                break
+        while (span := inside.run(next, steps, None)) is not None:
             if span.left:
                 yield span
-        with within(ready=(decoder, output)):
+        with within(ready=(decoder, spans.output)):
             output = top(**given, logits_to_keep=1)
         spans.settle()
     return output

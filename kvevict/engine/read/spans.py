@@ -4,7 +4,7 @@ after a prompt are one span."""
 import contextlib
 import threading
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,31 +44,30 @@ class Spans:
 
     arguments  the call's `kvevict.engine.hook.arguments.Arguments`
     run        the decoder's original forward
+    output     the decoder's output for all tokens, once all are read, with the last hidden states that the caller wants
     """
+
+    output: Any = None
 
     def __init__(self, arguments: Any, run: Any) -> None:
         self.arguments, self.run, self.plan, self.policy = arguments, run, arguments.plan, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
-    def steps(self) -> Generator[Span, None, Any]:
-        """Step through the call; yields each span once it has been read. Returns the decoder's output for all tokens,
-        with the last hidden states that the caller wants."""
+    def steps(self) -> Iterator[Span]:
+        """Step through the call; yields each span once it has been read."""
         hidden = []
         for span in self.spans():
             output = self.step(span)
             hidden = _last_rows([*hidden, output.last_hidden_state], self.arguments.wanted)
             yield span
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
-        return output
+        self.output = output
 
     def read(self) -> Any:
-        """The result of all `steps`."""
-        steps = self.steps()
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value
+        """The output after all `steps`."""
+        for _ in self.steps():
+            pass
+        return self.output
 
     def spans(self) -> Iterator[Span]:
         """The spans of the call, one after the other: each is to be stepped before the next is asked for."""
@@ -118,10 +117,10 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
-        if not decodes:
-            self._archive()
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
+        else:
+            self._archive()
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731

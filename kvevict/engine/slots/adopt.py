@@ -144,7 +144,7 @@ class EvictionCache(DynamicCache):
                 layer.batch_select_indices(torch.tensor(chosen))
             else:
                 select_states(layer, chosen)
-        self.sequence.__dict__.update(self.sequence.rows(chosen).__dict__)
+        self.sequence.select(chosen)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)

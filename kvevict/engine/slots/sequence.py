@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import compat
+from ... import _ops, compat
 
 
 class Sequence:
@@ -75,12 +75,12 @@ class Sequence:
         if self.next_position is not None:
             self.next_position = self.next_position - count
 
-    def rows(self, chosen: list[int]) -> Sequence:
-        """The sequences of batch rows `chosen`."""
-        part = copy.copy(self)
-        part.seen = None if self.seen is None else self.seen[chosen]
-        part.next_position = None if self.next_position is None else self.next_position[chosen]
-        return part
+    def select(self, chosen: list[int]) -> None:
+        """Keep these batch rows, in any order; a row may be named twice."""
+        assert self.seen is not None
+        self.seen = self.seen[chosen]
+        if self.next_position is not None:
+            self.next_position = self.next_position[chosen]
 
     def trim(self) -> None:
         """Forget columns that are padding in all rows."""
@@ -95,7 +95,7 @@ class Sequence:
         """[B] int64 positions of the rows' next tokens."""
         if self.next_position is not None:
             return self.next_position
-        return torch.as_tensor(self.seen, dtype=torch.int64).to(device)
+        return _ops.upload(self.seen, device)
 
     @classmethod
     def joined(cls, each: Items[Sequence], device: torch.device) -> Sequence:

@@ -139,8 +139,12 @@ class Storage(Held):
 
     def tick(self) -> None:
         """Count one more slot in every head, which the next `decode` writes. A `Table` does so for many layers."""
-        self.before = Held(self.k, self.v, self.pos, self.offset, self.len, self.centre)
+        self.before = self.held(self.len)
         self.len, self.counts = self.len + 1, self.counts + 1
+
+    def held(self, length: Tensor) -> Held:
+        """The first length [B, Hkv] slots of each head, as an op reads or writes them."""
+        return Held(self.k, self.v, self.pos, self.offset, length, self.centre)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, **options: Any) -> Any:
         """(out, lse, probs) as `_ops.decode` gives them, with the new row in the slot that was counted last."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._ops import Held
 from .fork import Fork
 from .storage import Storage
 
@@ -30,8 +29,7 @@ class Counts:
         self.after[at].copy_(storage.len)
         self.host[at] = storage.counts
         storage.len, storage.counts = self.after[at], self.host[at]
-        parts = storage.k, storage.v, storage.pos, storage.offset
-        storage.before = Held(*parts, self.before[at], storage.centre)
+        storage.before = storage.held(self.before[at])
         self.storages[at] = storage
 
 
