@@ -8,12 +8,17 @@
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "lanes.cuh"
+#include "ring.cuh"
 
 constexpr int STEP = 64;     /* a split's slots are a multiple of this; a tile's, of its keys */
 constexpr int BLOCKS = 4096; /* splits of all heads, about at most: more would not keep a GPU busier */
 
-/* Heads of a group that lanes compute; tiles keep no packed rows rotated, so these stay with lanes. */
-static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return is_16_bits && !is_packed ? 2 : 4; }
+/* Heads of a group that lanes compute, or none: packed rows in 16 bits. */
+static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return !is_16_bits ? 4 : is_packed ? 0 : 2; }
+
+static bool is_packed(const kv_decode &a) {
+  return a.slots.k_packing != KV_AS_COMPUTED || a.slots.v_packing != KV_AS_COMPUTED;
+}
 
 struct Scratch {
   Parts parts;  /* count: with lanes the blocks that are done, 0 at first */
@@ -42,9 +47,9 @@ struct Cut {
 };
 
 template <int KEYS>
-static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x, int64_t head) {
+static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x, int64_t head, int least = 2 * KEYS) {
   const int shared_len = prefix_len(a, head), len = a.slots.len[head];
-  const int size = split_size<KEYS>(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0));
+  const int size = split_size<KEYS>(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0), least);
   const int before = (shared_len + size - 1) / size;
   return {size, before, before + (len + size) / size};
 }
@@ -154,6 +159,60 @@ static __global__ void __launch_bounds__(THREADS, 2)
   }
 }
 
+/* In 16 bits: how a launch cuts the heads' slots, and what it holds in shared memory. */
+struct Plan {
+  Ring ring;
+  int least, blocks, shared; /* the slots of a split, if no head has too many for that */
+};
+
+/* Block i has the i-th split of all heads' splits; where these are more than blocks it has others as well. */
+template <class E, int D, int ROWS, bool PACKED>
+static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, 3)
+    ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
+  using R = RingHeads<E, D, ROWS, PACKED>;
+  auto &shared = *R::heads();
+  const int heads = (int)(a.B * a.Hkv), G = (int)(a.H / a.Hkv), tiles = x.parts.tiles;
+  for (int unit = blockIdx.x;; unit += gridDim.x) {
+    int before = 0;
+    __syncthreads(); /* the unit before is done with shared memory */
+    for (int first = 0; first < heads && before <= unit / tiles; first += blockDim.x) {
+      const int head = first + (int)threadIdx.x;
+      const int splits = head < heads ? cut_of<R::KEYS>(a, x.parts, head, plan.least).splits : 0;
+      int all;
+      const int split = unit / tiles - before - block_sum_before(splits, shared.scan, &all);
+      if (split >= 0 && split < splits) shared.found[0] = head, shared.found[1] = split;
+      before += all;
+    }
+    if (before <= unit / tiles) return;
+    __syncthreads(); /* found is there */
+    const int head = shared.found[0], split = shared.found[1], tile = unit % tiles, g = tile * ROWS;
+    const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, rows = min(G - g, ROWS);
+    const Cut cut = cut_of<R::KEYS>(a, x.parts, head, plan.least);
+    const Split<E> s = split_of<E>(a, cut, head, split, 0);
+    if (s.last && g == 0) append(a, head, s);
+    float *const logit = x.logit ? x.logit + ((int64_t)head * G + g) * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
+    const auto keep = [&](const auto &p, int c) {
+      if (!logit) return;
+      R::each([&](int n, int half, int j) {
+        const int column = c + R::key(n, j), r = R::head(half);
+        if (column < s.c1 && r < rows) logit[r * a.C + column] = p[n][2 * half + j];
+      });
+    };
+    R done;
+    done.attend(plan.ring, static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1], a.q_stride[1],
+                rows, s.k, s.v, s.c0, s.c1, (int)a.D, logits, keep);
+    const int64_t from = ((int64_t)head * tiles + tile) * x.parts.splits * x.parts.rows, at = from + split * x.parts.rows;
+    done.merge(s.v, rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
+    if (!block_is_last(x.parts.count + head * tiles + tile, cut.splits, shared.flag)) continue;
+    for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
+      const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
+      finish<E>(x.parts.o + (from + r) * a.D, x.parts.rows * (int)a.D, x.parts.ml + from + r, x.parts.rows, cut.splits,
+                (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY, static_cast<E *>(a.out) + (int64_t)to * a.D,
+                a.lse + to, a.slots.v_packing == KV_INT4);
+    }
+  }
+}
+
 /* More heads a group: blockIdx.z is the tile of them, blockIdx.y the split. */
 template <class E, int D, class X>
 static __global__ void __launch_bounds__(X::THREADS, 1)
@@ -199,10 +258,6 @@ static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a
   a.probs[head * a.C + c] = p / (float)G;
 }
 
-static bool is_packed(const kv_decode &a) {
-  return a.slots.k_packing != KV_AS_COMPUTED || a.slots.v_packing != KV_AS_COMPUTED;
-}
-
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
   const int64_t heads = a->B * a->Hkv,
@@ -214,7 +269,9 @@ static int run(const kv_decode *a, const Scratch &x, void *stream) {
   if constexpr (HEADS <= most_lanes(sizeof(E) == 2, false))
     if (!is_packed(*a))
       return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
-  return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
+  if constexpr (HEADS <= most_lanes(sizeof(E) == 2, true))
+    return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
+  return 0; /* 16 bits: run_ring */
 }
 
 template <class E, int HEADS>
@@ -235,15 +292,95 @@ static int run_lanes(const kv_decode *a, const Scratch &x, void *stream) {
   });
 }
 
-/* f(e, d, x) with the tile x for a group's heads. Of 256 dimensions registers hold no more than 16 rows. */
+/* Of `wanted` splits of a mean head the number that keeps a GPU's `slots` for blocks busiest, each split costing as much
+ * as OVER more slots, and a head often having one split more. */
+static int64_t best_splits(int64_t units, int64_t mean, int64_t most, int64_t slots) {
+  constexpr int64_t OVER = 128;
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t k = 1; k <= most; k++) {
+    const int64_t waves = (units * (k + (k >= 8)) + slots - 1) / slots, cost = waves * ((mean + k - 1) / k + OVER);
+    if (cost < least) best = k, least = cost;
+  }
+  return best;
+}
+
+template <int KEYS>
+static int64_t kept_bytes(kv_packing packing, int64_t D, int64_t dims) {
+  if (packing == KV_AS_COMPUTED) return KEYS * D * 2;
+  const int64_t past = packing == KV_INT8 ? D - dims : (D - dims) / 2; /* what lanes without numbers read */
+  return KEYS * kv_packed_bytes(packing, dims) + 16 + (past + 15) / 16 * 16;
+}
+
+/* The same for every call of these shapes on this GPU. */
+template <class E, int D, int ROWS, bool PACKED>
+static Plan plan_of(const kv_decode *a, const Parts &x) {
+  using R = RingHeads<E, D, ROWS, PACKED>;
+  constexpr int64_t MOST_SHARED = 101376, HEADS = (sizeof(typename R::Heads) + 127) / 128 * 128;
+  int device = 0, units = 1, bytes = 0; /* of a multiprocessor's shared memory */
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&units, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  Plan y = {{R::MOST_WARPS, 2, (int)kept_bytes<R::KEYS>(a->slots.k_packing, D, a->D),
+             (int)kept_bytes<R::KEYS>(a->slots.v_packing, D, a->D)},
+            0, 0, 0};
+  Ring &ring = y.ring;
+  while (ring.stages < 4 && (ring.stages + 1) * ring.stage() * R::MOST_WARPS <= 72 * 1024) ring.stages++;
+  while (ring.warps > 1 && HEADS + ring.bytes() > MOST_SHARED) ring.warps--;
+  const int64_t parts = R::part_bytes(x.rows, ring.warps, a->D);
+  y.shared = (int)(HEADS + (parts > ring.bytes() ? parts : ring.bytes()));
+  const int64_t fit = bytes / (y.shared + 1024), slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
+  const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / heads + 1, least = ring.warps * R::KEYS;
+  const int64_t most = (mean + least - 1) / least, k = best_splits(heads * x.tiles, mean, most < x.splits ? most : x.splits, slots);
+  y.least = (int)(((mean + k - 1) / k + R::KEYS - 1) / R::KEYS * R::KEYS);
+  const int64_t blocks = heads * x.tiles * (k + 1);
+  y.blocks = (int)(blocks < INT32_MAX ? blocks : INT32_MAX);
+  return y;
+}
+
+/* f(e, d, rows, packed), constants, for the ring of a group's heads. Packed rows of 96 are tiles of 128. */
 template <class F>
-static int with_tile(const kv_decode *a, F f) {
+static int with_ring(const kv_decode *a, F f) {
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {
     using E = decltype(e);
     constexpr int D = decltype(d)::value;
-    if constexpr (D < 256)
-      if (a->H / a->Hkv > NarrowTile<E, D>::ROWS) return f(e, d, MediumTile<E, D>{});
-    return f(e, d, NarrowTile<E, D>{});
+    if constexpr (sizeof(E) == 2) {
+      const auto rows = [&](auto packed, auto width) {
+        if (a->H <= 8 * a->Hkv) return f(e, width, std::integral_constant<int, 8>{}, packed);
+        return f(e, width, std::integral_constant<int, 16>{}, packed);
+      };
+      return is_packed(*a) ? rows(std::true_type{}, std::integral_constant<int, D == 96 ? 128 : D>{})
+                           : rows(std::false_type{}, d);
+    }
+    return 0;
+  });
+}
+
+static int run_ring(const kv_decode *a, const Scratch &x, void *stream) {
+  const int error = (int)cudaMemsetAsync(x.parts.count, 0, a->B * a->Hkv * x.parts.tiles * sizeof *x.parts.count,
+                                         (cudaStream_t)stream);
+  if (error) return error;
+  return with_ring(a, [&](auto e, auto d, auto rows, auto packed) {
+    using E = decltype(e);
+    constexpr int D = decltype(d)::value, ROWS = decltype(rows)::value;
+    constexpr bool PACKED = decltype(packed)::value;
+    const Plan plan = plan_of<E, D, ROWS, PACKED>(a, x.parts);
+    return launch<ring_kernel<E, D, ROWS, PACKED>>(dim3((unsigned)plan.blocks), plan.ring.warps * 32, plan.shared, stream,
+                                                   *a, x, plan, logits_of(a->scale, a->softcap));
+  });
+}
+
+/* f(e, d, x) with the tile x for a group's heads, of fp32. Of 256 dimensions registers hold no more than 16 rows. */
+template <class F>
+static int with_tile(const kv_decode *a, F f) {
+  return dispatch(KV_F32, a->D, [&](auto e, auto d) {
+    using E = decltype(e);
+    constexpr int D = decltype(d)::value;
+    if constexpr (sizeof(E) == 4) {
+      if constexpr (D < 256)
+        if (a->H / a->Hkv > NarrowTile<E, D>::ROWS) return f(e, d, MediumTile<E, D>{});
+      return f(e, d, NarrowTile<E, D>{});
+    }
+    return 0;
   });
 }
 
@@ -260,9 +397,12 @@ static int run_tiles(const kv_decode *a, const Scratch &x, void *stream) {
 
 static bool by_lanes(const kv_decode *a) { return a->H <= most_lanes(a->dtype != KV_F32, is_packed(*a)) * a->Hkv; }
 
+static bool by_ring(const kv_decode *a) { return a->dtype != KV_F32 && !by_lanes(a); }
+
 static Scratch planned(const kv_decode *a, Cutter &scratch) {
-  const auto rows = [](auto, auto, auto x) { return decltype(x)::ROWS; };
-  return scratch_of(a, by_lanes(a) ? a->H / a->Hkv : with_tile(a, rows), scratch);
+  const auto of_tile = [](auto, auto, auto x) { return decltype(x)::ROWS; };
+  const auto of_ring = [](auto, auto, auto rows, auto) { return decltype(rows)::value; };
+  return scratch_of(a, by_lanes(a) ? a->H / a->Hkv : by_ring(a) ? with_ring(a, of_ring) : with_tile(a, of_tile), scratch);
 }
 
 int64_t kv_decode_cuda_scratch(const kv_decode *a) {
@@ -280,7 +420,8 @@ int kv_decode_cuda(const kv_decode *a, void *memory, void *stream) {
   if (is_packed(*a))
     error = dispatch(
         a->dtype, [&](auto e) { return launch<append_kernel<decltype(e)>>(dim3((unsigned)heads), 64, 0, stream, *a); });
-  if (error == 0) error = by_lanes(a) ? run_lanes(a, x, stream) : run_tiles(a, x, stream);
+  if (error == 0) 
+    error = by_lanes(a) ? run_lanes(a, x, stream) : by_ring(a) ? run_ring(a, x, stream) : run_tiles(a, x, stream);
   if (error || !a->probs) return error;
   return launch<probs_kernel>(grid_of((a->C + THREADS - 1) / THREADS, heads), THREADS, 0, stream, *a, x.logit);
 }

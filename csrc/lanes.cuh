@@ -201,7 +201,7 @@ struct HeadRows {
         for (int i = 0; i < W; i++)
           if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
     }
-    merge_parts<GROUPS>(ml, part, HEADS, D, o_out, ml_out);
+    merge_parts(GROUPS, ml, part, HEADS, D, o_out, ml_out);
   }
 };
 #endif

@@ -68,6 +68,20 @@ __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/* Two numbers of fp16 each: a b + c, rounded once. */
+static __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+/* Byte i of the result is that of [x | y], y's being 4 to 7, with the number in the selector's i-th 4 bits. */
+static __device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t z;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
+  return z;
+}
+
 /* Copies `bytes` (0..16) and pads with zeros to 16; both addresses are 16-byte aligned. This thread may read `to` after
  * cp_async_wait, other threads after a barrier that follows it. `from` is not read if bytes = 0. */
 static __device__ __forceinline__ void cp_async_16(void *to, const void *from, int bytes = 16) {
@@ -81,6 +95,20 @@ static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.asyn
 template <int N>
 static __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
+
+/* Waits until all but the last n groups, 1 to 3, have arrived. */
+static __device__ __forceinline__ void cp_async_wait_but(int n) {
+  if (n == 1) cp_async_wait<1>();
+  if (n == 2) cp_async_wait<2>();
+  if (n == 3) cp_async_wait<3>();
+}
+
+/* log2 x, with an error of 2^-22, of x over 2 or under 1/2 relative to the result. */
+static __device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 /* 2^x, relative error 2^-22; results below 2^-126 are 0; 2^-inf = 0. */

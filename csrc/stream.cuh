@@ -7,11 +7,11 @@
 
 constexpr int MOST_SPLITS = 64; /* of a tile of rows: a warp combines as many in two steps */
 
-/* Slots of a split, a multiple of STEP, given how many slots and at most how many splits there are. */
+/* Slots of a split, a multiple of STEP as `least` is, given how many slots and at most how many splits there are. */
 template <int STEP>
-static __device__ __forceinline__ int split_size(int n, int splits) {
+static __device__ __forceinline__ int split_size(int n, int splits, int least = 2 * STEP) {
   const int fair = (n + splits - 1) / splits;
-  return max(2 * STEP, (fair + STEP - 1) / STEP * STEP);
+  return max(least, (fair + STEP - 1) / STEP * STEP);
 }
 
 /* Cuts scratch into arrays; with NULL it only counts the bytes. */
@@ -45,30 +45,30 @@ static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows,
   return x;
 }
 
-/* Merges the parts that GROUPS groups of threads have of each row: ml [rows, GROUPS] and part [rows, GROUPS, D], in
- * shared memory, to ml_out [rows] and o_out [rows, D]. */
-template <int GROUPS>
-static __device__ __forceinline__ void merge_parts(const float2 *ml, const float *part, int rows, int D, float *o_out,
-                                                   float2 *ml_out) {
+/* Merges the parts that groups of threads have of each row: ml [rows, groups] and part [rows, groups, D], in shared
+ * memory, to ml_out [rows] and o_out [rows, D]. */
+static __device__ __forceinline__ void merge_parts(int groups, const float2 *ml, const float *part, int rows, int D,
+                                                   float *o_out, float2 *ml_out) {
   __syncthreads(); /* the parts are there */
   for (int at = threadIdx.x; at < rows * D; at += blockDim.x) {
     const int r = at / D, d = at % D;
     float top = -INFINITY, sum = 0, length = 0;
-    for (int j = 0; j < GROUPS; j++) top = fmaxf(top, ml[r * GROUPS + j].x);
-    for (int j = 0; j < GROUPS; j++) {
-      const float weight = exp2_approx(ml[r * GROUPS + j].x - (top == -INFINITY ? 0 : top));
-      sum += weight * part[(r * GROUPS + j) * D + d];
-      length += weight * ml[r * GROUPS + j].y;
+    for (int j = 0; j < groups; j++) top = fmaxf(top, ml[r * groups + j].x);
+    for (int j = 0; j < groups; j++) {
+      const float weight = exp2_approx(ml[r * groups + j].x - (top == -INFINITY ? 0 : top));
+      sum += weight * part[(r * groups + j) * D + d];
+      length += weight * ml[r * groups + j].y;
     }
     o_out[at] = sum;
     if (d == 0) ml_out[r] = make_float2(top, length);
   }
 }
 
-/* out and lse of one row from its splits, by one warp. part: the first split's o; splits are `step` floats apart. */
+/* out and lse of one row from its splits, by one warp. part: the first split's o; splits are `step` floats apart.
+ * rotated: o is as of values of 4 bits. */
 template <class E>
 static __device__ void finish(const float *part, int step, const float2 *ml, int ml_step, int splits, int D, float sink,
-                              E *out, float *lse) {
+                              E *out, float *lse, bool rotated = false) {
   constexpr int AHEAD = 16; /* splits that are loaded at once; those past the last have weight 0 */
   const int lane = lane_id();
   float2 mine[2];
@@ -87,9 +87,11 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
   }
   const float l = exp2_approx(sink - from) + lanes_sum(sum);
   if (lane == 0) *lse = LN2 * (top + log2f(l));
-  for (int d0 = 0; d0 < D; d0 += 32 * 4) {
-    const int d = d0 + 4 * lane;
-    float4 o = make_float4(0, 0, 0, 0);
+  float o[KV_MOST_D_CUDA / 128][4] = {};
+#pragma unroll
+  for (int v = 0; v < KV_MOST_D_CUDA / 128; v++) {
+    const int d = 128 * v + 4 * lane;
+    if (128 * v >= D) break;
     for (int i0 = 0; i0 < splits; i0 += AHEAD) {
       float4 x[AHEAD];
 #pragma unroll
@@ -99,14 +101,19 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         const float w = __shfl_sync(ALL_LANES, i0 < 32 ? weight[0] : weight[1], i0 % 32 + i);
-        o.x += w * x[i].x, o.y += w * x[i].y, o.z += w * x[i].z, o.w += w * x[i].w;
+        o[v][0] += w * x[i].x, o[v][1] += w * x[i].y, o[v][2] += w * x[i].z, o[v][3] += w * x[i].w;
       }
     }
-    if (d >= D) continue;
-    const float over = l == 0 ? 0 : 1 / l;
-    out[d] = from_float<E>(o.x * over), out[d + 1] = from_float<E>(o.y * over);
-    out[d + 2] = from_float<E>(o.z * over), out[d + 3] = from_float<E>(o.w * over);
   }
+  if (rotated) hadamard<4, 32, KV_MOST_D_CUDA / 128>(o, D);
+  const float over = l == 0 ? 0 : 1 / l;
+#pragma unroll
+  for (int v = 0; v < KV_MOST_D_CUDA / 128; v++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int d = 128 * v + 4 * lane + i;
+      if (d < D) out[d] = from_float<E>(o[v][i] * over);
+    }
 }
 
 /* The results of attend and decode; T is 1 for decode. */
@@ -256,6 +263,6 @@ static __device__ __forceinline__ void put_part(const Attended<X::MT, D> &x, E *
             make_float2(x.o[m][d][2 * half], x.o[m][d][2 * half + 1]);
     }
   });
-  if constexpr (X::KEY_WARPS > 1) merge_parts<X::KEY_WARPS>(ml_at, o_at, rows, dims, o, ml);
+  if constexpr (X::KEY_WARPS > 1) merge_parts(X::KEY_WARPS, ml_at, o_at, rows, dims, o, ml);
 }
 #endif

@@ -25,6 +25,17 @@ inline cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_
   return cudaSuccess;
 }
 
+/* Of the GPU whose grids are planned; the emulator runs them on any. */
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
+inline cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 228 << 10;
+  return cudaSuccess;
+}
+
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}

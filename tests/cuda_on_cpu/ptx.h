@@ -86,6 +86,9 @@ void cp_async_wait() {
   emulator::cp_async_wait(N);
 }
 
+inline void cp_async_wait_but(int n) { emulator::cp_async_wait(n); }
+
+inline float log2_approx(float x) { return log2f(x); }
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0.0f : y;
@@ -111,6 +114,17 @@ uint32_t pack(float low, float high) {
 template <class E>
 float2 unpack(uint32_t x) {
   return make_float2(to_float(E{(uint16_t)(x & 0xffffu)}), to_float(E{(uint16_t)(x >> 16)}));
+}
+
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  const float2 x = unpack<f16>(a), y = unpack<f16>(b), z = unpack<f16>(c);
+  return pack<f16>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
+}
+inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = x | (uint64_t)y << 32;
+  uint32_t z = 0;
+  for (int i = 0; i < 4; i++) z |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return z;
 }
 
 inline uint4 load_once_16(const void *p, KV_AT) {

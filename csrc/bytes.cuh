@@ -1,0 +1,132 @@
+/* Packed rows as operands of tensor cores. Rows lie in shared memory as they are stored, 4 bytes aligned and an odd
+ * number of words apart (except of 4 bits where D / 8 is odd), so lanes that read one word each of 8 rows and 4 places
+ * meet no bank twice. Numbers become fp16, exactly: a byte in the low bits of 1024 is a number of fp16, less 1024.
+ *
+ * A sum over D has any order that keys and queries share, and fragments have theirs: the 4 words of word step s are 2 j
+ * + s % 2 + 8 (s / 2), j = lane % 4. A word of 8 bits is one step of 16 numbers, a word of 4 bits two: its low halves
+ * and its high ones. Bytes 0 and 2 are a register of the fragment, 1 and 3 the other. */
+#ifndef KV_BYTES_CUH
+#define KV_BYTES_CUH
+#include "tile.cuh"
+
+/* Which of KEYS keys is row (of V and K) or column (of logits) p of a tile: lane j's columns of all 8-column blocks are
+ * KEYS / 4 keys that follow each other, so its words of values are in other banks than those of other lanes. */
+template <int KEYS>
+static __device__ __forceinline__ int key_of(int p) {
+  return KEYS / 4 * (p % 8 / 2) + 2 * (p / 8) + p % 2;
+}
+
+/* The first and third byte of x, less 128, as two numbers of fp16. */
+static __device__ __forceinline__ uint32_t bytes_f16(uint32_t x) {
+  return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u); /* 1 x - 1152 */
+}
+/* The low, or the high, halves of these bytes. */
+static __device__ __forceinline__ uint32_t low_f16(uint32_t x) {
+  return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* 1 x - 1024 */
+}
+static __device__ __forceinline__ uint32_t high_f16(uint32_t x) {
+  return fma_f16x2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u); /* x / 16 - 64 */
+}
+
+/* KEYS packed rows of one head, `stride` words apart. */
+struct PackedTile {
+  const uint32_t *words;
+  int stride;
+  kv_packing packing;
+
+  __device__ __forceinline__ const uint32_t *row(int r) const { return words + r * stride; }
+
+  /* The row's scale, and its least number. */
+  __device__ __forceinline__ float2 ends(int r) const {
+    const uint32_t last = row(r)[stride - 1];
+    return packing == KV_INT8 ? make_float2(__uint_as_float(last), 0) : unpack<f16>(last);
+  }
+};
+
+/* Where number d of a query meets packed keys of D numbers: the step, and the lane of its row's four, of the word. */
+struct Word {
+  int step, lane;
+};
+static __device__ __forceinline__ Word word_of(kv_packing packing, int d, int D) {
+  const int high = packing == KV_INT4 && d >= D / 2, w = (high ? d - D / 2 : d) / 4, step = w / 8 * 2 + w % 2;
+  return {packing == KV_INT4 ? 2 * step + high : step, w % 8 / 2};
+}
+
+/* d += A B with A's PARTS fragments, of which the sum counts. */
+template <class F, int PARTS>
+static __device__ __forceinline__ void mma_parts(float (&d)[4], const uint32_t (&a)[PARTS][4], uint32_t b0,
+                                                 uint32_t b1) {
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) mma<F>(d, a[i], b0, b1);
+}
+
+/* s = Q K^T in units of the rows' scales. q(x, step) has the queries' fragment. */
+template <int D, int PARTS, int NT, class Query>
+static __device__ __forceinline__ void packed_products(float (&s)[NT][4], const PackedTile &k, Query q) {
+  const uint32_t *row[NT];
+#pragma unroll
+  for (int n = 0; n < NT; n++) row[n] = k.row(key_of<8 * NT>(8 * n + fragment_row())) + lane_id() % 4 * 2;
+  if (k.packing == KV_INT8) {
+#pragma unroll
+    for (int step = 0; step < D / 16; step++) {
+      uint32_t x[1][4];
+      q(x, step);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const uint32_t w = row[n][step % 2 + step / 2 * 8];
+        mma_parts<f16>(s[n], x, bytes_f16(w), bytes_f16(w >> 8));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < D / 32; step++) {
+      uint32_t low[PARTS][4], high[PARTS][4];
+      q(low, 2 * step), q(high, 2 * step + 1);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const uint32_t w = row[n][step % 2 + step / 2 * 8];
+        mma_parts<f16>(s[n], low, low_f16(w), low_f16(w >> 8));
+        mma_parts<f16>(s[n], high, high_f16(w), high_f16(w >> 8));
+      }
+    }
+  }
+}
+
+/* o += P V of keys 16 k .. 16 k + 15 in columns' order, p their weights times the rows' scales. Column c of block n of o
+ * is number packed_place(packing, n, c, D). */
+template <int D, int KEYS, int PARTS>
+static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4],
+                                                  const PackedTile &v, int k) {
+  const uint32_t *const row = v.row(KEYS / 4 * (lane_id() % 4) + 4 * k) + fragment_row();
+#pragma unroll
+  for (int t = 0; t < D / 32; t++) {
+    if (v.packing == KV_INT4 && t >= D / 64) break;
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = row[i * v.stride + 8 * t];
+#pragma unroll
+    for (int half = 0; half < 2; half++) { /* bytes 0 and 1 of each row, then 2 and 3 */
+      const uint32_t x = permute(w[0], w[1], half ? 0x7632 : 0x5410), y = permute(w[2], w[3], half ? 0x7632 : 0x5410);
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        const uint32_t a = odd ? x >> 8 : x, b = odd ? y >> 8 : y;
+        const int i = 2 * half + odd;
+        if (v.packing == KV_INT8) {
+          mma_parts<f16>(o[4 * t + i], p, bytes_f16(a), bytes_f16(b));
+        } else if (t < D / 64) {
+          mma_parts<f16>(o[8 * t + i], p, low_f16(a), low_f16(b));
+          mma_parts<f16>(o[8 * t + 4 + i], p, high_f16(a), high_f16(b));
+        }
+      }
+    }
+  }
+}
+
+/* D and more where there is no such number. */
+static __device__ __forceinline__ int packed_place(kv_packing packing, int n, int c, int D) {
+  if (packing == KV_AS_COMPUTED) return 8 * n + c;
+  if (packing == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;
+  const int at = n / 8 * 32 + 4 * c + n % 4;
+  return at >= D / 2 ? D : n / 4 % 2 ? at + D / 2 : at;
+}
+#endif

@@ -1,0 +1,389 @@
+/* A decoded token in 16 bits on tensor cores. Every warp goes through its own tiles of a split, in a ring of stages in
+ * shared memory that it alone fills, waits for and reads: no warp waits for another before they merge their results.
+ *
+ * Rows as computed are swizzled tiles (tile.cuh). Packed ones lie as they are stored, copied as one piece of memory, and
+ * become fp16 in registers (bytes.cuh); their scales are factors of the logits and of the weights, so that no number is
+ * rounded. What is rounded, weights and rotated queries, is multiplied as two numbers, itself and the remainder: up to 8
+ * heads have the remainders as rows 8 to 15 of the product, more heads as another product. */
+#ifndef KV_RING_CUH
+#define KV_RING_CUH
+#include "bytes.cuh"
+#include "stream.cuh"
+
+/* Weights are at most 2^LIFT, so that fp16 holds small ones, too. */
+constexpr float LIFT = 10;
+
+/* How the stages lie in shared memory, after Heads; in bytes. */
+struct Ring {
+  int warps, stages, keys, values; /* of a stage: its keys, and its values after them */
+
+  __host__ __device__ __forceinline__ int stage() const { return keys + values; }
+  __host__ __device__ __forceinline__ int bytes() const { return warps * stages * stage(); }
+};
+
+/* Starts copying columns c0 .. c0 + KEYS - 1, up to c1, into tile [KEYS, D], in the order of key_of; zeros from there
+ * and from dims on. */
+template <class E, int D, int KEYS>
+static __device__ __forceinline__ void warp_load(E *tile, const Columns &x, int c0, int c1, int dims) {
+  constexpr int vectors = D / VECTOR<E>, lanes = vectors % 8 ? 4 : vectors, rows = 32 / lanes;
+  const int r = lane_id() / lanes, c = lane_id() % lanes;
+  if (c0 + KEYS <= min(c1, x.at.len) && dims == D) {
+    const uint64_t from = x.at.stored + (uint64_t)(kv_unsigned)(c0 + key_of<KEYS>(r)) * (D * sizeof(E)) + c * 16;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += rows)
+#pragma unroll
+      for (int j = 0; j < vectors; j += lanes)
+        cp_async_16(tile + tile_at<E, D>(r + i, c + j),
+                    reinterpret_cast<const void *>(from + key_of<KEYS>(i) * (D * (int)sizeof(E)) + j * 16));
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < KEYS; i += rows)
+#pragma unroll 1
+    for (int j = 0; j < vectors; j += lanes) {
+      const int key = c0 + key_of<KEYS>(r + i);
+      const bool there = key < c1 && (c + j) * VECTOR<E> < dims;
+      const uint64_t from = row_at(x.at, key) + (c + j) * 16;
+      cp_async_16(tile + tile_at<E, D>(r + i, c + j), reinterpret_cast<const void *>(from), there ? 16 : 0);
+    }
+}
+
+/* The same of packed columns, as they are stored; from the multiple of 16 bytes before the first one on. */
+template <int KEYS>
+static __device__ __forceinline__ void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
+  const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride, from = first & ~15ull;
+  const int bytes = (int)(first - from) + min(KEYS, c1 - c0) * x.at.stored_stride;
+  for (int at = 16 * lane_id(); at < bytes; at += 16 * 32)
+    cp_async_16(to + at, reinterpret_cast<const void *>(from + at), min(16, bytes - at));
+}
+
+/* p -> 2^(p - top + LIFT), with top the rows' maximum so far, alpha the factor for earlier results. */
+template <int HALVES, int NT>
+static __device__ __forceinline__ void weigh(float (&p)[NT][4], float (&top)[HALVES], float (&alpha)[HALVES]) {
+#pragma unroll
+  for (int half = 0; half < HALVES; half++) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < NT; n++) most = fmaxf(most, fmaxf(p[n][2 * half], p[n][2 * half + 1]));
+    most = fmaxf(top[half], lanes_max<4>(most));
+    const float at = most == -INFINITY ? 0 : most;
+    alpha[half] = exp2_approx(top[half] - at);
+    top[half] = most;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) p[n][2 * half + j] = exp2_approx(p[n][2 * half + j] - (at - LIFT));
+  }
+}
+
+/* A block's share of ROWS query heads, 8 or 16, of one kv head. A lane has heads g = lane / 4 and, of 16, g + 8. PACKED:
+ * keys, values or both are packed. */
+template <class E, int D, int ROWS, bool PACKED>
+struct RingHeads {
+  static constexpr int HALVES = ROWS / 8, PARTS = ROWS / 8, KEYS = PACKED || D == 64 ? 32 : 16, NT = KEYS / 8;
+  static constexpr int MOST_WARPS = D == 256 ? 2 : 4, V = (D + 127) / 128;
+
+  /* The start of shared memory. Of packed keys a logit is unit (scale q.k + least sum) + centre, with q the query's
+   * numbers over `unit`, a power of two. */
+  struct Heads {
+    uint32_t flag[4];
+    float unit[ROWS], sum[ROWS], centre[ROWS];
+    int found[2], scan[32];
+    alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of the queries */
+  };
+
+  float o[D / 8][4], top[HALVES], sum[HALVES], value_top[HALVES], least[HALVES];
+
+  static __device__ __forceinline__ Heads *heads() { return shared_memory<Heads>(); }
+  static __device__ __forceinline__ unsigned char *stages() {
+    return shared_memory<unsigned char>() + (sizeof(Heads) + 127) / 128 * 128;
+  }
+  static __device__ __forceinline__ int head(int half) { return lane_id() / 4 + 8 * half; }
+
+  /* One query by a warp, zeros from row `rows` on. */
+  static __device__ __forceinline__ void put_query(const E *query, int r, int rows, const Columns &k, int dims) {
+    Heads &to = *heads();
+    float x[V][4], top = 0, centre = 0, sum = 0, unit = 1;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int d = (v * 32 + lane_id()) * 4 + i;
+        x[v][i] = d < dims && r < rows ? to_float(query[d]) : 0;
+        if (k.centre && d < dims) centre += x[v][i] * k.centre[d];
+      }
+    if (PACKED && k.packing != KV_AS_COMPUTED) {
+      if (k.packing == KV_INT4) hadamard<4, 32, V>(x, dims);
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[v][i])), sum += x[v][i];
+      const float power = __uint_as_float(__float_as_uint(lanes_max(top)) & 0x7f800000u);
+      if (power > 0 && power < INFINITY) unit = power;
+      centre = lanes_sum(centre), sum = lanes_sum(sum);
+      if (lane_id() == 0) to.unit[r] = unit, to.sum[r] = sum, to.centre[r] = centre;
+    }
+    const int row = r % 8 * 4, half = r / 8;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      const int d = (v * 32 + lane_id()) * 4;
+      if (d >= dims) continue;
+      if (!PACKED || k.packing == KV_AS_COMPUTED) {
+        uint32_t(*const at)[4] = to.query[d / 16][0] + row + d % 8 / 2;
+        const int i = d % 16 / 8 * 2 + half;
+        at[0][i] = pack<E>(x[v][0], x[v][1]), at[1][i] = pack<E>(x[v][2], x[v][3]);
+        continue;
+      }
+      const Word word = word_of(k.packing, d, dims);
+#pragma unroll
+      for (int i = 0; i < 2; i++) { /* the numbers of bytes 0 and 2, and of 1 and 3 */
+        const float a = x[v][i] / unit, b = x[v][i + 2] / unit;
+        const uint32_t near = pack<f16>(a, b);
+        const float2 kept = unpack<f16>(near);
+        const uint32_t rest = pack<f16>(a - kept.x, b - kept.y);
+        to.query[word.step][0][row + word.lane][2 * i + half] = near;
+        if (k.packing == KV_INT4) to.query[word.step][PARTS - 1][row + word.lane][2 * i + (PARTS == 1 ? 1 : half)] = rest;
+      }
+    }
+  }
+
+  /* By all warps, before a barrier. */
+  static __device__ __forceinline__ void put_queries(const E *query, int64_t stride, int rows, const Columns &k,
+                                                     int dims) {
+    uint32_t *const all = &heads()->query[0][0][0][0];
+    for (int i = threadIdx.x; i < D / 16 * PARTS * 32 * 4; i += blockDim.x) all[i] = 0;
+    __syncthreads();
+    for (int r = warp_id(); r < ROWS; r += blockDim.x / 32) put_query(query + r * stride, r, rows, k, dims);
+  }
+
+  template <int N>
+  static __device__ __forceinline__ void get_query(uint32_t (&x)[N][4], int step) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const uint4 part = *reinterpret_cast<const uint4 *>(heads()->query[step][i][lane_id()]);
+      x[i][0] = part.x, x[i][1] = part.y, x[i][2] = part.z, x[i][3] = part.w;
+    }
+  }
+
+  static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int dims) {
+    if (PACKED && x.packing != KV_AS_COMPUTED)
+      warp_load_packed<KEYS>(to, x, c0, c1);
+    else
+      warp_load<E, D, KEYS>(reinterpret_cast<E *>(to), x, c0, c1, dims);
+  }
+
+  /* Where the packed rows of a tile that starts with column c0 lie. */
+  static __device__ __forceinline__ PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
+    const uint32_t low = (uint32_t)x.at.stored + (uint32_t)c0 * (uint32_t)x.at.stored_stride;
+    return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.packing};
+  }
+
+  /* The key of a lane's column j of block n. */
+  static __device__ __forceinline__ int key(int n, int j) { return KEYS / 4 * (lane_id() % 4) + 2 * n + j; }
+
+  /* s = q.k */
+  static __device__ __forceinline__ void products(float (&s)[NT][4], const unsigned char *at, const Columns &k, int c0) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+    if (!PACKED || k.packing == KV_AS_COMPUTED) {
+      const E *const tile = reinterpret_cast<const E *>(at);
+      constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* of the swizzle, in vectors */
+#pragma unroll
+      for (int step = 0; step < D / 16; step++) {
+        uint32_t x[1][4], y[4];
+        get_query(x, step);
+        const int c = 2 * step % period, lane = lane_id();
+        const E *const from = tile + tile_at<E, D>(lane / 16 * 8 + lane % 8, c + lane / 8 % 2) + (2 * step - c) * VECTOR<E>;
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+          ldmatrix_x4(y[0], y[1], y[2], y[3], from + n * 8 * D);
+          mma<E>(s[n], x[0], y[0], y[1]), mma<E>(s[n + 1], x[0], y[2], y[3]);
+        }
+      }
+      return;
+    }
+    const PackedTile tile = packed_at(at, k, c0);
+    packed_products<D, PARTS>(s, tile, [](auto &x, int step) { get_query(x, step); });
+    float unit[HALVES], sum[HALVES], centre[HALVES];
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+      unit[half] = heads()->unit[head(half)], sum[half] = heads()->sum[head(half)],
+      centre[half] = heads()->centre[head(half)];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        if (HALVES == 1 && k.packing == KV_INT4) s[n][j] += s[n][2 + j];
+        const float2 ends = tile.ends(key(n, j));
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+          float &x = s[n][2 * half + j];
+          x = fmaf(ends.x * unit[half], x, fmaf(ends.y, sum[half], centre[half]));
+        }
+      }
+  }
+
+  /* o += P V, p in halves of rows as of weigh. */
+  __device__ __forceinline__ void add(const float (&p)[NT][4], const unsigned char *at, const Columns &v, int c0) {
+    const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+      uint32_t x[PARTS][4];
+      if (packed) {
+        parts<f16>(x, p, k);
+        packed_add<D, KEYS>(o, x, packed_at(at, v, c0), k);
+        continue;
+      }
+      parts<E>(x, p, k);
+      const E *const tile = reinterpret_cast<const E *>(at);
+#pragma unroll
+      for (int d = 0; d < D / 8; d += 2) {
+        uint32_t y[4];
+        ldmatrix_x4_trans(y[0], y[1], y[2], y[3],
+                          tile + tile_at<E, D>(lane_id() % 16, d + lane_id() / 16) + k * 16 * D);
+        mma_parts<E>(o[d], x, y[0], y[1]), mma_parts<E>(o[d + 1], x, y[2], y[3]);
+      }
+    }
+  }
+
+  /* The fragments of columns 16 k .. of p in F, and of the remainders. */
+  template <class F>
+  static __device__ __forceinline__ void parts(uint32_t (&x)[PARTS][4], const float (&p)[NT][4], int k) {
+#pragma unroll
+    for (int right = 0; right < 2; right++)
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) {
+        const float *const from = p[2 * k + right] + 2 * half;
+        const uint32_t near = pack<F>(from[0], from[1]);
+        const float2 kept = unpack<F>(near);
+        x[0][2 * right + half] = near;
+        x[PARTS - 1][2 * right + (PARTS == 1 ? 1 : half)] = pack<F>(from[0] - kept.x, from[1] - kept.y);
+      }
+  }
+
+  /* One tile: columns c0 .. of `count`. keep(s, c0) has the logits before their scale. */
+  template <class Keep>
+  __device__ __forceinline__ void step(const unsigned char *at, const Ring &ring, const Columns &k, const Columns &v,
+                                       int c0, int count, const Logits &logits, Keep keep) {
+    const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+    float s[NT][4], alpha[HALVES], factor[HALVES];
+    products(s, at, k, c0);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 2 * HALVES; i++) {
+        s[n][i] = logits.scale * (logits.transformed ? logits.of(s[n][i]) : s[n][i]);
+        if (c0 + key(n, i % 2) >= count) s[n][i] = -INFINITY;
+      }
+    keep(s, c0);
+    at += ring.keys;
+    if (packed) {
+      const PackedTile tile = packed_at(at, v, c0);
+      float p[NT][4];
+      each([&](int n, int half, int j) { p[n][2 * half + j] = s[n][2 * half + j]; });
+      weigh(p, top, alpha);
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) sum[half] *= alpha[half], least[half] *= alpha[half];
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const bool seen = c0 + key(n, j) < count;
+          const float2 ends = tile.ends(key(n, j));
+          const float more = log2_approx(ends.x), low = seen ? ends.y : 0;
+#pragma unroll
+          for (int half = 0; half < HALVES; half++) {
+            const int i = 2 * half + j;
+            sum[half] += p[n][i], least[half] += p[n][i] * low;
+            s[n][i] = seen ? s[n][i] + more : -INFINITY;
+          }
+        }
+      weigh(s, value_top, factor);
+    } else {
+      weigh(s, top, factor);
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) sum[half] *= factor[half];
+      each([&](int n, int half, int j) { sum[half] += s[n][2 * half + j]; });
+    }
+    bool moved = factor[0] != 1 || factor[HALVES - 1] != 1; /* most tiles leave the maxima where they are */
+    if (__any_sync(ALL_LANES, moved))
+#pragma unroll
+      for (int d = 0; d < D / 8; d++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[d][i] *= factor[HALVES == 1 ? 0 : i / 2];
+    add(s, at, v, c0);
+  }
+
+  template <class F>
+  static __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) f(n, half, j);
+  }
+
+  /* Columns c0 .. c1 - 1 of the block's warps; `rows` queries, the first at `query`, `stride` elements apart. */
+  template <class Keep>
+  __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
+                                         const Columns &v, int c0, int c1, int dims, const Logits &logits, Keep keep) {
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) top[half] = value_top[half] = -INFINITY, sum[half] = least[half] = 0;
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0;
+    unsigned char *const mine = stages() + warp_id() * ring.stages * ring.stage();
+    const int apart = KEYS * (int)blockDim.x / 32;
+    int c = c0 + KEYS * warp_id();
+    for (int i = 0; i < ring.stages; i++) {
+      if (c + i * apart < c1) {
+        load(mine + i * ring.stage(), k, c + i * apart, c1, dims);
+        load(mine + i * ring.stage() + ring.keys, v, c + i * apart, c1, dims);
+      }
+      cp_async_commit();
+    }
+    put_queries(query, stride, rows, k, dims);
+    __syncthreads();
+    unsigned char *at = mine;
+    for (; c < c1; c += apart) {
+      cp_async_wait_but(ring.stages - 1);
+      __syncwarp(); /* all lanes' copies are there */
+      step(at, ring, k, v, c, c1, logits, keep);
+      __syncwarp(); /* all lanes have read them */
+      const int next = c + ring.stages * apart;
+      if (next < c1) load(at, k, next, c1, dims), load(at + ring.keys, v, next, c1, dims);
+      cp_async_commit();
+      at = at + ring.stage() == mine + ring.stages * ring.stage() ? mine : at + ring.stage();
+    }
+    cp_async_wait<0>();
+  }
+
+  static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
+
+  /* Merges the block's warps: o [rows, dims], ml [rows]; o of packed values of 4 bits is rotated. */
+  __device__ __forceinline__ void merge(const Columns &v, int rows, int dims, float *o_out, float2 *ml_out) const {
+    const int warps = blockDim.x / 32;
+    float2 *const ml = reinterpret_cast<float2 *>(stages());
+    float *const part = reinterpret_cast<float *>(ml + rows * warps);
+    __syncthreads(); /* all warps have read their stages */
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const float length = lanes_sum<4>(sum[half]), low = lanes_sum<4>(least[half]);
+      if (head(half) >= rows) continue;
+      const int at = head(half) * warps + warp_id();
+      const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+      const float factor = packed ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
+      if (lane_id() % 4 == 0) ml[at] = make_float2(top[half] - LIFT, length);
+#pragma unroll
+      for (int d = 0; d < D / 8; d++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int to = packed_place(PACKED ? v.packing : KV_AS_COMPUTED, d, fragment_column() + j, dims);
+          const float x = HALVES == 1 ? o[d][j] + o[d][2 + j] : o[d][2 * half + j];
+          if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
+        }
+    }
+    merge_parts(warps, ml, part, rows, dims, o_out, ml_out);
+  }
+};
+#endif
