@@ -202,7 +202,7 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
     done.attend(plan.ring, static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1], a.q_stride[1],
                 rows, s.k, s.v, s.c0, s.c1, (int)a.D, logits, keep);
     const int64_t from = ((int64_t)head * tiles + tile) * x.parts.splits * x.parts.rows, at = from + split * x.parts.rows;
-    done.merge(s.v, rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
+    done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
     if (!block_is_last(x.parts.count + head * tiles + tile, cut.splits, shared.flag)) continue;
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;

@@ -89,6 +89,7 @@ struct RingHeads {
     uint32_t flag[4];
     float unit[ROWS], sum[ROWS], centre[ROWS];
     int found[2], scan[32];
+    Columns keys, values; /* registers are scarce */
     alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of the queries */
   };
 
@@ -342,16 +343,18 @@ struct RingHeads {
       }
       cp_async_commit();
     }
+    if (threadIdx.x == 0) heads()->keys = k, heads()->values = v;
     put_queries(query, stride, rows, k, dims);
     __syncthreads();
+    const Columns &keys = heads()->keys, &values = heads()->values;
     unsigned char *at = mine;
     for (; c < c1; c += apart) {
       cp_async_wait_but(ring.stages - 1);
       __syncwarp(); /* all lanes' copies are there */
-      step(at, ring, k, v, c, c1, logits, keep);
+      step(at, ring, keys, values, c, c1, logits, keep);
       __syncwarp(); /* all lanes have read them */
       const int next = c + ring.stages * apart;
-      if (next < c1) load(at, k, next, c1, dims), load(at + ring.keys, v, next, c1, dims);
+      if (next < c1) load(at, keys, next, c1, dims), load(at + ring.keys, values, next, c1, dims);
       cp_async_commit();
       at = at + ring.stage() == mine + ring.stages * ring.stage() ? mine : at + ring.stage();
     }
@@ -361,8 +364,9 @@ struct RingHeads {
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
   /* Merges the block's warps: o [rows, dims], ml [rows]; o of packed values of 4 bits is rotated. */
-  __device__ __forceinline__ void merge(const Columns &v, int rows, int dims, float *o_out, float2 *ml_out) const {
+  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, float2 *ml_out) const {
     const int warps = blockDim.x / 32;
+    const kv_packing packing = PACKED ? heads()->values.packing : KV_AS_COMPUTED;
     float2 *const ml = reinterpret_cast<float2 *>(stages());
     float *const part = reinterpret_cast<float *>(ml + rows * warps);
     __syncthreads(); /* all warps have read their stages */
@@ -371,14 +375,13 @@ struct RingHeads {
       const float length = lanes_sum<4>(sum[half]), low = lanes_sum<4>(least[half]);
       if (head(half) >= rows) continue;
       const int at = head(half) * warps + warp_id();
-      const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
-      const float factor = packed ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
+      const float factor = packing != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
       if (lane_id() % 4 == 0) ml[at] = make_float2(top[half] - LIFT, length);
 #pragma unroll
       for (int d = 0; d < D / 8; d++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const int to = packed_place(PACKED ? v.packing : KV_AS_COMPUTED, d, fragment_column() + j, dims);
+          const int to = packed_place(packing, d, fragment_column() + j, dims);
           const float x = HALVES == 1 ? o[d][j] + o[d][2 + j] : o[d][2 * half + j];
           if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
         }

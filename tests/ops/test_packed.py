@@ -155,8 +155,6 @@ def decoded(p, kinds):
     grown |= {"k": p["k"][:, :, :0], "v": p["v"][:, :, :0], "first": none, "stop": none, "row_first": none}
     want, want_lse = call(ref.attend, grown | {"stop": None})
     bound = WORDS
-    if by_cuda() and p["q"].shape[1] > 4 * Hkv:  # more heads a group than lanes compute
-        bound = OF_TILES[out.dtype] * (1.0 if p["held_centre"] is None else 4.0)
     seen = grown | dict(causal=False, reduce="sum", group="mean", lse=want_lse)
 
     def check(out, lse, probs):
