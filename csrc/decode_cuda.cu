@@ -190,25 +190,27 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
     const Cut cut = cut_of<R::KEYS>(a, x.parts, head, plan.least);
     const Split<E> s = split_of<E>(a, cut, head, split, 0);
     if (s.last && g == 0) append(a, head, s);
-    float *const logit = x.logit ? x.logit + ((int64_t)head * G + g) * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
+    float *const logit =
+        x.logit ? x.logit + ((int64_t)head * G + g) * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
     const auto keep = [&](const auto &p, int c) {
       if (!logit) return;
-      R::each([&](int n, int half, int j) {
-        const int column = c + R::key(n, j), r = R::head(half);
-        if (column < s.c1 && r < rows) logit[r * a.C + column] = p[n][2 * half + j];
+      R::each([&](int n, int i) {
+        const int column = c + R::key(n, i % 2), r = R::head(i / 2);
+        if (column < s.c1 && r < rows) logit[r * a.C + column] = p[n][i];
       });
     };
     R done;
     done.attend(plan.ring, static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1], a.q_stride[1],
                 rows, s.k, s.v, s.c0, s.c1, (int)a.D, logits, keep);
-    const int64_t from = ((int64_t)head * tiles + tile) * x.parts.splits * x.parts.rows, at = from + split * x.parts.rows;
+    const int64_t from = ((int64_t)head * tiles + tile) * x.parts.splits * x.parts.rows,
+                  at = from + split * x.parts.rows;
     done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
     if (!block_is_last(x.parts.count + head * tiles + tile, cut.splits, shared.flag)) continue;
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
       finish<E>(x.parts.o + (from + r) * a.D, x.parts.rows * (int)a.D, x.parts.ml + from + r, x.parts.rows, cut.splits,
-                (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY, static_cast<E *>(a.out) + (int64_t)to * a.D,
-                a.lse + to, a.slots.v_packing == KV_INT4);
+                (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
+                static_cast<E *>(a.out) + (int64_t)to * a.D, a.lse + to, a.slots.v_packing == KV_INT4);
     }
   }
 }
@@ -322,7 +324,9 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   Plan y = {{R::MOST_WARPS, 2, (int)kept_bytes<R::KEYS>(a->slots.k_packing, D, a->D),
              (int)kept_bytes<R::KEYS>(a->slots.v_packing, D, a->D)},
-            0, 0, 0};
+            0,
+            0,
+            0};
   Ring &ring = y.ring;
   while (ring.stages < 4 && (ring.stages + 1) * ring.stage() * R::MOST_WARPS <= 72 * 1024) ring.stages++;
   while (ring.warps > 1 && HEADS + ring.bytes() > MOST_SHARED) ring.warps--;
@@ -330,7 +334,8 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   y.shared = (int)(HEADS + (parts > ring.bytes() ? parts : ring.bytes()));
   const int64_t fit = bytes / (y.shared + 1024), slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
   const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / heads + 1, least = ring.warps * R::KEYS;
-  const int64_t most = (mean + least - 1) / least, k = best_splits(heads * x.tiles, mean, most < x.splits ? most : x.splits, slots);
+  const int64_t most = (mean + least - 1) / least,
+                k = best_splits(heads * x.tiles, mean, most < x.splits ? most : x.splits, slots);
   y.least = (int)(((mean + k - 1) / k + R::KEYS - 1) / R::KEYS * R::KEYS);
   const int64_t blocks = heads * x.tiles * (k + 1);
   y.blocks = (int)(blocks < INT32_MAX ? blocks : INT32_MAX);
@@ -348,7 +353,7 @@ static int with_ring(const kv_decode *a, F f) {
         if (a->H <= 8 * a->Hkv) return f(e, width, std::integral_constant<int, 8>{}, packed);
         return f(e, width, std::integral_constant<int, 16>{}, packed);
       };
-      return is_packed(*a) ? rows(std::true_type{}, std::integral_constant<int, D == 96 ? 128 : D>{})
+      return is_packed(*a) ? rows(std::true_type{}, std::integral_constant < int, D == 96 ? 128 : D > {})
                            : rows(std::false_type{}, d);
     }
     return 0;
@@ -364,8 +369,8 @@ static int run_ring(const kv_decode *a, const Scratch &x, void *stream) {
     constexpr int D = decltype(d)::value, ROWS = decltype(rows)::value;
     constexpr bool PACKED = decltype(packed)::value;
     const Plan plan = plan_of<E, D, ROWS, PACKED>(a, x.parts);
-    return launch<ring_kernel<E, D, ROWS, PACKED>>(dim3((unsigned)plan.blocks), plan.ring.warps * 32, plan.shared, stream,
-                                                   *a, x, plan, logits_of(a->scale, a->softcap));
+    return launch<ring_kernel<E, D, ROWS, PACKED>>(dim3((unsigned)plan.blocks), plan.ring.warps * 32, plan.shared,
+                                                   stream, *a, x, plan, logits_of(a->scale, a->softcap));
   });
 }
 
@@ -402,7 +407,11 @@ static bool by_ring(const kv_decode *a) { return a->dtype != KV_F32 && !by_lanes
 static Scratch planned(const kv_decode *a, Cutter &scratch) {
   const auto of_tile = [](auto, auto, auto x) { return decltype(x)::ROWS; };
   const auto of_ring = [](auto, auto, auto rows, auto) { return decltype(rows)::value; };
-  return scratch_of(a, by_lanes(a) ? a->H / a->Hkv : by_ring(a) ? with_ring(a, of_ring) : with_tile(a, of_tile), scratch);
+  return scratch_of(a,
+                    by_lanes(a)  ? a->H / a->Hkv
+                    : by_ring(a) ? with_ring(a, of_ring)
+                                 : with_tile(a, of_tile),
+                    scratch);
 }
 
 int64_t kv_decode_cuda_scratch(const kv_decode *a) {
@@ -420,7 +429,7 @@ int kv_decode_cuda(const kv_decode *a, void *memory, void *stream) {
   if (is_packed(*a))
     error = dispatch(
         a->dtype, [&](auto e) { return launch<append_kernel<decltype(e)>>(dim3((unsigned)heads), 64, 0, stream, *a); });
-  if (error == 0) 
+  if (error == 0)
     error = by_lanes(a) ? run_lanes(a, x, stream) : by_ring(a) ? run_ring(a, x, stream) : run_tiles(a, x, stream);
   if (error || !a->probs) return error;
   return launch<probs_kernel>(grid_of((a->C + THREADS - 1) / THREADS, heads), THREADS, 0, stream, *a, x.logit);

@@ -51,7 +51,8 @@ static __device__ __forceinline__ void warp_load(E *tile, const Columns &x, int 
 /* The same of packed columns, as they are stored; from the multiple of 16 bytes before the first one on. */
 template <int KEYS>
 static __device__ __forceinline__ void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
-  const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride, from = first & ~15ull;
+  const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride,
+                 from = first & ~15ull;
   const int bytes = (int)(first - from) + min(KEYS, c1 - c0) * x.at.stored_stride;
   for (int at = 16 * lane_id(); at < bytes; at += 16 * 32)
     cp_async_16(to + at, reinterpret_cast<const void *>(from + at), min(16, bytes - at));
@@ -89,7 +90,7 @@ struct RingHeads {
     uint32_t flag[4];
     float unit[ROWS], sum[ROWS], centre[ROWS];
     int found[2], scan[32];
-    Columns keys, values; /* registers are scarce */
+    Columns keys, values;                             /* registers are scarce */
     alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of the queries */
   };
 
@@ -136,14 +137,16 @@ struct RingHeads {
         continue;
       }
       const Word word = word_of(k.packing, d, dims);
+      const float over = 1 / unit; /* exact */
 #pragma unroll
       for (int i = 0; i < 2; i++) { /* the numbers of bytes 0 and 2, and of 1 and 3 */
-        const float a = x[v][i] / unit, b = x[v][i + 2] / unit;
+        const float a = x[v][i] * over, b = x[v][i + 2] * over;
         const uint32_t near = pack<f16>(a, b);
         const float2 kept = unpack<f16>(near);
         const uint32_t rest = pack<f16>(a - kept.x, b - kept.y);
         to.query[word.step][0][row + word.lane][2 * i + half] = near;
-        if (k.packing == KV_INT4) to.query[word.step][PARTS - 1][row + word.lane][2 * i + (PARTS == 1 ? 1 : half)] = rest;
+        if (k.packing == KV_INT4)
+          to.query[word.step][PARTS - 1][row + word.lane][2 * i + (PARTS == 1 ? 1 : half)] = rest;
       }
     }
   }
@@ -183,7 +186,8 @@ struct RingHeads {
   static __device__ __forceinline__ int key(int n, int j) { return KEYS / 4 * (lane_id() % 4) + 2 * n + j; }
 
   /* s = q.k */
-  static __device__ __forceinline__ void products(float (&s)[NT][4], const unsigned char *at, const Columns &k, int c0) {
+  static __device__ __forceinline__ void products(float (&s)[NT][4], const unsigned char *at, const Columns &k,
+                                                  int c0) {
 #pragma unroll
     for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
     if (!PACKED || k.packing == KV_AS_COMPUTED) {
@@ -194,7 +198,8 @@ struct RingHeads {
         uint32_t x[1][4], y[4];
         get_query(x, step);
         const int c = 2 * step % period, lane = lane_id();
-        const E *const from = tile + tile_at<E, D>(lane / 16 * 8 + lane % 8, c + lane / 8 % 2) + (2 * step - c) * VECTOR<E>;
+        const E *const from =
+            tile + tile_at<E, D>(lane / 16 * 8 + lane % 8, c + lane / 8 % 2) + (2 * step - c) * VECTOR<E>;
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
           ldmatrix_x4(y[0], y[1], y[2], y[3], from + n * 8 * D);
@@ -262,26 +267,22 @@ struct RingHeads {
       }
   }
 
-  /* One tile: columns c0 .. of `count`. keep(s, c0) has the logits before their scale. */
+  /* One tile: columns c0 .. of `count`. keep(s, c0) is told their logits. */
   template <class Keep>
   __device__ __forceinline__ void step(const unsigned char *at, const Ring &ring, const Columns &k, const Columns &v,
                                        int c0, int count, const Logits &logits, Keep keep) {
     const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
     float s[NT][4], alpha[HALVES], factor[HALVES];
     products(s, at, k, c0);
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int i = 0; i < 2 * HALVES; i++) {
-        s[n][i] = logits.scale * (logits.transformed ? logits.of(s[n][i]) : s[n][i]);
-        if (c0 + key(n, i % 2) >= count) s[n][i] = -INFINITY;
-      }
+    if (logits.transformed) each([&](int n, int i) { s[n][i] = logits.of(s[n][i]); });
+    each([&](int n, int i) { s[n][i] *= logits.scale; });
+    if (c0 + KEYS > count) each([&](int n, int i) { s[n][i] = c0 + key(n, i % 2) < count ? s[n][i] : -INFINITY; });
     keep(s, c0);
     at += ring.keys;
     if (packed) {
       const PackedTile tile = packed_at(at, v, c0);
       float p[NT][4];
-      each([&](int n, int half, int j) { p[n][2 * half + j] = s[n][2 * half + j]; });
+      each([&](int n, int i) { p[n][i] = s[n][i]; });
       weigh(p, top, alpha);
 #pragma unroll
       for (int half = 0; half < HALVES; half++) sum[half] *= alpha[half], least[half] *= alpha[half];
@@ -304,9 +305,9 @@ struct RingHeads {
       weigh(s, top, factor);
 #pragma unroll
       for (int half = 0; half < HALVES; half++) sum[half] *= factor[half];
-      each([&](int n, int half, int j) { sum[half] += s[n][2 * half + j]; });
+      each([&](int n, int i) { sum[i / 2] += s[n][i]; });
     }
-    bool moved = factor[0] != 1 || factor[HALVES - 1] != 1; /* most tiles leave the maxima where they are */
+    const bool moved = factor[0] != 1 || factor[HALVES - 1] != 1; /* most tiles leave the maxima where they are */
     if (__any_sync(ALL_LANES, moved))
 #pragma unroll
       for (int d = 0; d < D / 8; d++)
@@ -315,14 +316,13 @@ struct RingHeads {
     add(s, at, v, c0);
   }
 
+  /* f(n, i) for a lane's numbers of logits or weights: s[n][i] is of head(i / 2) and key(n, i % 2). */
   template <class F>
   static __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) f(n, half, j);
+      for (int i = 0; i < 2 * HALVES; i++) f(n, i);
   }
 
   /* Columns c0 .. c1 - 1 of the block's warps; `rows` queries, the first at `query`, `stride` elements apart. */
@@ -375,7 +375,8 @@ struct RingHeads {
       const float length = lanes_sum<4>(sum[half]), low = lanes_sum<4>(least[half]);
       if (head(half) >= rows) continue;
       const int at = head(half) * warps + warp_id();
-      const float factor = packing != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
+      const float factor =
+          packing != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
       if (lane_id() % 4 == 0) ml[at] = make_float2(top[half] - LIFT, length);
 #pragma unroll
       for (int d = 0; d < D / 8; d++)

@@ -2,7 +2,7 @@ import pytest
 import ref
 import torch
 from helpers import ERRORS, FP32, OUT, call, close, guarded, opcheck, same_bits, same_for_threads
-from op_cases.decode import SLOTS, check, forked, prepared, step
+from op_cases.decode import PREFIX, SLOTS, check, forked, prepared, step
 from problems import DTYPES, NAN, copied, fuzz, matrix, of_matrix, problem
 
 from kvevict import _ops as ops
@@ -44,11 +44,29 @@ def test_many_blocks(dtype):
     check(step(1, B=1, G=4, Hkv=3, lens=[[5003, 0, 777]], dtype=dtype))
 
 
-def test_many_heads():
+@pytest.mark.parametrize("G", [1, 3])
+def test_many_heads(G):
     """So many that each head's slots are split into few parts, longer than with fewer heads."""
     lens = torch.ones(32, 16).int()
     lens[::16, ::8] = 1500
-    check(step(1, B=32, G=1, Hkv=16, D=8, lens=lens, dtype=torch.bfloat16))
+    check(step(1, B=32, G=G, Hkv=16, D=8, lens=lens, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_share_a_prefix(dtype):
+    """More slots to read than the buffers have rows: all rows of the batch read the same prefix."""
+    p = step(2, B=12, G=3, Hkv=1, lens=[[600 + n] for n in range(12)], dtype=dtype)
+    for name in ("held_k", "held_v"):
+        rows = p[name][p["held_offset"][0, 0] :][:600].clone()
+        for at in p["held_offset"].flatten().tolist():
+            p[name][at : at + 600] = rows
+        p[name.replace("held", "prefix")] = rows
+    shared = dict(prefix_offset=0 * p["held_offset"], prefix_len=0 * p["held_len"] + 600)
+    shared |= dict(held_offset=p["held_offset"] + 600, held_len=p["held_len"] - 600)
+    for got, want, tolerance in zip(
+        call(ops.decode, copied(p, *SLOTS) | shared), call(ref.decode, p | PREFIX), (OUT[dtype], FP32, 2 * FP32)
+    ):
+        close(got, want, tolerance, least=1.0)
 
 
 @pytest.mark.parametrize("softcap, sinks", [(0.0, True), (0.7, False), (30.0, True)])
