@@ -2,9 +2,9 @@
  * slots of a head are cut into splits that depend only on the number of slots and heads, and are combined in order: the
  * same bits every time.
  *
- * Few heads a group are computed by lanes (lanes.cuh), and whichever block finishes a head's last split combines all of
- * them. More heads are the rows of a tile (stream.cuh), multiplied on tensor cores in 16 bits. On an H200 tiles are
- * faster at 4 heads and lanes at 2, except on few slots (docs/cuda.md); 3 heads were not timed.
+ * In 16 bits warps go through their own tiles and multiply them on tensor cores (ring.cuh), except one or two heads a
+ * group of slots as computed: those are computed by lanes (lanes.cuh), as are up to 4 in fp32. Whichever block finishes
+ * a head's last split combines all of them. More heads in fp32 are the rows of a tile (stream.cuh).
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "lanes.cuh"
