@@ -140,6 +140,6 @@ int kv_attend_cuda(const kv_attend *a, void *memory, void *stream) {
     const int error = launch<attend_kernel<E, decltype(d)::value, X, decltype(split)::value>>(
         grid, X::THREADS, X::SHARED + X::ROWS * sizeof(AttendRow), stream, *a, logits_of(a->scale, a->softcap), parts);
     if (error || !split) return error;
-    return combine<E>(parts, {a->B, a->H, a->Hkv, a->T, a->D, a->sinks, a->out, a->lse}, stream);
+    return combine<E>(parts, {a->B, a->H, a->Hkv, a->T, a->D, a->sinks, a->out, a->lse, false}, stream);
   });
 }

@@ -3,8 +3,9 @@
  * same bits every time.
  *
  * In 16 bits warps go through their own tiles and multiply them on tensor cores (ring.cuh), except one or two heads a
- * group of slots as computed: those are computed by lanes (lanes.cuh), as are up to 4 in fp32. Whichever block finishes
- * a head's last split combines all of them. More heads in fp32 are the rows of a tile (stream.cuh).
+ * group of slots as computed: those are computed by lanes (lanes.cuh), as are up to 4 in fp32, and whichever block
+ * finishes a head's last split combines all of them. More heads in fp32 are the rows of a tile (stream.cuh). Splits of
+ * rings and tiles are combined by another kernel.
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "lanes.cuh"
@@ -65,7 +66,7 @@ struct Split {
 };
 
 /* n - 1 rows of `stored`, from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride;
- * where rows are packed it was stored before, by append_kernel. at: as of split_of. */
+ * where rows are packed it is stored before it is read. at: as of split_of. */
 template <class E>
 static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at,
                                                    kv_packing packing, const float *centre, int D) {
@@ -81,7 +82,7 @@ static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t o
 template <class E>
 static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, int split,
                                                     int at) {
-  const int64_t b = head / a.Hkv, h = head % a.Hkv;
+  const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;
   const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
   const bool own = split >= cut.before;
   const int D = (int)a.D, len = a.slots.len[head], end = own ? len + 1 : prefix_len(a, head);
@@ -116,17 +117,21 @@ static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, 
   if (threadIdx.x == 0) a.slots.pos[x.new_row] = a.chunk.pos[head / a.Hkv];
 }
 
-/* Packs the new rows before other kernels read them: a warp has the key or the value of a head, blockIdx.x. */
+/* Packs a head's new key or value as row `row`, by one warp. */
 template <class E>
-static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {
-  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv, row = a.slots.offset[head] + a.slots.len[head];
-  const bool keys = warp_id() == 0;
+static __device__ __forceinline__ void append_packed(const kv_decode &a, int64_t head, int64_t row, bool keys) {
+  const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;
   const kv_packing packing = keys ? a.slots.k_packing : a.slots.v_packing;
   const int64_t *stride = keys ? a.chunk.k_stride : a.chunk.v_stride;
   if (packing == KV_AS_COMPUTED) return;
   pack_row(static_cast<const E *>(keys ? a.chunk.k : a.chunk.v) + b * stride[0] + h * stride[1], packing,
            keys ? centre_of(a.slots, head, a.D) : nullptr, (int)a.D,
            static_cast<unsigned char *>(keys ? a.slots.k : a.slots.v) + row * kv_packed_bytes(packing, a.D));
+}
+
+/* Packs the new rows of fp32 before other kernels read them: a warp has the key or the value of a head, blockIdx.x. */
+static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {
+  append_packed<float>(a, blockIdx.x, a.slots.offset[blockIdx.x] + a.slots.len[blockIdx.x], warp_id() == 0);
 }
 
 /* HEADS heads a group; PACKED: keys, values or both are packed. Asked for two blocks an SM, ptxas does not spill
@@ -163,33 +168,49 @@ static __global__ void __launch_bounds__(THREADS, 2)
 struct Plan {
   Ring ring;
   int least, blocks, shared; /* the slots of a split, if no head has too many for that */
+  bool whole;                /* few slots, no head is cut: its block writes the results, from shared memory, at `out` */
+  int out;
 };
+
+/* Split `split` of a head; head is the number of heads where there is none. */
+struct Place {
+  int head, split;
+};
+
+/* The n-th split of all heads'; by a warp. */
+template <int KEYS>
+static __device__ __forceinline__ Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
+  const int heads = (int)(a.B * a.Hkv);
+  for (int first = 0; first < heads; first += 32) {
+    const int head = first + lane_id();
+    const int splits = head < heads ? cut_of<KEYS>(a, x, head, least).splits : 0, before = lanes_sum_before(splits);
+    const uint32_t its = __ballot_sync(ALL_LANES, n >= before && n < before + splits);
+    if (its) return {first + __popc(its - 1), n - __shfl_sync(ALL_LANES, before, __popc(its - 1))};
+    n -= __shfl_sync(ALL_LANES, before + splits, 31);
+  }
+  return {heads, 0};
+}
 
 /* Block i has the i-th split of all heads' splits; where these are more than blocks it has others as well. */
 template <class E, int D, int ROWS, bool PACKED>
 static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, 3)
     ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
   using R = RingHeads<E, D, ROWS, PACKED>;
-  auto &shared = *R::heads();
-  const int heads = (int)(a.B * a.Hkv), G = (int)(a.H / a.Hkv), tiles = x.parts.tiles;
+  const int heads = (int)(a.B * a.Hkv), G = (int)a.H / (int)a.Hkv, tiles = x.parts.tiles;
+  R::clear();
+  await_kernels_before();
+  start_next_kernel();
   for (int unit = blockIdx.x;; unit += gridDim.x) {
-    int before = 0;
+    const Place place = place_of<R::KEYS>(a, x.parts, plan.least, unit / tiles);
+    if (place.head == heads) return;
     __syncthreads(); /* the unit before is done with shared memory */
-    for (int first = 0; first < heads && before <= unit / tiles; first += blockDim.x) {
-      const int head = first + (int)threadIdx.x;
-      const int splits = head < heads ? cut_of<R::KEYS>(a, x.parts, head, plan.least).splits : 0;
-      int all;
-      const int split = unit / tiles - before - block_sum_before(splits, shared.scan, &all);
-      if (split >= 0 && split < splits) shared.found[0] = head, shared.found[1] = split;
-      before += all;
-    }
-    if (before <= unit / tiles) return;
-    __syncthreads(); /* found is there */
-    const int head = shared.found[0], split = shared.found[1], tile = unit % tiles, g = tile * ROWS;
+    const int head = place.head, split = place.split, tile = unit % tiles, g = tile * ROWS;
     const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, rows = min(G - g, ROWS);
     const Cut cut = cut_of<R::KEYS>(a, x.parts, head, plan.least);
     const Split<E> s = split_of<E>(a, cut, head, split, 0);
-    if (s.last && g == 0) append(a, head, s);
+    const auto pack = [&] {
+      for (int i = warp_id(); i < 2; i += blockDim.x / 32) append_packed<E>(a, head, s.new_row, i == 0);
+    };
     float *const logit =
         x.logit ? x.logit + ((int64_t)head * G + g) * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
     const auto keep = [&](const auto &p, int c) {
@@ -201,15 +222,22 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
     };
     R done;
     done.attend(plan.ring, static_cast<const E *>(a.q) + b * a.q_stride[0] + (h * G + g) * a.q_stride[1], a.q_stride[1],
-                rows, s.k, s.v, s.c0, s.c1, (int)a.D, logits, keep);
+                rows, s.k, s.v, s.c0, s.c1, s.c1 - s.last, (int)a.D, logits, pack, keep);
+    if (s.last && g == 0) append(a, head, s);
     const int64_t from = ((int64_t)head * tiles + tile) * x.parts.splits * x.parts.rows,
                   at = from + split * x.parts.rows;
-    done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
-    if (!block_is_last(x.parts.count + head * tiles + tile, cut.splits, shared.flag)) continue;
+    if (!plan.whole) {
+      if (split == 0 && threadIdx.x == 0) x.parts.count[head * tiles + tile] = cut.splits;
+      done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
+      continue;
+    }
+    float *const o = shared_memory<float>() + plan.out / 4;
+    float2 *const ml = reinterpret_cast<float2 *>(o + rows * a.D);
+    done.merge(rows, (int)a.D, o, ml);
+    __syncthreads(); /* the rows are there */
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
-      finish<E>(x.parts.o + (from + r) * a.D, x.parts.rows * (int)a.D, x.parts.ml + from + r, x.parts.rows, cut.splits,
-                (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
+      finish<E>(o + r * a.D, 0, ml + r, 0, 1, (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
                 static_cast<E *>(a.out) + (int64_t)to * a.D, a.lse + to, a.slots.v_packing == KV_INT4);
     }
   }
@@ -326,18 +354,24 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
              (int)kept_bytes<R::KEYS>(a->slots.v_packing, D, a->D)},
             0,
             0,
+            0,
+            false,
             0};
   Ring &ring = y.ring;
-  while (ring.stages < 4 && (ring.stages + 1) * ring.stage() * R::MOST_WARPS <= 72 * 1024) ring.stages++;
+  while (!PACKED && ring.stages < 4 && (ring.stages + 1) * ring.stage() * R::MOST_WARPS <= 72 * 1024) ring.stages++;
   while (ring.warps > 1 && HEADS + ring.bytes() > MOST_SHARED) ring.warps--;
   const int64_t parts = R::part_bytes(x.rows, ring.warps, a->D);
-  y.shared = (int)(HEADS + (parts > ring.bytes() ? parts : ring.bytes()));
-  const int64_t fit = bytes / (y.shared + 1024), slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
+  y.out = (int)(HEADS + (parts + 15) / 16 * 16);
+  const int64_t out = parts + 16 + (a->D + 2) * 4 * x.rows;
+  y.shared = (int)(HEADS + (out > ring.bytes() ? out : ring.bytes()));
+  /* Of rows as computed one block of a multiprocessor reads as fast as memory does. */
+  const int64_t fit = PACKED ? bytes / (y.shared + 1024) : 1, slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
   const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / heads + 1, least = ring.warps * R::KEYS;
   const int64_t most = (mean + least - 1) / least,
                 k = best_splits(heads * x.tiles, mean, most < x.splits ? most : x.splits, slots);
-  y.least = (int)(((mean + k - 1) / k + R::KEYS - 1) / R::KEYS * R::KEYS);
-  const int64_t blocks = heads * x.tiles * (k + 1);
+  y.whole = most == 1 && !a->prefix.len;
+  y.least = y.whole ? INT32_MAX / 2 / R::KEYS * R::KEYS : (int)(((mean + k - 1) / k + R::KEYS - 1) / R::KEYS * R::KEYS);
+  const int64_t blocks = heads * x.tiles * (k + !y.whole);
   y.blocks = (int)(blocks < INT32_MAX ? blocks : INT32_MAX);
   return y;
 }
@@ -360,17 +394,24 @@ static int with_ring(const kv_decode *a, F f) {
   });
 }
 
+static bool by_lanes(const kv_decode *a) { return a->H <= most_lanes(a->dtype != KV_F32, is_packed(*a)) * a->Hkv; }
+
+static bool by_ring(const kv_decode *a) { return a->dtype != KV_F32 && !by_lanes(a); }
+
+static Outputs outputs_of(const kv_decode *a) {
+  return {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse, by_ring(a) && a->slots.v_packing == KV_INT4};
+}
+
 static int run_ring(const kv_decode *a, const Scratch &x, void *stream) {
-  const int error = (int)cudaMemsetAsync(x.parts.count, 0, a->B * a->Hkv * x.parts.tiles * sizeof *x.parts.count,
-                                         (cudaStream_t)stream);
-  if (error) return error;
   return with_ring(a, [&](auto e, auto d, auto rows, auto packed) {
     using E = decltype(e);
     constexpr int D = decltype(d)::value, ROWS = decltype(rows)::value;
     constexpr bool PACKED = decltype(packed)::value;
     const Plan plan = plan_of<E, D, ROWS, PACKED>(a, x.parts);
-    return launch<ring_kernel<E, D, ROWS, PACKED>>(dim3((unsigned)plan.blocks), plan.ring.warps * 32, plan.shared,
-                                                   stream, *a, x, plan, logits_of(a->scale, a->softcap));
+    const int error =
+        launch_early<ring_kernel<E, D, ROWS, PACKED>>(dim3((unsigned)plan.blocks), plan.ring.warps * 32, plan.shared,
+                                                      stream, *a, x, plan, logits_of(a->scale, a->softcap));
+    return error || plan.whole ? error : combine<E>(x.parts, outputs_of(a), stream);
   });
 }
 
@@ -396,13 +437,9 @@ static int run_tiles(const kv_decode *a, const Scratch &x, void *stream) {
     const dim3 grid((unsigned)(a->B * a->Hkv), (unsigned)x.parts.splits, (unsigned)x.parts.tiles);
     const int error = launch<tiles_kernel<E, decltype(d)::value, X>>(grid, X::THREADS, X::SHARED, stream, *a, x,
                                                                      logits_of(a->scale, a->softcap));
-    return error ? error : combine<E>(x.parts, {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse}, stream);
+    return error ? error : combine<E>(x.parts, outputs_of(a), stream);
   });
 }
-
-static bool by_lanes(const kv_decode *a) { return a->H <= most_lanes(a->dtype != KV_F32, is_packed(*a)) * a->Hkv; }
-
-static bool by_ring(const kv_decode *a) { return a->dtype != KV_F32 && !by_lanes(a); }
 
 static Scratch planned(const kv_decode *a, Cutter &scratch) {
   const auto of_tile = [](auto, auto, auto x) { return decltype(x)::ROWS; };
@@ -426,9 +463,7 @@ int kv_decode_cuda(const kv_decode *a, void *memory, void *stream) {
   Cutter scratch = {memory, 0};
   const Scratch x = planned(a, scratch);
   int error = 0;
-  if (is_packed(*a))
-    error = dispatch(
-        a->dtype, [&](auto e) { return launch<append_kernel<decltype(e)>>(dim3((unsigned)heads), 64, 0, stream, *a); });
+  if (is_packed(*a) && !by_ring(a)) error = launch<append_kernel>(dim3((unsigned)heads), 64, 0, stream, *a);
   if (error == 0)
     error = by_lanes(a) ? run_lanes(a, x, stream) : by_ring(a) ? run_ring(a, x, stream) : run_tiles(a, x, stream);
   if (error || !a->probs) return error;

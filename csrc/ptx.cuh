@@ -90,6 +90,13 @@ static __device__ __forceinline__ void cp_async_16(void *to, const void *from, i
                : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes)
                : "memory");
 }
+/* Copies 4 bytes, which both addresses are multiples of; else the same. */
+static __device__ __forceinline__ void cp_async_4(void *to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+               :
+               : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
 static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /* Waits until all but the last N groups that this thread committed have arrived. */
 template <int N>
@@ -193,6 +200,20 @@ static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wa
       : "+r"(x)
       : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
   return x;
+}
+
+/* Waits until the kernels before this one on its stream have ended; then sees what they wrote. A kernel that launch_early
+ * starts calls it before it reads or writes global memory. */
+static __device__ __forceinline__ void await_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+/* Lets a kernel that launch_early starts begin when all blocks of this one have called this. */
+static __device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 /* *p += x; returns the value before. Values that this thread wrote, or saw through a barrier, are visible to the whole

@@ -48,13 +48,16 @@ static __device__ __forceinline__ void warp_load(E *tile, const Columns &x, int 
     }
 }
 
-/* The same of packed columns, as they are stored; from the multiple of 16 bytes before the first one on. */
+/* The same of packed columns, as they are stored, at the bytes that they have after a multiple of 16; no others are read:
+ * the row before may be another head's new one. */
 template <int KEYS>
 static __device__ __forceinline__ void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
   const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride,
                  from = first & ~15ull;
-  const int bytes = (int)(first - from) + min(KEYS, c1 - c0) * x.at.stored_stride;
-  for (int at = 16 * lane_id(); at < bytes; at += 16 * 32)
+  const int skip = (int)(first - from), bytes = skip + min(KEYS, c1 - c0) * x.at.stored_stride, word = 4 * lane_id();
+  if (skip > 0 && word >= skip && word < min(16, bytes))
+    cp_async_4(to + word, reinterpret_cast<const void *>(from + word));
+  for (int at = (skip + 15) / 16 * 16 + 4 * word; at < bytes; at += 16 * 32)
     cp_async_16(to + at, reinterpret_cast<const void *>(from + at), min(16, bytes - at));
 }
 
@@ -87,9 +90,7 @@ struct RingHeads {
   /* The start of shared memory. Of packed keys a logit is unit (scale q.k + least sum) + centre, with q the query's
    * numbers over `unit`, a power of two. */
   struct Heads {
-    uint32_t flag[4];
     float unit[ROWS], sum[ROWS], centre[ROWS];
-    int found[2], scan[32];
     Columns keys, values;                             /* registers are scarce */
     alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of the queries */
   };
@@ -102,18 +103,25 @@ struct RingHeads {
   }
   static __device__ __forceinline__ int head(int half) { return lane_id() / 4 + 8 * half; }
 
-  /* One query by a warp, zeros from row `rows` on. */
-  static __device__ __forceinline__ void put_query(const E *query, int r, int rows, const Columns &k, int dims) {
+  /* Query r, by a warp. */
+  static __device__ __forceinline__ void put_query(const E *query, int r, const Columns &k, int dims) {
     Heads &to = *heads();
     float x[V][4], top = 0, centre = 0, sum = 0, unit = 1;
 #pragma unroll
     for (int v = 0; v < V; v++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int d = (v * 32 + lane_id()) * 4 + i;
-        x[v][i] = d < dims && r < rows ? to_float(query[d]) : 0;
-        if (k.centre && d < dims) centre += x[v][i] * k.centre[d];
-      }
+      for (int i = 0; i < 4; i++) x[v][i] = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+      const int d = (v * 32 + lane_id()) * 4;
+      if (d >= dims) continue;
+      const uint2 four = *reinterpret_cast<const uint2 *>(query + d);
+      const float2 a = unpack<E>(four.x), b = unpack<E>(four.y);
+      x[v][0] = a.x, x[v][1] = a.y, x[v][2] = b.x, x[v][3] = b.y;
+      if (!k.centre) continue;
+#pragma unroll
+      for (int i = 0; i < 4; i++) centre += x[v][i] * k.centre[d + i];
+    }
     if (PACKED && k.packing != KV_AS_COMPUTED) {
       if (k.packing == KV_INT4) hadamard<4, 32, V>(x, dims);
 #pragma unroll
@@ -151,13 +159,10 @@ struct RingHeads {
     }
   }
 
-  /* By all warps, before a barrier. */
-  static __device__ __forceinline__ void put_queries(const E *query, int64_t stride, int rows, const Columns &k,
-                                                     int dims) {
-    uint32_t *const all = &heads()->query[0][0][0][0];
-    for (int i = threadIdx.x; i < D / 16 * PARTS * 32 * 4; i += blockDim.x) all[i] = 0;
-    __syncthreads();
-    for (int r = warp_id(); r < ROWS; r += blockDim.x / 32) put_query(query + r * stride, r, rows, k, dims);
+  /* What no query fills. By all warps, before a barrier and attend. */
+  static __device__ __forceinline__ void clear() {
+    uint4 *const all = reinterpret_cast<uint4 *>(heads()->query);
+    for (int i = threadIdx.x; i < D / 16 * PARTS * 32; i += blockDim.x) all[i] = make_uint4(0, 0, 0, 0);
   }
 
   template <int N>
@@ -169,9 +174,11 @@ struct RingHeads {
     }
   }
 
-  static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int dims) {
+  /* Columns c0 .. of c1; of packed ones those before `stored`. */
+  static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int stored,
+                                              int dims) {
     if (PACKED && x.packing != KV_AS_COMPUTED)
-      warp_load_packed<KEYS>(to, x, c0, c1);
+      warp_load_packed<KEYS>(to, x, c0, stored);
     else
       warp_load<E, D, KEYS>(reinterpret_cast<E *>(to), x, c0, c1, dims);
   }
@@ -180,6 +187,16 @@ struct RingHeads {
   static __device__ __forceinline__ PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
     const uint32_t low = (uint32_t)x.at.stored + (uint32_t)c0 * (uint32_t)x.at.stored_stride;
     return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.packing};
+  }
+
+  /* Column c alone, which this kernel packed. */
+  static __device__ __forceinline__ void copy_packed(unsigned char *to, const Columns &x, int c0, int c) {
+    if (x.packing == KV_AS_COMPUTED) return;
+    const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride;
+    const int from = (c - c0) * x.at.stored_stride;
+    const uint32_t *const words = reinterpret_cast<const uint32_t *>(first + from);
+    for (int i = lane_id(); i < x.at.stored_stride / 4; i += 32)
+      reinterpret_cast<uint32_t *>(to + first % 16 + from)[i] = words[i];
   }
 
   /* The key of a lane's column j of block n. */
@@ -325,10 +342,12 @@ struct RingHeads {
       for (int i = 0; i < 2 * HALVES; i++) f(n, i);
   }
 
-  /* Columns c0 .. c1 - 1 of the block's warps; `rows` queries, the first at `query`, `stride` elements apart. */
-  template <class Keep>
+  /* Columns c0 .. c1 - 1 of the block's warps; `rows` queries, the first at `query`, `stride` elements apart. `pack`
+   * stores what is packed of column `stored`, if that is before c1; by all warps. */
+  template <class Pack, class Keep>
   __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
-                                         const Columns &v, int c0, int c1, int dims, const Logits &logits, Keep keep) {
+                                         const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,
+                                         Pack pack, Keep keep) {
 #pragma unroll
     for (int half = 0; half < HALVES; half++) top[half] = value_top[half] = -INFINITY, sum[half] = least[half] = 0;
 #pragma unroll
@@ -338,23 +357,31 @@ struct RingHeads {
     int c = c0 + KEYS * warp_id();
     for (int i = 0; i < ring.stages; i++) {
       if (c + i * apart < c1) {
-        load(mine + i * ring.stage(), k, c + i * apart, c1, dims);
-        load(mine + i * ring.stage() + ring.keys, v, c + i * apart, c1, dims);
+        load(mine + i * ring.stage(), k, c + i * apart, c1, stored, dims);
+        load(mine + i * ring.stage() + ring.keys, v, c + i * apart, c1, stored, dims);
       }
       cp_async_commit();
     }
     if (threadIdx.x == 0) heads()->keys = k, heads()->values = v;
-    put_queries(query, stride, rows, k, dims);
+    for (int r = warp_id(); r < rows; r += blockDim.x / 32) put_query(query + r * stride, r, k, dims);
+    if (PACKED && stored < c1) pack();
     __syncthreads();
     const Columns &keys = heads()->keys, &values = heads()->values;
     unsigned char *at = mine;
     for (; c < c1; c += apart) {
       cp_async_wait_but(ring.stages - 1);
+      if (PACKED && stored < c1 && c + KEYS > stored) {
+        __syncwarp(); /* copies fill 16 bytes */
+        copy_packed(at, keys, c, stored), copy_packed(at + ring.keys, values, c, stored);
+      }
       __syncwarp(); /* all lanes' copies are there */
       step(at, ring, keys, values, c, c1, logits, keep);
       __syncwarp(); /* all lanes have read them */
       const int next = c + ring.stages * apart;
-      if (next < c1) load(at, keys, next, c1, dims), load(at + ring.keys, values, next, c1, dims);
+      if (next < c1) {
+        load(at, keys, next, c1, stored, dims);
+        load(at + ring.keys, values, next, c1, stored, dims);
+      }
       cp_async_commit();
       at = at + ring.stage() == mine + ring.stages * ring.stage() ? mine : at + ring.stage();
     }

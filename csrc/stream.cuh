@@ -71,6 +71,14 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
                               E *out, float *lse, bool rotated = false) {
   constexpr int AHEAD = 16; /* splits that are loaded at once; those past the last have weight 0 */
   const int lane = lane_id();
+  float4 x[AHEAD];
+  const auto load = [&](int i0, int d) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
+                                      : make_float4(0, 0, 0, 0);
+  };
+  load(0, 4 * lane); /* not after the weights */
   float2 mine[2];
   float weight[2], top = sink, sum = 0;
 #pragma unroll
@@ -90,14 +98,9 @@ static __device__ void finish(const float *part, int step, const float2 *ml, int
   float o[KV_MOST_D_CUDA / 128][4] = {};
 #pragma unroll
   for (int v = 0; v < KV_MOST_D_CUDA / 128; v++) {
-    const int d = 128 * v + 4 * lane;
     if (128 * v >= D) break;
     for (int i0 = 0; i0 < splits; i0 += AHEAD) {
-      float4 x[AHEAD];
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
-                                        : make_float4(0, 0, 0, 0);
+      if (v > 0 || i0 > 0) load(i0, 128 * v + 4 * lane);
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         const float w = __shfl_sync(ALL_LANES, i0 < 32 ? weight[0] : weight[1], i0 % 32 + i);
@@ -122,26 +125,31 @@ struct Outputs {
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, T, H, D] */
   float *lse;         /* [B, H, T] */
+  bool rotated;       /* the parts are as of values of 4 bits */
 };
 
 constexpr int COMBINE_WARPS = 4;
 
-/* A warp combines the parts of one row. */
+/* A warp combines the parts of one row; none where a tile's count is 0. */
 template <class E>
 static __global__ void __launch_bounds__(COMBINE_WARPS * 32) combine_kernel(const Parts x, const Outputs y) {
-  const int kv_head = block_head(), G = (int)(y.H / y.Hkv), r = blockIdx.x * COMBINE_WARPS + warp_id();
+  const int kv_head = block_head(), G = (int)y.H / (int)y.Hkv, r = blockIdx.x * COMBINE_WARPS + warp_id();
+  await_kernels_before();
   if (kv_head >= y.B * y.Hkv || r >= y.T * G) return;
-  const int64_t b = kv_head / y.Hkv, t = r / G, head = kv_head % y.Hkv * G + r % G;
+  const int64_t b = kv_head / (int)y.Hkv, t = r / G, head = kv_head % (int)y.Hkv * G + r % G;
   const int64_t tile = (int64_t)kv_head * x.tiles + r / x.rows, at = tile * x.splits * x.rows + r % x.rows;
+  const int splits = (int)x.count[tile];
+  if (splits == 0) return;
   const float sink = y.sinks ? y.sinks[head] * LOG2E : -INFINITY;
-  finish<E>(x.o + at * y.D, x.rows * (int)y.D, x.ml + at, x.rows, (int)x.count[tile], (int)y.D, sink,
-            static_cast<E *>(y.out) + ((b * y.T + t) * y.H + head) * y.D, y.lse + (b * y.H + head) * y.T + t);
+  finish<E>(x.o + at * y.D, x.rows * (int)y.D, x.ml + at, x.rows, splits, (int)y.D, sink,
+            static_cast<E *>(y.out) + ((b * y.T + t) * y.H + head) * y.D, y.lse + (b * y.H + head) * y.T + t,
+            y.rotated);
 }
 
 template <class E>
 static int combine(const Parts &x, const Outputs &y, void *stream) {
   const dim3 grid = grid_of((y.T * (y.H / y.Hkv) + COMBINE_WARPS - 1) / COMBINE_WARPS, y.B * y.Hkv);
-  return launch<combine_kernel<E>>(grid, COMBINE_WARPS * 32, 0, stream, x, y);
+  return launch_early<combine_kernel<E>>(grid, COMBINE_WARPS * 32, 0, stream, x, y);
 }
 
 /* 16 query rows, the same in all warps, against KEYS keys, shared out among the warps: reading takes longer than

@@ -432,7 +432,9 @@ def jobs(device, quick):
             for stored in (32768, 4096):
                 yield bench_decode, (H, Hkv, D, stored, dtype)
         if device == "cuda":
-            yield bench_packed, (H, Hkv, D, 32768)
+            yield bench_decode, (H, Hkv, D, 512, half)
+            for stored in (32768, 4096, 512):
+                yield bench_packed, (H, Hkv, D, stored)
         yield bench_select, (H, Hkv, D, lengths[0], new, torch.float32)
         yield bench_evict, (Hkv, D, lengths[0], new, half)
 

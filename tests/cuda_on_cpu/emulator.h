@@ -14,7 +14,7 @@ constexpr size_t MOST_SHARED = 101376; /* the limit of a block on sm_86, sm_89 a
 struct Copy {
   unsigned char *to;
   const unsigned char *from;
-  int bytes;
+  int bytes, size; /* read, and written */
   long group;
   unsigned char issued[16]; /* the content of `from` when the copy was issued */
 };

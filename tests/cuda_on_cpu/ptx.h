@@ -37,7 +37,7 @@ struct Mma {
 template <class E>
 void mma(void *const lanes[32]);
 
-void cp_async(void *to, const void *from, int bytes, Place place);
+void cp_async(void *to, const void *from, int bytes, int size, Place place);
 void cp_async_commit();
 void cp_async_wait(int newest);
 void check_aligned(const void *p, size_t size, const char *what, Place place);
@@ -78,8 +78,9 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, KV_AT)
   emulator::collective("mma", {file, line}, &m, emulator::mma<E>);
 }
 inline void cp_async_16(void *to, const void *from, int bytes = 16, KV_AT) {
-  emulator::cp_async(to, from, bytes, {file, line});
+  emulator::cp_async(to, from, bytes, 16, {file, line});
 }
+inline void cp_async_4(void *to, const void *from, KV_AT) { emulator::cp_async(to, from, 4, 4, {file, line}); }
 inline void cp_async_commit() { emulator::cp_async_commit(); }
 template <int N>
 void cp_async_wait() {
@@ -139,6 +140,10 @@ inline uint32_t load_once_4_if(const void *p, bool wanted, KV_AT) {
   emulator::check_aligned(p, 4, "load_once_4_if", {file, line});
   return *static_cast<const uint32_t *>(p);
 }
+/* Kernels run one after another. */
+inline void await_kernels_before() {}
+inline void start_next_kernel() {}
+
 inline uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   return emulator::atomically(p, emulator::Sharing::acquire_release, [x](uint32_t y) { return y + x; });
 }
@@ -149,5 +154,9 @@ int launch(dim3 grid, int threads, size_t shared, void *, Args... args) {
   auto call = [&] { kernel(args...); };
   return emulator::run_grid(
       __PRETTY_FUNCTION__, grid, threads, shared, [](void *c) { (*static_cast<decltype(call) *>(c))(); }, &call);
+}
+template <auto kernel, class... Args>
+int launch_early(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
+  return launch<kernel>(grid, threads, shared, stream, args...);
 }
 #endif

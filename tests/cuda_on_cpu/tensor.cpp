@@ -82,16 +82,18 @@ template void mma<bf16>(void *const *);
 
 /* The destination is NaN until this thread has waited: the copy arrives as late as on a GPU it may, and the old content
  * is overwritten as early. */
-void cp_async(void *to, const void *from, int bytes, Place place) {
-  if (bytes < 0 || bytes > 16) fail("cp_async_16 at line %d: %d bytes", place.line, bytes);
-  check_aligned(to, 16, "cp_async_16", place);
-  check_aligned(from, 16, "cp_async_16", place);
-  if (!in_shared(to, 16)) fail("cp_async_16 at line %d: writes outside of shared memory", place.line);
-  Copy copy = {static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), bytes, current->groups, {}};
+void cp_async(void *to, const void *from, int bytes, int size, Place place) {
+  const char *const what = size == 16 ? "cp_async_16" : "cp_async_4";
+  if (bytes < 0 || bytes > size) fail("%s at line %d: %d bytes", what, place.line, bytes);
+  check_aligned(to, size, what, place);
+  check_aligned(from, size, what, place);
+  if (!in_shared(to, size)) fail("%s at line %d: writes outside of shared memory", what, place.line);
+  unsigned char *const at = static_cast<unsigned char *>(to);
+  Copy copy = {at, static_cast<const unsigned char *>(from), bytes, size, current->groups, {}};
   if (bytes) memcpy(copy.issued, from, (size_t)bytes);
   if (bytes) note(*current, from, (size_t)bytes, Access::read);
-  note(*current, to, 16, Access::arriving);
-  memset(to, 0xff, 16);
+  note(*current, to, (size_t)size, Access::arriving);
+  memset(to, 0xff, (size_t)size);
   current->copies.push_back(copy);
 }
 
@@ -101,9 +103,9 @@ void cp_async_wait(int newest) {
   size_t done = 0;
   for (auto &copies = current->copies; done < copies.size() && copies[done].group < current->groups - newest; done++) {
     const Copy &copy = copies[done];
-    if (copy.bytes && memcmp(copy.issued, copy.from, (size_t)copy.bytes)) fail("what cp_async_16 reads was changed");
-    memcpy(copy.to, copy.issued, 16);
-    note(*current, copy.to, 16, Access::arrived);
+    if (copy.bytes && memcmp(copy.issued, copy.from, (size_t)copy.bytes)) fail("what cp_async reads was changed");
+    memcpy(copy.to, copy.issued, (size_t)copy.size);
+    note(*current, copy.to, (size_t)copy.size, Access::arrived);
   }
   current->copies.erase(current->copies.begin(), current->copies.begin() + (long)done);
 }
