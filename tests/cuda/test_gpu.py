@@ -251,3 +251,20 @@ def test_an_adapter_trains(tmp_path):
     train(tiny.model().to("cuda"), pairs, tmp_path, steps=12, batch=4, lr=2e-3, tokens=4, rank=2, progress=False)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] and len(losses) == 12
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_replayed_tokens_as_decoded_ones(kind, rows):
+    """compiled=True: the same bits, over slots that move and a further turn; nearly all tokens are replayed."""
+    model = tiny.model(dtype=torch.bfloat16).cuda()
+    ids, results = tiny.prompt(rows, 300)["input_ids"].cuda(), []
+    for compiled in (False, True):
+        with kvevict.evicting(model, "take+edie", budget=64, compiled=compiled, kv=kind), torch.no_grad():
+            cache, each = kvevict.compat.cache_of(model(ids, use_cache=True)), []
+            for length in [1] * 150 + [40] + [1] * 20:
+                each.append(model(ids[:, :length], past_key_values=cache).logits[:, -1])
+            results.append(torch.stack(each))
+            replayed = kvevict.report(cache)["replayed"]
+    assert torch.equal(*results)
+    assert replayed > 10  # since the further turn

@@ -92,6 +92,7 @@ class Spans:
             after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
             sequence.next_position = after if before is None else torch.maximum(before, after)
         sequence.half_read = False
+        arguments.outer.spans = None  # no cycle keeps the cache's memory
 
     def step(self, span: Span) -> Any:
         """The decoder's output for a span, without the appended rows."""

@@ -13,6 +13,8 @@ import torch
 from ...context import enter
 from ...policy.seen.rows import CallRows
 from ..slots.fork import Fork
+from ..slots.storage import ROOM
+from . import replay
 from .plan import Plan
 
 
@@ -109,7 +111,8 @@ class Step:
         enter(step=self)
         self._ready()
         self.cache.sequence.coming = self.seen
-        output = run(**inputs)
+        compiled = self.decoding and self.plan.policy.compiled
+        output = replay.through(self, run, inputs) if compiled else run(**inputs)
         self.cache.sequence.advance()
         return output
 
@@ -120,7 +123,7 @@ class Step:
             if isinstance(layer.storage, Fork) and self._needs_own(layer.storage):
                 layer.storage = layer.storage.copy_on_write()
         if self.decoding:
-            self.cache.tick(layers)
+            self.cache.tick(layers, replay.ROOM if self.plan.policy.compiled else ROOM)
 
     def _needs_own(self, fork: Any) -> Any:
         """True if the step needs all slots in one place that no other fork reads. A chooser, a chunk, and layers that

@@ -19,7 +19,7 @@ from .carried import of_layer
 from .fork import Fork, fork
 from .ranks import Ranks
 from .sequence import Sequence
-from .storage import Storage
+from .storage import ROOM, Storage
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
@@ -273,9 +273,9 @@ class EvictionLayer(CacheLayerMixin):
         """Store a row in the slot that was counted last, attend over all: (out, lse, probs) as `_ops.decode`."""
         return self.storage.decode(q, k, v, pos, **options)
 
-    def make_room(self) -> None:
-        """Room for one more slot in every head."""
-        self.storage = self.storage.with_room(self.expected)
+    def make_room(self, room: int = ROOM) -> None:
+        """Room for one more slot in every head; if slots have to move, for `room` or more."""
+        self.storage = self.storage.with_room(self.expected, room)
 
     def tick(self) -> None:
         """Count one more slot in every head, for `decode`."""

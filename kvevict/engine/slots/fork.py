@@ -47,9 +47,9 @@ class Fork:
         """As `Storage.keep`; never in place, as the prefix is shared."""
         return self.gathered().keep(*what)
 
-    def with_room(self, expected: int = 0) -> Fork:
+    def with_room(self, expected: int, room: int) -> Fork:
         """As `Storage.with_room`; the prefix does not grow."""
-        return self if self.own.room else replace(self, own=self.own.with_room())
+        return self if self.own.room else replace(self, own=self.own.with_room(0, room))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, columns: int = 0, **options: Any) -> Any:
         """As `Storage.decode`, with the prefix as the first segment of the same kernel. No probabilities: callers that

@@ -36,7 +36,7 @@ class Storage(Held):
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
-    table: Any = field(default=None, init=False)  # the `Table` that holds the counts
+    table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
 
     @classmethod
     def empty(
@@ -133,9 +133,10 @@ class Storage(Held):
             return self.moved(wanted, index, keep, *new)
         return self._refilled(index, keep, *new)
 
-    def with_room(self, expected: int = 0) -> Storage:
-        """A storage with these slots, and room for one more in every head."""
-        return self if self.room else self.moved(self.grown(self.counts, expected))
+    def with_room(self, expected: int, room: int) -> Storage:
+        """A storage with these slots, and room for one more in every head; if it is another one, for `room` or more.
+        expected: as in `append`."""
+        return self if self.room else self.moved(self.grown(self.counts, expected, room))
 
     def tick(self) -> None:
         """Count one more slot in every head, which the next `decode` writes. A `Table` does so for many layers."""
@@ -228,9 +229,9 @@ class Storage(Held):
         """All slots in one place, for reading."""
         return self
 
-    def grown(self, counts: np.ndarray, expected: int = 0) -> np.ndarray:
+    def grown(self, counts: np.ndarray, expected: int = 0, room: int = ROOM) -> np.ndarray:
         """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average."""
-        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, ROOM), expected))
+        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, room), expected))
 
     def _blank(self, capacity: np.ndarray) -> Storage:
         """New, empty buffers of a capacity."""
@@ -250,8 +251,9 @@ class Storage(Held):
         with torch.inference_mode(self.len.is_inference()):
             self.len.copy_(filled.len)
         self.counts[...], self.centred = counts, filled.centred
-        if self.table is not None:
-            self.table.room = min(self.table.room, self.room)
+        table = None if self.table is None else self.table()
+        if table is not None:
+            table.room = min(table.room, self.room)
         return self
 
     def _filled(self, source: Storage, index: Tensor | None, counts: np.ndarray, *new: Any) -> Storage:

@@ -1,0 +1,191 @@
+"""Decoded tokens without Python: the decoder's step is recorded once, as a CUDA graph, and then replayed.
+
+A step can be recorded if two steps call the same operators, with the same numbers, on the same outside tensors: what
+differs from token to token then lies in memory that stays where it is. `Calls` notes two tokens, once for a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from ... import cautions, families
+from ...compat import CACHE
+from ...context import enter
+from ..slots.cache import EvictionLayer
+
+ROOM = 256  # free rows per head where slots move while tokens are decoded: another place needs another recording
+
+
+class Calls(TorchDispatchMode):
+    """Inside, notes every operator that is called: its name, its numbers, and where its tensors lie. A tensor that was
+    made inside counts as the result of its operator, any other by its address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple] = []
+        self.made: dict[int, tuple[int, int]] = {}  # a storage -> the operator and the result that it came from
+        self.kept: list[Any] = []  # results, so that no address is used twice
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [self._noted(value) for value in tree_flatten((args, kwargs))[0]]
+        inside = {_storage(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
+        output = operator(*args, **(kwargs or {}))
+        for at, value in enumerate(tree_flatten(output)[0]):
+            if isinstance(value, torch.Tensor) and _storage(value) not in inside:
+                self.made[_storage(value)] = len(self.noted), at
+        self.kept.append(output)
+        self.noted.append((str(operator), given))
+        return output
+
+    def _noted(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        origin = self.made.get(_storage(value), value.untyped_storage().data_ptr())
+        return origin, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+
+    def difference(self, other: Calls) -> str | None:
+        """The name of the first operator that another step calls differently; None: there is none."""
+        for mine, its in zip_longest(self.noted, other.noted, fillvalue=("", [])):
+            if mine != its:
+                return mine[0] or its[0]
+        return None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _graph(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """Record what `run` computes on a GPU. Returns its result, which `replay` computes, and `replay`."""
+    graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            output = run()
+        finally:
+            graph.capture_end()
+    here.wait_stream(side)
+    return output, graph.replay
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # the default one cannot record; each has a workspace of cuBLAS
+
+
+RECORDERS: dict[str, Callable] = {"cuda": _graph}  # type of a device -> a function as `_graph`
+
+
+class Replay:
+    """The recorded step of one cache: its inputs in memory of their own, and its result. It does not refer to the
+    cache, whose memory is free once the caller drops it."""
+
+    def __init__(self, step: Any, inputs: dict[str, Any]) -> None:
+        self.decoder, self.plan, self.storages = step.decoder, step.plan, step.cache.table.storages
+        self.positions = step.positions.clone()
+        self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        self.watched: list[Calls] = []
+        self.is_new = True  # no token was decoded on these slots: beams move them each time
+        self.kind: Any = None  # class of the decoder's output
+        self.fields: dict[str, Any] = {}  # of the output; None: the cache
+        self.replay: Callable[[], None] | None = None
+
+    def fits(self, step: Any, inputs: dict[str, Any]) -> bool:
+        """True if this step is another token of the same slots."""
+        same = step.decoder is self.decoder and step.plan is self.plan and step.cache.table.storages is self.storages
+        return same and inputs.keys() == self.inputs.keys() and all(map(_alike, inputs.values(), self.inputs.values()))
+
+    def step(self, step: Any, run: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
+        """The decoder's output for one more token. run: from inputs to it."""
+        self.positions.copy_(step.positions)
+        for name, x in inputs.items():
+            if isinstance(x, torch.Tensor):
+                self.inputs[name].copy_(x)
+        if self.replay is None:
+            enter(step=replace(step, positions=self.positions, elsewhere={}))
+            if not self.plan.replays:
+                return self._watch(step, run)
+            if self.is_new:
+                self.is_new = False
+                return run(self.inputs)
+            recorder = RECORDERS[self.positions.device.type]
+            try:
+                output, self.replay = recorder(lambda: run(self.inputs), self.positions.device)
+            except RuntimeError as error:
+                _refuse(self.plan, f"recording failed ({str(error).splitlines()[0]})")
+                return run(self.inputs)
+            self.kind = type(output)
+            self.fields = {name: None if value is step.cache else value for name, value in output.items()}
+        self.replay()
+        step.meter.replayed += 1
+        fields = {name: step.cache if value is None else value.clone() for name, value in self.fields.items()}
+        return self.kind(**fields)
+
+    def _watch(self, step: Any, run: Callable[[dict[str, Any]], Any]) -> Any:
+        """Run the step as before, and find out whether it can be recorded."""
+        with Calls() as calls:
+            output = run(self.inputs)
+        self.watched.append(calls)
+        more = [name for name, value in output.items() if name != "last_hidden_state" and value is not step.cache]
+        if more:
+            _refuse(self.plan, f"the decoder also returns {more[0]}")
+        elif len(self.watched) == 2:
+            differs = self.watched[1].difference(self.watched[0])
+            self.watched = []
+            self.plan.replays = differs is None
+            if differs:
+                _refuse(self.plan, f"{differs} has other numbers, or tensors in another place, for each token")
+        return output
+
+
+def _alike(x: Any, known: Any) -> bool:
+    if isinstance(known, torch.Tensor):
+        return isinstance(x, torch.Tensor) and x.shape == known.shape and x.dtype == known.dtype
+    return x is known or x == known
+
+
+def _refuse(plan: Any, reason: str) -> None:
+    """Tokens are decoded as before; say so once."""
+    plan.replays = False
+    cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}", 2)
+
+
+def through(step: Any, run: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    """The decoder's output for a decoded token, replayed where that is possible."""
+    if step.plan.replays is None and (reason := _obstacle(step)):
+        _refuse(step.plan, reason)
+    if step.plan.replays is False or not step.cache.table.storages:
+        return run(**inputs)
+    own = {name: x for name, x in inputs.items() if x is not step.cache}
+    kept = step.cache.__dict__
+    if "replay" not in kept or not kept["replay"].fits(step, own):
+        kept["replay"] = Replay(step, own)
+    return kept["replay"].step(step, lambda inputs: run(**inputs, **{CACHE: step.cache}), own)
+
+
+def _obstacle(step: Any) -> str | None:
+    """Why a decoded token cannot be recorded; None: perhaps it can."""
+    policy, device = step.plan.policy, step.positions.device
+    if device.type not in RECORDERS:
+        return f"the model is on a {device.type.upper()}"
+    if step.chooser is not None:
+        return "the policy evicts while decoding" if policy.decode else "the policy adds up decoded tokens' attention"
+    if any(type(layer) is not EvictionLayer for layer in step.cache.layers):
+        return "the model has layers with a window, a state or latents"
+    if families.rope_depends_on_length(step.decoder):
+        return "the model's rotary frequencies depend on the text's length"
+    if step.plan.ranks.size > 1 or len({p.device for p in step.decoder.parameters()}) > 1:
+        return "the model is spread over devices"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    hooked = (module for module in step.decoder.modules() if module._forward_hooks or module._forward_pre_hooks)
+    return "modules of the model have hooks, which a recorded token would not call" if any(hooked) else None
