@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from transformers.utils import ModelOutput
 
 from ... import cautions, families
 from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
+from .plan import Plan
+from .step import Step
 
-ROOM = 256  # free rows per head where slots move while tokens are decoded: another place needs another recording
+Inputs = dict[str, Any]  # of a decoder's forward
 
 
 class Calls(TorchDispatchMode):
@@ -32,9 +35,11 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.noted: list[tuple] = []
         self.made: dict[int, tuple[int, int]] = {}  # a storage -> the operator and the result that it came from
-        self.kept: list[Any] = []  # results, so that no address is used twice
+        self.kept: list[object] = []  # results, so that no address is used twice
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         given = [self._noted(value) for value in tree_flatten((args, kwargs))[0]]
         inside = {_storage(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
         output = operator(*args, **(kwargs or {}))
@@ -45,7 +50,7 @@ class Calls(TorchDispatchMode):
         self.noted.append((str(operator), given))
         return output
 
-    def _noted(self, value: Any) -> Any:
+    def _noted(self, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         origin = self.made.get(_storage(value), value.untyped_storage().data_ptr())
@@ -63,7 +68,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _graph(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
+def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
     """Record what `run` computes on a GPU. Returns its result, which `replay` computes, and `replay`."""
     graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
@@ -89,22 +94,22 @@ class Replay:
     """The recorded step of one cache: its inputs in memory of their own, and its result. It does not refer to the
     cache, whose memory is free once the caller drops it."""
 
-    def __init__(self, step: Any, inputs: dict[str, Any]) -> None:
+    def __init__(self, step: Step, inputs: Inputs) -> None:
         self.decoder, self.plan, self.storages = step.decoder, step.plan, step.cache.table.storages
         self.positions = step.positions.clone()
         self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         self.watched: list[Calls] = []
         self.is_new = True  # no token was decoded on these slots: beams move them each time
-        self.kind: Any = None  # class of the decoder's output
-        self.fields: dict[str, Any] = {}  # of the output; None: the cache
+        self.kind: type = ModelOutput  # of the decoder's output
+        self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
         self.replay: Callable[[], None] | None = None
 
-    def fits(self, step: Any, inputs: dict[str, Any]) -> bool:
+    def fits(self, step: Step, inputs: Inputs) -> bool:
         """True if this step is another token of the same slots."""
         same = step.decoder is self.decoder and step.plan is self.plan and step.cache.table.storages is self.storages
         return same and inputs.keys() == self.inputs.keys() and all(map(_alike, inputs.values(), self.inputs.values()))
 
-    def step(self, step: Any, run: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
+    def step(self, step: Step, run: Callable[[Inputs], ModelOutput], inputs: Inputs) -> ModelOutput:
         """The decoder's output for one more token. run: from inputs to it."""
         self.positions.copy_(step.positions)
         for name, x in inputs.items():
@@ -130,7 +135,7 @@ class Replay:
         fields = {name: step.cache if value is None else value.clone() for name, value in self.fields.items()}
         return self.kind(**fields)
 
-    def _watch(self, step: Any, run: Callable[[dict[str, Any]], Any]) -> Any:
+    def _watch(self, step: Step, run: Callable[[Inputs], ModelOutput]) -> ModelOutput:
         """Run the step as before, and find out whether it can be recorded."""
         with Calls() as calls:
             output = run(self.inputs)
@@ -147,20 +152,20 @@ class Replay:
         return output
 
 
-def _alike(x: Any, known: Any) -> bool:
+def _alike(x: object, known: object) -> bool:
     if isinstance(known, torch.Tensor):
         return isinstance(x, torch.Tensor) and x.shape == known.shape and x.dtype == known.dtype
     return x is known or x == known
 
 
-def _refuse(plan: Any, reason: str) -> None:
+def _refuse(plan: Plan, reason: str) -> None:
     """Tokens are decoded as before; say so once."""
     plan.replays = False
     cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}", 2)
 
 
-def through(step: Any, run: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-    """The decoder's output for a decoded token, replayed where that is possible."""
+def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> ModelOutput:
+    """The decoder's output, of its forward `run`, for a decoded token: replayed where that is possible."""
     if step.plan.replays is None and (reason := _obstacle(step)):
         _refuse(step.plan, reason)
     if step.plan.replays is False or not step.cache.table.storages:
@@ -172,7 +177,7 @@ def through(step: Any, run: Callable[..., Any], inputs: dict[str, Any]) -> Any:
     return kept["replay"].step(step, lambda inputs: run(**inputs, **{CACHE: step.cache}), own)
 
 
-def _obstacle(step: Any) -> str | None:
+def _obstacle(step: Step) -> str | None:
     """Why a decoded token cannot be recorded; None: perhaps it can."""
     policy, device = step.plan.policy, step.positions.device
     if device.type not in RECORDERS:

@@ -16,6 +16,7 @@ from ...policy import kv
 from .pool import Pool
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
+ROOM_TO_REPLAY = 256  # the same where slots move under compiled=True: what is recorded ends there
 
 
 @dataclass
