@@ -35,8 +35,8 @@ class Recorder(TorchDispatchMode):
 def record(run, device):
     with Recorder() as recorder:
         output = run()
-    for operator, *_, output_of, new in recorder.calls:  # a replay must not read what the recording has left behind
-        for x, is_new in zip(tensors(output_of), new, strict=True):
+    for *_, made, new in recorder.calls:  # a replay must not read what the recording has left behind
+        for x, is_new in zip(tensors(made), new, strict=True):
             if is_new and x.is_floating_point():
                 x.fill_(float("nan"))
     return output, recorder.replay
