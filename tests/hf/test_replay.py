@@ -1,4 +1,4 @@
-"""Decoded tokens that are recorded once and replayed, with a recorder for the CPU in place of CUDA graphs."""
+"""Decoded tokens that are recorded once and replayed. On a GPU: tests/cuda/test_gpu.py."""
 
 import gc
 import warnings
@@ -6,7 +6,6 @@ import weakref
 from unittest import mock
 
 import pytest
-import recorder
 import tiny
 import torch
 from tiny import byte_tokenizer, generate, prompt, shared
@@ -19,20 +18,20 @@ from kvevict.engine.read import replay
 from kvevict.families import find_decoder
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-LENGTH = 120
+LENGTH, PATIENCE = 120, replay.PATIENCE["cpu"]
 
 
 @pytest.fixture
-def on_a_cpu():
-    """The tokens that were replayed."""
-    replayed = []
+def replayed():
+    """The tokens that were replayed, one entry each."""
+    tokens, own = [], replay.RECORDERS["cpu"]
 
     def record(run, device):
-        output, again = recorder.record(run, device)
-        return output, lambda: replayed.append(again())
+        output, again = own(run, device)
+        return output, lambda: tokens.append(again())
 
     with mock.patch.dict(replay.RECORDERS, cpu=record):
-        yield replayed
+        yield tokens
 
 
 def decoded(model, cache, tokens, first=0):
@@ -56,13 +55,12 @@ def both(name, work, **options):
     return *results, replayed
 
 
-@pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", ["snapkv", "take+edie", "chunkkv"])
 def test_200_tokens_bit_by_bit(name, kv):
     want, got, replayed = both(name, lambda model, cache: decoded(model, cache, 200), kv=kv)
     assert torch.equal(got, want)
-    assert replayed >= 200 - 2 - 2  # the first two are watched, and slots move once: that token is decoded as before
+    assert replayed == 200 - 2 - 2 * (PATIENCE + 1)  # the first two are watched; slots move once
 
 
 def turns(model, cache):
@@ -92,13 +90,12 @@ def joined(model, cache):
 
 @pytest.mark.parametrize("kv", ["model", "int8"])
 @pytest.mark.parametrize("work", [turns, forked, joined])
-def test_what_moves_slots_is_seen(work, kv, on_a_cpu):
+def test_what_moves_slots_is_seen(work, kv, replayed):
     want, got, _ = both("snapkv", work, kv=kv)
     assert torch.equal(got, want)
-    assert len(on_a_cpu) > 20
+    assert len(replayed) > 10
 
 
-@pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize(
     "options", [{}, dict(do_sample=True, top_k=20), dict(num_beams=3)], ids=["", "sampled", "beams"]
 )
@@ -112,15 +109,15 @@ def test_generate(options):
     assert torch.equal(*texts)
 
 
-def test_answers(on_a_cpu):
+def test_answers(replayed):
     """A text is read with compiled=True: its answers are replayed, too."""
     tokenizer, results = byte_tokenizer(), []
     for compiled in (False, True):
         model = tiny.model(vocab_size=256)
         cache = kvevict.read(model, tokenizer, "The river is long. " * 9, "snapkv", budget=48, compiled=compiled)
-        results.append(kvevict.answer(model, tokenizer, cache, ["How long?", "Which?"], max_new_tokens=12))
+        results.append(kvevict.answer(model, tokenizer, cache, ["How long?", "Which?"], max_new_tokens=20))
     assert results[0] == results[1]
-    assert on_a_cpu
+    assert replayed
 
 
 def told(name="snapkv", family="llama", work=lambda model, cache: decoded(model, cache, 6), **options):
@@ -138,12 +135,12 @@ def told(name="snapkv", family="llama", work=lambda model, cache: decoded(model,
     return [str(each.message) for each in caught if "compiled" in str(each.message)]
 
 
-def test_on_a_cpu_tokens_are_decoded_as_before():
-    (text,) = told()
+def test_on_other_devices_tokens_are_decoded_as_before():
+    with mock.patch.dict(replay.RECORDERS, clear=True):
+        (text,) = told()
     assert "on a CPU" in text
 
 
-@pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize(
     "family, name, options, reason",
     [
@@ -157,7 +154,6 @@ def test_what_cannot_be_recorded_is_told_once(family, name, options, reason):
     assert reason in text
 
 
-@pytest.mark.usefixtures("on_a_cpu")
 def test_a_number_that_differs_from_token_to_token():
     """A step that computes with a number of Python's: replayed it would repeat the first one's."""
 
@@ -170,7 +166,6 @@ def test_a_number_that_differs_from_token_to_token():
     assert "aten.mul" in text
 
 
-@pytest.mark.usefixtures("on_a_cpu")
 def test_hooks_are_called_for_every_token():
     seen = []
 
@@ -185,17 +180,29 @@ def test_hooks_are_called_for_every_token():
     assert "hooks" in text and len(seen) == 12
 
 
+def test_numbers_that_python_reads():
+    """Experts that a token goes to are chosen by a number: another token's calls are others."""
+    for read in (lambda x: x.sum().item(), lambda x: x.flatten().tolist()[0], lambda x: float((x > 0).nonzero().sum())):
+
+        def work(model, cache, read=read):
+            layer = find_decoder(model).layers[1].mlp
+            with mock.patch.object(layer, "forward", lambda x, own=layer.forward: own(x) if read(x) < 0 else -own(x)):
+                return decoded(model, cache, 30)
+
+        (text,) = told(work=work)
+        assert "reads a number" in text
+
+
 def test_a_recording_that_fails():
     def fails(run, device):
         run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with mock.patch.dict(replay.RECORDERS, cpu=fails):
-        (text,) = told()
+        (text,) = told(work=lambda model, cache: decoded(model, cache, 20))
     assert "not permitted" in text
 
 
-@pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_memory_is_free_once_a_cache_is_dropped(compiled):
     """Not only once cycles are collected."""
@@ -206,7 +213,7 @@ def test_memory_is_free_once_a_cache_is_dropped(compiled):
             cache = model(prompt(1, LENGTH)["input_ids"], logits_to_keep=1).past_key_values
             fork = cache.fork()
             for each in (cache, fork):
-                decoded(model, each, 6)
+                decoded(model, each, 20)
             slots = [weakref.ref(cache.layers[0].storage.k), weakref.ref(fork.layers[0].storage.own.k)]
             del cache, fork, each
             assert [each() for each in slots] == [None, None]

@@ -1,7 +1,8 @@
-"""Decoded tokens without Python: the decoder's step is recorded once, as a CUDA graph, and then replayed.
+"""Decoded tokens without Python: the decoder's step is recorded once, on a GPU as a CUDA graph, and then replayed.
 
 A step can be recorded if two steps call the same operators, with the same numbers, on the same outside tensors: what
-differs from token to token then lies in memory that stays where it is. `Calls` notes two tokens, once for a plan.
+differs from token to token then lies in memory that stays where it is. And Python reads no number from a tensor. That
+is found out from two tokens, once for a plan.
 """
 
 from __future__ import annotations
@@ -9,67 +10,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from transformers.utils import ModelOutput
 
 from ... import cautions, families
 from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
+from .calls import Calls
 from .plan import Plan
 from .step import Step
 
 Inputs = dict[str, Any]  # of a decoder's forward
 
 
-class Calls(TorchDispatchMode):
-    """Inside, notes every operator that is called: its name, its numbers, and where its tensors lie. A tensor that was
-    made inside counts as the result of its operator, any other by its address."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple] = []
-        self.made: dict[int, tuple[int, int]] = {}  # a storage -> the operator and the result that it came from
-        self.kept: list[object] = []  # results, so that no address is used twice
-
-    def __torch_dispatch__(
-        self, operator: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        given = [self._noted(value) for value in tree_flatten((args, kwargs))[0]]
-        inside = {_storage(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
-        output = operator(*args, **(kwargs or {}))
-        for at, value in enumerate(tree_flatten(output)[0]):
-            if isinstance(value, torch.Tensor) and _storage(value) not in inside:
-                self.made[_storage(value)] = len(self.noted), at
-        self.kept.append(output)
-        self.noted.append((str(operator), given))
-        return output
-
-    def _noted(self, value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        origin = self.made.get(_storage(value), value.untyped_storage().data_ptr())
-        return origin, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
-
-    def difference(self, other: Calls) -> str | None:
-        """The name of the first operator that another step calls differently; None: there is none."""
-        for mine, its in zip_longest(self.noted, other.noted, fillvalue=("", [])):
-            if mine != its:
-                return mine[0] or its[0]
-        return None
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
-    """Record what `run` computes on a GPU. Returns its result, which `replay` computes, and `replay`."""
+    """Compute what `run` computes on a GPU, and record it. Returns the result, and a function that computes it again,
+    in the same memory, from inputs in the same memory."""
     graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
@@ -79,6 +38,7 @@ def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelO
         finally:
             graph.capture_end()
     here.wait_stream(side)
+    graph.replay()
     return output, graph.replay
 
 
@@ -87,7 +47,15 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # the default one cannot record; each has a workspace of cuBLAS
 
 
-RECORDERS: dict[str, Callable] = {"cuda": _graph}  # type of a device -> a function as `_graph`
+def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
+    """The same on a CPU, where its operators are called again."""
+    with Calls() as calls:
+        output = run()
+    return output, calls.again()
+
+
+RECORDERS = {"cuda": _graph, "cpu": _program}
+PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move, before recording them pays
 
 
 class Replay:
@@ -96,10 +64,11 @@ class Replay:
 
     def __init__(self, step: Step, inputs: Inputs) -> None:
         self.decoder, self.plan, self.storages = step.decoder, step.plan, step.cache.table.storages
-        self.positions = step.positions.clone()
-        self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        with torch.inference_mode(False):  # a cache filled in inference mode goes on outside of it
+            self.positions = step.positions.clone()
+            self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         self.watched: list[Calls] = []
-        self.is_new = True  # no token was decoded on these slots: beams move them each time
+        self.patience = PATIENCE[self.positions.device.type]  # beams move slots each time
         self.kind: type = ModelOutput  # of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
         self.replay: Callable[[], None] | None = None
@@ -119,8 +88,8 @@ class Replay:
             enter(step=replace(step, positions=self.positions, elsewhere={}))
             if not self.plan.replays:
                 return self._watch(step, run)
-            if self.is_new:
-                self.is_new = False
+            self.patience -= 1
+            if self.patience >= 0:
                 return run(self.inputs)
             recorder = RECORDERS[self.positions.device.type]
             try:
@@ -130,8 +99,9 @@ class Replay:
                 return run(self.inputs)
             self.kind = type(output)
             self.fields = {name: None if value is step.cache else value for name, value in output.items()}
-        self.replay()
-        step.meter.replayed += 1
+        else:
+            self.replay()
+            step.meter.replayed += 1
         fields = {name: step.cache if value is None else value.clone() for name, value in self.fields.items()}
         return self.kind(**fields)
 
@@ -140,6 +110,9 @@ class Replay:
         with Calls() as calls:
             output = run(self.inputs)
         self.watched.append(calls)
+        if calls.reads:
+            _refuse(self.plan, f"{calls.reads} reads a number from a tensor")
+            return output
         more = [name for name, value in output.items() if name != "last_hidden_state" and value is not step.cache]
         if more:
             _refuse(self.plan, f"the decoder also returns {more[0]}")
