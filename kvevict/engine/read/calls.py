@@ -18,6 +18,7 @@ READS = {
     Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.is_nonzero, Tensor.__array__, Tensor.__bool__, Tensor.__int__,
     Tensor.__float__, Tensor.__index__, Tensor.__contains__,
 }  # fmt: skip
+INDEX = torch.ops.aten.index.Tensor
 READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -61,7 +62,7 @@ class Calls(TorchDispatchMode):
     ) -> object:
         output = operator(*args, **(kwargs or {}))
         self.noted.append(Call(operator, args, kwargs or {}, output))
-        if READING_TAGS & {*operator.tags}:
+        if READING_TAGS & {*operator.tags} and not (operator is INDEX and _by_numbers(args[1])):
             self.reads = str(operator)
         return output
 
@@ -122,6 +123,11 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _by_numbers(indices: Iterable[Tensor | None]) -> bool:
+    """Whether the shape of what they select does not depend on their values."""
+    return not any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def _storage(tensor: Tensor) -> int:
