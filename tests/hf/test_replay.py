@@ -1,6 +1,7 @@
 """Decoded tokens that are recorded once and replayed. On a GPU: tests/cuda/test_gpu.py."""
 
 import gc
+import os
 import warnings
 import weakref
 from unittest import mock
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+import zoo
 from tiny import byte_tokenizer, generate, prompt, shared
 
 import kvevict
@@ -219,3 +221,27 @@ def test_memory_is_free_once_a_cache_is_dropped(compiled):
             assert [each() for each in slots] == [None, None]
     finally:
         gc.enable()
+
+
+ALL = os.environ.get("KVEVICT_TYPES", "sample") != "sample"
+TYPES = [
+    (n, kind) for n, kind in zoo.types() if ALL or n in ("mistral", "mixtral", "qwen3_moe", "gpt2", "glm4", "dbrx")
+]
+
+
+@pytest.mark.parametrize("name, kind", TYPES, ids=[name for name, _ in TYPES])
+@pytest.mark.drawn(3)
+def test_types(name, kind, replayed):
+    """A type's tokens are the same, whether its step can be recorded or not; KVEVICT_TYPES=all tries all types."""
+    model, results = zoo.make(name, kind), []
+    try:
+        kvevict.patch(model, "snapkv", budget=40, window=16, tokenizer=False)
+    except ValueError:
+        pytest.skip("cannot be patched")
+    with mock.patch.dict(replay.PATIENCE, cpu=1):
+        for compiled in (False, True):
+            kvevict.patch(model, "snapkv", budget=40, window=16, tokenizer=False, compiled=compiled)
+            cache = model(prompt(1, 90)["input_ids"] % zoo.VOCAB, use_cache=True).past_key_values
+            results.append(decoded(model, cache, 12))
+    assert torch.equal(*results)
+    assert len(replayed) in (0, 8)
