@@ -16,7 +16,7 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from .carried import of_layer
-from .fork import Fork, fork
+from .fork import Apart, Fork, fork
 from .ranks import Ranks
 from .sequence import Sequence
 from .storage import ROOM, Storage
@@ -72,7 +72,7 @@ class EvictionLayer(CacheLayerMixin):
         self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
         # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.memory: dict[str, Tensor] = {}
-        self.archive: Storage | Fork | None = None  # the slots of all tokens read; None: without recall
+        self.archive: Storage | Fork | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
@@ -186,6 +186,8 @@ class EvictionLayer(CacheLayerMixin):
     def recall(self) -> None:
         """The slots of all tokens take the place of the kept ones, until the next cut."""
         assert self.archive is not None
+        if isinstance(self.archive, Apart):
+            self.archive = self.archive.gathered()
         self.storage, self.head_offsets = fork(self.archive), None
 
     # -- called by eviction -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .storage import Storage
@@ -110,8 +111,62 @@ def joined(storages: Sequence[Any]) -> Storage | Fork:
     return (Fork if any(isinstance(each, Fork) for each in storages) else Storage).joined(storages)
 
 
-def fork(storage: Storage | Fork) -> Fork:
+@dataclass
+class Apart:
+    """The archives of batch rows that decode together, one for each: rows join and leave without a copy of them."""
+
+    each: list[Storage | Fork]
+
+    counts = property(lambda self: np.concatenate([one.counts for one in self.each]))
+
+    def append(self, *new: Any) -> Apart:
+        """As `Storage.append`."""
+        rows = [[part[row : row + 1] for part in new] for row in range(len(self.each))]
+        return Apart([one.append(*row) for one, row in zip(self.each, rows, strict=True)])
+
+    def centred_as(self, other: Storage) -> Apart:
+        """As `Storage.centred_as`."""
+        return Apart([one.centred_as(row) for one, row in self._beside(other)])
+
+    def with_last(self, other: Storage, count: int) -> Apart:
+        """As `Storage.with_last`."""
+        return Apart([one.with_last(row, count) for one, row in self._beside(other)])
+
+    def crop(self, count: int) -> Apart:
+        """As `Storage.crop`."""
+        return Apart([one.crop(count) for one in self.each])
+
+    def rows(self, chosen: Tensor) -> Storage | Fork | Apart:
+        """As `Storage.rows`."""
+        found: list = [fork(self.each[row]) for row in chosen.tolist()]
+        return found[0] if len(found) == 1 else Apart(found)
+
+    def gathered(self) -> Storage:
+        """All slots in one place, for reading."""
+        return joined(self.each).gathered()
+
+    def tensors(self) -> tuple:
+        return tuple(tensor for one in self.each for tensor in one.tensors())
+
+    def _beside(self, other: Storage) -> Any:
+        """Each row's archive, and its row of another storage."""
+        rows = torch.arange(len(self.each), device=other.device)
+        return zip(self.each, (other.aliased(row[None]) for row in rows), strict=True)
+
+
+def apart(archives: Sequence[Storage | Fork | Apart]) -> Apart:
+    """The archives of several caches, row by row."""
+    each: list = []
+    for archive in archives:
+        rows = torch.arange(len(archive.counts), device=None if isinstance(archive, Apart) else archive.device)
+        each += archive.each if isinstance(archive, Apart) else [fork(archive).rows(row[None]) for row in rows]
+    return Apart(each)
+
+
+def fork(storage: Any) -> Any:
     """A fork of a non-empty storage. A fork's fork shares the prefix and copies the private part."""
+    if isinstance(storage, Apart):
+        return Apart([fork(each) for each in storage.each])
     if isinstance(storage, Fork):
         return replace(storage, own=storage.own.moved(storage.own.capacity))
     storage.shared = True
