@@ -268,3 +268,26 @@ def test_replayed_tokens_as_decoded_ones(kind, rows):
             replayed = kvevict.report(cache)["replayed"]
     assert torch.equal(*results)
     assert replayed > 10  # since the further turn
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("policy", ["snapkv", "take+edie"])
+def test_recalls_from_the_hosts_memory_as_on_the_cpu(policy, kind, tmp_path):
+    """Three turns on one cache: the archive lies in pinned memory, and the slots of its tokens are those of the CPU."""
+    kept, logits = [], []
+    for device in ("cpu", "cuda"):
+        model = kvevict.patch(tiny.model().to(device), policy, budget=48, chunk_size=64, recall=True, kv=kind)
+        ids, cache = tiny.prompt(1, 300)["input_ids"].to(device), None
+        with torch.no_grad():
+            for start in (0, 150, 220):
+                out = model(ids[:, start : start + (150 if start == 0 else 70)], past_key_values=cache, use_cache=True)
+                cache = kvevict.compat.cache_of(out)
+                for token in (5, 6, 7):
+                    out = model(torch.tensor([[token]], device=device), past_key_values=cache)
+                logits.append(out.logits.cpu())
+        kept.append([layer.archive.gathered().pos.cpu().tolist() for layer in cache.layers])
+        layer = cache.layers[0]
+        assert layer.archive.device.type == "cpu" and layer.storage.device.type == device
+        assert layer.archive.gathered().k.is_pinned() == (device == "cuda")
+    assert kept[0] == kept[1]
+    assert tiny.relative(torch.cat(logits[3:]), torch.cat(logits[:3])) < (1e-3 if kind == "model" else 0.1)

@@ -171,24 +171,32 @@ class EvictionLayer(CacheLayerMixin):
         """Write new columns to the archive, as the layer stores them."""
         kept = self.storage.growing
         if self.archive is None:
-            self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
-        self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding)
+            self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts).on_host()
+        self.archive = self.archive.centred_as(kept).append(k.cpu(), v.cpu(), pos.cpu(), first.cpu(), padding)
 
     def archive_last(self, count: int) -> None:
         """Write the last `count` slots of each head to the archive. Without one it begins with all slots."""
         if self.archive is None:
-            self.archive = fork(self.storage)
+            host = self.storage.gathered().on_host()
+            self.archive = fork(self.storage if host.device == self.device else host)
         elif count:
             new = self.storage.growing
             new = new if (new.counts >= count).all() else self.storage.gathered()
-            self.archive = self.archive.centred_as(new).with_last(new, count)
+            last = new.last(count).on_host()
+            self.archive = self.archive.centred_as(last).with_all(last)
 
     def recall(self) -> None:
-        """The slots of all tokens take the place of the kept ones, until the next cut."""
+        """The slots of all tokens take the place of the kept ones, until the next cut. On a GPU they are still in the
+        host's memory, until `fetch`."""
         assert self.archive is not None
         if isinstance(self.archive, Apart):
             self.archive = self.archive.gathered()
         self.storage, self.head_offsets = fork(self.archive), None
+
+    def fetch(self) -> None:
+        """Before the layer attends: slots that were recalled come from the host's memory."""
+        if self.storage.device != self.device:
+            self.storage = self.storage.gathered().on(self.device)
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 

@@ -61,9 +61,9 @@ class Fork:
         """As `Storage.centred_as`."""
         return self if self.centre is None else Fork(self.prefix.centred_as(other), self.own.centred_as(other))
 
-    def with_last(self, other: Storage, count: int) -> Fork:
-        """As `Storage.with_last`."""
-        return replace(self, own=self.own.with_last(other, count))
+    def with_all(self, other: Storage) -> Fork:
+        """As `Storage.with_all`."""
+        return replace(self, own=self.own.with_all(other))
 
     def crop(self, count: int) -> Storage | Fork:
         """As `Storage.crop`. The prefix is copied only where it loses slots."""
@@ -128,9 +128,9 @@ class Apart:
         """As `Storage.centred_as`."""
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
-    def with_last(self, other: Storage, count: int) -> Apart:
-        """As `Storage.with_last`."""
-        return Apart([one.with_last(row, count) for one, row in self._beside(other)])
+    def with_all(self, other: Storage) -> Apart:
+        """As `Storage.with_all`."""
+        return Apart([one.with_all(row) for one, row in self._beside(other)])
 
     def crop(self, count: int) -> Apart:
         """As `Storage.crop`."""

@@ -207,7 +207,9 @@ class Storage(Held):
 
     def centred_as(self, other: Storage) -> Storage:
         """A storage with another one's centres: it may have some of rows that have no slot here."""
-        return self if self.centre is None else replace(self, centre=other.centre, centred=other.centred)
+        if self.centre is None or other.centre is None:
+            return self
+        return replace(self, centre=other.centre.to(self.device), centred=other.centred)
 
     def copy_on_write(self) -> Storage:
         """A storage whose buffers no fork reads: slots may be moved and overwritten there."""
@@ -219,12 +221,36 @@ class Storage(Held):
         after._filled(other, None, other.counts)
         return self._holding(self.len + other.len, self.counts + other.counts)
 
-    def with_last(self, other: Storage, count: int) -> Storage:
-        """A storage with the last `count` slots of each head of another one after these."""
-        last = replace(other, offset=other.offset + other.len - count, len=torch.full_like(other.len, count))
-        counts = self.counts + count
+    def last(self, count: int) -> Storage:
+        """View the last `count` slots of each head, for reading alone."""
+        at, counts = self.offset + self.len - count, np.full_like(self.counts, count)
+        starts = self.starts + self.counts - count
+        return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, shared=True)
+
+    def with_all(self, other: Storage) -> Storage:
+        """A storage with the slots of another one after these."""
+        counts = self.counts + other.counts
         into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
-        return into.followed_by(replace(last, counts=np.full_like(other.counts, count)))
+        return into.followed_by(other)
+
+    def on(self, device: torch.device) -> Storage:
+        """The slots on a device, without the rows between them if they are on another one. In the host's memory, if
+        they come from a GPU, the buffers are pinned."""
+        if device == self.device:
+            return self
+        alone, pinned = replace(self, pool=None).moved(self.counts), self.device.type == "cuda"
+        into: dict[str, Any] = {}
+        for name in ("k", "v", "pos", "offset", "len", "like", "centre"):
+            x = getattr(alone, name)
+            if x is not None:
+                into[name] = torch.empty_like(x, device=device, pin_memory=pinned and device.type == "cpu").copy_(
+                    x, non_blocking=x.is_pinned()
+                )
+        return replace(alone, **into)
+
+    def on_host(self) -> Storage:
+        """The slots in the host's memory."""
+        return self.on(torch.device("cpu"))
 
     def gathered(self) -> Storage:
         """All slots in one place, for reading."""
@@ -243,7 +269,8 @@ class Storage(Held):
             lent = Storage(*region.buffers, regions=(region,) * len(capacity), **common)
             return _laid_out(lent, capacity, region.start)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in self.buffers), **common)
+            pinned = self.k.is_pinned()
+            flat = Storage(*(t.new_empty(rows, *t.shape[1:], pin_memory=pinned) for t in self.buffers), **common)
         return _laid_out(flat, capacity)
 
     def _refilled(self, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:
