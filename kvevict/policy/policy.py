@@ -61,8 +61,8 @@ class Policy:
     kv             how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
                    bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
                    error above 1 takes more bits for its keys
-    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive in the memory of the host, too.
-                   A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
+    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive in the host's memory,
+                   too. A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
                    their slots anew from it; decoding stays within the budget
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
