@@ -184,6 +184,7 @@ class Spans:
         """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""
         sequence = self.cache.sequence
         for layer in self.layers:
+            layer.archive_on_host = self.policy.recall == "host"
             if not self.policy.recall:
                 layer.archive = None  # this read will not add to it
             elif layer.is_initialized:
@@ -231,6 +232,7 @@ class Spans:
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
+            layer.archive_expected = max(seen) if policy.recall else 0
             if policy.schedule == "prompt" and len(chunks) > 1:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read

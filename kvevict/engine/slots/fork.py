@@ -40,9 +40,9 @@ class Fork:
     longest, slot_bytes = Storage.longest, Storage.slot_bytes
     live_bytes, padded_bytes = Storage.live_bytes, Storage.padded_bytes
 
-    def append(self, *new: Any) -> Fork:
-        """As `Storage.append`."""
-        return replace(self, own=self.own.append(*new))
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Fork:
+        """As `Storage.append`; `expected` counts the prefix's slots, too."""
+        return replace(self, own=self.own.append(k, v, pos, first, padding))
 
     def keep(self, *what: Any) -> Storage:
         """As `Storage.keep`; never in place, as the prefix is shared."""
@@ -61,8 +61,8 @@ class Fork:
         """As `Storage.centred_as`."""
         return self if self.centre is None else Fork(self.prefix.centred_as(other), self.own.centred_as(other))
 
-    def with_all(self, other: Storage) -> Fork:
-        """As `Storage.with_all`."""
+    def with_all(self, other: Storage, expected: int = 0) -> Fork:
+        """As `Storage.with_all`; `expected` as in `append`."""
         return replace(self, own=self.own.with_all(other))
 
     def crop(self, count: int) -> Storage | Fork:
@@ -118,17 +118,20 @@ class Apart:
     each: list[Storage | Fork]
 
     counts = property(lambda self: np.concatenate([one.counts for one in self.each]))
+    device = property(lambda self: self.each[0].device)
 
-    def append(self, *new: Any) -> Apart:
-        """As `Storage.append`."""
-        rows = [[part[row : row + 1] for part in new] for row in range(len(self.each))]
-        return Apart([one.append(*row) for one, row in zip(self.each, rows, strict=True)])
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
+        """As `Storage.append`; nothing is expected of a row alone."""
+        rows = [slice(row, row + 1) for row in range(len(self.each))]
+        return Apart(
+            [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
+        )
 
     def centred_as(self, other: Storage) -> Apart:
         """As `Storage.centred_as`."""
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
-    def with_all(self, other: Storage) -> Apart:
+    def with_all(self, other: Storage, expected: int = 0) -> Apart:
         """As `Storage.with_all`."""
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 

@@ -217,9 +217,16 @@ class Storage(Held):
 
     def followed_by(self, other: Storage) -> Storage:
         """Append the slots of another storage; this one must have room for them."""
-        after = replace(self, offset=self.offset + self.len)
-        after._filled(other, None, other.counts)
-        return self._holding(self.len + other.len, self.counts + other.counts)
+        if other.device == self.device:
+            after = replace(self, offset=self.offset + self.len)
+            after._filled(other, None, other.counts)
+        else:
+            free = self.starts + self.counts
+            for b, h, rows in other.segments():
+                at = slice(free[b, h], free[b, h] + rows.stop - rows.start)
+                for mine, its in zip(self.buffers, other.buffers, strict=True):
+                    mine[at].copy_(its[rows])
+        return self._holding(self.len + other.len.to(self.device), self.counts + other.counts)
 
     def last(self, count: int) -> Storage:
         """View the last `count` slots of each head, for reading alone."""
@@ -227,30 +234,21 @@ class Storage(Held):
         starts = self.starts + self.counts - count
         return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, shared=True)
 
-    def with_all(self, other: Storage) -> Storage:
-        """A storage with the slots of another one after these."""
+    def with_all(self, other: Storage, expected: int = 0) -> Storage:
+        """A storage with the slots of another one, perhaps on another device, after these. expected: as in `append`."""
         counts = self.counts + other.counts
-        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
+        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts, expected))
         return into.followed_by(other)
 
     def on(self, device: torch.device) -> Storage:
-        """The slots on a device, without the rows between them if they are on another one. In the host's memory, if
-        they come from a GPU, the buffers are pinned."""
+        """The slots on a device."""
         if device == self.device:
             return self
-        alone, pinned = replace(self, pool=None).moved(self.counts), self.device.type == "cuda"
-        into: dict[str, Any] = {}
-        for name in ("k", "v", "pos", "offset", "len", "like", "centre"):
-            x = getattr(alone, name)
-            if x is not None:
-                into[name] = torch.empty_like(x, device=device, pin_memory=pinned and device.type == "cpu").copy_(
-                    x, non_blocking=x.is_pinned()
-                )
-        return replace(alone, **into)
-
-    def on_host(self) -> Storage:
-        """The slots in the host's memory."""
-        return self.on(torch.device("cpu"))
+        sparse = self.regions or 2 * self.counts.sum() < len(self.k)
+        own = replace(self, pool=None).moved(self.counts) if sparse else self
+        tensors = {name: getattr(own, name) for name in ("k", "v", "pos", "offset", "len", "like", "centre")}
+        moved: dict[str, Any] = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+        return replace(own, **moved, shared=False)
 
     def gathered(self) -> Storage:
         """All slots in one place, for reading."""
@@ -269,8 +267,7 @@ class Storage(Held):
             lent = Storage(*region.buffers, regions=(region,) * len(capacity), **common)
             return _laid_out(lent, capacity, region.start)
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-            pinned = self.k.is_pinned()
-            flat = Storage(*(t.new_empty(rows, *t.shape[1:], pin_memory=pinned) for t in self.buffers), **common)
+            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in self.buffers), **common)
         return _laid_out(flat, capacity)
 
     def _refilled(self, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:
