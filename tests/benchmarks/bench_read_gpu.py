@@ -19,7 +19,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvevict
 
-RUNS = ["unpatched", *(f"{p}:budget=512,chunk_size=4096" for p in ("take+edie", "snapkv", "h2o"))]
+RUNS = [f"{p}:budget=512,chunk_size=4096" for p in ("take+edie", "snapkv", "h2o")]
+RUNS = ["unpatched", *RUNS, f"{RUNS[0]},compiled=true", f"{RUNS[0]},recall=true", f"{RUNS[0]},recall=host"]
+FIRST = 5  # tokens that are not timed: they make room, and compiled=True watches and records them
 
 
 def build(layers, longest):
@@ -60,8 +62,8 @@ def measure(model, run, ids, new):
     token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
     torch.cuda.synchronize()
     read, growth = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
-    for step in range(new + 1):
-        if step == 1:  # the first makes room
+    for step in range(new + FIRST):
+        if step == FIRST:
             torch.cuda.synchronize()
             start = time.perf_counter()
         token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
