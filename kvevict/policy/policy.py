@@ -79,7 +79,7 @@ class Policy:
     progress       show a progress bar while a prompt is read
     diagnose       measure for `kvevict.report` how much of the observing rows' attention every eviction of a read
                    loses; takes about a tenth more time
-    compiled       on a GPU decoded tokens are recorded once, as a CUDA graph, and replayed without Python. What cannot
+    compiled       decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot
                    be recorded is decoded as without it, with one warning that says why
     """
 
