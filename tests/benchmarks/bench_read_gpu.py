@@ -78,9 +78,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=1, help="of the batch")
     args = parser.parse_args()
     model = build(args.layers, max(args.lengths))
-    ids = torch.randint(100000, (1, max(args.lengths)), device="cuda")
+    ids = torch.randint(100000, (args.rows, max(args.lengths)), device="cuda")
     for run in args.runs:
         print(f"{run}: logits differ by {check(model, run, ids[:, :400]):.2g}", flush=True)
         measure(model, run, ids[:, : min(args.lengths)], args.new_tokens)
