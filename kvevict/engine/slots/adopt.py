@@ -56,6 +56,20 @@ class EvictionCache(DynamicCache):
                 layer.archive = None
         return twin
 
+    def first(self, tokens: int) -> EvictionCache:
+        """A fork with the first tokens of a cache of one row. Every layer must have the slots of all tokens read (as
+        `recalled` has), and none a window or a state."""
+        twin, count = self.fork(), self.sequence.columns - tokens
+        if count:
+            for layer in twin.layers:
+                if isinstance(layer, EvictionLayer):
+                    layer.archive = layer.storage.gathered().without_last(count)
+                    layer.recall()
+                    layer.archive = None
+            twin.sequence.crop(count)
+            twin.sequence.floor = tokens
+        return twin
+
     def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
         """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
         twin = copy.copy(self)  # without the meter, and a table

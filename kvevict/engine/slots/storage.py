@@ -163,6 +163,10 @@ class Storage(Held):
         own = self.copy_on_write()  # the next tokens overwrite the cropped slots
         return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
 
+    def without_last(self, count: int) -> Storage:
+        """View all but the last `count` slots of every head in the same buffers, for reading alone."""
+        return replace(self, shared=True)._holding(self.len - count, self.counts - count)
+
     def rows(self, chosen: Tensor) -> Storage:
         """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a pool stay where they are,
         unless they are repeated; so do at least half of the rows of other buffers."""
