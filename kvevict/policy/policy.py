@@ -61,10 +61,9 @@ class Policy:
     kv             how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
                    bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
                    error above 1 takes more bits for its keys
-    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive, too. A further
-                   turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose their slots
-                   anew from it; decoding stays within the budget. True: the archive lies on the model's device;
-                   "host": in the host's memory, from where a layer's slots come when it attends
+    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive in memory, too.
+                   A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
+                   their slots anew from it; decoding stays within the budget
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -98,7 +97,7 @@ class Policy:
     interval: int | None = None
     keep_prompt: bool = False
     kv: str = "model"
-    recall: bool | str = False
+    recall: bool = False
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -138,8 +137,6 @@ class Policy:
         self._check_counts()
         one_of("schedule", self.schedule, ("prompt", "chunk"))
         one_of("kv", self.kv, KINDS)
-        if not isinstance(self.recall, bool) and self.recall != "host":
-            raise ValueError(f'recall must be True, False or "host", got {self.recall!r}')
         if self.schedule == "chunk" and self.chunk_size is None:
             raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
         if self.warmup_layers is not None and self.warmup_layers != "half":
@@ -190,7 +187,7 @@ class Policy:
         count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("keep_prompt", "progress", "diagnose", "compiled"):
+        for name in ("keep_prompt", "recall", "progress", "diagnose", "compiled"):
             flag(name, getattr(self, name))
         for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
             if given and not self.decode:

@@ -273,13 +273,11 @@ class Generation:
         return tokens * self.slot <= self.prefixes.memory
 
     def _place(self, cache: Any) -> None:
-        """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers. Those in the
-        host's memory stay there, beside a GPU."""
+        """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
         layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
         for layer in layers:
             layer.storage = layer.storage.gathered()
-        here = all(layer.storage.device == layer.device for layer in layers)
-        if here and cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
+        if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
 
     def _through(

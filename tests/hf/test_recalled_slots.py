@@ -263,7 +263,7 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             kvevict.policy.build(**options | dict(budget=24, recall=True))
-    with pytest.raises(ValueError, match="recall must be"):
+    with pytest.raises(TypeError, match="recall must be"):
         kvevict.policy.build("snapkv", budget=64, recall="yes")
 
 

@@ -44,7 +44,6 @@ def attention(
     if module.layer_idx in step.plan.readers:
         return _read(step, module, query, key, value, options), None
     layer, width = step.cache.layers[module.layer_idx], value.shape[-1]
-    layer.fetch()
     new = layer.take(module, key, value)
     if (query.shape[1], key.shape[1]) != step.plan.local_heads:
         raise ValueError(

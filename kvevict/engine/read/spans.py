@@ -184,7 +184,6 @@ class Spans:
         """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""
         sequence = self.cache.sequence
         for layer in self.layers:
-            layer.archive_on_host = self.policy.recall == "host"
             if not self.policy.recall:
                 layer.archive = None  # this read will not add to it
             elif layer.is_initialized:

@@ -21,7 +21,6 @@ from .ranks import Ranks
 from .sequence import Sequence
 from .storage import ROOM, Storage
 
-HOST = torch.device("cpu")
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
 
@@ -75,7 +74,6 @@ class EvictionLayer(CacheLayerMixin):
         self.memory: dict[str, Tensor] = {}
         self.archive: Storage | Fork | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
-        self.archive_on_host = False  # where an archive begins, in place of the layer's device
         self.archive_expected = 0  # slots per head that a read is going to archive
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
@@ -173,37 +171,25 @@ class EvictionLayer(CacheLayerMixin):
     def archive_new(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
         """Write new columns to the archive, as the layer stores them."""
         kept = self.storage.growing
-        if self.archive is None or self.archive.device != self.device:
-            none = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
         if self.archive is None:
-            self.archive = none.on(HOST) if self.archive_on_host else none
-        self.archive = self.archive.centred_as(kept)
-        if self.archive.device == self.device:
-            self.archive = self.archive.append(k, v, pos, first, padding, self.archive_expected)
-        else:
-            self.archive = self.archive.with_all(none.append(k, v, pos, first, padding), self.archive_expected)
+            self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
+        self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding, self.archive_expected)
 
     def archive_last(self, count: int) -> None:
         """Write the last `count` slots of each head to the archive. Without one it begins with all slots."""
         if self.archive is None:
-            self.archive = self.storage.gathered().on(HOST) if self.archive_on_host else fork(self.storage)
+            self.archive = fork(self.storage)
         elif count:
             new = self.storage.growing
             new = new if (new.counts >= count).all() else self.storage.gathered()
             self.archive = self.archive.centred_as(new).with_all(new.last(count))
 
     def recall(self) -> None:
-        """The slots of all tokens take the place of the kept ones, until the next cut. An archive in the host's memory
-        stays there until `fetch`."""
+        """The slots of all tokens take the place of the kept ones, until the next cut."""
         assert self.archive is not None
         if isinstance(self.archive, Apart):
             self.archive = self.archive.gathered()
         self.storage, self.head_offsets = fork(self.archive), None
-
-    def fetch(self) -> None:
-        """Before the layer attends: slots that were recalled come from the host's memory."""
-        if self.storage.device != self.device:
-            self.storage = self.storage.gathered().on(self.device)
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 

@@ -61,8 +61,8 @@ class Fork:
         """As `Storage.centred_as`."""
         return self if self.centre is None else Fork(self.prefix.centred_as(other), self.own.centred_as(other))
 
-    def with_all(self, other: Storage, expected: int = 0) -> Fork:
-        """As `Storage.with_all`; `expected` as in `append`."""
+    def with_all(self, other: Storage) -> Fork:
+        """As `Storage.with_all`."""
         return replace(self, own=self.own.with_all(other))
 
     def crop(self, count: int) -> Storage | Fork:
@@ -131,7 +131,7 @@ class Apart:
         """As `Storage.centred_as`."""
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
-    def with_all(self, other: Storage, expected: int = 0) -> Apart:
+    def with_all(self, other: Storage) -> Apart:
         """As `Storage.with_all`."""
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 

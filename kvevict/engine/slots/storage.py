@@ -213,7 +213,7 @@ class Storage(Held):
         """A storage with another one's centres: it may have some of rows that have no slot here."""
         if self.centre is None or other.centre is None:
             return self
-        return replace(self, centre=other.centre.to(self.device), centred=other.centred)
+        return replace(self, centre=other.centre, centred=other.centred)
 
     def copy_on_write(self) -> Storage:
         """A storage whose buffers no fork reads: slots may be moved and overwritten there."""
@@ -221,16 +221,9 @@ class Storage(Held):
 
     def followed_by(self, other: Storage) -> Storage:
         """Append the slots of another storage; this one must have room for them."""
-        if other.device == self.device:
-            after = replace(self, offset=self.offset + self.len)
-            after._filled(other, None, other.counts)
-        else:
-            free = self.starts + self.counts
-            for b, h, rows in other.segments():
-                at = slice(free[b, h], free[b, h] + rows.stop - rows.start)
-                for mine, its in zip(self.buffers, other.buffers, strict=True):
-                    mine[at].copy_(its[rows])
-        return self._holding(self.len + other.len.to(self.device), self.counts + other.counts)
+        after = replace(self, offset=self.offset + self.len)
+        after._filled(other, None, other.counts)
+        return self._holding(self.len + other.len, self.counts + other.counts)
 
     def last(self, count: int) -> Storage:
         """View the last `count` slots of each head, for reading alone."""
@@ -238,21 +231,11 @@ class Storage(Held):
         starts = self.starts + self.counts - count
         return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, shared=True)
 
-    def with_all(self, other: Storage, expected: int = 0) -> Storage:
-        """A storage with the slots of another one, perhaps on another device, after these. expected: as in `append`."""
+    def with_all(self, other: Storage) -> Storage:
+        """A storage with the slots of another one after these."""
         counts = self.counts + other.counts
-        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts, expected))
+        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
         return into.followed_by(other)
-
-    def on(self, device: torch.device) -> Storage:
-        """The slots on a device."""
-        if device == self.device:
-            return self
-        sparse = self.regions or 2 * self.counts.sum() < len(self.k)
-        own = replace(self, pool=None).moved(self.counts) if sparse else self
-        tensors = {name: getattr(own, name) for name in ("k", "v", "pos", "offset", "len", "like", "centre")}
-        moved: dict[str, Any] = {name: x if x is None else x.to(device) for name, x in tensors.items()}
-        return replace(own, **moved, shared=False)
 
     def gathered(self) -> Storage:
         """All slots in one place, for reading."""
