@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .storage import Storage
+from .storage import ROOM, Storage
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Fork:
         """As `Storage.keep`; never in place, as the prefix is shared."""
         return self.gathered().keep(*what)
 
-    def with_room(self, expected: int, room: int) -> Fork:
+    def with_room(self, expected: int = 0, room: int = ROOM) -> Fork:
         """As `Storage.with_room`; the prefix does not grow."""
         return self if self.own.room else replace(self, own=self.own.with_room(0, room))
 

@@ -134,7 +134,7 @@ class Storage(Held):
             return self.moved(wanted, index, keep, *new)
         return self._refilled(index, keep, *new)
 
-    def with_room(self, expected: int, room: int) -> Storage:
+    def with_room(self, expected: int = 0, room: int = ROOM) -> Storage:
         """A storage with these slots, and room for one more in every head; if it is another one, for `room` or more.
         expected: as in `append`."""
         return self if self.room else self.moved(self.grown(self.counts, expected, room))
