@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ def answer(
     _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
     by = context.sequence.policy
     recalls = by is not None and by.recall
-    with evicting(model, by if recalls else KEEPS, tokenizer=tokenizer if recalls else None):
+    asks = by if recalls else replace(KEEPS, compiled=by is not None and by.compiled)
+    with evicting(model, asks, tokenizer=tokenizer if recalls else None):
         answers = [""] * len(ids)
         for batch in together(model, context, list(map(len, ids)), batch_size):
             texts = _ask(model, tokenizer, context, [ids[at] for at in batch], max_new_tokens, one_line, sampling)

@@ -32,6 +32,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
                        diagnose are its parts), draft (laq, speckv); decode since then. On a GPU only read is the time
                        of the work; the others are the host's time to launch it
+    replayed           tokens decoded since then without Python, with compiled=True
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions (number of chunks that lost slots
                        at their end) and means over them: joint_error (CAOTE eq. 24), output_error (relative to the
@@ -47,7 +48,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
             None if layer is None else [[head.tolist() for head in row] for row in layer]
             for layer in result["positions"]
         ]
-    return result | {"seconds": dict(meter.seconds)}
+    return result | {"seconds": dict(meter.seconds), "replayed": meter.replayed}
 
 
 def _of_cache(cache: Any) -> Any:

@@ -2,8 +2,8 @@ import os
 from argparse import ArgumentParser
 from dataclasses import fields
 
-from ..serve.options import SHARES, Options
-from . import KVS, add_budget, build_policies, check_complete, check_folder, command, number
+from ..serve.options import Options
+from . import add_budget, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -20,26 +20,12 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
     parser.add_argument("--name", help="the model's name in requests; default: a folder's name, or the hub id")
     parser.add_argument(
-        "--policy", default=Options.policy, help=f"reads a prompt with a known question; default {Options.policy}"
+        "--policy",
+        default=Options.policy,
+        help=f"reads prompts; default {Options.policy}. One that can recall "
+        "(docs/usage.md) reads what several prompts begin with once",
     )
-    parser.add_argument(
-        "--unasked",
-        help="reads stored texts, and parts that requests share; default gate if the model has gates, else read-twice",
-    )
-    parser.add_argument("--gates", metavar="FOLDER",
-                        help="gates for the policy gate, which --unasked then is by default: a folder that `kvevict "
-                        "train --kind gates` wrote for the model")  # fmt: skip
     add_budget(parser, Options.budget, Options.chunk_size)
-    parser.add_argument("--share", choices=SHARES, default=Options.share,
-                        help="what --unasked reads once for all requests that begin with it: auto, all before a chat's "
-                        "last user's message, and a plain prompt's first 1,024 tokens or more, where they come again "
-                        "(default); always, from the first request on; never, stored texts alone")  # fmt: skip
-    parser.add_argument("--share-budget", default=str(Options.share_budget), metavar="SLOTS",
-                        help="kept slots per kv head of what is shared: a number, or a share of its tokens, then at "
-                        "least --budget; bounded by --memory-bytes; default 0.5")  # fmt: skip
-    parser.add_argument("--share-kv", choices=KVS,
-                        help="shared texts' stored slots, as --kv; default --kv where it is given, else int8, and "
-                        "model for latents (MLA)")  # fmt: skip
     parser.add_argument(
         "--memory-bytes",
         default=f"{Options.memory >> 30}G",
@@ -47,7 +33,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     )
     parser.add_argument(
         "--store",
-        help="folder, which servers may share, for texts and prefixes that leave memory; default: they are forgotten",
+        help="folder, which servers may share, for texts and for prefixes that come again; default: memory alone",
     )
     parser.add_argument(
         "--store-bytes",
@@ -91,7 +77,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     installed("serve", "kvevict serve", *EXTRA)
     installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
-    check_complete(build_policies(filter(None, [args.policy, args.unasked]), args))
+    check_complete(build_policies([args.policy], args))
     count("--batch", args.batch, 1)
     count("--queue", args.queue, 0)
     at_least_0("--stall", args.stall)
@@ -107,8 +93,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
             raise ValueError("KVEVICT_API_KEY is empty: give a key, or unset it")
     given = {field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host), memory=memory, disk=disk)
-    given |= dict(budget=number(args.budget), share_budget=number(args.share_budget, "--share-budget"))
-    options = Options(**given)
+    options = Options(**given | dict(budget=number(args.budget)))
     from ..serve.app import name_of
     from ..serve.start import start
 

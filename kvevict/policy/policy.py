@@ -78,6 +78,8 @@ class Policy:
     progress       show a progress bar while a prompt is read
     diagnose       measure for `kvevict.report` how much of the observing rows' attention every eviction of a read
                    loses; takes about a tenth more time
+    compiled       decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot
+                   be recorded is decoded as without it, with one warning that says why
     """
 
     rows: Rows | str | None = field(default=None, kw_only=True)
@@ -106,6 +108,7 @@ class Policy:
     tsp_len: int | float = 2048
     progress: bool = False
     diagnose: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         def fill(name: str, value: object) -> None:
@@ -184,7 +187,7 @@ class Policy:
         count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("keep_prompt", "recall", "progress", "diagnose"):
+        for name in ("keep_prompt", "recall", "progress", "diagnose", "compiled"):
             flag(name, getattr(self, name))
         for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
             if given and not self.decode:

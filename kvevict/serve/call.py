@@ -6,11 +6,10 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .options import NEVER
 from .prompt import Prompt
 from .sampling import Decoding
 
-COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "shared_tokens", "read_tokens"
+COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "read_tokens"
 
 
 class Cancelled(Exception):
@@ -23,22 +22,16 @@ class Call:
 
     owner     the key whose texts and prefixes the request may see
     policy    reads the prompt
-    hidden    whether the policy reads all before the last user's message without the question, to be shared
     question  a text of the prompt that observes; None: the last user's message
     text      a stored text, which opens the first user's message
-    share     whether a beginning that came before is shared: "auto", "never" or "always"
-    reader    reads shared beginnings
     deadline  of time.monotonic()
     """
 
     endpoint: str
     owner: str
     policy: Any
-    hidden: bool = False
     question: str | None = None
     text: str | None = None
-    share: str = NEVER
-    reader: Any = None
     answers: int = 1  # that are written
     seed: int | None = None  # of the first
     stop: tuple = ()
@@ -54,7 +47,7 @@ class Call:
     prompts: list = field(default_factory=list)  # of /v1/completions: letters or ids
     prompt: Any = ""  # one of them
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
-    keys: list = field(default_factory=list)  # of its stored beginnings
+    keys: dict = field(default_factory=dict)  # of its beginnings, by their ends
     parser: Any = lambda: None  # makes a parser of an answer to them
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
@@ -65,8 +58,6 @@ class Call:
     cached_tokens: int = 0  # of the prompt, from a stored prefix
     stored_tokens: int = 0  # of the prompt, on disk when the request came
     new_tokens: int = 0  # of all answers
-    shared_tokens: int = 0  # of the prompt's beginning that others share
-    kept: float = 1.0  # the share of these that is kept
     read_tokens: int = 0  # of the prompt, so far
     running: bool = False  # it has had its turn
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -98,7 +89,7 @@ class Call:
         """Set this call's counts to the sums over the calls of its prompts."""
         for name in COUNTED:
             setattr(self, name, sum(getattr(each, name) for each in calls))
-        self.kept, self.running = min(each.kept for each in calls), any(each.running for each in calls)
+        self.running = any(each.running for each in calls)
         if self.first_token is None:
             self.first_token = min((each.first_token for each in calls if each.first_token is not None), default=None)
 

@@ -18,7 +18,6 @@ SAMPLING = {  # of a generation_config
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 CHOSEN = "auto", "none", "required"  # of tool_choice
 FORMATS = "text", "json_object", "json_schema"
-KEPT = {"kvevict"}  # fields with a null that says something
 
 
 def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
@@ -37,7 +36,7 @@ def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
         except UnicodeEncodeError:
             raise Refused(400, f"{what} has half of a surrogate pair: send whole characters") from None
     said = _said(body)
-    return {name: value if name in KEPT else _without_nulls(value) for name, value in said.items()}
+    return {name: _without_nulls(value) for name, value in said.items()}
 
 
 def _said(value: dict) -> dict:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .errors import Refused
-from .options import SHARES
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -65,7 +64,6 @@ SAID = Values(lambda value: isinstance(value, str) and value.strip() != "", "a t
 SEED = Values(lambda value: is_whole(value) and abs(value) < 1 << 63, "a whole number below 2**63")
 ABOVE = Values(lambda value: is_number(value, 0, 1) and value > 0, "a number above 0, up to 1")
 STOP = Values(_is_stop, "a text of at most 200 letters, or up to four of them")
-SHARE = Values(SHARES.__contains__, ", ".join(SHARES))
 BUDGET = Values(_is_budget, "a whole number of slots, a fraction between 0 and 1, or bytes such as '64MiB'")
 
 COMMON = {
@@ -80,11 +78,10 @@ COMMON = {
     "top_k": Field(OBEYED, "default 0, all tokens, unless the model's configuration has one", whole(0)),
     "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's", number(0, 1)),
     "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken", TEXT),
-    "kvevict.policy": Field(OBEYED, "a preset's name; default `--policy`, or `--unasked` for later questions", TEXT),
+    "kvevict.policy": Field(OBEYED, "a preset's name; default `--policy`", TEXT),
     "kvevict.budget": Field(OBEYED, "slots per head, a fraction, or bytes; at most the server's", BUDGET),
-    "kvevict.question": Field(OBEYED, "the text that asks; null: it comes [later](#the-question)", SAID),
+    "kvevict.question": Field(OBEYED, "the text that [asks](#the-question)", SAID),
     "kvevict.text": Field(OBEYED, "the name of a [stored text](#texts)", TEXT),
-    "kvevict.share": Field(OBEYED, "`auto`, `never` or `always`; default [`--share`](#what-requests-share)", SHARE),
 }
 WRITING = {  # of chat and completions
     "max_tokens": Field(OBEYED, "default [1024](#answers), unless the model's configuration has more", whole(1)),

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..answer import KEEPS, room_of, within_positions
+from ..answer import room_of, within_positions
 from ..batch import Pools
 from ..compat import cache_of
 from ..context import current, within
 from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
-from ..engine.measure.gates import mark_of as mark_of_gates
 from ..engine.read.spans import Span
+from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.storage import ROOM
-from ..families import base_model, context_of, device_of, find_decoder
+from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn, find
@@ -28,17 +28,18 @@ from .call import Call
 from .errors import Refused, of_field
 from .fields import RESPONSES
 from .grammar import Calls, Following, Grammars
-from .options import AUTO
-from .prefixes import Prefixes, key_of, mark_in, shares_of
-from .prompt import Prompt, chat_cuts, of_chat, of_messages, of_text
+from .prefixes import Prefixes, keys_of, mark_of, shares_of
+from .prompt import Prompt, of_chat, of_messages, of_text
 from .row import Row
 from .sampling import Chooser
 from .scheduler import Scheduler
-from .sharing import CHAT, Sharing, followed, pieces
 from .written import Form, Numbered, Written
 
-LAST = 4  # turns of a chat: another server may have stored their ends
-WRITTEN = 1024  # tokens of a beginning: slots of so many are written to disk when they are read
+BLOCK = 64  # tokens between the places where prompts are compared
+SHORTEST = 256  # tokens of the shortest beginning that is shared
+FURTHER = 256  # tokens after a known beginning, from which on a prompt is stored
+PIECE = 2048  # tokens of a stored text that are read before their slots are stored; a place of comparison
+WRITTEN = 1024  # tokens of a beginning: when one so long comes again, it is written to disk
 
 
 class Generation:
@@ -59,7 +60,10 @@ class Generation:
         slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
         self.kv, self.pools = plan.policy.kv, Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
         prefixes.place = self._place
-        self.form, self.sharing = Form(tokenizer, model), Sharing()
+        # whether a cache's first tokens are a cache: not those of a state or a window
+        self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
+        self.form = Form(tokenizer, model)
+        self._keeps: dict = {}  # mark of a stored text -> `shares_of` it, of the last question
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
@@ -112,9 +116,8 @@ class Generation:
         return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
 
     def _size(self, call: Call, new: int) -> int:
-        """Most bytes of an answer's slots, without its prefix."""
-        ends, tokens = call.whole.ends, len(call.whole.ids)
-        return self.slot * (self._widest(call.policy, tokens - (ends[-1] if ends else 0)) + new)
+        """Most bytes of an answer's slots."""
+        return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
 
     def _matcher(self, call: Call) -> Any:
         return None if call.schema is None else self.grammars.matcher(call.schema)
@@ -126,26 +129,27 @@ class Generation:
         return config
 
     async def read(self, call: Call) -> None:
-        """Read a prompt's prefixes, and store the last one where a process that is killed leaves it."""
+        """Read a call's stored text. Its slots are where a process that is killed leaves them."""
 
         def run() -> Iterator[Any]:
-            yield from self._prefix(call)
-            if call.cached_tokens == call.shared_tokens:  # nothing was read, nor written
-                self.prefixes.flush(call.keys[-1:])
+            if call.keys:
+                cache, end = yield from self._text(call, *self._known(call))
+                self.prefixes.write(call.keys[end], cache)
 
         await self._in_thread(run, call=call)
 
     async def forget(self, marks: Collection[str]) -> None:
         """Remove the caches of stored texts, after the turn that runs now."""
+        for mark in marks:
+            self._keeps.pop(mark, None)
         await self._in_thread(self.prefixes.forget, marks)
 
-    async def kept(self, call: Call, start: int) -> np.ndarray:
-        """The share of heads that keep each token of a prompt's last prefix, from token `start` on."""
-
-        def run() -> Any:
-            return shares_of((yield from self._prefix(call)), start, call.whole.ends[-1])
-
-        return await self._in_thread(run, call=call)
+    def kept(self, call: Call) -> np.ndarray:
+        """The share of heads that kept each token of a call's stored text for the last question about it; 1 before the
+        first one."""
+        start, stop = call.whole.text or (0, 0)
+        found = self._keeps.get(self._mark(call))
+        return np.ones(stop - start) if found is None else found
 
     async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
         """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
@@ -162,18 +166,15 @@ class Generation:
             prompt = of_text(tokenizer, call.prompt, self.context, call.text)
             if isinstance(call.prompt, list):
                 call.prompt = tokenizer.decode(call.prompt)
-        elif call.hidden:
+        elif call.text is not None:
             prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
         else:
             prompt = of_chat(tokenizer, call.messages, call.template, self.context)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
-        if call.share == AUTO:
-            cuts = chat_cuts(tokenizer, call.messages, call.template, prompt) if call.messages else None
-            cut = self.sharing.cut(call.owner, prompt, call.reader, cuts, self._stored(call, cuts or ()))
-            call.whole = followed(call.policy, call.reader, cut)
-        call.keys, call.stored_tokens = self._keys(call, call.reader)
+        call.keys = self._keys(call)
+        call.stored_tokens = next((end for end in reversed(call.keys) if self.prefixes.has_file(call.keys[end])), 0)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
             raise Refused(400, sentence, param="kvevict.question")
@@ -183,15 +184,6 @@ class Generation:
             call.parser = Calls
         elif call.messages and call.schema is None:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
-
-    def _stored(self, call: Call, cuts: tuple) -> set:
-        """The first and the last places where a chat's beginning may end, if slots up to there are on disk: written by
-        another server, or by this one before it was started again."""
-        if self.prefixes.folder is None:
-            return set()
-        places = {place for place in (*cuts[:1], *cuts[-LAST:]) if place >= CHAT}
-        policies = {place: call.reader.policies([place])[0] for place in places}
-        return {at for at, policy in policies.items() if self.prefixes.has_file(self._key(call, policy, at))}
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
@@ -230,70 +222,63 @@ class Generation:
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
     def _read(self, call: Call) -> Generator[Span, None, tuple]:
-        """Read a call's whole prompt; returns as `_through`."""
-        prompt, tokens = call.whole, len(call.whole.ids)
-        cache = yield from self._prefix(call)
-        start = 0 if cache is None else prompt.ends[-1]
-        policy = call.reader.of(tokens) if call.hidden else call.policy
-        if cache is None:
-            cache = self.pools.cache()
-        elif not call.hidden or tokens - start <= policy.slots(tokens):  # known questions: `sharing.followed`
-            return (yield from self._through(call, KEEPS, cache, prompt.ids[start:], start))
-        asks = None if call.hidden else self._asking(call, prompt)
-        return (yield from self._through(call, self._chosen(policy, tokens), cache, prompt.ids[start:], start, asks))
-
-    def _prefix(self, call: Call) -> Generator[Span, None, Any]:
-        """Read the prompt up to its last end, after its longest stored prefix; returns the cache. None without an
-        end."""
+        """Read a call's whole prompt, after its longest beginning that is known; returns as `_through`."""
         prompt = call.whole
-        if not prompt.ends:
-            return None
-        cache, start, known = None, 0, len(call.keys)
-        while known and cache is None:
-            known -= 1
-            cache = self.prefixes.get(call.keys[known])
-        if cache is not None:
-            known, start = known + 1, prompt.ends[known]
-        steps = list(zip(call.keys, call.reader.policies(prompt.ends), prompt.ends, strict=True))[known:]
-        if not call.hidden:  # between the shortest and the longest nothing is stored
-            steps = [step for step in steps if step[2] in (prompt.ends[0], prompt.ends[-1])]
-        call.cached_tokens, call.shared_tokens = start, prompt.ends[-1]
-        call.kept = call.reader.kept(call.shared_tokens)
-        for key, policy, end in steps:
-            cache = yield from self._beginning(call, cache, start, end, policy)
-            self.prefixes.put(key, cache)
-            if mark_in(key) or end - start >= WRITTEN:  # now, for other servers, and for this one after it was killed
-                self.prefixes.flush([key])
-            cache, start = cache.fork(), end
-        return cache
+        cache, start = self._known(call)
+        if prompt.text is not None and call.keys:
+            cache, start = yield from self._text(call, cache, start)
+        policy, asks = self._chosen(call.policy, len(prompt.ids)), self._asking(call, prompt)
+        cache, logits, plan = yield from self._through(call, policy, cache, prompt.ids[start:], start, asks)
+        end = max(call.keys, default=0)
+        if self.parts and end - start >= FURTHER and self._fits(end):
+            self.prefixes.put(call.keys, end, cache.recalled().first(end))
+        if prompt.text is not None:
+            self._keeps[self._mark(call)] = shares_of(cache, *prompt.text)
+        for layer in cache.layers:
+            layer.archive = None  # no turn follows the answer in this cache
+        return cache, logits, plan
+
+    def _known(self, call: Call) -> tuple:
+        """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without."""
+        for end in reversed(call.keys):
+            cache = self.prefixes.get(call.keys, end)
+            if cache is not None:
+                call.cached_tokens = end
+                if end >= WRITTEN:  # for other servers, and for this one after it was killed
+                    self.prefixes.write(call.keys[end], cache)
+                return cache, end
+        return None, 0
+
+    def _text(self, call: Call, cache: Any, start: int) -> Generator[Span, None, tuple]:
+        """Read a call's stored text without its question; returns the cache and its end. Each piece is stored: if the
+        request ends early, the next one goes on from the last piece."""
+        _, end = call.whole.text or (0, 0)
+        pieces = range(start // PIECE * PIECE + PIECE, end, PIECE) if self.parts else ()
+        for stop in [*pieces, *([end] if start < end else [])]:
+            policy = self._chosen(call.policy, stop)
+            cache, _, _ = yield from self._through(call, policy, cache, call.whole.ids[start:stop], start)
+            whole = cache.recalled()
+            if self._fits(stop):
+                self.prefixes.put(call.keys, stop, whole)
+            cache, start = whole.fork(), stop
+            if stop == end:
+                self.prefixes.write(call.keys[end], whole)
+        return cache, start
+
+    def _mark(self, call: Call) -> str:
+        return mark_of(call.owner, call.text or "")
+
+    def _fits(self, tokens: int) -> bool:
+        """Tell whether memory holds the slots of so many tokens."""
+        return tokens * self.slot <= self.prefixes.memory
 
     def _place(self, cache: Any) -> None:
         """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
+        layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
+        for layer in layers:
+            layer.storage = layer.storage.gathered()
         if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
-
-    def _beginning(self, call: Call, cache: Any, start: int, end: int, policy: Any) -> Generator[Span, None, Any]:
-        """Read the prompt from `start`, where `cache` ends, up to `end`; returns the cache. The part is read in pieces,
-        each stored: if the request ends early, the next one goes on from the last piece."""
-        stops, part = pieces(self._within(policy, end), start, end), None
-        for stop in stops[-2::-1]:
-            known = self.prefixes.get(self._key(call, policy, stop))
-            if known is not None:
-                if call.cached_tokens == start:
-                    call.cached_tokens = stop
-                cache, start, part = known, stop, self._key(call, policy, stop)
-                break
-        for stop in [stop for stop in stops if stop > start]:
-            chosen = self._chosen(policy, end)
-            cache, _, _ = yield from self._through(call, chosen, cache, call.whole.ids[start:stop], start)
-            start = stop
-            if part is not None:
-                self.prefixes.remove(part)
-            if stop < end:
-                part = self._key(call, policy, stop)
-                self.prefixes.put(part, cache)
-                cache = cache.fork()
-        return cache
 
     def _through(
         self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
@@ -315,24 +300,16 @@ class Generation:
             out = yield from reading(base_model(self.model), tokens, into)
             return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
-    def _keys(self, call: Call, reader: Any) -> tuple:
-        """The keys of a prompt's beginnings by their reader, and the tokens of the longest that is on disk."""
-        ends = call.whole.ends
-        policies = reader.policies(ends) if ends else []
-        keys = [self._key(call, policy, end) for policy, end in zip(policies, ends, strict=True)]
-        return keys, max((end for key, end in zip(keys, ends, strict=True) if self.prefixes.has_file(key)), default=0)
-
-    def _key(self, call: Call, policy: Any, end: int) -> str:
-        prompt = call.whole
-        start = len(prompt.ids) if prompt.text is None else prompt.text[0]
-        text = call.text if end > start else None
-        return key_of(call.owner, self._read_by(policy), policy, prompt.ids[:end], text)
-
-    def _read_by(self, policy: Any) -> Any:
-        """The mark of all weights that read a prefix: the model's, and those of gates."""
-        if not hasattr(policy.score, "gates"):
-            return self.weights
-        return f"{self.weights} {mark_of_gates(policy.score.gates, self.decoder)}"
+    def _keys(self, call: Call) -> dict:
+        """The keys of the beginnings that a call's prompt may share with others, by their ends."""
+        prompt, ends = call.whole, set(range(SHORTEST, len(call.whole.ids), BLOCK)) if self.parts else set()
+        if not call.policy.recall or call.question is not None:
+            return {}
+        start = len(prompt.ids)
+        if prompt.text is not None:
+            start, end = prompt.text
+            ends.add(end)
+        return keys_of(call.owner, self.weights, call.policy, prompt.ids, sorted(ends), call.text, start)
 
     def _asking(self, call: Call, prompt: Prompt) -> Any:
         """The tokens that observe."""

@@ -10,7 +10,6 @@ from . import messages
 from .call import Call
 from .events import Items
 from .outgoing import DATA, Stream, error_of
-from .sharing import said as shared
 from .written import Numbered, Part, Token, Written, joined
 
 DONE = f"{DATA}[DONE]\n\n"
@@ -137,7 +136,7 @@ class Responses:
         for part in joined([part for _, each in parts for part in each or ()]):
             items.add(part)
         items.close(answers[0].finish)
-        return items.response() | _ours(call)
+        return items.response()
 
     def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
         items = Items(self.name, call)
@@ -168,13 +167,7 @@ def _counted(call: Call) -> dict:
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
         prompt_tokens_details=dict(cached_tokens=call.cached_tokens),
     )  # fmt: skip
-    return dict(usage=usage) | _ours(call)
-
-
-def _ours(call: Call) -> dict:
-    """Make the field `kvevict` of an answer, which says how much of a shared beginning is kept."""
-    told = shared(call)
-    return dict(kvevict=told) if told else {}
+    return dict(usage=usage)
 
 
 def _call(call: Call, part: Any) -> dict:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 from .call import Call
 from .errors import Refused
-from .sharing import said
 
 LOG = logging.getLogger("kvevict.serve")
 AGAIN = 3600.0
@@ -56,7 +55,7 @@ def served(call: Call, status: int, client: Client, error: Refused | None) -> No
     if call.first_token is not None:
         facts["first_token_seconds"] = round(call.first_token - call.began, 3)
     facts |= _of(error, client) if status >= 400 else {}
-    LOG.info("request", extra={"facts": facts | said(call)})
+    LOG.info("request", extra={"facts": facts})
 
 
 def refused(endpoint: str, error: Refused, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""The caches of prompts' beginnings. When memory is full, the least recently used go to disk.
+"""The caches of prompts' beginnings, with the slots of all tokens.
 
 Servers may share the files. A file's name is a hash of all that its cache depends on, and whoever needs it first writes
 it."""
@@ -28,12 +28,19 @@ FACTS = 1 << 16  # bytes of a file beside its tensors, at most
 LEFT = 3600  # seconds after which the folder of a file that is being written is that of a process that was killed
 
 
-def key_of(owner: str, weights: str | None, policy: Policy, ids: list[int], text: str | None = None) -> str:
-    """Make the key of a prefix: a hash of its owner and of all that its cache depends on, and the mark of the stored
-    text in it, for `forget`."""
-    facts = "\0".join((FORMAT, owner, str(weights), policy.to_json()))
-    key = hashlib.sha256(facts.encode() + b"\0" + np.array(ids, np.int64).tobytes()).hexdigest()
-    return key if text is None else f"{key}-{mark_of(owner, text)}"
+def keys_of(
+    owner: str, weights: Any, policy: Policy, ids: list[int], ends: Iterable[int], text: str | None = None,
+    start: int = 0,
+) -> dict[int, str]:  # fmt: skip
+    """Make the keys of a prompt's beginnings, by their ascending ends: hashes of the owner and of all that a cache
+    depends on, and from the token `start` on the mark of the stored text there, for `forget`."""
+    facts = "\0".join((FORMAT, owner, str(weights), policy.to_json())) + "\0"
+    digest, before, found = hashlib.sha256(facts.encode()), 0, {}
+    for end in ends:
+        digest.update(np.array(ids[before:end], np.int64).tobytes())
+        found[end] = digest.hexdigest() + ("" if text is None or end <= start else f"-{mark_of(owner, text)}")
+        before = end
+    return found
 
 
 def mark_of(owner: str, text: str) -> str:
@@ -63,19 +70,19 @@ def bytes_of(cache: EvictionCache) -> int:
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
     """Return for each of the positions start..stop-1 the share of all layers' heads that keep it, in a cache of one
     row."""
-    counts, heads = np.zeros(stop), 0
+    counts, heads = np.zeros(cache.get_seq_length()), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
             for positions in layer.positions()[0]:
                 counts[positions.cpu().numpy()] += 1
                 heads += 1
-    return counts[start:] / max(heads, 1)
+    return counts[start:stop] / max(heads, 1)
 
 
 class Prefixes:
     """Caches by key. Only the thread that generates uses them, but for `knows`, `has_file` and `file_bytes`.
 
-    folder   of the files; None: caches that do not fit in memory are forgotten
+    folder   of the files
     memory   bytes of the caches that are kept in memory at most
     disk     bytes of the files at most: a function, as texts take up some of them
     gone     `Texts.gone`: caches of deleted texts are not written
@@ -87,7 +94,8 @@ class Prefixes:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder: Any = None if folder is None else Path(folder)
         self.place = lambda cache: None  # is called with each cache that memory gets
-        self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes), least recently used first
+        self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes, inner keys), least recently used first
+        self._inside: dict = {}  # key of a beginning of a cache -> the cache's key
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,17 +110,20 @@ class Prefixes:
         return sum(size for _, size, _ in self._files())
 
     def knows(self, key: str) -> bool:
-        """Tell whether memory has a cache."""
-        return key in self._live
+        """Tell whether memory has a cache, or a longer one that begins with it."""
+        return key in self._live or key in self._inside
 
     def has_file(self, key: str) -> bool:
         return self.folder is not None and os.path.exists(self._path(key))
 
-    def get(self, key: str) -> EvictionCache | None:
-        """Return a fork of a cache; None if the cache is not stored, or its file is damaged."""
-        if key in self._live:
-            self._live.move_to_end(key)
-            return self._live[key][0].fork()
+    def get(self, keys: dict[int, str], end: int) -> EvictionCache | None:
+        """Return a fork of the cache of a prompt's first `end` tokens; None if it is not stored, or its file is
+        damaged. keys: of the prompt's beginnings."""
+        key = keys[end]
+        source = key if key in self._live else self._inside.get(key)
+        if source is not None:
+            self._live.move_to_end(source)
+            return self._live[source][0].first(end)
         if not self.has_file(key):
             return None
         path = self._path(key)
@@ -127,17 +138,25 @@ class Prefixes:
                 self._troubles.note("a stored prefix is read again", error)
                 _unlink(path)
             return None
-        self._hold(key, cache)
+        self.put(keys, end, cache)
         return cache.fork()
 
-    def put(self, key: str, cache: EvictionCache) -> None:
-        """Store a cache, which nobody changes any more."""
-        self._hold(key, cache)
+    def put(self, keys: dict[int, str], end: int, cache: EvictionCache) -> None:
+        """Store the cache of a prompt's first `end` tokens, which nobody changes any more, in memory. Those that it
+        begins with are forgotten there, and the least recently used until the rest fits."""
+        key, inner = keys[end], [each for at, each in keys.items() if at < end]
+        for each in (key, *inner):
+            self._drop(each)
+        self.place(cache)
+        self._live[key] = cache, bytes_of(cache), inner
+        self._inside.update(dict.fromkeys(inner, key))
+        self.live_bytes += self._live[key][1]
+        while self.live_bytes > self.memory:
+            self._drop(next(iter(self._live)))
 
     def remove(self, key: str) -> None:
         """Forget a cache, in memory and on disk."""
-        if key in self._live:
-            self.live_bytes -= self._live.pop(key)[1]
+        self._drop(key)
         if self.folder is not None:
             _unlink(self._path(key))
 
@@ -153,20 +172,17 @@ class Prefixes:
         """Write caches from memory to disk; keys None: all of them."""
         for key in list(self._live) if keys is None else keys:
             if key in self._live:
-                self._write(key, self._live[key][0])
+                self.write(key, self._live[key][0])
 
-    def _hold(self, key: str, cache: EvictionCache) -> None:
-        if key in self._live:
-            self.live_bytes -= self._live.pop(key)[1]
-        self.place(cache)
-        self._live[key] = cache, bytes_of(cache)
-        self.live_bytes += self._live[key][1]
-        while self.live_bytes > self.memory:
-            oldest, (other, size) = self._live.popitem(last=False)
-            self.live_bytes -= size
-            self._write(oldest, other)
+    def _drop(self, key: str) -> None:
+        """Forget a cache in memory."""
+        _, size, inner = self._live.pop(key, (None, 0, ()))
+        self.live_bytes -= size
+        for each in inner:
+            if self._inside.get(each) == key:
+                del self._inside[each]
 
-    def _write(self, key: str, cache: EvictionCache) -> None:
+    def write(self, key: str, cache: EvictionCache) -> None:
         """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):

@@ -1,26 +1,20 @@
-"""A request's prompt as token ids, and the places where it may be cut into prefixes that other requests share."""
+"""A request's prompt as token ids."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from ..prompts import MARK, first_ids, ids_of, pieces, rendered
 from .errors import Refused
 
-LEAST = 64  # tokens of a prefix beyond the one before it
-
 
 @dataclass(frozen=True)
 class Prompt:
     """ids
-    ends  ascending and below the length: tokens before an end do not depend on those after it
-    text  where the stored text that opens the prompt starts and stops
+    text  where the stored text that opens the prompt starts and stops: the tokens up to there are alike in each request
     """
 
     ids: list[int]
-    ends: tuple[int, ...] = ()
     text: tuple[int, int] | None = None
 
 
@@ -30,71 +24,29 @@ def of_chat(tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, 
     return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
 
 
-def chat_cuts(
-    tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], prompt: Prompt
-) -> tuple[int, ...]:
-    """Find the ends of a chat's beginnings: before each user's message, if a token ends there. None are found if the
-    template changes a message with a mark before it, or the tokenizer does not say where its tokens are."""
-    if not tokenizer.is_fast:
-        return ()
-    marked = [_marked(message) if message["role"] == "user" else message for message in messages]
-    try:
-        parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
-    except ValueError:
-        return ()
-    told = tokenizer("".join(parts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    if told["input_ids"] != prompt.ids:
-        return ()
-    return _places(told["offset_mapping"], list(accumulate(map(len, parts[:-1]))))
-
-
-def _places(offsets: list, letters: list) -> tuple:
-    """Count the tokens before each of `letters`, positions in a text, if a token begins there. offsets: (first letter,
-    the one after the last) of every token."""
-    starts = [start for start, _ in offsets]
-    found = ((bisect_left(starts, letter), letter) for letter in letters)
-    return tuple(
-        place for place, letter in found
-        if 0 < place < len(starts) and starts[place] == letter and offsets[place - 1][1] <= letter
-    )  # fmt: skip
-
-
-def _marked(message: dict, before: str = "") -> dict:
-    """Put a mark where a message's content begins."""
+def _marked(message: dict, before: str) -> dict:
+    """Put letters before a message's content, which loses its marks."""
     content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
-    return {**message, "content": MARK + before + content}
+    return {**message, "content": before + content}
 
 
 def of_messages(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    template: dict[str, Any],
-    context: int | None,
-    text: str | None = None,
+    tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None, text: str
 ) -> Prompt:
-    """Make the prompt of a chat, with an end before every user's message. `text` opens the first one, two lines before
-    it.
+    """Make the prompt of a chat that a stored text opens, in the first user's message and two line ends before it.
 
     Raises ValueError for a chat that the template refuses or changes.
     """
     check_count(messages, context)
-    # A mark where a user's message begins: the part before it is tokenised apart, alike in every request.
-    first, marked = True, []
-    for message in messages:
-        if message["role"] == "user":
-            marked.append(_marked(message, "\n\n" if first and text is not None else ""))
-            first = False
-        else:
-            marked.append({**message, "content": _marked(message)["content"].removeprefix(MARK)})
-    if first and text is not None:
+    first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
         raise ValueError("a stored text opens the user's turn: give a message of the role user")
+    # The parts before and after the text are tokenised apart, alike in every request.
+    marked = [_marked(message, MARK + "\n\n" if at == first else "") for at, message in enumerate(messages)]
     parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
-    if len(parts) - 1 != sum(message["role"] == "user" for message in messages):
-        raise ValueError("the model's chat template does not give every user's message once: ask with a question")
-    pieces = [(_plain, part) for part in parts]
-    if text is not None:
-        pieces.insert(1, (ids_of, text))
-    return joined(tokenizer, pieces, context)
+    if len(parts) != 2:
+        raise ValueError("the model's chat template does not give the first user's message once")
+    return joined(tokenizer, [(_plain, parts[0]), (ids_of, text), (_plain, parts[1])], context)
 
 
 def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: str | None = None) -> Prompt:
@@ -108,15 +60,14 @@ def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: 
 def joined(
     tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str | list[int]]], context: int | None
 ) -> Prompt:
-    """Join pieces, each (tokenising function, letters or ids), to a prompt. Each but the last ends a prefix that is
-    long enough. A piece whose special tokens are letters (`ids_of`) is a stored text.
+    """Join pieces, each (tokenising function, letters or ids), to a prompt. The first piece whose special tokens are
+    letters (`ids_of`) is a stored text.
 
     Raises Refused as soon as the ids do not fit a context with an answer.
     """
     ids: list = []
-    ends: list = []
     text = None
-    for at, (tokenise, letters) in enumerate(pieces):
+    for tokenise, letters in pieces:
         start, room = len(ids), None if context is None else context - 1 - len(ids)
         if isinstance(letters, list):
             more, whole = letters, room is None or len(letters) <= room
@@ -129,9 +80,7 @@ def joined(
         ids.extend(more)
         if tokenise is ids_of and text is None:
             text = start, len(ids)
-        if at < len(pieces) - 1 and len(ids) - (ends[-1] if ends else 0) >= LEAST:
-            ends.append(len(ids))
-    return Prompt(ids, tuple(ends), text)
+    return Prompt(ids, text)
 
 
 def parts(tokenizer: Any, ids: list[int], shares: Any) -> list[list[Any]]:

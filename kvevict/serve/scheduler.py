@@ -160,13 +160,10 @@ class Scheduler:
         """Number of tokens that a turn has to read: its prompt after a stored prefix. Repeated tokens count twice."""
         if turn.call is None:
             return 0
-        call, prompt = turn.call, turn.call.whole
-        known = (end for key, end in zip(call.keys, prompt.ends, strict=True) if self.prefixes.knows(key))
-        stored, shared = max((call.stored_tokens, *known)), max(prompt.ends, default=0)
-        again = shared - stored if stored < shared and call.reader.policy.rows.repeats else 0
-        if call.policy.rows.repeats and not call.hidden:
-            again += len(prompt.ids) - max(stored, shared)
-        return len(prompt.ids) - stored + again
+        call = turn.call
+        known = (end for end in reversed(call.keys) if self.prefixes.knows(call.keys[end]))
+        left = len(call.whole.ids) - max(call.stored_tokens, next(known, 0))
+        return 2 * left if call.policy.rows.repeats else left
 
     def _fits(self, turn: Turn) -> bool:
         inside = [each for each in self._inside if each.rows]

@@ -28,10 +28,9 @@ from .options import Options
 from .outgoing import Stream, together, unless_gone
 from .policies import Policies
 from .prefixes import Prefixes, mark_of
-from .prompt import Prompt, parts
+from .prompt import parts
 from .sampling import Decoding
 from .scheduler import Scheduler
-from .sharing import said
 from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
@@ -110,7 +109,7 @@ class Server:
 
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
         """Build the `Call` of a checked body. text: the stored text that it opens."""
-        chosen = self.policies.of(asked, text is not None)
+        policy = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
         if effort is not None:
@@ -121,7 +120,7 @@ class Server:
         single, prompts = not body.get("parallel_tool_calls", True), body["prompt"] if path == COMPLETIONS else [""]
         calls = schema_of_calls(body.get("tool_choice", "auto"), tools, single)
         return Call(
-            path, owner, *chosen[:3], text, chosen.share, chosen.reader, answers=body.get("n", 1),
+            path, owner, policy, asked.get("question"), text, answers=body.get("n", 1),
             seed=body.get("seed"), stop=check.stops(body), tools=tools, single=single,
             schema=calls or schema_of(body), forced=calls is not None,
             usage=body.get("stream_options", {}).get("include_usage", False),
@@ -178,7 +177,7 @@ class Server:
         await self.manager.read(call)
         await self._forget(await self._aside(self.texts.put, call.owner, name, call.text, replace, asked))
         tokens = dict(tokens=whole.text[1] - whole.text[0])
-        return JSONResponse(dict(object="kvevict.text", name=name) | tokens | dict(kvevict=said(call)))
+        return JSONResponse(dict(object="kvevict.text", name=name) | tokens)
 
     def list_texts(self, request: Request) -> dict[str, Any]:
         """GET /v1/kvevict/texts: list the names of a key's texts. FastAPI calls it in a thread: it looks at files."""
@@ -205,7 +204,8 @@ class Server:
         asyncio.get_running_loop().run_in_executor(None, tidy)
 
     async def kept(self, request: Request, name: str) -> Response:
-        """GET /v1/kvevict/texts/NAME/kept: tell the share of heads that kept each piece of a stored text."""
+        """GET /v1/kvevict/texts/NAME/kept: tell the share of heads that kept each piece of a stored text for the last
+        question."""
         owner = self.owner(request)
         text, asked = await self._aside(self.texts.get, owner, name)
         call = self._of_text("/v1/kvevict/texts/kept", owner, asked, text)
@@ -213,10 +213,8 @@ class Server:
 
     async def _kept(self, call: Any, name: str) -> Any:
         whole = await self._alone(call)
-        if not whole.ends:
-            raise Refused(400, f"the text {name!r} is too short to be shared: all of it is read with each question")
         start, stop = whole.text
-        found = await self.manager.kept(call, start)
+        found = self.manager.kept(call)
 
         def response(tokenizer: Any) -> Any:
             pieces = parts(tokenizer, whole.ids[start:stop], found)
@@ -225,8 +223,8 @@ class Server:
         return await self._tokenising(len(call.text) > SMALL, response)
 
     def _of_text(self, endpoint: str, owner: str, asked: dict, text: str) -> Call:
-        chosen, deadline = self.policies.of(asked, True, prefix=""), time.monotonic() + self.timeout
-        return Call(endpoint, owner, *chosen[:3], text, chosen.share, chosen.reader, deadline=deadline)
+        deadline = time.monotonic() + self.timeout
+        return Call(endpoint, owner, self.policies.of(asked, True, prefix=""), text=text, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:
         """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
@@ -235,12 +233,12 @@ class Server:
         waiting = sum(not call.running for call in calls)
         return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
-    async def _alone(self, call: Any) -> Prompt:
+    async def _alone(self, call: Any) -> Any:
         """Make the prompt of a call's text, without a question. Raises Refused where it does not fit the context."""
         if self.tokenizer.chat_template:
             call.messages = [{"role": "user", "content": ""}]
         await self._tokenising(len(call.text) > SMALL, functools.partial(self.manager.prepare, call))
-        call.prompt_tokens = max(call.whole.ends, default=0)
+        call.prompt_tokens = call.whole.text[1]
         return call.whole
 
     # Work that grows with a request is done in threads, while the event loop serves others.

@@ -4,19 +4,15 @@ import gc
 import os
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
 from .. import families
-from ..answer import unasked
-from ..engine.measure import gates
 from ..families import find_decoder
 from ..models import load_model, small_llama
-from ..patch import check_kv, in_slots, patch, slot_bytes
-from ..policy.checks import PLENTY
+from ..patch import in_slots, patch
 from . import log
 from .app import application
 from .connections import Serving
@@ -70,16 +66,13 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     told, where = Options(**options), model or small_llama()
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     decoder = find_decoder(loaded)
-    if told.gates is not None:
-        gates.use(told.gates, loaded)
-    plain = told.kv != "model" or families.is_latent(decoder.config)
-    share_kv = told.share_kv or (told.kv if plain else "int8")
-    told = replace(told, unasked=told.unasked or unasked(decoder), share_kv=share_kv)
-    slots = min(told.memory // slot_bytes(loaded, share_kv), PLENTY)
     context = families.context_of(decoder.config) or 1 << 20
-    policies = Policies(told, context, slots, lambda policy: in_slots(policy, loaded))
-    check_kv(share_kv, loaded)
-    patch(loaded, policies.built(None), tokenizer=tokenizer)
+    policies = Policies(told, context, lambda policy: in_slots(policy, loaded))
+    if not policies.built().recall:
+        log.LOG.warning(
+            "no beginning of a prompt is shared", extra={"facts": {"reason": f"{told.policy} cannot recall"}}
+        )
+    patch(loaded, policies.built(), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
     if folder is not None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ def build(length):
 def parse(run):
     name, _, options = run.partition(":")
     pairs = (pair.split("=") for pair in options.split(",") if pair)
-    return name, {key: int(value) if value.lstrip("-").isdigit() else value for key, value in pairs}
+    words = {"true": True, "false": False}
+    return name, {key: int(value) if value.lstrip("-").isdigit() else words.get(value, value) for key, value in pairs}
 
 
 def resident(field="VmRSS:", process="self"):

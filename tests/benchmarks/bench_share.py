@@ -1,13 +1,13 @@
-"""Requests that begin alike, asked of a server in this process: seconds, and right answers, by how much is shared.
+"""Requests that begin alike, asked of a server in this process: seconds, and right answers.
 
     python tests/benchmarks/bench_share.py OUT.jsonl --model DIR --haystack BOOKS [--sides auto ...] [--texts 0 1 2]
     python tests/benchmarks/bench_share.py OUT.jsonl --table
 
-A text has 5,700 tokens of a book with 20 facts. A side asks for each of them: "never" and "auto" with the text in the
-system prompt, BUDGET ("1024", "1/4") the same with everything shared at that --share-budget, and "user:BUDGET" of the
-text stored, in the user's turn. "chat" is a chat of ten turns with the text in its first message, "chat:never" the same
-without sharing. Seconds are those of the processor and of the clock, to the first token and to the last. A side's
-lines are appended together, and an interrupted run goes on with the next side."""
+A text has 5,700 tokens of a book with 20 facts. A side asks for each of them: "recall" and "never" (without recall, so
+that nothing is shared) with the text in the system prompt, "full" the same with a budget above all tokens, and "user"
+of the text stored, in the user's turn. "chat" is a chat of ten turns with the text in its first message, "chat:never"
+the same without recall. Seconds are those of the processor and of the clock, to the first token and to the last. A
+side's lines are appended together, and an interrupted run goes on with the next side."""
 
 import argparse
 import asyncio
@@ -15,7 +15,6 @@ import json
 import random
 import time
 from collections import defaultdict
-from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, median
 
@@ -43,7 +42,7 @@ LINES = (  # statement, question, the lists of the answer's words; none: a numbe
 )  # fmt: skip
 FACTS = 20
 UNITS = "first_cpu", "first_wall", "cpu", "wall"
-SIDES = "never", "auto", "512", "1024", "1/4", "1/2", "8192", "user:1024", "chat", "chat:never"
+SIDES = "recall", "full", "never", "user", "chat", "chat:never"
 
 
 def text_of(tokenizer, books, number: int) -> tuple:
@@ -75,12 +74,9 @@ def noting(token):
 
 class Client:
     def __init__(self, args, side: str):
-        share, budget = ("auto", 0.5) if side in ("auto", "chat") else ("never", 0.5)
-        if side[-1].isdigit():
-            budget = side.removeprefix("user:")
-            share, budget = "always", float(Fraction(budget)) if "/" in budget else int(budget)
-        options = dict(dtype=args.dtype, device="cpu", budget=args.budget, share=share, share_budget=budget)
-        options["timeout"] = 1e5
+        budget = 1 << 20 if side == "full" else args.budget
+        policy = "take+edie:recall=false" if side.endswith("never") else "take+edie"
+        options = dict(dtype=args.dtype, device="cpu", budget=budget, policy=policy, timeout=1e5)
         self.app = application(server_of(args.model, name="model", memory=8 << 30, **options))
 
     def post(self, path, **body):
@@ -109,7 +105,7 @@ def answers(args, side: str, number: int, text: str, asked: list):
     client = Client(args, side)
     client.chat([dict(role="user", content="Good day.")])  # first calls allocate
     more, stored = {}, dict(role="system", content=text)
-    if side.startswith("user:"):
+    if side == "user":
         client.post("/v1/kvevict/texts", name="text", text=text)
         more, stored = dict(kvevict=dict(text="text")), None
     turns: list = [dict(role="user", content=text)]
@@ -126,24 +122,24 @@ def answers(args, side: str, number: int, text: str, asked: list):
 
 
 def checked(rows: list) -> None:
-    """A side that shares reads little from its third request on, and its first answer is that of never sharing."""
+    """A side that shares reads little from its second request on; without recall all is read each time."""
     by = defaultdict(list)
     for row in rows:
         by[row["side"], row["text"]].append(row)
     for (side, text), each in by.items():
         known = side in ("never", "chat:never")
-        assert all((row["cached"] > 0.9 * row["tokens"]) != known for row in each[2 + (side == "chat") :]), (side, text)
-        other = by.get(("chat:never" if side == "chat" else "never", text))
-        assert side not in ("auto", "chat") or not other or each[0]["said"] == other[0]["said"], (side, text)
+        assert all((row["cached"] > 0.9 * row["tokens"]) != known for row in each[1:]), (side, text)
 
 
 def table(rows: list) -> None:
     sides = defaultdict(list)
     for row in rows:
         sides[row["side"]].append(row)
+    full = {(row["text"], row["question"]): row["said"] for row in sides.get("full", ())}
     for side, each in sides.items():
         first, second, later = ([row for row in each if row["question"] in at] for at in ((0,), (1,), range(2, 99)))
-        line = f"{side:10} right {sum(row['right'] for row in each):.0f} of {len(each)}"
+        same = sum(row["said"] == full.get((row["text"], row["question"])) for row in each)
+        line = f"{side:10} right {sum(row['right'] for row in each):.0f} of {len(each)}, as the full cache's {same}"
         for unit in (unit for unit in UNITS if unit in each[0]):
             one, two = (fmean(row[unit] for row in part) for part in (first, second))
             rest = median(row[unit] for row in later)

@@ -30,7 +30,7 @@ export KVEVICT_CUDA=1 KVEVICT_CUDA_ARCHS=${KVEVICT_CUDA_ARCHS:-$gpu} PYTHONPATH=
 workers=$(python3 -c 'import xdist; print("-n 8")' 2>/dev/null)
 ops=()
 for source in csrc/*_cuda.cu; do
-  ops+=("$(find tests -name "test_$(basename "$source" _cuda.cu).py")")
+  mapfile -t -O "${#ops[@]}" ops < <(find tests/ops -name "test_$(basename "$source" _cuda.cu).py")
 done
 ops+=(tests/ops/test_packed.py)
 

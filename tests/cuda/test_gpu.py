@@ -251,3 +251,40 @@ def test_an_adapter_trains(tmp_path):
     train(tiny.model().to("cuda"), pairs, tmp_path, steps=12, batch=4, lr=2e-3, tokens=4, rank=2, progress=False)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] and len(losses) == 12
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_replayed_tokens_as_decoded_ones(kind, rows):
+    """compiled=True: the same bits, over slots that move and a further turn; nearly all tokens are replayed."""
+    model = tiny.model(dtype=torch.bfloat16).cuda()
+    ids, results = tiny.prompt(rows, 300)["input_ids"].cuda(), []
+    for compiled in (False, True):
+        with kvevict.evicting(model, "take+edie", budget=64, compiled=compiled, kv=kind), torch.no_grad():
+            cache, each = kvevict.compat.cache_of(model(ids, use_cache=True)), []
+            for length in [1] * 150 + [40] + [1] * 20:
+                each.append(model(ids[:, :length], past_key_values=cache).logits[:, -1])
+            results.append(torch.stack(each))
+            replayed = kvevict.report(cache)["replayed"]
+    assert torch.equal(*results)
+    assert replayed > 10  # since the further turn
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("policy", ["snapkv", "take+edie"])
+def test_recalls_as_on_the_cpu(policy, kind):
+    """Three turns on one cache: the archive has the slots of the CPU's tokens."""
+    archived, logits = [], []
+    for device in ("cpu", "cuda"):
+        model = kvevict.patch(tiny.model().to(device), policy, budget=48, chunk_size=64, recall=True, kv=kind)
+        ids, cache = tiny.prompt(1, 300)["input_ids"].to(device), None
+        with torch.no_grad():
+            for start in (0, 150, 220):
+                out = model(ids[:, start : start + (150 if start == 0 else 70)], past_key_values=cache, use_cache=True)
+                cache = kvevict.compat.cache_of(out)
+                for token in (5, 6, 7):
+                    out = model(torch.tensor([[token]], device=device), past_key_values=cache)
+                logits.append(out.logits.cpu())
+        archived.append([[head.tolist() for head in layer.archive.gathered().positions()[0]] for layer in cache.layers])
+    assert archived[0] == archived[1] == [[[*range(296)]] * 2] * len(cache.layers)
+    assert tiny.relative(torch.cat(logits[3:]), torch.cat(logits[:3])) < (1e-3 if kind == "model" else 0.1)

@@ -11,11 +11,15 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import kvevict
+from kvevict.batch import Batch, Pools
 from kvevict.compat import CACHE, cache_of
 from kvevict.engine.hook import attention as hook
 from kvevict.engine.read.budgets import places
 from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.slots.fork import Fork
 from kvevict.engine.slots.joining import join
+from kvevict.engine.slots.storage import Storage
+from kvevict.families import find_decoder
 
 SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True)
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
@@ -259,13 +263,76 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             kvevict.policy.build(**options | dict(budget=24, recall=True))
-    with pytest.raises(TypeError, match="recall"):
+    with pytest.raises(TypeError, match="recall must be"):
         kvevict.policy.build("snapkv", budget=64, recall="yes")
-    model = shared()
+
+
+def same_archives(one, other, name, row=slice(None)):
+    """The rows of a prompt bit by bit, those that were decoded beside others up to rounding."""
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
+        mine, theirs = mine.archive.gathered(), theirs.archive.gathered()
+        assert [[x.tolist() for x in each] for each in mine.positions()[row]] == [
+            [x.tolist() for x in each] for each in theirs.positions()
+        ]
+        for part in ("k", "v"):
+            got, want = mine.dense(part)[row], theirs.dense(part)
+            assert relative(got[:, :, : want.shape[2]], want) < (0.02 if name == "int8" else 1e-5)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "ada", "decode"])
+def test_rows_that_decode_together_have_their_own_archives(name, pooled):
+    """Texts of different lengths, and two questions about one of them, join and leave in another order: each answer
+    and archive is that of a sequence alone, and so is the turn after it."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    most = 2e-3 if name == "int8" else 1e-4
+    with kvevict.evicting(model, **POLICIES[name]):
+        pools = Pools(find_decoder(model), 8192) if pooled else None
+        batch, twins = Batch(model), {}
+        texts = []
+        for length in (120, 61):
+            cache = {} if pools is None else {CACHE: pools.cache()}
+            texts.append(model(prompt(1, length, seed=length)["input_ids"], **cache, logits_to_keep=1).past_key_values)
+        caches = [texts[0].fork(), texts[1], texts[0].fork()]
+        for row, cache in enumerate(caches):
+            model(prompt(1, 9 + row, seed=row)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+            decoded(model, cache, [4] * (row + 4))  # the window of "decode" is full
+            twins[row] = copy.deepcopy(cache)
+        order = {0: 2, 1: 0, 4: 1}
+        for step in range(12):
+            if step in order:
+                batch.add(order[step], caches[order[step]])
+            tokens = [5 + step + 20 * row for row in batch.rows]
+            for row, token, got in zip(batch.rows, tokens, batch.step(tokens), strict=True):
+                want = model(torch.tensor([[token]]), **{CACHE: twins[row]}).logits[0, -1]
+                assert relative(got, want) < most
+            if step == 8:
+                left = batch.remove(0)
+        for row in (0, 1, 2):
+            cache = left if row == 0 else batch.remove(row)
+            got, want = (model(turn, **{CACHE: each}, logits_to_keep=1).logits for each in (cache, twins[row]))
+            assert relative(got, want) < most
+            assert isinstance(cache.layers[0].archive, (Storage, Fork))
+            same_archives(cache, twins[row], name)
+
+
+def test_a_turn_of_rows_that_decoded_together():
+    """The joined cache itself reads on: each row recalls from its archive."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
     with kvevict.evicting(model, **SNAPKV):
-        caches = [model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values for _ in range(2)]
-    with pytest.raises(ValueError, match=r"archive \(recall=True\): decode it alone"):
-        join(caches)
+        caches = [model(prompt(1, n, seed=n)["input_ids"], logits_to_keep=1).past_key_values for n in (90, 61)]
+        twins = list(map(copy.deepcopy, caches))
+        whole = join(caches)
+        decoded_with = dict(position_ids=whole.sequence.next_position[:, None])
+        model(torch.tensor([[5], [6]]), **{CACHE: whole}, **decoded_with)
+        places_of = whole.sequence.next_position[:, None] + torch.arange(20)
+        got = model(turn.expand(2, -1), **{CACHE: whole}, position_ids=places_of, logits_to_keep=1).logits
+        for row, twin in enumerate(twins):
+            decoded(model, twin, [5 + row])
+            assert relative(got[row], model(turn, **{CACHE: twin}, logits_to_keep=1).logits[0]) < 1e-4
+            for mine, theirs in zip(whole.layers, twin.layers, strict=True):
+                assert mine.archive.counts[row].tolist() == theirs.archive.counts[0].tolist()
+                assert places(mine, False)[row] == places(theirs, False)[0]
 
 
 def test_beams_share_the_archive():

@@ -114,10 +114,10 @@ def test_eval(model):
 
 
 def test_a_server_s_budget(model):
-    options = Options(policy="snapkv:window=8", unasked="kvzip", budget="64KiB")
+    options = Options(policy="snapkv:window=8", budget="64KiB")
     policies = Policies(options, context=4096, fitted=lambda each: in_slots(each, model))
-    assert policies.of({}, False)[0].budget == 32
-    assert policies.of({"budget": "40KiB", "policy": "streaming"}, False)[0].budget == 20
+    assert policies.of({}, False).budget == 32
+    assert policies.of({"budget": "40KiB", "policy": "streaming"}, False).budget == 20
     with pytest.raises(Exception, match="larger than the server's"):
         policies.of({"budget": "128KiB"}, False)
     with pytest.raises(Refused, match="not a number of bytes"):

@@ -511,6 +511,6 @@ def test_commands(tmp_path, capsys):
 
 
 def test_a_server_s_slots():
-    policies = Policies(Options(policy="snapkv", unasked="kvzip", kv="int8"))
-    assert {policies.of({}, each)[0].kv for each in (True, False)} == {"int8"}
+    policies = Policies(Options(policy="snapkv", kv="int8"))
+    assert {policies.of({}, each).kv for each in (True, False)} == {"int8"}
     assert Options().kv == "model"

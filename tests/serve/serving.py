@@ -62,7 +62,7 @@ def server(
     **changes,
 ):  # fmt: skip
     """A `kvevict.serve.server.Server`. folder: of its store; of: another model; tokenizer: another one; changes: of its
-    options, the model's context and the slots that memory holds."""
+    options, and the model's context."""
     from kvevict.patch import patch
     from kvevict.serve.options import Options
     from kvevict.serve.policies import Policies
@@ -70,15 +70,14 @@ def server(
     from kvevict.serve.server import Server
     from kvevict.serve.texts import Texts
 
-    given = {name: changes.pop(name) for name in ("context", "most") if name in changes}
-    options = dict(policy="take", unasked="kvzip", budget=256, chunk_size=256, share="never") | changes
-    options = Options(**dict(share_budget=options["budget"]) | options)
+    given = {name: changes.pop(name) for name in ("context",) if name in changes}
+    options = Options(**dict(policy="take", budget=256, chunk_size=256) | changes)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template, of = template, of or model()
     if response_template is not None:
         tokenizer.response_template = response_template
     policies = Policies(options, **dict(context=2048) | given)
-    patch(of, policies.built(None), tokenizer=tokenizer)
+    patch(of, policies.built(), tokenizer=tokenizer)
     texts = Texts(disk, folder and folder / "texts")
     prefixes = Prefixes(of, memory, folder and folder / "prefixes", lambda: disk - texts.bytes, texts.gone)
     return Server("small", of, tokenizer, policies, prefixes, texts, options)

@@ -147,7 +147,7 @@ def test_no_token_within_a_chunk_before_its_time(monkeypatch):
 def test_one_depth_of_forwards(monkeypatch):
     """Prompts are read side by side, each between two chunks of a longer one; within a chunk only tokens are decoded.
     Answers are as alone."""
-    client, depth, most, narrow = Client(server(chunk_size=256, stall=0.0)), [], [], []
+    client, depth, most, narrow = Client(server(stall=0.0, policy="take:recall=false")), [], [], []
     bodies = [body(FILLER * 80), body("Once", max_tokens=30), body(FILLER * 3, max_tokens=20), body(TEXT)]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
     through = Step.through
@@ -290,7 +290,7 @@ def test_each_preset_between_two_equal_requests(path):
     )  # fmt: skip
     torch.manual_seed(0)
     net = model().__class__(config).eval()
-    made = server(of=net, share="always" if path == PATH else "never", budget=100, keys=("a", "b"))
+    made = server(of=net, budget=100, keys=("a", "b"))
 
     def ask(key, policy, fact):
         text = f"{FILLER * fact}The code of Velmora is {fact * 1111}. {FILLER * (8 - fact)}\n\n{asks('Velmora')}"

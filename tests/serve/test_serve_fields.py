@@ -213,7 +213,6 @@ EFFECTS = {
     "model": is_refused("model", "other", 404), "kvevict.budget": is_refused("kvevict.budget", 257, 400),
     "kvevict.policy": is_refused("kvevict.policy", "nothing", 400),
     "kvevict.text": is_refused("kvevict.text", "x", 404), "kvevict.question": is_refused("kvevict.question", "y", 400),
-    "kvevict.share": lambda path: asked(path, **{"kvevict.share": "always"}) and True,
     "stream": lambda path: events(posted(path, stream=True)) != [],
     "temperature": lambda path: len(draws(path)) > 1 == len({text_of(asked(path, temperature=0)) for _ in range(2)}),
     "top_p": is_greedy("top_p", 1e-6), "top_k": is_greedy("top_k", 1), "min_p": is_greedy("min_p", 1),
@@ -259,7 +258,6 @@ def test_values_that_are_refused(path, value, said):
     assert response.status_code == 400 and said in error["message"] and error["param"] == next(iter(value))
 
 
-SHARED = "auto", "always"
 BAD = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="nothing")), schema=dict(type="nothing"))
 WRONG = [  # endpoint, change of a body, the field that is wrong
     *((CHAT, dict(kvevict=dict(policy=policy)), "kvevict.policy") for policy in ("nothing", "lagkv", "speckv", 3)),
@@ -267,8 +265,7 @@ WRONG = [  # endpoint, change of a body, the field that is wrong
     (CHAT, dict(kvevict=dict(policy="lagkv", budget=5)), "kvevict.budget"),
     *((CHAT, dict(kvevict=dict(text=text)), "kvevict.text") for text in ("none", "a/b", 3)),
     (CHAT, dict(kvevict=dict(question="zebra")), "kvevict.question"),
-    (CHAT, dict(kvevict=dict(share="never", question=None)), "kvevict.share"),
-    *((CHAT, dict(kvevict=dict(share=share, question="Once")), "kvevict.share") for share in SHARED),
+    (CHAT, dict(kvevict=dict(share="never")), "kvevict.share"),
     (CHAT, dict(kvevict=dict(nothing=1)), "kvevict.nothing"), (CHAT, dict(kvevict=3), "kvevict"),
     (CHAT, dict(stream_options=dict(include_usage=True)), "stream_options"),
     (CHAT, dict(generation_config="{"), "generation_config"),

@@ -64,7 +64,7 @@ def test_the_openai_client(asked):
 @pytest.mark.slow
 def test_a_server_that_is_killed_under_load(process, tmp_path):  # noqa: F811
     """Each text that it said was stored is there again and right, and no file is damaged."""
-    options, stored = ("--budget", "256", "--share", "always", "--store", str(tmp_path / "store")), {}
+    options, stored = ("--budget", "256", "--store", str(tmp_path / "store")), {}
     for round_ in range(3):
         server = process(*options)
         for name, code in list(stored.items()):
@@ -87,7 +87,7 @@ def test_a_server_that_is_killed_under_load(process, tmp_path):  # noqa: F811
     (["--policy", "nothing"], "unknown policy 'nothing'"), (["--budget", "-1"], "budget"),
     (["--memory-bytes", "x"], "--memory-bytes x: give a number of bytes"), (["--queue", "-1"], "queue"),
     (["--timeout", "0"], "timeout"), (["--store", "/dev/null"], "--store /dev/null"), (["/nowhere"], "/nowhere"),
-    (["--host", "1.2.3.4.5"], "1.2.3.4.5"), (["--gates", "/nowhere"], "'/nowhere' is not a folder of gates"),
+    (["--host", "1.2.3.4.5"], "1.2.3.4.5"),
 ])  # fmt: skip
 def test_mistakes_in_the_arguments(argv, said, capsys):
     assert main(["serve", "--port", "0", *argv]) == 2
@@ -139,7 +139,7 @@ def test_the_page_in_a_browser(tab, tmp_path):
     tab.wait_for_selector("#kept span")
     assert tab.inner_text("#kept") == f"<b>{TEXT}</b>" and tab.input_value("#texts") == "my notes.txt"
     tab.wait_for_function("document.getElementById('note').textContent.includes(' tokens read after ')")
-    assert " kept." in tab.inner_text("#note") and tab.is_hidden("#progress")
+    assert tab.is_hidden("#progress")
     assert "364" in tab.evaluate("[...document.querySelectorAll('#kept span')].map(s => s.textContent)")
     assert "by all" in tab.inner_text("#legend")
     for name in FACTS:

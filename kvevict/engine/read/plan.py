@@ -39,6 +39,7 @@ class Plan:
         # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
+        self.replays: bool | None = None  # whether a decoded token can be recorded (replay.py); None: not known yet
         self._forget()
 
     def _forget(self) -> None:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...context import context
 from ...weights import Owner
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
-from . import budgets, propagate, schedule
+from . import budgets, propagate, replay, schedule
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .draft import Drafting
@@ -92,6 +93,7 @@ class Spans:
             after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
             sequence.next_position = after if before is None else torch.maximum(before, after)
         sequence.half_read = False
+        arguments.outer.spans = None  # no cycle keeps the cache's memory
 
     def step(self, span: Span) -> Any:
         """The decoder's output for a span, without the appended rows."""
@@ -100,7 +102,8 @@ class Spans:
         step = self._step(span, rows)
         with contextlib.nullcontext() if rows is None else rows.adapted(arguments.decoder):
             positions = arguments.position_ids_of(span.start, span.end, step.positions.long())
-            output = step.through(self.run, **arguments.inputs(span.start, span.end, rows), position_ids=positions)
+            run = partial(replay.decoded, step, self.run) if step.decoding and self.policy.compiled else self.run
+            output = step.through(run, **arguments.inputs(span.start, span.end, rows), position_ids=positions)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
         if rows is not None:
@@ -228,6 +231,7 @@ class Spans:
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
+            layer.archive_expected = max(seen) if policy.recall else 0
             if policy.schedule == "prompt" and len(chunks) > 1:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read

@@ -13,6 +13,8 @@ import torch
 from ...context import enter
 from ...policy.seen.rows import CallRows
 from ..slots.fork import Fork
+from ..slots.meter import Meter
+from ..slots.storage import ROOM, ROOM_TO_REPLAY
 from .plan import Plan
 
 
@@ -34,7 +36,7 @@ class Read:
     tokens: np.ndarray  # [B] valid tokens of the prompt
     seen: list  # per row token count after the read, over all prompts
     evicts: bool  # the read drops slots or tokens, or scores need every row from the start
-    meter: Any  # the kvevict.engine.slots.meter.Meter that measures it
+    meter: Meter  # that measures it
     rows: Any = None  # the policy's rows, or those for tokens chosen by the caller
     budgets: Any = None  # the kvevict.engine.read.budgets.Budgets of its layers
     prepared: Any = None  # result of `Rows.prepare` for the prompt
@@ -50,7 +52,7 @@ class Step:
     plan: Plan
     decoder: Any  # the text decoder that runs
     cache: Any
-    meter: Any
+    meter: Meter
     positions: torch.Tensor  # [B, T] int32, appended rows included
     first: torch.Tensor  # [B] int32 left padding in this call
     padding: np.ndarray  # the same on the host
@@ -120,9 +122,9 @@ class Step:
             if isinstance(layer.storage, Fork) and self._needs_own(layer.storage):
                 layer.storage = layer.storage.copy_on_write()
         if self.decoding:
-            self.cache.tick(layers)
+            self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.policy.compiled else ROOM)
 
-    def _needs_own(self, fork: Any) -> Any:
+    def _needs_own(self, fork: Fork) -> bool:
         """True if the step needs all slots in one place that no other fork reads. A chooser, a chunk, and layers that
         read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
         if self.plan.readers or self.plan.policy.layers.cascades:

@@ -18,6 +18,7 @@ from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
 from .sequence import Sequence
+from .storage import ROOM
 from .table import Table
 
 
@@ -55,6 +56,20 @@ class EvictionCache(DynamicCache):
                 layer.archive = None
         return twin
 
+    def first(self, tokens: int) -> EvictionCache:
+        """A fork with the first tokens of a cache of one row. Every layer must have the slots of all tokens read (as
+        `recalled` has), and none a window or a state."""
+        twin, count = self.fork(), self.sequence.columns - tokens
+        if count:
+            for layer in twin.layers:
+                if isinstance(layer, EvictionLayer):
+                    layer.archive = layer.storage.gathered().without_last(count)
+                    layer.recall()
+                    layer.archive = None
+            twin.sequence.crop(count)
+            twin.sequence.floor = tokens
+        return twin
+
     def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
         """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
         twin = copy.copy(self)  # without the meter, and a table
@@ -64,13 +79,14 @@ class EvictionCache(DynamicCache):
                 layer.sequence = sequence
         return twin
 
-    def tick(self, layers: Items[EvictionLayer]) -> None:
-        """Count one more slot in every head of these layers, before a decoded token is stored in each."""
+    def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
+        """Count one more slot in every head of these layers, before a decoded token is stored in each. room: free rows
+        per head, if slots have to move."""
         table = self.__dict__.setdefault("table", Table())
         if not table.holds([layer.storage for layer in layers]):
             ready = [layer for layer in layers if layer.is_represented]  # the others tick when they are
             for layer in ready:
-                layer.make_room()
+                layer.make_room(room)
             table.take([layer.storage for layer in ready])
         table.tick()
 
@@ -154,7 +170,7 @@ class EvictionCache(DynamicCache):
             self.batch_select_indices(torch.arange(len(self.sequence.seen)).repeat_interleave(repeats))
 
     def __reduce__(self) -> tuple:
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("meter", "table")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("meter", "table", "replay")}
         return _blank, (self.plain,), kept
 
 

@@ -16,10 +16,10 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from .carried import of_layer
-from .fork import Fork, fork
+from .fork import Apart, Fork, fork
 from .ranks import Ranks
 from .sequence import Sequence
-from .storage import Storage
+from .storage import ROOM, Storage
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
@@ -72,8 +72,9 @@ class EvictionLayer(CacheLayerMixin):
         self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
         # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.memory: dict[str, Tensor] = {}
-        self.archive: Storage | Fork | None = None  # the slots of all tokens read; None: without recall
+        self.archive: Storage | Fork | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
+        self.archive_expected = 0  # slots per head that a read is going to archive
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
         # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
@@ -172,7 +173,7 @@ class EvictionLayer(CacheLayerMixin):
         kept = self.storage.growing
         if self.archive is None:
             self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
-        self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding)
+        self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding, self.archive_expected)
 
     def archive_last(self, count: int) -> None:
         """Write the last `count` slots of each head to the archive. Without one it begins with all slots."""
@@ -181,11 +182,13 @@ class EvictionLayer(CacheLayerMixin):
         elif count:
             new = self.storage.growing
             new = new if (new.counts >= count).all() else self.storage.gathered()
-            self.archive = self.archive.centred_as(new).with_last(new, count)
+            self.archive = self.archive.centred_as(new).with_all(new.last(count))
 
     def recall(self) -> None:
         """The slots of all tokens take the place of the kept ones, until the next cut."""
         assert self.archive is not None
+        if isinstance(self.archive, Apart):
+            self.archive = self.archive.gathered()
         self.storage, self.head_offsets = fork(self.archive), None
 
     # -- called by eviction -----------------------------------------------------------------------------------------
@@ -273,9 +276,9 @@ class EvictionLayer(CacheLayerMixin):
         """Store a row in the slot that was counted last, attend over all: (out, lse, probs) as `_ops.decode`."""
         return self.storage.decode(q, k, v, pos, **options)
 
-    def make_room(self) -> None:
-        """Room for one more slot in every head."""
-        self.storage = self.storage.with_room(self.expected)
+    def make_room(self, room: int = ROOM) -> None:
+        """Room for one more slot in every head; if slots have to move, for `room` or more."""
+        self.storage = self.storage.with_room(self.expected, room)
 
     def tick(self) -> None:
         """Count one more slot in every head, for `decode`."""

@@ -8,9 +8,10 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .storage import Storage
+from .storage import ROOM, Storage
 
 
 @dataclass
@@ -39,17 +40,17 @@ class Fork:
     longest, slot_bytes = Storage.longest, Storage.slot_bytes
     live_bytes, padded_bytes = Storage.live_bytes, Storage.padded_bytes
 
-    def append(self, *new: Any) -> Fork:
-        """As `Storage.append`."""
-        return replace(self, own=self.own.append(*new))
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Fork:
+        """As `Storage.append`; `expected` counts the prefix's slots, too."""
+        return replace(self, own=self.own.append(k, v, pos, first, padding))
 
     def keep(self, *what: Any) -> Storage:
         """As `Storage.keep`; never in place, as the prefix is shared."""
         return self.gathered().keep(*what)
 
-    def with_room(self, expected: int = 0) -> Fork:
+    def with_room(self, expected: int = 0, room: int = ROOM) -> Fork:
         """As `Storage.with_room`; the prefix does not grow."""
-        return self if self.own.room else replace(self, own=self.own.with_room())
+        return self if self.own.room else replace(self, own=self.own.with_room(0, room))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, columns: int = 0, **options: Any) -> Any:
         """As `Storage.decode`, with the prefix as the first segment of the same kernel. No probabilities: callers that
@@ -60,9 +61,9 @@ class Fork:
         """As `Storage.centred_as`."""
         return self if self.centre is None else Fork(self.prefix.centred_as(other), self.own.centred_as(other))
 
-    def with_last(self, other: Storage, count: int) -> Fork:
-        """As `Storage.with_last`."""
-        return replace(self, own=self.own.with_last(other, count))
+    def with_all(self, other: Storage) -> Fork:
+        """As `Storage.with_all`."""
+        return replace(self, own=self.own.with_all(other))
 
     def crop(self, count: int) -> Storage | Fork:
         """As `Storage.crop`. The prefix is copied only where it loses slots."""
@@ -110,8 +111,65 @@ def joined(storages: Sequence[Any]) -> Storage | Fork:
     return (Fork if any(isinstance(each, Fork) for each in storages) else Storage).joined(storages)
 
 
-def fork(storage: Storage | Fork) -> Fork:
+@dataclass
+class Apart:
+    """The archives of batch rows that decode together, one for each: rows join and leave without a copy of them."""
+
+    each: list[Storage | Fork]
+
+    counts = property(lambda self: np.concatenate([one.counts for one in self.each]))
+    device = property(lambda self: self.each[0].device)
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
+        """As `Storage.append`; nothing is expected of a row alone."""
+        rows = [slice(row, row + 1) for row in range(len(self.each))]
+        return Apart(
+            [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
+        )
+
+    def centred_as(self, other: Storage) -> Apart:
+        """As `Storage.centred_as`."""
+        return Apart([one.centred_as(row) for one, row in self._beside(other)])
+
+    def with_all(self, other: Storage) -> Apart:
+        """As `Storage.with_all`."""
+        return Apart([one.with_all(row) for one, row in self._beside(other)])
+
+    def crop(self, count: int) -> Apart:
+        """As `Storage.crop`."""
+        return Apart([one.crop(count) for one in self.each])
+
+    def rows(self, chosen: Tensor) -> Storage | Fork | Apart:
+        """As `Storage.rows`."""
+        found: list = [fork(self.each[row]) for row in chosen.tolist()]
+        return found[0] if len(found) == 1 else Apart(found)
+
+    def gathered(self) -> Storage:
+        """All slots in one place, for reading."""
+        return joined(self.each).gathered()
+
+    def tensors(self) -> tuple:
+        return tuple(tensor for one in self.each for tensor in one.tensors())
+
+    def _beside(self, other: Storage) -> Any:
+        """Each row's archive, and its row of another storage."""
+        rows = torch.arange(len(self.each), device=other.device)
+        return zip(self.each, (other.aliased(row[None]) for row in rows), strict=True)
+
+
+def apart(archives: Sequence[Storage | Fork | Apart]) -> Apart:
+    """The archives of several caches, row by row."""
+    each: list = []
+    for archive in archives:
+        rows = torch.arange(len(archive.counts), device=None if isinstance(archive, Apart) else archive.device)
+        each += archive.each if isinstance(archive, Apart) else [fork(archive).rows(row[None]) for row in rows]
+    return Apart(each)
+
+
+def fork(storage: Any) -> Any:
     """A fork of a non-empty storage. A fork's fork shares the prefix and copies the private part."""
+    if isinstance(storage, Apart):
+        return Apart([fork(each) for each in storage.each])
     if isinstance(storage, Fork):
         return replace(storage, own=storage.own.moved(storage.own.capacity))
     storage.shared = True

@@ -14,7 +14,7 @@ from ... import families
 from .adopt import EvictionCache, adopt
 from .cache import EvictionLayer
 from .carried import of_layer, wide
-from .fork import joined
+from .fork import apart, joined
 from .latent import LatentLayer
 from .layers import states_of
 from .pool import Pool
@@ -55,8 +55,6 @@ class Pools:
 def obstacle(cache: EvictionCache) -> str | None:
     """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
     for layer in cache.layers:
-        if getattr(layer, "archive", None) is not None:
-            return "an archive (recall=True)"
         if type(layer) not in (EvictionLayer, LatentLayer):
             return f"a {type(layer).__name__}, with {'a state' if states_of(layer) else 'one length for all rows'}"
     if cache.ranks.size > 1:
@@ -88,6 +86,7 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
     """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
+    Each row keeps a separate archive.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -101,6 +100,10 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
         differs = unlike(first, cache)
         if differs is not None:
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
+    if any(layer.archive is not None for cache in caches for layer in cache.layers):
+        for cache in caches:
+            for layer in cache.layers:  # the rows' archives lack as many columns from here on: none
+                layer.archive_last(cache.sequence.columns - cache.sequence.archived)
     device: Any = first.layers[0].device  # of our layers, by `obstacle`
     sequence = Sequence.joined([cache.sequence for cache in caches], device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
@@ -125,6 +128,8 @@ def _joined(layers: tuple) -> EvictionLayer:
     if any(layer.prompt is not None for layer in layers):
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
         whole.prompt = np.concatenate(prompts)
+    if first.archive is not None:
+        whole.archive = apart([layer.archive for layer in layers])
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     if first.decode_queries is not None:
         whole.decode_queries = torch.cat([layer.decode_queries for layer in layers])

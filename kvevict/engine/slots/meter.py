@@ -34,6 +34,7 @@ class Meter:
         self.live = dict(live)  # layer -> live KV bytes stored
         self.peak = 0  # the most of them at once, chunks in flight included
         self.seconds = defaultdict(float)
+        self.replayed = 0  # decoded tokens since then that were replayed
         self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:

@@ -101,7 +101,7 @@ class Sequence:
     def joined(cls, each: Items[Sequence], device: torch.device) -> Sequence:
         """The rows of several, side by side. A shorter row counts as padded at its left."""
         whole = copy.copy(each[0])
-        whole.columns = max(one.columns for one in each)
+        whole.columns = whole.archived = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)
         whole.seen = np.concatenate([one.seen for one in each])
         whole.next_position = torch.cat([one.positions(device) for one in each])

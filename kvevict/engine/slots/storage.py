@@ -16,6 +16,7 @@ from ...policy import kv
 from .pool import Pool
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
+ROOM_TO_REPLAY = 256  # the same where slots move under compiled=True: what is recorded ends there
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Storage(Held):
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
-    table: Any = field(default=None, init=False)  # the `Table` that holds the counts
+    table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
 
     @classmethod
     def empty(
@@ -133,9 +134,10 @@ class Storage(Held):
             return self.moved(wanted, index, keep, *new)
         return self._refilled(index, keep, *new)
 
-    def with_room(self, expected: int = 0) -> Storage:
-        """A storage with these slots, and room for one more in every head."""
-        return self if self.room else self.moved(self.grown(self.counts, expected))
+    def with_room(self, expected: int = 0, room: int = ROOM) -> Storage:
+        """A storage with these slots, and room for one more in every head; if it is another one, for `room` or more.
+        expected: as in `append`."""
+        return self if self.room else self.moved(self.grown(self.counts, expected, room))
 
     def tick(self) -> None:
         """Count one more slot in every head, which the next `decode` writes. A `Table` does so for many layers."""
@@ -160,6 +162,10 @@ class Storage(Held):
         """A storage without the last `count` slots of every head."""
         own = self.copy_on_write()  # the next tokens overwrite the cropped slots
         return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
+
+    def without_last(self, count: int) -> Storage:
+        """View all but the last `count` slots of every head in the same buffers, for reading alone."""
+        return replace(self, shared=True)._holding(self.len - count, self.counts - count)
 
     def rows(self, chosen: Tensor) -> Storage:
         """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a pool stay where they are,
@@ -205,7 +211,9 @@ class Storage(Held):
 
     def centred_as(self, other: Storage) -> Storage:
         """A storage with another one's centres: it may have some of rows that have no slot here."""
-        return self if self.centre is None else replace(self, centre=other.centre, centred=other.centred)
+        if self.centre is None or other.centre is None:
+            return self
+        return replace(self, centre=other.centre, centred=other.centred)
 
     def copy_on_write(self) -> Storage:
         """A storage whose buffers no fork reads: slots may be moved and overwritten there."""
@@ -217,20 +225,25 @@ class Storage(Held):
         after._filled(other, None, other.counts)
         return self._holding(self.len + other.len, self.counts + other.counts)
 
-    def with_last(self, other: Storage, count: int) -> Storage:
-        """A storage with the last `count` slots of each head of another one after these."""
-        last = replace(other, offset=other.offset + other.len - count, len=torch.full_like(other.len, count))
-        counts = self.counts + count
+    def last(self, count: int) -> Storage:
+        """View the last `count` slots of each head, for reading alone."""
+        at, counts = self.offset + self.len - count, np.full_like(self.counts, count)
+        starts = self.starts + self.counts - count
+        return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, shared=True)
+
+    def with_all(self, other: Storage) -> Storage:
+        """A storage with the slots of another one after these."""
+        counts = self.counts + other.counts
         into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
-        return into.followed_by(replace(last, counts=np.full_like(other.counts, count)))
+        return into.followed_by(other)
 
     def gathered(self) -> Storage:
         """All slots in one place, for reading."""
         return self
 
-    def grown(self, counts: np.ndarray, expected: int = 0) -> np.ndarray:
+    def grown(self, counts: np.ndarray, expected: int = 0, room: int = ROOM) -> np.ndarray:
         """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average."""
-        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, ROOM), expected))
+        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, room), expected))
 
     def _blank(self, capacity: np.ndarray) -> Storage:
         """New, empty buffers of a capacity."""
@@ -250,8 +263,9 @@ class Storage(Held):
         with torch.inference_mode(self.len.is_inference()):
             self.len.copy_(filled.len)
         self.counts[...], self.centred = counts, filled.centred
-        if self.table is not None:
-            self.table.room = min(self.table.room, self.room)
+        table = None if self.table is None else self.table()
+        if table is not None:
+            table.room = min(table.room, self.room)
         return self
 
     def _filled(self, source: Storage, index: Tensor | None, counts: np.ndarray, *new: Any) -> Storage:

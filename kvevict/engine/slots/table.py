@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence as Items
 from operator import is_
 from typing import Any
@@ -61,7 +62,7 @@ class Table:
                 self.groups[key] = Counts(device, (len(members), *shape))
             for at, own in enumerate(members):
                 self.groups[key].hold(at, own)
-                own.table = self
+                own.table = weakref.ref(self)  # so that a dropped cache's memory is free at once
         self.groups = {key: self.groups[key] for key in groups}
         self.storages = list(storages)
         self.room = min((storage.growing.room for storage in storages), default=0)

@@ -1,0 +1,247 @@
+"""Decoded tokens that are recorded once and replayed. On a GPU: tests/cuda/test_gpu.py."""
+
+import gc
+import os
+import warnings
+import weakref
+from unittest import mock
+
+import pytest
+import tiny
+import torch
+import zoo
+from tiny import byte_tokenizer, generate, prompt, shared
+
+import kvevict
+from kvevict import cautions
+from kvevict.answer import rows_of
+from kvevict.batch import Batch
+from kvevict.engine.read import replay
+from kvevict.families import find_decoder
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+LENGTH, PATIENCE = 120, replay.PATIENCE["cpu"]
+
+
+@pytest.fixture
+def replayed():
+    """The tokens that were replayed, one entry each."""
+    tokens, own = [], replay.RECORDERS["cpu"]
+
+    def record(run, device):
+        output, again = own(run, device)
+        return output, lambda: tokens.append(again())
+
+    with mock.patch.dict(replay.RECORDERS, cpu=record):
+        yield tokens
+
+
+def decoded(model, cache, tokens, first=0):
+    """Logits [tokens, B, V] of fixed tokens after a cache."""
+    rows = len(cache.sequence.seen)
+    each = []
+    for token in range(first, first + tokens):
+        ids = torch.tensor([[5 + (token + 7 * row) % 80] for row in range(rows)])
+        each.append(model(ids, past_key_values=cache).logits[:, -1])
+    return torch.stack(each)
+
+
+def both(name, work, **options):
+    """The result of work(model, cache) without and with compiled=True, and how many tokens were replayed."""
+    model, results = shared(), []
+    for compiled in (False, True):
+        with kvevict.evicting(model, name, budget=48, compiled=compiled, **options):
+            cache = model(prompt(1, LENGTH)["input_ids"], logits_to_keep=1).past_key_values
+            results.append(work(model, cache))
+            replayed = kvevict.report(cache)["replayed"]
+    return *results, replayed
+
+
+@pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "chunkkv"])
+def test_200_tokens_bit_by_bit(name, kv):
+    want, got, replayed = both(name, lambda model, cache: decoded(model, cache, 200), kv=kv)
+    assert torch.equal(got, want)
+    assert replayed == 200 - 2 - 2 * (PATIENCE + 1)  # the first two are watched; slots move once
+
+
+def turns(model, cache):
+    """Tokens, a turn, tokens taken back, and tokens again."""
+    first = decoded(model, cache, 20)
+    model(prompt(1, 30, seed=3)["input_ids"], past_key_values=cache)
+    second = decoded(model, cache, 20)
+    cache.crop(-6)
+    return torch.cat([first, second, decoded(model, cache, 20)])
+
+
+def forked(model, cache):
+    """Two questions in rows of a fork; then the cache that they share."""
+    fork = rows_of(cache, 2)
+    model(prompt(2, 9, seed=4)["input_ids"], past_key_values=fork)
+    return torch.cat([decoded(model, fork, 90).flatten(0, 1), decoded(model, cache, 30).flatten(0, 1)])
+
+
+def joined(model, cache):
+    """Caches of two lengths in a batch; one leaves."""
+    batch = Batch(model, ["a"], cache)
+    batch.add("b", model(prompt(1, 70, seed=5)["input_ids"], logits_to_keep=1).past_key_values)
+    together = [batch.step([5 + token, 9 + token]) for token in range(20)]
+    batch.keep(["b"])
+    return torch.cat([*together, *(batch.step([5 + token]) for token in range(20))])
+
+
+@pytest.mark.parametrize("kv", ["model", "int8"])
+@pytest.mark.parametrize("work", [turns, forked, joined])
+def test_what_moves_slots_is_seen(work, kv, replayed):
+    want, got, _ = both("snapkv", work, kv=kv)
+    assert torch.equal(got, want)
+    assert len(replayed) > 10
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(do_sample=True, top_k=20), dict(num_beams=3)], ids=["", "sampled", "beams"]
+)
+def test_generate(options):
+    model, inputs = shared(), prompt(2, LENGTH, pad=(0, 30))
+    texts = []
+    for compiled in (False, True):
+        with kvevict.evicting(model, "take+edie", budget=48, compiled=compiled):
+            torch.manual_seed(0)
+            texts.append(generate(model, inputs, 30, **options))
+    assert torch.equal(*texts)
+
+
+def test_answers(replayed):
+    """A text is read with compiled=True: its answers are replayed, too."""
+    tokenizer, results = byte_tokenizer(), []
+    for compiled in (False, True):
+        model = tiny.model(vocab_size=256)
+        cache = kvevict.read(model, tokenizer, "The river is long. " * 9, "snapkv", budget=48, compiled=compiled)
+        results.append(kvevict.answer(model, tokenizer, cache, ["How long?", "Which?"], max_new_tokens=20))
+    assert results[0] == results[1]
+    assert replayed
+
+
+def told(name="snapkv", family="llama", work=lambda model, cache: decoded(model, cache, 6), **options):
+    """The texts of the warnings about compiled=True; the tokens stay as they were."""
+    model, results = shared(family), []
+    cautions._given.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for compiled in (False, True):
+            with kvevict.evicting(model, name, budget=48, compiled=compiled, **options):
+                cache = model(prompt(1, LENGTH)["input_ids"], logits_to_keep=1).past_key_values
+                results.append(work(model, cache))
+                assert kvevict.report(cache)["replayed"] == 0
+    assert torch.equal(*results)
+    return [str(each.message) for each in caught if "compiled" in str(each.message)]
+
+
+def test_on_other_devices_tokens_are_decoded_as_before():
+    with mock.patch.dict(replay.RECORDERS, clear=True):
+        (text,) = told()
+    assert "on a CPU" in text
+
+
+@pytest.mark.parametrize(
+    "family, name, options, reason",
+    [
+        ("llama", "h2o", {}, "evicts while decoding"),
+        ("llama", "snapkv", dict(decode=True), "evicts while decoding"),
+        ("gemma3", "snapkv", {}, "a window"),
+    ],
+)
+def test_what_cannot_be_recorded_is_told_once(family, name, options, reason):
+    (text,) = told(name, family, **options)
+    assert reason in text
+
+
+def test_a_number_that_differs_from_token_to_token():
+    """A step that computes with a number of Python's: replayed it would repeat the first one's."""
+
+    def work(model, cache):
+        layer, numbers = find_decoder(model).layers[1].mlp, iter(range(1, 100))
+        with mock.patch.object(layer, "forward", lambda x, own=layer.forward: own(x) * next(numbers)):
+            return decoded(model, cache, 6)
+
+    (text,) = told(work=work)
+    assert "aten.mul" in text
+
+
+def test_hooks_are_called_for_every_token():
+    seen = []
+
+    def work(model, cache):
+        hook = find_decoder(model).layers[0].register_forward_hook(lambda *_: seen.append(1))
+        try:
+            return decoded(model, cache, 6)
+        finally:
+            hook.remove()
+
+    (text,) = told(work=work)
+    assert "hooks" in text and len(seen) == 12
+
+
+def test_numbers_that_python_reads():
+    """Experts that a token goes to are chosen by a number: another token's calls are others."""
+    for read in (lambda x: x.sum().item(), lambda x: x.flatten().tolist()[0], lambda x: float((x > 0).nonzero().sum())):
+
+        def work(model, cache, read=read):
+            layer = find_decoder(model).layers[1].mlp
+            with mock.patch.object(layer, "forward", lambda x, own=layer.forward: own(x) if read(x) < 0 else -own(x)):
+                return decoded(model, cache, 30)
+
+        (text,) = told(work=work)
+        assert "reads a number" in text
+
+
+def test_a_recording_that_fails():
+    def fails(run, device):
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with mock.patch.dict(replay.RECORDERS, cpu=fails):
+        (text,) = told(work=lambda model, cache: decoded(model, cache, 20))
+    assert "not permitted" in text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_is_free_once_a_cache_is_dropped(compiled):
+    """Not only once cycles are collected."""
+    model = shared()
+    gc.disable()
+    try:
+        with kvevict.evicting(model, "snapkv", budget=48, compiled=compiled):
+            cache = model(prompt(1, LENGTH)["input_ids"], logits_to_keep=1).past_key_values
+            fork = cache.fork()
+            for each in (cache, fork):
+                decoded(model, each, 20)
+            slots = [weakref.ref(cache.layers[0].storage.k), weakref.ref(fork.layers[0].storage.own.k)]
+            del cache, fork, each
+            assert [each() for each in slots] == [None, None]
+    finally:
+        gc.enable()
+
+
+ALL = os.environ.get("KVEVICT_TYPES", "sample") != "sample"
+TYPES = [
+    (n, kind) for n, kind in zoo.types() if ALL or n in ("mistral", "mixtral", "qwen3_moe", "gpt2", "glm4", "dbrx")
+]
+
+
+@pytest.mark.parametrize("name, kind", TYPES, ids=[name for name, _ in TYPES])
+@pytest.mark.drawn(3)
+def test_types(name, kind, replayed):
+    """A type's tokens are the same, whether its step can be recorded or not; KVEVICT_TYPES=all tries all types."""
+    model, results = zoo.make(name, kind), []
+    try:
+        kvevict.patch(model, "snapkv", budget=40, window=16, tokenizer=False)
+    except ValueError:
+        pytest.skip("cannot be patched")
+    with mock.patch.dict(replay.PATIENCE, cpu=1):
+        for compiled in (False, True):
+            kvevict.patch(model, "snapkv", budget=40, window=16, tokenizer=False, compiled=compiled)
+            cache = model(prompt(1, 90)["input_ids"] % zoo.VOCAB, use_cache=True).past_key_values
+            results.append(decoded(model, cache, 12))
+    assert torch.equal(*results)
+    assert len(replayed) in (0, 8)
