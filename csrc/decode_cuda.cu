@@ -193,7 +193,7 @@ static __device__ __forceinline__ Place place_of(const kv_decode &a, const Parts
 
 /* Block i has the i-th split of all heads' splits; where these are more than blocks it has others as well. */
 template <class E, int D, int ROWS, bool PACKED>
-static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, 3)
+static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, PACKED &&ROWS == 16 ? 2 : 3)
     ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
   using R = RingHeads<E, D, ROWS, PACKED>;
   const int heads = (int)(a.B * a.Hkv), G = (int)a.H / (int)a.Hkv, tiles = x.parts.tiles;
@@ -384,8 +384,10 @@ static int with_ring(const kv_decode *a, F f) {
     constexpr int D = decltype(d)::value;
     if constexpr (sizeof(E) == 2) {
       const auto rows = [&](auto packed, auto width) {
-        if (a->H <= 8 * a->Hkv) return f(e, width, std::integral_constant<int, 8>{}, packed);
-        return f(e, width, std::integral_constant<int, 16>{}, packed);
+        /* of 256 packed numbers registers hold no more than 8 rows */
+        if constexpr (!decltype(packed)::value || decltype(width)::value < 256)
+          if (a->H > 8 * a->Hkv) return f(e, width, std::integral_constant<int, 16>{}, packed);
+        return f(e, width, std::integral_constant<int, 8>{}, packed);
       };
       return is_packed(*a) ? rows(std::true_type{}, std::integral_constant < int, D == 96 ? 128 : D > {})
                            : rows(std::false_type{}, d);

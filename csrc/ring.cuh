@@ -348,10 +348,6 @@ struct RingHeads {
   __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
                                          const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,
                                          Pack pack, Keep keep) {
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) top[half] = value_top[half] = -INFINITY, sum[half] = least[half] = 0;
-#pragma unroll
-    for (int d = 0; d < D / 8; d++) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0;
     unsigned char *const mine = stages() + warp_id() * ring.stages * ring.stage();
     const int apart = KEYS * (int)blockDim.x / 32;
     int c = c0 + KEYS * warp_id();
@@ -366,6 +362,10 @@ struct RingHeads {
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) put_query(query + r * stride, r, k, dims);
     if (PACKED && stored < c1) pack();
     __syncthreads();
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) top[half] = value_top[half] = -INFINITY, sum[half] = least[half] = 0;
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0;
     const Columns &keys = heads()->keys, &values = heads()->values;
     unsigned char *at = mine;
     for (; c < c1; c += apart) {
