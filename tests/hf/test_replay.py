@@ -1,5 +1,6 @@
 """Decoded tokens that are recorded once and replayed. On a GPU: tests/cuda/test_gpu.py."""
 
+import functools
 import gc
 import os
 import warnings
@@ -10,12 +11,13 @@ import pytest
 import tiny
 import torch
 import zoo
-from tiny import byte_tokenizer, generate, prompt, shared
+from tiny import byte_tokenizer, generate, prompt
 
 import kvevict
 from kvevict import cautions
 from kvevict.answer import rows_of
 from kvevict.batch import Batch
+from kvevict.context import within
 from kvevict.engine.read import replay
 from kvevict.families import find_decoder
 
@@ -23,13 +25,19 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 LENGTH, PATIENCE = 120, replay.PATIENCE["cpu"]
 
 
+@functools.cache
+def own(family="llama"):
+    """A model that no other test has left hooks on."""
+    return tiny.model(family)
+
+
 @pytest.fixture
 def replayed():
     """The tokens that were replayed, one entry each."""
-    tokens, own = [], replay.RECORDERS["cpu"]
+    tokens, recorder = [], replay.RECORDERS["cpu"]
 
     def record(run, device):
-        output, again = own(run, device)
+        output, again = recorder(run, device)
         return output, lambda: tokens.append(again())
 
     with mock.patch.dict(replay.RECORDERS, cpu=record):
@@ -48,7 +56,7 @@ def decoded(model, cache, tokens, first=0):
 
 def both(name, work, **options):
     """The result of work(model, cache) without and with compiled=True, and how many tokens were replayed."""
-    model, results = shared(), []
+    model, results = own(), []
     for compiled in (False, True):
         with kvevict.evicting(model, name, budget=48, compiled=compiled, **options):
             cache = model(prompt(1, LENGTH)["input_ids"], logits_to_keep=1).past_key_values
@@ -102,7 +110,7 @@ def test_what_moves_slots_is_seen(work, kv, replayed):
     "options", [{}, dict(do_sample=True, top_k=20), dict(num_beams=3)], ids=["", "sampled", "beams"]
 )
 def test_generate(options):
-    model, inputs = shared(), prompt(2, LENGTH, pad=(0, 30))
+    model, inputs = own(), prompt(2, LENGTH, pad=(0, 30))
     texts = []
     for compiled in (False, True):
         with kvevict.evicting(model, "take+edie", budget=48, compiled=compiled):
@@ -124,7 +132,7 @@ def test_answers(replayed):
 
 def told(name="snapkv", family="llama", work=lambda model, cache: decoded(model, cache, 6), **options):
     """The texts of the warnings about compiled=True; the tokens stay as they were."""
-    model, results = shared(family), []
+    model, results = own(family), []
     cautions._given.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -168,6 +176,16 @@ def test_a_number_that_differs_from_token_to_token():
     assert "aten.mul" in text
 
 
+def test_own_hooks_do_not_matter():
+    """Those that measure residuals do nothing for a decoded token."""
+    with within(learns=False):  # TADA would read the second prompt with other budgets
+        want, got, replayed = both(
+            "take+edie", lambda model, cache: decoded(model, cache, 30), layers="tada", chunk_size=60
+        )
+    assert torch.equal(got, want)
+    assert replayed > 10
+
+
 def test_hooks_are_called_for_every_token():
     seen = []
 
@@ -208,7 +226,7 @@ def test_a_recording_that_fails():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_memory_is_free_once_a_cache_is_dropped(compiled):
     """Not only once cycles are collected."""
-    model = shared()
+    model = own()
     gc.disable()
     try:
         with kvevict.evicting(model, "snapkv", budget=48, compiled=compiled):
