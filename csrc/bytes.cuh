@@ -122,7 +122,7 @@ static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const ui
   }
 }
 
-/* D and more where there is no such number. */
+/* D and more where the lane has no number. */
 static __device__ __forceinline__ int packed_place(kv_packing packing, int n, int c, int D) {
   if (packing == KV_AS_COMPUTED) return 8 * n + c;
   if (packing == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;

@@ -55,7 +55,7 @@ def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[Mode
 
 
 RECORDERS = {"cuda": _graph, "cpu": _program}
-PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move, before recording them pays
+PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move before one is recorded: a recording takes time
 
 
 class Replay:
@@ -68,7 +68,7 @@ class Replay:
             self.positions = step.positions.clone()
             self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         self.watched: list[Calls] = []
-        self.patience = PATIENCE[self.positions.device.type]  # beams move slots each time
+        self.patience = PATIENCE[self.positions.device.type]  # beams, which move slots each time, are never recorded
         self.kind: type = ModelOutput  # of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
         self.replay: Callable[[], None] | None = None
