@@ -64,7 +64,8 @@ class Policy:
                    error above 1 takes more bits for its keys
     recall         nothing is lost (methods.md section 13): the slots of every token go to an archive in memory, too.
                    A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
-                   their slots anew from it; decoding stays within the budget
+                   their slots anew from it; decoding stays within the budget. A folder's path: the archive lies in
+                   files there, mapped into memory (models on the CPU)
     recall_slots   with recall=True: the slots that a turn chooses, counted as in `budget`, which then bounds the
                    reading alone; None: `budget` bounds both
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
@@ -100,7 +101,7 @@ class Policy:
     interval: int | None = None
     keep_prompt: bool = False
     kv: str = "model"
-    recall: bool = False
+    recall: bool | str = False
     recall_slots: int | float | None = None
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
@@ -194,8 +195,10 @@ class Policy:
         count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("keep_prompt", "recall", "progress", "diagnose", "compiled"):
+        for name in ("keep_prompt", "progress", "diagnose", "compiled"):
             flag(name, getattr(self, name))
+        if not isinstance(self.recall, (bool, str)) or self.recall == "":
+            raise TypeError(f"recall must be True, False or a folder's path, got {self.recall!r}")
         for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
             if given and not self.decode:
                 raise ValueError(

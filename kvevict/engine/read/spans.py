@@ -15,6 +15,7 @@ import torch
 from ... import cautions, families
 from ...context import context
 from ...weights import Owner
+from ..slots.mapped import Files
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
 from . import budgets, propagate, replay, schedule
@@ -234,6 +235,7 @@ class Spans:
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
             layer.archive_expected = max(seen) if policy.recall else 0
+            layer.archive_files = Files(policy.recall) if isinstance(policy.recall, str) else None
             if policy.schedule == "prompt" and len(chunks) > 1:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read

@@ -13,6 +13,7 @@ from torch import Tensor
 from ... import _ops
 from ..._ops import Held
 from ...policy import kv
+from .mapped import Files
 from .pool import Pool
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
@@ -32,8 +33,8 @@ class Storage(Held):
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
     shared: bool = False  # forks read the buffers, so the slots in them must not move
     starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
-    pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
-    regions: tuple = ()  # the `Region` of each batch row; none outside a pool
+    pool: Pool | Files | None = None  # lends the rows that the slots need next; None: new buffers do
+    regions: tuple = ()  # the `Region` (`Lent`) of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
@@ -41,7 +42,7 @@ class Storage(Held):
 
     @classmethod
     def empty(
-        cls, keys: Tensor, pool: Pool | None = None, bits: tuple[int | None, int | None] = (None, None)
+        cls, keys: Tensor, pool: Pool | Files | None = None, bits: tuple[int | None, int | None] = (None, None)
     ) -> Storage:
         """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these. bits: of the numbers
         of stored keys and values; None: of this dtype."""
