@@ -66,8 +66,8 @@ class Policy:
                    A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
                    their slots anew from it; decoding stays within the budget. A folder's path: the archive lies in
                    files there, mapped into memory (models on the CPU)
-    recall_slots   with recall=True: the slots that a turn chooses, counted as in `budget`, which then bounds the
-                   reading alone; None: `budget` bounds both
+    recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`
+                   and no more than that, which then bounds the chunks before alone; None: `budget` bounds both
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -239,6 +239,8 @@ class Policy:
             assert self.recalling  # made here, with the checks of a budget
         except (ValueError, TypeError) as error:
             raise type(error)(f"recall_slots: {error}") from None
+        if isinstance(self.recall_slots, int) == isinstance(self.budget, int) and self.recall_slots > self.budget:
+            raise ValueError(f"recall_slots={self.recall_slots} is more than budget={self.budget}: give fewer")
 
     @functools.cached_property
     def recalling(self) -> "Policy":

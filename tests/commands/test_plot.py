@@ -146,3 +146,23 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
 def test_without_results(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "none"), "--kind", "budget"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_turns():
+    """The figure's points are the means of each turn."""
+    lines = []
+    for turn in range(1, 11):
+        for text in range(4):
+            about = dict(task="turns", turn=turn)
+            lines.append(line("full", float(turn < 8), id=f"{text}/{turn}", **about))
+            lines.append(
+                line("take", float((text + turn) % 4 == 0), "known", budget=0.0625, id=f"{text}/{turn}", **about)
+            )
+    figure = plot.turns(lines)
+    boxes_apart(figure)
+    (panel,) = panels(figure).values()
+    heights = [bar.lines[0].get_ydata().tolist() for bar in panel.containers]
+    assert heights == [[100.0 * (turn < 8) for turn in range(1, 11)], [25.0] * 10]
+    assert [bar.get_label() for bar in panel.containers] == ["full cache", "take, 0.0625"]
+    with pytest.raises(ValueError, match="there are no turns"):
+        plot.turns(results())

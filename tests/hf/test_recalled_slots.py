@@ -322,6 +322,7 @@ def test_refusals():
         (dict(recall_slots=32, recall=True), ValueError, "recall_slots: budget=32 is too small"),
         (dict(recall_slots="1MiB", recall=True), TypeError, "recall_slots: bytes are for budget"),
         (dict(recall_slots=1.5, recall=True), ValueError, "recall_slots: budget=1.5 is not a fraction"),
+        (dict(recall_slots=65, recall=True), ValueError, "recall_slots=65 is more than budget=64"),
     ):
         with pytest.raises(kind, match=said):
             kvevict.policy.build("snapkv", budget=64, **options)

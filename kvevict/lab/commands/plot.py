@@ -9,9 +9,9 @@ from ...policy.checks import installed
 
 @command
 def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
-    """Draw the scores of `kvevict eval` against the budget."""
+    """Draw the scores of `kvevict eval` against the budget, or of the tasks `turns` against the turn."""
     parser.add_argument("results", nargs="?", help="file written by `kvevict eval`; it is required")
-    parser.add_argument("--kind", choices=["budget"], default="budget", help="figure to draw; default budget")
+    parser.add_argument("--kind", choices=["budget", "turns"], default="budget", help="the axis; default budget")
     parser.add_argument("--out", default="figure.png", help=".png, .svg or .pdf; default figure.png")
     parser.add_argument("--tasks", nargs="+", help="only these tasks; default: all in the file")
     parser.add_argument("--policies", nargs="+", help="only these policies, and the full cache")
@@ -22,14 +22,14 @@ def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     check_file("--out", args.out)
     if Path(args.out).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--out {args.out}: give a name that ends in .png, .svg or .pdf")
-    from ..evaluate.plot import budget
+    from ..evaluate import plot as figures
     from ..evaluate.results import read
 
     if args.results is None:
         raise ValueError("the results file is missing; name it before --policies and other options that take several")
     if not Path(args.results).is_file():
         raise ValueError(f"{args.results} does not exist; write one with `kvevict eval`")
-    figure = budget(chosen(read(args.results)[1], args))
+    figure = getattr(figures, args.kind)(chosen(read(args.results)[1], args))
     with replacing(args.out) as temporary:
         figure.savefig(temporary)
     print(f"{args.kind} of {args.results} is in {args.out}")

@@ -23,8 +23,6 @@ DODGE = 0.2  # octaves: the lines' points at one budget are spread over these, t
 def budget(lines: list[dict[str, Any]]) -> Figure:
     """Score against budget with 95 % intervals, a panel per task and mode, a line per policy. The full cache and the
     oracle are drawn as references. From lines of `kvevict eval`."""
-    from matplotlib.figure import Figure
-
     summary = summarize(lines)
     rows = [row for row in summary if row[1] is not None]
     if not rows:
@@ -37,26 +35,62 @@ def budget(lines: list[dict[str, Any]]) -> Figure:
     unit = "slots per kv head" if isinstance(budgets[0], int) else "fraction of the tokens"
     names = sorted(dict.fromkeys((policy, chunk) for policy, _, chunk in rows), key=lambda name: _is_oracle(name[0]))
     columns = list(dict.fromkeys(column for row in summary.values() for column in row))
-    if len(columns) > MOST:
-        raise ValueError(
-            f"{len(columns)} panels do not fit one figure; choose by --tasks, --policies, --budgets, --mode"
-        )
-    across, down = min(len(columns), 4), math.ceil(len(columns) / 4)
-    figure = Figure(figsize=(4.2 * across + 2, 3.4 * down), layout="constrained", dpi=150)
-    panels = figure.subplots(down, across, squeeze=False).flatten().tolist()
-    for spare in panels[len(columns) :]:
-        spare.remove()
+    figure, panels = _panels(len(columns))
     for panel, column in zip(panels, columns):
         _draw(panel, summary, column, names, budgets)
         panel.set(xscale="log", xlabel=f"budget, {unit}")
         panel.set_xticks(budgets, [f"{each:,}" for each in budgets], rotation=45)
         panel.minorticks_off()
-        panel.grid(alpha=0.3)
+    return _with_legend(figure, panels)
+
+
+def turns(lines: list[dict[str, Any]]) -> Figure:
+    """Score against the turn of a conversation with 95 % intervals, a panel per task and mode, a line per policy and
+    budget, and the full cache's. From lines of `kvevict eval --tasks turns`."""
+    summary = summarize(lines, ("turn",))
+    columns = list(dict.fromkeys((task, mode) for row in summary.values() for task, _, mode in row))
+    if not columns:
+        raise ValueError("there are no turns; write some with `kvevict eval --tasks turns`")
+    figure, panels = _panels(len(columns))
+    for panel, (task, mode) in zip(panels, columns):
+        for i, ((policy, budget, _), cells) in enumerate(summary.items()):
+            mine = {tags[0]: cell for (other, tags, way), cell in cells.items() if (other, way) == (task, mode)}
+            style = dict(color="0.45", linestyle="--") if policy == FULL.policy else _style(policy, i)
+            label = "full cache" if policy == FULL.policy else f"{policy}, {budget:.3g}"
+            shift = DODGE * ((i + 0.5) / len(summary) - 0.5)
+            _errorbar(panel, [turn + shift for turn in mine], list(mine.values()), 100, label, style)
+        panel.set(title=f"{task}, {mode}", xlabel="turn", ylabel="score, %", ylim=(-3, 103))
+        panel.set_xticks(sorted({tags[0] for cells in summary.values() for _, tags, _ in cells}))
+    return _with_legend(figure, panels)
+
+
+def _panels(count: int) -> tuple[Figure, list]:
+    from matplotlib.figure import Figure
+
+    if count > MOST:
+        raise ValueError(f"{count} panels do not fit one figure; choose by --tasks, --policies, --budgets, --mode")
+    across, down = min(count, 4), math.ceil(count / 4)
+    figure = Figure(figsize=(4.2 * across + 2, 3.4 * down), layout="constrained", dpi=150)
+    panels = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    for spare in panels[count:]:
+        spare.remove()
+    return figure, panels[:count]
+
+
+def _with_legend(figure: Figure, panels: list) -> Figure:
     known: dict[str, Any] = {}
-    for panel in panels[: len(columns)]:
+    for panel in panels:
+        panel.grid(alpha=0.3)
         known = dict(zip(*reversed(panel.get_legend_handles_labels()))) | known
     figure.legend(known.values(), known.keys(), loc="outside right upper")
     return figure
+
+
+def _errorbar(panel: Any, x: list, cells: list, scale: int, label: str, style: dict) -> None:
+    """Means of cells with their intervals."""
+    mean, low, high = zip(*((scale * cell.mean, scale * cell.low, scale * cell.high) for cell in cells))
+    errors = [[m - l for m, l in zip(mean, low)], [h - m for m, h in zip(mean, high)]]
+    panel.errorbar(x, mean, errors, label=label, capsize=2, elinewidth=0.8, **style)
 
 
 def _draw(panel: Any, summary: dict, column: tuple, names: list, budgets: list) -> None:
@@ -74,11 +108,8 @@ def _draw(panel: Any, summary: dict, column: tuple, names: list, budgets: list) 
         if not cells:
             continue
         shift = 2 ** (DODGE * ((i + 0.5) / len(names) - 0.5))
-        mean, low, high = zip(*((scale * cell.mean, scale * cell.low, scale * cell.high) for cell in cells.values()))
-        errors = [[m - l for m, l in zip(mean, low)], [h - m for m, h in zip(mean, high)]]
         label = policy + (f", chunk {chunk or 'whole'}" if chunked else "")
-        panel.errorbar([b * shift for b in cells], mean, errors, label=label, capsize=2, elinewidth=0.8,
-                       **_style(policy, i))  # fmt: skip
+        _errorbar(panel, [b * shift for b in cells], list(cells.values()), scale, label, _style(policy, i))
     panel.set_title(f"{task}, {mode}", fontsize=10)
     panel.set(ylabel={FIDELITY: "KL divergence, nats"}.get(metric, metric if scale == 1 else "score, %"))
     if scale > 1:
