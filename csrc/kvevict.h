@@ -38,6 +38,7 @@ typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
  *            matrix of the largest power of two that divides D, in blocks; u is made with s and lo as stored.
  * A row that is not finite is read as NaN. New rows are packed when they are stored, and then only moved. */
 typedef enum { KV_AS_COMPUTED = 0, KV_INT8 = 1, KV_INT4 = 2 } kv_packing;
+enum { KV_LAYOUT_COUNT = 2 };
 KV_ANYWHERE int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return (packing == KV_INT8 ? D : D / 2) + 4; }
 
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only for heads of a group */
