@@ -89,8 +89,8 @@ using namespace sizes;
     static constexpr Arg args[] = {
 #define TENSOR(type, name, field, ...) {KV_ROW(tensor, #type, name), KV_ARRAY(field, __VA_ARGS__)},
 #define ROWS(type, name, field, ...) {KV_ROW(rows, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_STRIDES(field)},
-#define SLOTS(type, name, field, ...)                                                                     \
-  {KV_ROW(integer, "int", name##_kind), KV_VALUE(int, field##_packing), .most = KV_LAYOUT_COUNT},         \
+#define SLOTS(type, name, field, ...)                                                             \
+  {KV_ROW(integer, "int", name##_kind), KV_VALUE(int, field##_packing), .most = KV_LAYOUT_COUNT}, \
       {KV_ROW(slots, #type, name), KV_ARRAY(field, __VA_ARGS__), .packing_at = offsetof(A, field##_packing)},
 #define NUMBER(name, field) {KV_ROW(number, "float", name), KV_VALUE(float, field)},
 #define FLAG(name, field) {KV_ROW(flag, "bool", name), KV_VALUE(int, field)},
