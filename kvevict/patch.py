@@ -11,7 +11,7 @@ from . import _ops, families, known, trial
 from .engine.hook import installed
 from .engine.measure import quantities
 from .engine.read.plan import Plan
-from .engine.slots import ranks
+from .engine.slots import mapped, ranks
 from .families import base_model, find_decoder
 from .policy import kv
 from .policy.policy import Policy, build
@@ -76,6 +76,8 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
     check_kv(chosen.kv, model)
+    if isinstance(chosen.recall, str):
+        check_folder(chosen.recall, model)
     made = Plan(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
@@ -115,6 +117,14 @@ def check_kv(kind: str, model: Any) -> None:
             f"kv={kind!r} and {type(decoder).__name__}: its heads share latents (MLA), which are stored in the model's "
             "dtype only; give kv='model'"
         )
+
+
+def check_folder(recall: str, model: Any) -> None:
+    """Raise ValueError unless an archive can lie in a folder's files."""
+    device = families.device_of(find_decoder(model))
+    if device.type != "cpu":
+        raise ValueError(f"recall={recall!r}: files are for a model on the CPU, this one is on {device}: recall=True")
+    mapped.check(recall)
 
 
 def unpatch(model: Any) -> Any:

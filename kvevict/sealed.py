@@ -72,18 +72,20 @@ def texts(path: str | os.PathLike) -> dict[str, str]:
         raise ValueError(f"it is not a safetensors file: {error}") from None
 
 
-def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, torch.Tensor]:
-    """The tensors of a file of `write`, copied out of it. Raises ValueError if the file does not match its checksum;
-    verify=False does not check that."""
+def tensors(path: str | os.PathLike, verify: bool = True, mapped: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """The tensors of a file of `write`, copied out of it, but for names that end with one of `mapped`: these stay in
+    the file, mapped privately. Raises ValueError if the file does not match its checksum; verify=False does not check
+    that."""
     if verify:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if not is_whole(data):
                 raise ValueError("its checksum is not that of its content")
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"it cannot be read: {error}") from None
+    return {name: t if name.endswith(mapped) else t.clone() for name, t in found.items()}
 
 
 def write_pair(

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,8 @@ def _part(tensors: dict, ranks: Any) -> dict:
 def _text_of(policy: Policy) -> Any:
     """A policy as JSON; None if it is unknown or JSON cannot hold it."""
     try:
+        if policy is not None and policy.recall:
+            policy = replace(policy, recall=True)  # a folder is this machine's
         return None if policy is None else policy.to_json()
     except ValueError:
         return None
@@ -207,8 +210,9 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
     of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
     weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
-    those that change no number a model computes (`kvevict.weights.SILENT`). The file may be deleted afterwards: the
-    cache has copies.
+    those that change no number a model computes (`kvevict.weights.SILENT`). Keys and values of a model on the CPU stay
+    in the file, which is mapped into memory: with verify=False none is read before it is needed. The file may be
+    replaced or deleted afterwards, but not written to or cut.
     """
     from .patch import base_model, find_decoder
 
@@ -227,7 +231,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             f"reads {FORMAT!r}; read the prompt again and save the cache anew"
         )
     try:
-        tensors = sealed.tensors(path, verify)
+        tensors = sealed.tensors(path, verify, mapped=(".k", ".v"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
     kinds = families.layer_kinds(config)

@@ -1,6 +1,7 @@
 """A policy is a few independent choices: rows and score, budget, selection, schedule."""
 
 import dataclasses
+import functools
 import json
 import math
 import numbers
@@ -63,7 +64,10 @@ class Policy:
                    error above 1 takes more bits for its keys
     recall         nothing is lost (methods.md section 13): the slots of every token go to an archive in memory, too.
                    A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
-                   their slots anew from it; decoding stays within the budget
+                   their slots anew from it; decoding stays within the budget. A folder's path: the archive lies in
+                   files there, mapped into memory (models on the CPU)
+    recall_slots   with recall=True: the slots that a turn chooses, counted as in `budget`, which then bounds the
+                   reading alone; None: `budget` bounds both
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -97,7 +101,8 @@ class Policy:
     interval: int | None = None
     keep_prompt: bool = False
     kv: str = "model"
-    recall: bool = False
+    recall: bool | str = False
+    recall_slots: int | float | None = None
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -122,6 +127,7 @@ class Policy:
             raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
         fill("select_by_layer", _as_ranges(self.select_by_layer))
         fill("budget", 512 if self.budget is None and self.threshold is None else builtin(self.budget))
+        fill("recall_slots", builtin(self.recall_slots))
         fill("threshold", builtin(self.threshold))
         if self.carry is None:
             fill("carry", self.score.carry)
@@ -148,6 +154,8 @@ class Policy:
         elif not 0 < self.tsp_len < 1:
             raise ValueError(f"tsp_len={self.tsp_len} is not a share in (0, 1); pass an int for a number of tokens")
         rules.check(self)
+        if self.recall_slots is not None:
+            self._check_recall_slots()
 
     def to_json(self) -> str:
         """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
@@ -187,8 +195,10 @@ class Policy:
         count("keep_first", self.keep_first, 0)
         if not isinstance(self.decode, bool):
             raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("keep_prompt", "recall", "progress", "diagnose", "compiled"):
+        for name in ("keep_prompt", "progress", "diagnose", "compiled"):
             flag(name, getattr(self, name))
+        if not isinstance(self.recall, (bool, str)) or self.recall == "":
+            raise TypeError(f"recall must be True, False or a folder's path, got {self.recall!r}")
         for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
             if given and not self.decode:
                 raise ValueError(
@@ -219,6 +229,23 @@ class Policy:
             )
         if self.budget > PLENTY:
             raise ValueError(f"budget must be at most {PLENTY} slots, got {self.budget}")
+
+    def _check_recall_slots(self) -> None:
+        if not self.recall:
+            raise ValueError(f"recall_slots={self.recall_slots} is about recall: give recall=True too, or leave it out")
+        try:
+            if isinstance(self.recall_slots, str):
+                raise TypeError("bytes are for budget alone: give a number of slots or a fraction")
+            assert self.recalling  # made here, with the checks of a budget
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"recall_slots: {error}") from None
+
+    @functools.cached_property
+    def recalling(self) -> "Policy":
+        """The policy of a cut after slots came back: `recall_slots` is its budget."""
+        if self.recall_slots is None:
+            return self
+        return dataclasses.replace(self, budget=self.recall_slots, recall_slots=None)
 
     def slots(self, tokens: int) -> int:
         """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

@@ -139,6 +139,57 @@ def test_with_room_for_all_tokens_nothing_changes(name):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "one pass", "ada", "take+edie"])
+def test_a_turn_chooses_fewer_slots_than_the_reading_kept(name):
+    """A turn under `recall_slots` keeps what it keeps under a policy with that budget, after the same reading."""
+    model, text, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
+    options = POLICIES[name] | dict(budget=40)
+    with kvevict.evicting(model, **options):
+        one = model(text, logits_to_keep=1).past_key_values
+    assert sum(int(layer.counts.sum()) for layer in one.layers) == 4 * 2 * 40
+    two = one.fork()
+    for cache, asked in ((one, dict(recall_slots=16)), (two, dict(budget=16))):
+        with kvevict.evicting(model, **options | asked):
+            model(turn, **{CACHE: cache}, logits_to_keep=1)
+            decoded(model, cache)
+    assert sum(int(layer.counts.sum()) for layer in one.layers) == 4 * 2 * (16 + 3)
+    assert [places(layer, False) for layer in one.layers] == [places(layer, False) for layer in two.layers]
+
+
+def test_a_text_that_fits_is_not_cut_to_the_slots_of_a_turn():
+    model = shared()
+    with kvevict.evicting(model, **SNAPKV | dict(budget=40), recall_slots=16):
+        cache = model(prompt(1, 35)["input_ids"], logits_to_keep=1).past_key_values
+    assert [layer.counts.tolist() for layer in cache.layers] == [[[35, 35]]] * 4
+
+
+def test_while_decoding_all_tokens_are_chosen_from():
+    """With decode=True each eviction is among all tokens: the best by the last rows, in float64."""
+    model, back = shared(), 0
+    with kvevict.evicting(model, **POLICIES["decode"]), Heard() as heard:
+        cache = model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values
+        for step in range(9):
+            before = [set(layer.positions()[0][0].tolist()) for layer in cache.layers]
+            sizes = [layer.counts.copy() for layer in cache.layers]
+            decoded(model, cache, [5 + 7 * step])
+            for at, layer in enumerate(cache.layers):
+                if (layer.counts > sizes[at]).all():
+                    continue
+                q = heard.all(at, 0)[0, :, -min(4, step + 1) :].double()
+                k = heard.all(at, 1)[0].double().repeat_interleave(2, 0)
+                tokens = k.shape[1]
+                hidden = torch.arange(tokens) > torch.arange(tokens - q.shape[1], tokens)[:, None]
+                weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+                number = weights.sum(1).unflatten(0, (2, -1)).mean(1)
+                number[:, -4:] = torch.inf
+                for h in range(2):
+                    now = layer.positions()[0][h].tolist()
+                    assert len(now) == 24
+                    assert number[h, now].min() >= number[h].topk(24).values.min() - 1e-6
+                back += len(set(layer.positions()[0][0].tolist()) - before[at] - {tokens - 1})
+    assert back > 5
+
+
 def test_the_turn_itself_attends_to_all_tokens():
     """Its logits are those over the archive's keys and values, in float64."""
     model, ids, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
@@ -263,8 +314,17 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             kvevict.policy.build(**options | dict(budget=24, recall=True))
-    with pytest.raises(TypeError, match="recall must be"):
-        kvevict.policy.build("snapkv", budget=64, recall="yes")
+    for wrong in (1, "", None):
+        with pytest.raises(TypeError, match="recall must be"):
+            kvevict.policy.build("snapkv", budget=64, recall=wrong)
+    for options, kind, said in (
+        (dict(recall_slots=64), ValueError, "recall=True too"),
+        (dict(recall_slots=32, recall=True), ValueError, "recall_slots: budget=32 is too small"),
+        (dict(recall_slots="1MiB", recall=True), TypeError, "recall_slots: bytes are for budget"),
+        (dict(recall_slots=1.5, recall=True), ValueError, "recall_slots: budget=1.5 is not a fraction"),
+    ):
+        with pytest.raises(kind, match=said):
+            kvevict.policy.build("snapkv", budget=64, **options)
 
 
 def same_archives(one, other, name, row=slice(None)):

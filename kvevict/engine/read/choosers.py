@@ -65,7 +65,10 @@ class Deciding(Chooser):
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
             row = torch.cat([seen.q, seen.out.transpose(1, 2)], 3) if step.plan.wants_outputs else seen.q
             layer.remember(row, policy.rows.decoded)
-        slots = self.decisions.kept(order, step.plan.ranks.counts(layer).sum(1))
+        alive = step.plan.ranks.counts(layer).sum(1)
+        slots = self.decisions.kept(order, alive)
+        if slots is not None and policy.recall and layer.archive is not None:
+            layer.recall(slots < alive)
         if policy.carry == "sum" and observing and policy.score.adds_attention:
             sums: Any = join("sum", seen.probs, layer.carry)
             if slots is None:

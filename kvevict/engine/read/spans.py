@@ -15,6 +15,7 @@ import torch
 from ... import cautions, families
 from ...context import context
 from ...weights import Owner
+from ..slots.mapped import Files
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
 from . import budgets, propagate, replay, schedule
@@ -157,8 +158,8 @@ class Spans:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                    self._recall()
+                if (chunk.last or policy.schedule == "prompt") and not going_on.any() and self._recall():
+                    read.budgets.policy = policy.recalling
                 chooser = self._chooser(read, chunk)
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk, rows[at], sum(rows[at + 1 :]))
                 self._set_budgets(read)
@@ -190,13 +191,15 @@ class Spans:
                 layer.archive_last(sequence.columns - sequence.archived)
         sequence.archived = sequence.columns
 
-    def _recall(self) -> None:
-        """Every layer gets the slots of all tokens back, if one of them has lost some."""
+    def _recall(self) -> bool:
+        """Give every layer the slots of all tokens back, if one of them has lost some. False: none has."""
         layers = self.layers
         known = all(layer.archive is not None for layer in layers)
-        if known and any((layer.archive.counts > layer.counts).any() for layer in layers):
-            for layer in layers:
-                layer.recall()
+        if not known or all((layer.archive.counts <= layer.counts).all() for layer in layers):
+            return False
+        for layer in layers:
+            layer.recall()
+        return True
 
     def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
@@ -232,6 +235,7 @@ class Spans:
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
             layer.archive_expected = max(seen) if policy.recall else 0
+            layer.archive_files = Files(policy.recall) if isinstance(policy.recall, str) else None
             if policy.schedule == "prompt" and len(chunks) > 1:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read

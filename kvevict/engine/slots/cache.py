@@ -16,7 +16,8 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from .carried import of_layer
-from .fork import Apart, Fork, fork
+from .fork import Apart, Fork, apart, fork, joined
+from .mapped import Files
 from .ranks import Ranks
 from .sequence import Sequence
 from .storage import ROOM, Storage
@@ -75,6 +76,7 @@ class EvictionLayer(CacheLayerMixin):
         self.archive: Storage | Fork | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         self.archive_expected = 0  # slots per head that a read is going to archive
+        self.archive_files: Files | None = None  # that the archive lies in; None: in memory
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
         # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
@@ -171,7 +173,7 @@ class EvictionLayer(CacheLayerMixin):
         """Write new columns to the archive, as the layer stores them."""
         kept = self.storage.growing
         if self.archive is None:
-            self.archive = replace(kept, pool=None).moved(0 * kept.capacity, None, 0 * kept.counts)
+            self.archive = replace(kept, pool=self.archive_files).moved(0 * kept.capacity, None, 0 * kept.counts)
         self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding, self.archive_expected)
 
     def archive_last(self, count: int) -> None:
@@ -183,12 +185,18 @@ class EvictionLayer(CacheLayerMixin):
             new = new if (new.counts >= count).all() else self.storage.gathered()
             self.archive = self.archive.centred_as(new).with_all(new.last(count))
 
-    def recall(self) -> None:
-        """The slots of all tokens take the place of the kept ones, until the next cut."""
-        assert self.archive is not None
-        if isinstance(self.archive, Apart):
-            self.archive = self.archive.gathered()
-        self.storage, self.head_offsets = fork(self.archive), None
+    def recall(self, due: np.ndarray | None = None) -> None:
+        """The slots of all tokens take the place of the kept ones, until the next cut. due: bool [B] in these rows
+        alone; None: in all."""
+        archive: Any = self.archive
+        if due is not None and not due.all():
+            rows = zip(due, apart([archive]).each, apart([self.storage]).each, strict=True)
+            self.storage = fork(joined([whole if recalls else kept for recalls, whole, kept in rows]).gathered())
+        elif isinstance(archive, Apart):
+            self.storage = fork(archive.gathered())
+        else:
+            self.storage = fork(archive)
+        self.head_offsets = None
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .mapped import Files
 from .storage import ROOM, Storage
 
 
@@ -173,5 +174,7 @@ def fork(storage: Any) -> Any:
     if isinstance(storage, Fork):
         return replace(storage, own=storage.own.moved(storage.own.capacity))
     storage.shared = True
+    if isinstance(storage.pool, Files):  # what is read and written from here on is not the archive's
+        storage = replace(storage, pool=None)
     prefix = replace(storage, len=storage.len.clone(), counts=storage.counts.copy())  # the storage goes on
     return Fork(prefix, storage.moved(0 * storage.capacity, None, 0 * storage.counts))

@@ -77,9 +77,9 @@ class LatentLayer(EvictionLayer):
     def fork(self) -> LatentLayer:
         return copy.deepcopy(self, {id(self.sequence): self.sequence})
 
-    def recall(self) -> None:
-        assert self.archive is not None
-        whole = self.archive.gathered()
+    def recall(self, due: np.ndarray | None = None) -> None:
+        super().recall(due)
+        whole = self.storage.gathered()
         self.storage = whole.moved(whole.capacity)
 
     def update(  # type: ignore[override]  # passed by position

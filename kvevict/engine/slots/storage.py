@@ -13,6 +13,7 @@ from torch import Tensor
 from ... import _ops
 from ..._ops import Held
 from ...policy import kv
+from .mapped import Files
 from .pool import Pool
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
@@ -32,15 +33,15 @@ class Storage(Held):
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
     shared: bool = False  # forks read the buffers, so the slots in them must not move
     starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
-    pool: Pool | None = None  # lends the rows that the slots need next; None: new buffers do
-    regions: tuple = ()  # the `Region` of each batch row; none outside a pool
+    pool: Pool | Files | None = None  # lends the rows that the slots need next; None: new buffers do
+    regions: tuple = ()  # the `Region` (`Lent`) of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
     table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
 
     @classmethod
-    def empty(cls, keys: Tensor, pool: Pool | None = None, kinds: kv.Kinds = kv.KINDS["model"]) -> Storage:
+    def empty(cls, keys: Tensor, pool: Pool | Files | None = None, kinds: kv.Kinds = kv.KINDS["model"]) -> Storage:
         """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
         batch, heads, _, dim = keys.shape
         flat, none = keys.new_empty(0, dim), np.zeros((batch, heads), np.int64)

@@ -7,7 +7,8 @@ question known or not:
             the case tells the question's place, its tokens observe
     later   the context alone is read under the policy. Then the question is appended to the kept slots and the answer
             is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up turn would
-            be read like a prompt and evict again, this time knowing the question.)
+            be read like a prompt and evict again, this time knowing the question.) A policy with recall=True reads the
+            question too, and chooses the slots anew
 
 The continuation of a perplexity case is scored in one call that does not evict either. So is the response of a fidelity
 case; the full run writes it.
@@ -193,10 +194,10 @@ def read(model: Any, tokenizer: Any, asked: Asked, run: Run, alone: bool = True)
         options = named | options_of(policy)
         options.pop("ids", None)
     with _patched(model, policy), observes:
-        start = _now(model)
-        out = model(_row(model, ids), use_cache=True, logits_to_keep=1)
-        seconds = _now(model) - start
-        held = _held_by_all(cache_of(out)) if policy is None else _held(model)
+        start = now(model)
+        out = model(as_row(model, ids), use_cache=True, logits_to_keep=1)
+        seconds = now(model) - start
+        held = measured_all(cache_of(out)) if policy is None else measured(model)
     return Reading(out, held, policy, options, seconds)
 
 
@@ -219,24 +220,24 @@ def ask(model: Any, tokenizer: Any, asked: Asked, run: Run, text: Reading | None
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
             asked.logits = _forced(model, prompt.context + prompt.question, scored)
-    keeping = None if policy is None else KEEP_ALL
-    before, start = 0 if text is None else _bytes(cache), _now(model)
-    with _patched(model, keeping if alone or scored is not None else policy):
+    later, keeping = alone or scored is not None, None if policy is None else KEEP_ALL
+    before, start = 0 if text is None else _bytes(cache), now(model)
+    with _asking(model, tokenizer, policy) if later else _patched(model, policy):
         if alone and prompt.question:
-            out = model(_row(model, prompt.question), **{CACHE: cache}, logits_to_keep=1)
-        asking = _now(model) - start
+            out = model(as_row(model, prompt.question), **{CACHE: cache}, logits_to_keep=1)
+        asking = now(model) - start
         if case.likelihood:
             with _patched(model, keeping):
                 answer = ids_of(tokenizer, f" {case.answers[0]}")
                 result["nats"] = _nats(_follow(model, out.logits, forked(cache), answer), answer)
-        start = _now(model)
+        start = now(model)
         if scored is None:
-            tokens = _write(model, tokenizer, out.logits, cache, [asked])[0]
+            tokens = write(model, tokenizer, out.logits, cache, [asked])[0]
             written = tokenizer.decode(tokens, skip_special_tokens=True)
-            result |= dict(prediction=written) | _judged(written, case)
+            result |= dict(prediction=written) | judged(written, case)
         else:
             result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, scored), scored)
-        decoding = _now(model) - start
+        decoding = now(model) - start
     if policy is None:
         result["response"] = tokens if scored is None else []
     if text is not None:
@@ -250,21 +251,22 @@ def ask_together(model: Any, tokenizer: Any, asked: list[Asked], run: Run, text:
     """`ask` of several cases about one text, none of which scores given tokens, as rows of one batch: the fields of
     their lines. Numbers are those of `ask` up to rounding; each case's seconds are an equal share of the batch's."""
     cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]
-    cache, start = rows_of(cache_of(text.out), len(asked)), _now(model)
-    with _patched(model, KEEP_ALL):
+    cache, start = rows_of(cache_of(text.out), len(asked)), now(model)
+    with _asking(model, tokenizer, text.policy):
         logits = continued(model, cache, questions)
-        seconds = _now(model) - start
-        nats = _likelihoods(model, tokenizer, logits, cache, cases) if cases[0].likelihood else None
-        start = _now(model)
-        answers = _write(model, tokenizer, logits, cache, asked)
-        seconds += _now(model) - start
+        seconds = now(model) - start
+        with _patched(model, KEEP_ALL):
+            nats = _likelihoods(model, tokenizer, logits, cache, cases) if cases[0].likelihood else None
+        start = now(model)
+        answers = write(model, tokenizer, logits, cache, asked)
+        seconds += now(model) - start
     each_slot, lines = slot_bytes(model, text.policy.kv), []
     for at, (case, tokens) in enumerate(zip(cases, answers, strict=True)):
         told = tokenizer.decode(tokens, skip_special_tokens=True)
         added = each_slot * (len(questions[at]) + len(tokens) - 1)
         line: dict = dict(prompt_tokens=len(asked[at].prompt.context) + len(questions[at]), options=text.options)
         line |= {} if nats is None else dict(nats=nats[at])
-        line |= dict(prediction=told) | _judged(told, case) | dict(ask_seconds=seconds / len(asked), ask_bytes=added)
+        line |= dict(prediction=told) | judged(told, case) | dict(ask_seconds=seconds / len(asked), ask_bytes=added)
         lines.append(line | dict(read_seconds=text.seconds, decode_seconds=0.0, **text.held))
     return lines
 
@@ -276,6 +278,13 @@ def _likelihoods(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, c
     rows = continued(model, cache.fork(), further, 0) if any(further) else logits[:, :0]
     each = ((last[-1:], row[row.shape[0] - len(more) :]) for last, row, more in zip(logits, rows, further, strict=True))
     return [_nats(torch.cat(parts).float(), answer) for parts, answer in zip(each, answers, strict=True)]
+
+
+def _asking(model: torch.nn.Module, tokenizer: Any, policy: Policy | None) -> Any:
+    """A context manager that patches a model for a question after a text that was read under `policy`."""
+    if policy is not None and policy.recall:
+        return evicting(model, policy, tokenizer=tokenizer)  # finds the question's tokens, as `kvevict.answer` does
+    return _patched(model, None if policy is None else KEEP_ALL)
 
 
 def _patched(model: torch.nn.Module, policy: Policy | None) -> Any:
@@ -294,7 +303,7 @@ def _bytes(cache: Any) -> int:
     return sum(l.live_bytes() if hasattr(l, "live_bytes") else l.keys.nbytes + l.values.nbytes for l in own)
 
 
-def _judged(text: str, case: Case) -> dict:
+def judged(text: str, case: Case) -> dict:
     return (
         dict(score=0.0, same=1.0) if case.metric == FIDELITY else dict(score=METRICS[case.metric](text, case.answers))
     )
@@ -316,7 +325,7 @@ def _nats(logits: torch.Tensor, ids: list) -> float:
 
 def _forced(model: torch.nn.Module, prompt: list, ids: Any) -> torch.Tensor:
     """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
-    out = model(_row(model, prompt), use_cache=True, logits_to_keep=1)
+    out = model(as_row(model, prompt), use_cache=True, logits_to_keep=1)
     return _follow(model, out.logits, cache_of(out), ids)
 
 
@@ -324,11 +333,11 @@ def _follow(model: torch.nn.Module, logits: torch.Tensor, cache: Any, ids: list)
     """fp32 logits [R, vocabulary] of each of the ids after a cache. logits: those of the cache's last token."""
     rows = [logits[0, -1:]]
     if len(ids) > 1:
-        rows.append(model(_row(model, ids[:-1]), **{CACHE: cache}).logits[0])
+        rows.append(model(as_row(model, ids[:-1]), **{CACHE: cache}).logits[0])
     return torch.cat(rows).float()
 
 
-def _now(model: torch.nn.Module) -> float:
+def now(model: torch.nn.Module) -> float:
     """Seconds, read once the model's device has finished its work."""
     device = device_of(model)
     if device.type == "cuda":
@@ -336,11 +345,11 @@ def _now(model: torch.nn.Module) -> float:
     return time.perf_counter()
 
 
-def _row(model: torch.nn.Module, ids: list) -> torch.Tensor:
+def as_row(model: torch.nn.Module, ids: list) -> torch.Tensor:
     return torch.tensor([ids], device=device_of(model))
 
 
-def _write(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, cache: Any, asked: list) -> list:
+def write(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, cache: Any, asked: list) -> list:
     """Ids of each case's answer, drawn with the noise that all runs of the case have, or the likeliest. The cases end
     with a line, or none of them does."""
     most = [each.case.new_tokens for each in asked]
@@ -348,13 +357,13 @@ def _write(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, cache: 
     return written(model, tokenizer, logits, cache, most, choosers, asked[0].case.one_line)
 
 
-def _held(model: torch.nn.Module) -> dict:
+def measured(model: torch.nn.Module) -> dict:
     seen = report(model)
     kept = [None if layer is None else layer[0] for layer in seen["kept"]]
     return dict(kept=kept, cache_bytes=seen["cache_bytes"], peak_cache_bytes=seen["peak_cache_bytes"])
 
 
-def _held_by_all(cache: Any) -> dict:
+def measured_all(cache: Any) -> dict:
     """`Reading.held` of an unpatched model's cache; as in a report, only full-attention layers count."""
     own = [None if layer.is_sliding else layer for layer in cache.layers]
     live = _bytes(cache)

@@ -22,6 +22,7 @@ from . import protocols
 from .ask import FULL, MODES, Asked, Run, ask, ask_together, encode, policy_for, read, reads_alone
 from .results import Results
 from .tasks import Case, Settings, find
+from .turns import converse
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ def _lines(
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
 
+    if cases[0].turn:
+        for run, ids in wanted.items():
+            conversation = converse(model, tokenizer, list(asked.values()), run) if ids else []
+            for case, measured in zip(cases, conversation):
+                if case.id in ids:
+                    yield told(case, run, measured)
+        return
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
         mine = [each for case, each in asked.items() if case in wanted[run]]

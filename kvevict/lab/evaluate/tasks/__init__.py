@@ -40,6 +40,9 @@ class Case:
     one_line: bool = False  # the answer ends with its line
     said: str = ""  # the question alone, if `context + question` has other words around it
     likelihood: bool = False  # measure the likelihood of answers[0] after the question too
+    turn: int = (
+        0  # from 1: all cases about one context are the turns of one conversation, in this order; 0: asked alone
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""Buffers in files that are mapped into memory, for the archive of `recall="FOLDER"`: the operating system writes them
+out and takes their memory back where it is needed elsewhere."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .storage import Storage
+
+ALIGNED = 64  # bytes that each buffer's start is a multiple of
+
+
+class Lent(NamedTuple):
+    """Rows of a file of their own, as a `Region` is of a pool's."""
+
+    buffers: tuple[torch.Tensor, ...]
+    rows: int
+    start: int = 0
+
+
+class Files:
+    """Lends buffers in files of a folder. A file has no name once it is mapped: it is gone with the last cache that
+    reads it, also of a process that is killed, and no other process can open it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a cache lies in memory
+
+    def lend(self, rows: int, like: Storage) -> Lent | None:
+        """Buffers for slots as those of a `Storage`. None, with a warning, if the file system has no room for them."""
+        if not rows:
+            return None
+        sizes = [rows * t[:0].new_empty(1, *t.shape[1:]).nbytes for t in like.buffers]
+        ends, end = [], 0
+        for size in sizes:
+            end += -(-size // ALIGNED) * ALIGNED
+            ends.append(end)
+        try:
+            file = _mapped(self.folder, end)
+        except OSError as error:
+            warnings.warn(
+                f"recall: {self.folder} has no room for {end} bytes of an archive ({error.strerror}): this layer's "
+                "archive lies in memory from here on. Free some of the disk, or read shorter texts",
+                stacklevel=2,
+            )
+            return None
+        starts = [0, *ends]
+        flat = [file[start : start + size] for start, size in zip(starts, sizes)]
+        with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+            buffers = [x.view(t.dtype).view(rows, *t.shape[1:]) for x, t in zip(flat, like.buffers, strict=True)]
+        return Lent(tuple(buffers), rows)
+
+
+def _mapped(folder: str, size: int) -> torch.Tensor:
+    """uint8 [size] in a new file without a name. Raises OSError where the disk is full."""
+    number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # mode 0600
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(number, 0, size)  # a hole would end the process when it is written to a full disk
+        else:
+            os.truncate(number, size)
+        with torch.inference_mode(False):
+            storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+            return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]  # its stub lacks a base class
+    finally:
+        os.close(number)
+        os.unlink(path)
+
+
+def check(folder: str) -> None:
+    """Raise ValueError unless files can be made in a folder."""
+    try:
+        _mapped(folder, ALIGNED)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"recall={folder!r}: no file can be made there ({error}); give a folder that can be written to, or True "
+            "for an archive in memory"
+        ) from None

@@ -1,0 +1,46 @@
+"""Conversations of ten turns about one text: eight questions of a task of many.py without its answers' openings, of
+which turns 5 and 10 ask one again. Each turn follows the model's own answers (evaluate/turns.py).
+
+    turns               facts of six kinds in other text, twelve in all, at even depths
+    turns/paraphrased   the same, asked for in other words than the text's
+    turns/xquad         questions of people, as `many/xquad`
+    turns/loogle        as `many/loogle`
+
+`settings.cases` counts texts. A case's tags are `turn`, from 1, and `again`: whether it was asked before.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+from . import TASKS, Case, Settings
+
+NEW = 8  # different questions of a text
+AGAIN = (5, 10)  # turns that ask an earlier question
+ROOM = 24  # tokens of an answer beyond those of the right one: it is a sentence of the model's
+
+
+def turns(settings: Settings, other: str, task: str) -> Iterator[Case]:
+    """The questions of each text of the task `other` as turns; texts with fewer than `NEW` are left out."""
+    for text, group in itertools.groupby(TASKS.find(other)(settings), lambda case: case.context):
+        cases = list(group)
+        if len(cases) < NEW:
+            continue
+        rng = settings.rng(task, settings.length, cases[0].id)
+        new = rng.sample(cases, NEW)
+        asked: list[Case] = []
+        for turn in range(1, NEW + len(AGAIN) + 1):
+            again = turn in AGAIN
+            case = rng.choice(asked) if again else new.pop()
+            asked.append(case)
+            question = case.question.strip().removeprefix("Question: ").partition("\nAnswer:")[0]
+            yield dataclasses.replace(
+                case, task=task, id=f"{task}/{case.id}/{turn}", context=text, question=f"\n\n{question}", opening="",
+                new_tokens=case.new_tokens + ROOM, tags=case.tags | dict(turn=turn, again=again), one_line=True,
+                likelihood=False, turn=turn,
+            )  # fmt: skip
+
+
+for _name in ("", "/paraphrased", "/xquad", "/loogle"):
+    TASKS.add(f"turns{_name}")(functools.partial(turns, other=f"many{_name}", task=f"turns{_name}"))
