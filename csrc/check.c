@@ -16,10 +16,9 @@ const char *kv_status_text(kv_status status) {
     case KV_NO_MEMORY:
       return "out of memory: scratch could not be allocated";
     case KV_BAD_KIND:
-      return "slots that are moved into others or read together with them must be of the same kind: 8 bits, 4 bits or "
-             "as computed";
+      return "slots that are moved into others or read together with them must be of the same kind";
     case KV_NO_KIND:
-      return "the gradient of kl reads 8- and 4-bit slots on the CPU only; give it slots as computed";
+      return "the gradient of kl reads packed slots on the CPU only; give it slots as computed";
     case KV_BAD_ISA:
       return "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or name one "
              "of cpu_isas()";
@@ -38,7 +37,7 @@ static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_
 static kv_status kv_slots_check(const kv_slots *slots) {
   for (int i = 0; i < 2; i++) {
     const kv_packing packing = i ? slots->v_packing : slots->k_packing;
-    if (packing != KV_AS_COMPUTED && packing != KV_INT8 && packing != KV_INT4) return KV_BAD_DTYPE;
+    if ((unsigned)packing > KV_LAYOUT_COUNT) return KV_BAD_DTYPE;
   }
   return KV_OK;
 }

@@ -55,7 +55,7 @@ static __device__ __forceinline__ Columns value_columns(const kv_slots &slots, c
 template <class E>
 static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_packing packing, int d, int D, bool wanted) {
   const bool eight = packing == KV_INT8;
-  const int half = eight ? D : D / 2;
+  const int half = (int)kv_packed_bytes(packing, D) - 4; /* a row's bytes of numbers */
   wanted &= d < D;
   const uint32_t ends = load_once_4_if(reinterpret_cast<const void *>(row + half), wanted);
   uint32_t word[2] = {0, 0};
@@ -134,7 +134,7 @@ static __device__ __forceinline__ void packed_column(const Columns &x, int c, bo
 #pragma unroll
   for (int v = 0; v < V; v++)
     packed_numbers<E>(packed_part<E>(row, x.packing, first + v * L * VECTOR<E>, D, wanted), x.packing, y[v]);
-  if (x.packing == KV_INT4) hadamard<VECTOR<E>, L, V>(y, D);
+  if (kv_is_rotated(x.packing)) hadamard<VECTOR<E>, L, V>(y, D);
   if (!wanted || !x.centre) return;
 #pragma unroll
   for (int v = 0; v < V; v++)
@@ -185,7 +185,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
       const int d = (v * 32 + lane) * W + i;
       x[v][i] = d < D ? to_float(from[d]) - (centre ? centre[d] : 0) : 0;
     }
-  if (packing == KV_INT4) hadamard<W, 32, V>(x, D);
+  if (kv_is_rotated(packing)) hadamard<W, 32, V>(x, D);
 #pragma unroll
   for (int v = 0; v < V; v++)
 #pragma unroll
@@ -234,7 +234,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
 #pragma unroll
     for (int v = 0; v < V; v++) word[v] |= high[v] << 4;
   }
-  const int bytes = packing == KV_INT8 ? D : half;
+  const int bytes = (int)kv_packed_bytes(packing, D) - 4;
 #pragma unroll
   for (int v = 0; v < V; v++)
     if ((v * 32 + lane) * W < bytes) words[v * 32 + lane] = word[v];

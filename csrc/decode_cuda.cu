@@ -337,8 +337,8 @@ static int64_t best_splits(int64_t units, int64_t mean, int64_t most, int64_t sl
 template <int KEYS>
 static int64_t kept_bytes(kv_packing packing, int64_t D, int64_t dims) {
   if (packing == KV_AS_COMPUTED) return KEYS * D * 2;
-  const int64_t past = packing == KV_INT8 ? D - dims : (D - dims) / 2; /* what lanes without numbers read */
-  return KEYS * kv_packed_bytes(packing, dims) + 16 + (past + 15) / 16 * 16;
+  const int64_t bytes = kv_packed_bytes(packing, dims), past = kv_packed_bytes(packing, D) - bytes;
+  return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes without numbers read past them */
 }
 
 /* The same for every call of these shapes on this GPU. */
@@ -401,7 +401,7 @@ static bool by_lanes(const kv_decode *a) { return a->H <= most_lanes(a->dtype !=
 static bool by_ring(const kv_decode *a) { return a->dtype != KV_F32 && !by_lanes(a); }
 
 static Outputs outputs_of(const kv_decode *a) {
-  return {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse, by_ring(a) && a->slots.v_packing == KV_INT4};
+  return {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse, by_ring(a) && kv_is_rotated(a->slots.v_packing)};
 }
 
 static int run_ring(const kv_decode *a, const Scratch &x, void *stream) {

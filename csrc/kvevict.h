@@ -30,15 +30,28 @@ extern "C" {
 enum { KV_MOST_D = 512, KV_MOST_D_CUDA = 256 };
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
-/* How a stored row lies in memory: D numbers of the call's dtype, or bytes that carry their scale, at any address,
- * of x - c, c being the head's centre (of values, and without a centre, c = 0):
+/* How a stored row lies in memory, its kind: D numbers of the call's dtype, or D numbers of few bits and 4 bytes that
+ * carry their scale, at any address, of x - c, c being the head's centre (of values, and without a centre, c = 0):
  *   KV_INT8  q = (x - c) / s, D numbers of int8, then s of fp32 = max |x - c| / 127
  *   KV_INT4  u = ((x - c) H - lo) / s, D / 2 bytes, byte i with number i in its low and number i + D / 2 in its high
  *            half, then s of fp16 = (max - lo) / 15 and lo of fp16 = min (x - c) H. H is the orthonormal Hadamard
  *            matrix of the largest power of two that divides D, in blocks; u is made with s and lo as stored.
  * A row that is not finite is read as NaN. New rows are packed when they are stored, and then only moved. */
-typedef enum { KV_AS_COMPUTED = 0, KV_INT8 = 1, KV_INT4 = 2 } kv_packing;
-KV_ANYWHERE int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return (packing == KV_INT8 ? D : D / 2) + 4; }
+#define KV_LAYOUTS(X) /* X(NAME, name, bits of a number, whether it is rotated by H) */ \
+  X(INT8, int8, 8, 0)                                                                   \
+  X(INT4, int4, 4, 1)
+#define KV_ENUMERATOR(NAME, name, bits, rotated) KV_##NAME,
+#define KV_ONE(NAME, name, bits, rotated) +1
+#define KV_BITS(NAME, name, bits, rotated) packing == KV_##NAME ? bits:
+#define KV_ROTATED(NAME, name, bits, rotated) || (rotated && packing == KV_##NAME)
+typedef enum { KV_AS_COMPUTED, KV_LAYOUTS(KV_ENUMERATOR) } kv_packing;
+enum { KV_LAYOUT_COUNT = KV_LAYOUTS(KV_ONE) };
+KV_ANYWHERE int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return D * (KV_LAYOUTS(KV_BITS) 0) / 8 + 4; }
+KV_ANYWHERE int kv_is_rotated(kv_packing packing) { return 0 KV_LAYOUTS(KV_ROTATED); }
+#undef KV_ENUMERATOR
+#undef KV_ONE
+#undef KV_BITS
+#undef KV_ROTATED
 
 typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only for heads of a group */
 typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;

@@ -21,7 +21,7 @@ struct HeadRows {
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
   static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* query: the first head's row. Elements from D on are zeros. Keys of 4 bits meet rotated queries. */
+  /* query: the first head's row. Elements from D on are zeros. Rotated keys meet rotated queries. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -48,7 +48,7 @@ struct HeadRows {
         for (int i = 0; i < W; i++)
           if (k.centre && element(v) < D) more[g] += q[g][v][i] * k.centre[element(v) + i];
       more[g] = lanes_sum<L>(more[g]);
-      if (k.packing == KV_INT4) hadamard<W, L, V>(q[g], D);
+      if (kv_is_rotated(k.packing)) hadamard<W, L, V>(q[g], D);
     }
   }
 
@@ -179,7 +179,7 @@ struct HeadRows {
       });
     }
     if constexpr (PACKED)
-      if (v.packing == KV_INT4)
+      if (kv_is_rotated(v.packing))
 #pragma unroll
         for (int g = 0; g < HEADS; g++) hadamard<W, L, V>(o[g], D);
   }

@@ -1,4 +1,4 @@
-/* Stored rows of 8 and 4 bits a number: kv_pack_row makes the bytes once, when a slot is stored, and kv_unpack_row the
+/* Stored rows of few bits a number: kv_pack_row makes the bytes once, when a slot is stored, and kv_unpack_row the
  * floats whenever it is read. The bytes are those of kvevict.h. A row with a number that is not finite, or of 4 bits
  * with a scale or a least number that fp16 cannot hold, gets a scale of NaN, and so is read as a row of NaN. */
 #ifndef KVEVICT_PACKED_H
@@ -38,29 +38,44 @@ static inline void kv_hadamard(float *x, int64_t D) {
 /* The nearest integer of |x| < 2^22, halves to even. */
 static inline float kv_nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* x [D] -> the bytes at `to`; x is scratch afterwards. centre: [D], subtracted first, or NULL. */
-static inline void kv_pack_row(kv_packing packing, const float *centre, float *restrict x, void *to, int64_t D) {
-  uint8_t *restrict bytes = to;
-  for (int64_t d = 0; centre && d < D; d++) x[d] -= centre[d];
-  if (packing == KV_INT4) kv_hadamard(x, D);
-  float least = x[0], most = x[0];
-  uint32_t other = 0; /* inf or NaN */
+/* The range of x [D]; other: inf or NaN is in it. */
+typedef struct {
+  float least, most;
+  uint32_t other;
+} kv_range;
+
+KV_INLINE kv_range kv_range_of(const float *restrict x, int64_t D) {
+  kv_range y = {x[0], x[0], 0};
   for (int64_t d = 0; d < D; d++) {
-    least = x[d] < least ? x[d] : least, most = x[d] > most ? x[d] : most;
-    other |= (kv_bits(x[d]) & 0x7f800000u) == 0x7f800000u;
+    y.least = x[d] < y.least ? x[d] : y.least, y.most = x[d] > y.most ? x[d] : y.most;
+    y.other |= (kv_bits(x[d]) & 0x7f800000u) == 0x7f800000u;
   }
-  if (packing == KV_INT8) {
-    const float size = -least > most ? -least : most, scale = other ? NAN : size / 127, by = scale > 0 ? scale : 1;
-    for (int64_t d = 0; d < D; d++) {
-      const float q = other ? 0 : x[d] / by;
-      bytes[d] = (uint8_t)(int8_t)(int32_t)kv_nearest(q < -127 ? -127 : q > 127 ? 127 : q);
-    }
-    memcpy(bytes + D, &scale, sizeof scale);
-    return;
+  return y;
+}
+
+/* kv_store_NAME: x [D], less the centre and rotated, -> the bytes; x is scratch afterwards. kv_load_NAME: back. */
+KV_INLINE void kv_store_int8(float *restrict x, uint8_t *restrict bytes, int64_t D) {
+  const kv_range range = kv_range_of(x, D);
+  const float size = -range.least > range.most ? -range.least : range.most, scale = range.other ? NAN : size / 127;
+  const float by = scale > 0 ? scale : 1;
+  for (int64_t d = 0; d < D; d++) {
+    const float q = range.other ? 0 : x[d] / by;
+    bytes[d] = (uint8_t)(int8_t)(int32_t)kv_nearest(q < -127 ? -127 : q > 127 ? 127 : q);
   }
-  const uint16_t lo_bits = kv_f16_of_float(least);
-  const float lo = kv_float_of_f16(lo_bits), span = kv_float_of_f16(kv_f16_of_float((most - lo) / 15));
-  const int none = other || !isfinite(lo) || !isfinite(span);
+  memcpy(bytes + D, &scale, sizeof scale);
+}
+
+KV_INLINE void kv_load_int8(const uint8_t *restrict bytes, float *restrict y, int64_t D) {
+  float scale;
+  memcpy(&scale, bytes + D, sizeof scale);
+  for (int64_t d = 0; d < D; d++) y[d] = scale * (float)(int8_t)bytes[d];
+}
+
+KV_INLINE void kv_store_int4(float *restrict x, uint8_t *restrict bytes, int64_t D) {
+  const kv_range range = kv_range_of(x, D);
+  const uint16_t lo_bits = kv_f16_of_float(range.least);
+  const float lo = kv_float_of_f16(lo_bits), span = kv_float_of_f16(kv_f16_of_float((range.most - lo) / 15));
+  const int none = range.other || !isfinite(lo) || !isfinite(span);
   const float by = span > 0 && !none ? span : 1;
   const uint16_t ends[2] = {kv_f16_of_float(none ? NAN : span > 0 ? span : 0), none ? 0 : lo_bits};
   for (int64_t d = 0; d < D; d++) {
@@ -71,23 +86,32 @@ static inline void kv_pack_row(kv_packing packing, const float *centre, float *r
   memcpy(bytes + D / 2, ends, sizeof ends);
 }
 
+KV_INLINE void kv_load_int4(const uint8_t *restrict bytes, float *restrict y, int64_t D) {
+  uint16_t ends[2];
+  memcpy(ends, bytes + D / 2, sizeof ends);
+  const float scale = kv_float_of_f16(ends[0]), lo = kv_float_of_f16(ends[1]);
+  for (int64_t d = 0; d < D / 2; d++) y[d] = scale * (float)(bytes[d] & 15) + lo;
+  for (int64_t d = 0; d < D / 2; d++) y[d + D / 2] = scale * (float)(bytes[d] >> 4) + lo;
+}
+
+/* x [D] -> the bytes at `to`; x is scratch afterwards. centre: [D], subtracted first, or NULL. */
+static inline void kv_pack_row(kv_packing packing, const float *centre, float *restrict x, void *to, int64_t D) {
+  for (int64_t d = 0; centre && d < D; d++) x[d] -= centre[d];
+  if (kv_is_rotated(packing)) kv_hadamard(x, D);
+#define KV_STORE(NAME, name, bits, rotated) \
+  if (packing == KV_##NAME) kv_store_##name(x, to, D);
+  KV_LAYOUTS(KV_STORE)
+#undef KV_STORE
+}
+
 /* The bytes at `from` -> y [D]. */
 static inline void kv_unpack_row(kv_packing packing, const float *centre, const void *from, float *restrict y,
                                  int64_t D) {
-  if (packing == KV_INT8) {
-    const int8_t *restrict q = from;
-    float scale;
-    memcpy(&scale, q + D, sizeof scale);
-    for (int64_t d = 0; d < D; d++) y[d] = scale * (float)q[d];
-  } else {
-    const uint8_t *restrict q = from;
-    uint16_t ends[2];
-    memcpy(ends, q + D / 2, sizeof ends);
-    const float scale = kv_float_of_f16(ends[0]), lo = kv_float_of_f16(ends[1]);
-    for (int64_t d = 0; d < D / 2; d++) y[d] = scale * (float)(q[d] & 15) + lo;
-    for (int64_t d = 0; d < D / 2; d++) y[d + D / 2] = scale * (float)(q[d] >> 4) + lo;
-    kv_hadamard(y, D);
-  }
+#define KV_LOAD(NAME, name, bits, rotated) \
+  if (packing == KV_##NAME) kv_load_##name(from, y, D);
+  KV_LAYOUTS(KV_LOAD)
+#undef KV_LOAD
+  if (kv_is_rotated(packing)) kv_hadamard(y, D);
   for (int64_t d = 0; centre && d < D; d++) y[d] += centre[d];
 }
 #endif

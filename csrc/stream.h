@@ -21,7 +21,7 @@ typedef struct {
   kv_dtype dtype;
   int in_place; /* whether D is whole vectors */
   int64_t D, width, rows;
-  kv_packing k_words, v_words;             /* packed rows are read as words; of 4 bits, o is then rotated */
+  kv_packing k_words, v_words;             /* packed rows are read as words; o is then rotated as they are */
   float *q, *s, *buffer, *alpha;           /* [rows, width] scaled, [rows, KEYS], [BLOCK, width], [rows] */
   float *words, *q_scale, *q_sum, *q_more; /* of words.h: int16 [rows, D], [rows] */
 } kv_stream;
@@ -59,7 +59,7 @@ KV_INLINE vf kv_stream_last(kv_dtype dtype, const char *x) {
 
 /* x [width], a query or an output, into that order, or back. */
 static inline void kv_stream_order(const kv_stream *stream, int back, float *x) {
-  if (back && stream->v_words == KV_INT4) kv_hadamard(x, stream->D);
+  if (back && kv_is_rotated(stream->v_words)) kv_hadamard(x, stream->D);
   if (!stream->in_place || stream->dtype != KV_BF16) return;
   for (int64_t d = 0; d + 2 * VL <= stream->width; d += 2 * VL, x += 2 * VL) {
     float pair[2 * VL];
@@ -106,7 +106,7 @@ static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const flo
   float row[KV_MOST_D], more = 0, sum = 0;
   for (int64_t d = 0; d < x->D; d++) row[d] = q[d];
   for (int64_t d = 0; centre && d < x->D; d++) more += q[d] * centre[d];
-  if (x->k_words == KV_INT4) kv_hadamard(row, x->D);
+  if (kv_is_rotated(x->k_words)) kv_hadamard(row, x->D);
   for (int64_t d = 0; d < x->D; d++) sum += row[d];
   x->q_scale[r] = kv_words_of(row, x->D, (int16_t *)(void *)x->words + r * x->D);
   x->q_sum[r] = sum, x->q_more[r] = more;
@@ -303,7 +303,7 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
       if (logit) memcpy(logit + r * apart + c, s, (size_t)padded * sizeof *s);
       x->alpha[r] = kv_softmax(0, s, padded, m + r, l + r);
     }
-    count = kv_stream_pieces(x, v, x->v_words, x->v_words == KV_INT4, c, n, piece);
+    count = kv_stream_pieces(x, v, x->v_words, kv_is_rotated(x->v_words), c, n, piece);
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n) {

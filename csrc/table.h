@@ -51,7 +51,7 @@ struct Arg {
 };
 
 using Arguments = std::span<const Arg>;
-constexpr size_t MOST_ROWS = 24; /* of an op */
+constexpr size_t MOST_ROWS = 32; /* of an op */
 
 /* The elements that a field of type Field points to. */
 template <typename Field>
@@ -81,7 +81,6 @@ using namespace sizes;
   .at = offsetof(A, field), .element = element_of<decltype(A{}.field)>(), .shape = {__VA_ARGS__}, .text = #__VA_ARGS__
 #define KV_STRIDES(field) \
   .stride_at = offsetof(A, field##_stride), .strides = std::extent_v<decltype(A{}.field##_stride)>
-#define KV_PACKING(field) .packing_at = place<kv_packing, decltype(A{}.field##_packing)>(offsetof(A, field##_packing))
 #define KV_VALUE(T, field) .at = place<T, decltype(A{}.field)>(offsetof(A, field))
 
 #define OP(op)         \
@@ -90,7 +89,9 @@ using namespace sizes;
     static constexpr Arg args[] = {
 #define TENSOR(type, name, field, ...) {KV_ROW(tensor, #type, name), KV_ARRAY(field, __VA_ARGS__)},
 #define ROWS(type, name, field, ...) {KV_ROW(rows, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_STRIDES(field)},
-#define SLOTS(type, name, field, ...) {KV_ROW(slots, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_PACKING(field)},
+#define SLOTS(type, name, field, ...)                                                             \
+  {KV_ROW(integer, "int", name##_kind), KV_VALUE(int, field##_packing), .most = KV_LAYOUT_COUNT}, \
+      {KV_ROW(slots, #type, name), KV_ARRAY(field, __VA_ARGS__), .packing_at = offsetof(A, field##_packing)},
 #define NUMBER(name, field) {KV_ROW(number, "float", name), KV_VALUE(float, field)},
 #define FLAG(name, field) {KV_ROW(flag, "bool", name), KV_VALUE(int, field)},
 #define INTEGER(name, field, least_, most_) \

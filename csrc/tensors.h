@@ -265,13 +265,17 @@ class Call {
     Tensor &t = *tensors_[i];
     STD_TORCH_CHECK(asked(aoti_torch_get_device_type, t) == device_ && (!cuda_ || t.get_device_index() == index_),
                     x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
-    const bool packed = x.kind == Kind::slots && asked(aoti_torch_get_dtype, t) == code_of(ScalarType::Byte);
-    STD_TORCH_CHECK(packed || asked(aoti_torch_get_dtype, t) == code_of(type_of(x)), x.name, " is ",
-                    toString(t.scalar_type()), ", expected ", toString(type_of(x)));
+    const kv_packing packing = packing_of(x, a);
+    const bool packed = packing != KV_AS_COMPUTED;
+    const ScalarType type = packed ? ScalarType::Byte : type_of(x);
+    STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type), x.name, " is ", toString(t.scalar_type()),
+                    ", expected ", toString(type));
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0, x.name,
                     " does not start at a multiple of its element size, ", t.element_size(), " bytes; pass a clone");
     read_shape(x, t, packed);
-    if (packed) put(a, x.packing_at, packing_of(x, t));
+    const int64_t bytes = packed ? kv_packed_bytes(packing, size(sizes::D)) : 0;
+    STD_TORCH_CHECK(!packed || t.size(1) == bytes, x.name, " has rows of ", t.size(1), " bytes, expected ", bytes,
+                    " for a head dimension of ", size(sizes::D), " in kind ", static_cast<int>(packing));
     const bool slots = x.element == Element::call && !packed;
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
     if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
@@ -283,13 +287,11 @@ class Call {
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }
 
-  /* The kind of packed slots, by the bytes of a row. */
-  kv_packing packing_of(const Arg &x, const Tensor &t) const {
-    const int64_t have = t.size(1), eight = kv_packed_bytes(KV_INT8, size(sizes::D)),
-                  four = kv_packed_bytes(KV_INT4, size(sizes::D));
-    STD_TORCH_CHECK(have == eight || have == four, x.name, " is uint8 with rows of ", have, " bytes, expected ", eight,
-                    " (8 bits) or ", four, " (4 bits) for a head dimension of ", size(sizes::D));
-    return have == eight ? KV_INT8 : KV_INT4;
+  /* How rows are packed: of slots the argument before them said so. */
+  static kv_packing packing_of(const Arg &x, const void *a) {
+    kv_packing packing = KV_AS_COMPUTED;
+    if (x.kind == Kind::slots) std::memcpy(&packing, static_cast<const char *>(a) + x.packing_at, sizeof packing);
+    return packing;
   }
 
   void read_shape(const Arg &x, const Tensor &t, bool packed) {

@@ -16,9 +16,9 @@ enum { WORDS = 2 * VL }; /* of a vector */
 typedef int32_t vi __attribute__((vector_size(4 * KV_VL)));
 typedef vi vi_any __attribute__((aligned(2), may_alias));
 
-/* Whether rows of this kind can be read so. */
+/* Whether rows of this kind can be read so; others are restored as floats. */
 static inline int kv_has_words(kv_packing packing, int64_t D) {
-  return KV_WORDS && packing != KV_AS_COMPUTED && D % (packing == KV_INT8 ? WORDS : 2 * WORDS) == 0;
+  return KV_WORDS && ((packing == KV_INT8 && D % WORDS == 0) || (packing == KV_INT4 && D % (2 * WORDS) == 0));
 }
 
 /* x [n], n a multiple of VL, as words [n] times the scale that is returned, NaN if a number is not finite. */

@@ -60,7 +60,7 @@ def arguments(op: str) -> list[Row]:
 def places(op: str, parameters: Collection[str]) -> list[str]:
     """How a function with these parameters reads each argument of the op: `q` is a parameter, `held.k` the part of a
     parameter `held` that the argument `held_k` is."""
-    split = [(arg.name, *arg.name.rpartition("_")[::2]) for arg in arguments(op)]
+    split = [(arg.name, *arg.name.partition("_")[::2]) for arg in arguments(op)]
     return [f"{held}.{part}" if held in parameters and part in PARTS else name for name, held, part in split]
 
 
@@ -71,8 +71,8 @@ def function(op: str, parameters: str = "") -> Callable:
     names: dict = dict(call=getattr(torch.ops.kvevict, op).default, explained=explained, note_written=note_written)
     values, written = [], []
     for arg, place in zip(arguments(op), places(op, re.findall(r"\w+", parameters))):
-        if arg.type == "Tensor?" and "." in place:
-            place = f"{place.split('.')[0]} and {place}"
+        if "." in place and arg.type in ("Tensor?", "int"):  # of no Held: None, and the kind 0
+            place = f"{place.split('.')[0]} and {place}{' or 0' * (arg.type == 'int')}"
         values.append(f"{arg.name}_of[{place}]" if arg.kind == "choice" else place)
         names[f"{arg.name}_of"] = {word: i for i, word in enumerate(arg.words)}
         written += [place] * arg.type.endswith("!)")
@@ -118,16 +118,18 @@ def shapes(op: str, parameters: Collection[str]) -> str:
 def explained(op: str, error: Exception, given: dict) -> Exception:
     """The exception that says best why a call failed. Called only for a failed one: the checks are not free."""
     named = [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, given))]
-    values = []
+    values, packed = [], set()
     for arg in named:
         name, _, part = arg.name.partition(".")
-        value, is_absent = given[name], given[name] is None and arg.type == "Tensor?"
+        value, is_absent = given[name], given[name] is None and arg.type in ("Tensor?", "int")
         if part and not is_absent:
             if not hasattr(value, part):
                 return TypeError(f"kvevict.{op}: {name} is {value!r}, expected a kvevict._ops.Held")
             value = getattr(value, part)
             is_absent = value is None and arg.type == "Tensor?"
         values.append(value)
+        if part.endswith("_kind") and value:
+            packed.add(arg.name.removesuffix("_kind"))
         if arg.kind == "choice" and value not in arg.words:
             return ValueError(f"kvevict.{op}: {name} is {value!r}, expected one of {', '.join(arg.words)}")
         if arg.is_tensor() and not isinstance(value, torch.Tensor) and not is_absent:
@@ -135,13 +137,12 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
     tensors = [(arg, value) for arg, value in zip(named, values) if isinstance(value, torch.Tensor)]
     lead = tensors[0][1] if tensors else torch.empty(0)
     for arg, t in tensors:
-        want = arg.dtype_beside(lead)
+        want = torch.uint8 if arg.name in packed else arg.dtype_beside(lead)
         if t.device != lead.device:
             return ValueError(f"kvevict.{op}: {arg.name} is on {t.device}, the others on {lead.device}")
-        is_packed = arg.kind == "slots" and t.dtype == torch.uint8
-        if t.dtype != want and not is_packed:
+        if t.dtype != want:
             return TypeError(f"kvevict.{op}: {arg.name} is {t.dtype}, expected {want}")
-        if not arg.dtype and not is_packed and t.dtype not in FLOATS:
+        if not arg.dtype and arg.name not in packed and t.dtype not in FLOATS:
             return TypeError(f"kvevict.{op}: {arg.name} is {t.dtype}, expected float32, float16 or bfloat16")
     if isinstance(error, NotImplementedError) and lead.device.type != "cpu":
         kernels = f"this build has no {lead.device.type.upper()} kernels"
@@ -149,7 +150,7 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
     text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the place in csrc
     for arg, shown in zip(arguments(op), named):
         text = re.sub(rf"\b{arg.name}\b", shown.name, text)
-    is_option = re.match(r"\w+ is .*, expected", text)  # errors about tensors were returned above
+    is_option = re.match(r"[\w.]+ is .*, expected", text)  # errors about tensors were returned above
     return (ValueError if is_option else RuntimeError)(f"kvevict.{op}: {text}")
 
 

@@ -31,9 +31,9 @@ class Held:
     offset[b, h] .. offset[b, h] + len[b, h] - 1. No other head owns rows of it in buffers that an op writes. The
     parts that an op reads are in its documentation; the others may be None.
 
-    k and v may each be packed: uint8 with rows of D + 4 bytes (8 bits a number) or D / 2 + 4 (4 bits), as
-    csrc/kvevict.h says. `compact` and `decode` pack a row when they store it; from then on it is moved as it is, and
-    every op reads it as the numbers that it stands for (the backward of `kl` on a CPU only).
+    k and v may each be packed, and then are uint8. Their kind says how, a kv_packing of csrc/kvevict.h. `compact` and
+    `decode` pack a row when they store it; from then on it is moved as it is, and every op reads it as the numbers that
+    it stands for (the backward of `kl` on a CPU only).
     """
 
     k: Tensor = None  # type: ignore[assignment]  # [rows, D], or packed
@@ -42,11 +42,13 @@ class Held:
     offset: Tensor = None  # type: ignore[assignment]  # int64 [B, Hkv]
     len: Tensor = None  # type: ignore[assignment]  # int32 [B, Hkv]
     centre: Tensor | None = None  # float32 [B, Hkv, D] that packed keys are stored less of; None: 0
+    k_kind: int = 0  # how rows of k are stored; 0: as numbers of the call's dtype
+    v_kind: int = 0
 
     def of(self, name: str) -> "Held":
         """The slots with their keys ("k") or values ("v") as `k`, for ops of one array."""
-        centre = self.centre if name == "k" else None
-        return Held(getattr(self, name), offset=self.offset, len=self.len, centre=centre)
+        centre, kind = (self.centre, self.k_kind) if name == "k" else (None, self.v_kind)
+        return Held(getattr(self, name), offset=self.offset, len=self.len, centre=centre, k_kind=kind)
 
     def within(self, begin: Tensor | int, length: Tensor) -> "Held":
         """Only the slots begin .. begin + length - 1 [B, Hkv], to be read."""
@@ -119,17 +121,17 @@ _kl_grad = function("kl_grad")
 
 
 def _kl_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *rows, scale, softcap, causal, _, target, _ = inputs
+    q, k, row_first, kind, *held, scale, softcap, causal, _, target, _ = inputs
     _, lse, mean_attn = output
     ctx.mark_non_differentiable(lse, mean_attn)
-    ctx.save_for_backward(*rows, lse, target, mean_attn)
-    ctx.options = scale, softcap, causal
+    ctx.save_for_backward(q, k, row_first, *held, lse, target, mean_attn)
+    ctx.kind, ctx.options = kind, (scale, softcap, causal)
 
 
 def _kl_backward(ctx: Any, grad: torch.Tensor, *rest: Any) -> tuple:
-    *rows, lse, target, mean_attn = ctx.saved_tensors
-    dq, dk = _kl_grad(*rows, *ctx.options, lse, target, mean_attn, grad.contiguous())
-    return dq.to(rows[0].dtype), dk.to(rows[1].dtype), *[None] * (len(ctx.needs_input_grad) - 2)
+    q, k, row_first, *held, lse, target, mean_attn = ctx.saved_tensors
+    dq, dk = _kl_grad(q, k, row_first, ctx.kind, *held, *ctx.options, lse, target, mean_attn, grad.contiguous())
+    return dq.to(q.dtype), dk.to(k.dtype), *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 torch.library.register_autograd("kvevict::kl", _kl_backward, setup_context=_kl_context)

@@ -18,7 +18,7 @@ from .engine.slots.layers import StatefulLayer
 from .engine.slots.ranks import of
 from .engine.slots.storage import Storage
 from .policy.checks import count, parsed
-from .policy.kv import KINDS, WIDER, row_bytes
+from .policy.kv import KINDS, LAYOUTS, MODEL, row_bytes
 from .policy.policy import Policy
 from .version import VERSION
 from .weights import Identity, Owner, identity
@@ -27,7 +27,7 @@ FORMAT = "kvevict-cache-5"
 FLAT = ("k", "v", "pos")
 OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
-MODEL = KINDS["model"]
+WORDS = [layout.word for layout in LAYOUTS]
 
 
 def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "") -> None:
@@ -70,7 +70,8 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
             own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
             values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
             fact = dict(kind=families.FULL_ATTENTION, columns=sequence.columns)
-            facts.append(fact if slots.bits == MODEL else fact | dict(bits=slots.bits))
+            packed_as = dict(bits=[WORDS[kind] for kind in slots.kinds])
+            facts.append(fact if slots.kinds == KINDS["model"] else fact | packed_as)
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
             start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
@@ -289,10 +290,10 @@ def _expect(name: str, tensor: torch.Tensor, shape: tuple, dtype: torch.dtype) -
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
-def _expect_rows(name: str, tensor: torch.Tensor, rows: int, dim: int, dtype: Any, bits: Any) -> None:
-    """`_expect` for rows of `dim` numbers, packed with so many bits or (None) not."""
-    width, kind = (dim, dtype) if bits is None else (row_bytes(bits, dim, 0), torch.uint8)
-    _expect(name, tensor, (rows, width), kind)
+def _expect_rows(name: str, tensor: torch.Tensor, rows: int, dim: int, dtype: Any, kind: int) -> None:
+    """`_expect` for rows of `dim` numbers."""
+    width, element = (dim, dtype) if kind == MODEL else (row_bytes(kind, dim, 0), torch.uint8)
+    _expect(name, tensor, (rows, width), element)
 
 
 def _of_layer(tensors: dict, index: int) -> dict:
@@ -341,16 +342,16 @@ def _check_sliding(tensors: dict, fact: dict) -> int:
 
 def _check_evicted(tensors: dict, fact: dict) -> int:
     """`_check` of a layer that is evicted from; how many rows it has."""
-    length, arrays, bits = tensors["len"], [tensors["k"], tensors["v"]], _bits_of(fact)
+    length, arrays, kinds = tensors["len"], [tensors["k"], tensors["v"]], _kinds_of(fact)
     batch, heads = length.shape if length.ndim == 2 else (0, 0)
     rows = int(length.sum())
-    plain = next((each for each, packed in zip(arrays, bits) if packed is None), None)
+    plain = next((each for each, kind in zip(arrays, kinds) if kind == MODEL), None)
     dtype, dim = (None, 0) if plain is None else (plain.dtype, plain.shape[-1])
-    if bits[0] is not None:
+    if kinds[0] != MODEL:
         dim = tensors["centre"].shape[-1]
         _expect("centre", tensors["centre"], (batch, heads, dim), torch.float32)
-    for name, each, packed in zip("kv", arrays, bits, strict=True):
-        _expect_rows(name, each, rows, dim, dtype, packed)
+    for name, each, of_rows in zip("kv", arrays, kinds, strict=True):
+        _expect_rows(name, each, rows, dim, dtype, of_rows)
     for name, shape, kind in (
         ("len", (batch, heads), torch.int32), ("pos", (rows,), torch.int32),
         ("seen", (batch,), torch.int32), ("budget", (batch,), torch.int32),
@@ -373,12 +374,12 @@ def _check_evicted(tensors: dict, fact: dict) -> int:
     return batch
 
 
-def _bits_of(fact: dict) -> tuple:
-    """Bits of the numbers of a layer's keys and values; None: of the model's dtype."""
-    bits = fact.get("bits", MODEL)
-    if not isinstance(bits, (list, tuple)) or len(bits) != 2 or not all(each in (None, *WIDER) for each in bits):
-        raise ValueError(f"slots of {bits!r} bits, which this version of kvevict does not know")
-    return tuple(bits)
+def _kinds_of(fact: dict) -> tuple:
+    """Kinds of a layer's keys and values."""
+    words = fact.get("bits", [None, None])
+    if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(each in WORDS for each in words):
+        raise ValueError(f"slots of {words!r} bits, which this version of kvevict does not know")
+    return tuple(WORDS.index(each) for each in words)
 
 
 def _fill_cache(cache: EvictionCache, fact: dict) -> None:
@@ -405,9 +406,9 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
     (query_heads, heads, dim, read), length = shape, tensors["len"]
     batch = len(length)
     _expect("len", length, (batch, heads), torch.int32)
-    bits, rows = _bits_of(fact), int(length.sum())
-    for name, packed in zip("kv", bits, strict=True):
-        _expect_rows(name, tensors[name], rows, dim, dtype, packed)
+    kinds, rows = _kinds_of(fact), int(length.sum())
+    for name, kind in zip("kv", kinds, strict=True):
+        _expect_rows(name, tensors[name], rows, dim, dtype, kind)
     if "prompt" in tensors:
         layer.prompt = np.array(tensors["prompt"].tolist())
     if "moments" in tensors:
@@ -419,8 +420,8 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
     layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim, dtype=dtype))
     slots, counts = (tensors["k"], tensors["v"], tensors["pos"]), np.array(length.tolist())
-    layer.bits = bits
-    layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"))
+    layer.kinds = kinds
+    layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"), kinds)
     layer.sequence.columns, layer.sequence.seen = fact["columns"], np.array(tensors["seen"].tolist())
     layer.budget = np.array(tensors["budget"].tolist())
     for name in OPTIONAL:

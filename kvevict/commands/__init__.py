@@ -29,9 +29,6 @@ COMMANDS = Registry("command")
 Command: TypeAlias = Callable[[argparse.ArgumentParser, list[str]], dict[str, Any] | None]
 
 
-KVS = ("model", "int8", "k8v4", "int4")  # kvevict.policy.kv.KINDS, without importing torch
-
-
 def command(function: Command) -> Command:
     return COMMANDS.add(function.__name__)(function)
 
@@ -75,9 +72,9 @@ def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512,
                         f"default {budget}")  # fmt: skip
     parser.add_argument("--chunk-size", type=int, default=chunk_size,
                         help=f"tokens read at once; default {chunk_size or 'is up to the policy'}")  # fmt: skip
-    parser.add_argument("--kv", default="model", choices=KVS,
-                        help="stored slots in the model's dtype, or packed: keys and values in 8 bits a number, in 8 "
-                        "and 4, or in 4; default model")  # fmt: skip
+    parser.add_argument("--kv", default="model", metavar="KIND",
+                        help="of stored slots: model (in the model's dtype, default), or packed, int8 (keys and values "
+                        "in 8 bits a number), k8v4 (in 8 and 4), int4")  # fmt: skip
 
 
 def words(text: str) -> str:

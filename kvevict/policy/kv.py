@@ -2,64 +2,14 @@
 number (csrc/kvevict.h)."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Bits of a key's and of a value's numbers; None: the model's dtype.
-KINDS: dict[str, tuple[int | None, int | None]] = {
-    "model": (None, None),
-    "int8": (8, 8),
-    "k8v4": (8, 4),
-    "int4": (4, 4),
-}
-WIDER: dict[int, int | None] = {4: 8, 8: None}
 MOST = 1.0  # expected error of a logit above which keys take more bits
 FEW = 16  # keys of a head, or more, lie about as far from their centre as later ones; of fewer it counts as 0
-ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre and the bits
-
-
-def row_bytes(bits: int | None, dim: int, element: int) -> int:
-    """Count the bytes of one row of `dim` numbers with its scale; element: bytes of a number in the model's dtype."""
-    return dim * element if bits is None else dim * bits // 8 + 4
-
-
-def slot_bytes(kv: str, dim: int, element: int) -> int:
-    """Count the bytes of a slot of one kv head, its key and value."""
-    return sum(row_bytes(bits, dim, element) for bits in KINDS[kv])
-
-
-def is_wider(bits: tuple[int | None, int | None], kind: str) -> bool:
-    """Return True if keys of so many bits take more than the kind's."""
-    asked = KINDS[kind][0]
-    return asked is not None and (bits[0] is None or bits[0] > asked)
-
-
-def bits_of(rows: Tensor, dim: int) -> int | None:
-    """Return the bits of a number in a buffer [n, *] of rows of `dim` numbers."""
-    if rows.dtype != torch.uint8:
-        return None
-    return 8 if rows.shape[1] == dim + 4 else 4
-
-
-def buffer(bits: int | None, keys: Tensor) -> Tensor:
-    """Make an empty buffer [0, *] for rows of keys [.., D]."""
-    dim = keys.shape[-1]
-    return keys.new_empty(0, dim) if bits is None else keys.new_empty(0, row_bytes(bits, dim, 0), dtype=torch.uint8)
-
-
-def numbers(rows: Tensor, dim: int, centre: Tensor | None = None) -> Tensor:
-    """Return rows [n, *] of a buffer as numbers [n, dim]: fp32 if the rows are packed. centre: fp32 [dim] of packed
-    keys."""
-    if rows.dtype != torch.uint8:
-        return rows
-    if bits_of(rows, dim) == 8:
-        x = rows[:, :dim].contiguous().view(torch.int8).float() * rows[:, dim:].contiguous().view(torch.float32)
-    else:
-        half = rows[:, : dim // 2]
-        scale, least = rows[:, dim // 2 :].contiguous().view(torch.float16).float().split(1, 1)
-        x = hadamard(torch.cat([half & 15, half >> 4], 1).float() * scale + least)
-    return x if centre is None else x + centre
+ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre and the kind
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -73,6 +23,87 @@ def hadamard(x: Tensor) -> Tensor:
     return x.reshape(shape) * size**-0.5
 
 
+def _numbers_int8(rows: Tensor, dim: int) -> Tensor:
+    return rows[:, :dim].contiguous().view(torch.int8).float() * rows[:, dim:].contiguous().view(torch.float32)
+
+
+def _numbers_int4(rows: Tensor, dim: int) -> Tensor:
+    half = rows[:, : dim // 2]
+    scale, least = rows[:, dim // 2 :].contiguous().view(torch.float16).float().split(1, 1)
+    return hadamard(torch.cat([half & 15, half >> 4], 1).float() * scale + least)
+
+
+def _steps_int8(rows: Tensor) -> Tensor:
+    return rows.abs().amax(-1).float() / 127
+
+
+def _steps_int4(rows: Tensor) -> Tensor:
+    x = hadamard(rows.float().reshape(-1, rows.shape[-1])).reshape(rows.shape)
+    return (x.amax(-1) - x.amin(-1)) / 15
+
+
+class Layout(NamedTuple):
+    """How a row of numbers is stored. Its number in LAYOUTS is its kind, a kv_packing of csrc/kvevict.h."""
+
+    name: str
+    bits: int | None  # of a number; None: the model's dtype, and no other field
+    word: Any  # for it in cache files
+    wider: int  # the kind of keys whose error is too large in this one
+    numbers: Callable[[Tensor, int], Tensor]  # rows [n, *] and dim -> fp32 [n, dim], without the centre
+    steps: Callable[
+        [Tensor], Tensor
+    ]  # rows [.., d] -> fp32 [..], the step between two numbers that a packed row can hold
+
+
+LAYOUTS = (
+    Layout("model", None, None, 0, None, None),  # type: ignore[arg-type]
+    Layout("int8", 8, 8, 0, _numbers_int8, _steps_int8),
+    Layout("int4", 4, 4, 1, _numbers_int4, _steps_int4),
+)
+MODEL, INT8, INT4 = range(len(LAYOUTS))
+Kinds = tuple[int, int]  # of a layer's keys and of its values
+
+# What a policy's kv stands for.
+KINDS: dict[str, Kinds] = {
+    "model": (MODEL, MODEL),
+    "int8": (INT8, INT8),
+    "k8v4": (INT8, INT4),
+    "int4": (INT4, INT4),
+}
+
+
+def row_bytes(kind: int, dim: int, element: int) -> int:
+    """Count the bytes of one row of `dim` numbers with its scale; element: bytes of a number in the model's dtype."""
+    bits = LAYOUTS[kind].bits
+    return dim * element if bits is None else dim * bits // 8 + 4
+
+
+def slot_bytes(kv: str, dim: int, element: int) -> int:
+    """Count the bytes of a slot of one kv head, its key and value."""
+    return sum(row_bytes(kind, dim, element) for kind in KINDS[kv])
+
+
+def is_wider(kinds: Kinds, kv: str) -> bool:
+    """Return True if keys of such a kind take more bits than the policy's."""
+    asked, bits = LAYOUTS[KINDS[kv][0]].bits, LAYOUTS[kinds[0]].bits
+    return asked is not None and (bits is None or bits > asked)
+
+
+def buffer(kind: int, keys: Tensor) -> Tensor:
+    """Make an empty buffer [0, *] for rows of keys [.., D]."""
+    dim = keys.shape[-1]
+    return keys.new_empty(0, dim) if kind == MODEL else keys.new_empty(0, row_bytes(kind, dim, 0), dtype=torch.uint8)
+
+
+def numbers(rows: Tensor, kind: int, dim: int, centre: Tensor | None = None) -> Tensor:
+    """Return rows [n, *] of a buffer as numbers [n, dim]: fp32 if the rows are packed. centre: fp32 [dim] of packed
+    keys."""
+    if kind == MODEL:
+        return rows
+    x = LAYOUTS[kind].numbers(rows, dim)
+    return x if centre is None else x + centre
+
+
 def centre(keys: Tensor, weights: Tensor) -> Tensor:
     """Average keys [B, Hkv, S, D] with attention weights [B, Hkv, S] (0: the key does not count): fp32 [B, Hkv, D], the
     c that makes the sum of a_i |k_i - c|^2 least. 0 where the mean is not finite."""
@@ -80,18 +111,10 @@ def centre(keys: Tensor, weights: Tensor) -> Tensor:
     return (total / weights.sum(2)[..., None]).nan_to_num(0, 0, 0)
 
 
-def steps(rows: Tensor, bits: int) -> Tensor:
-    """Return the step between two numbers that a packed row can hold: fp32 [..] of rows [.., d]."""
-    if bits == 8:
-        return rows.abs().amax(-1).float() / 127
-    x = hadamard(rows.float().reshape(-1, rows.shape[-1])).reshape(rows.shape)
-    return (x.amax(-1) - x.amin(-1)) / 15
-
-
 def expected_errors(
-    query: Tensor, seen: Tensor, key: Tensor, held: Tensor, centre: Tensor, scale: float, bits: int
+    query: Tensor, seen: Tensor, key: Tensor, held: Tensor, centre: Tensor, scale: float, kind: int
 ) -> Tensor:
-    """Return the expected error of a logit of each query head with keys of so many bits: fp32 [H]. A number is rounded
+    """Return the expected error of a logit of each query head with keys of a packed kind: fp32 [H]. A number is rounded
     by s / sqrt(12), s the step of its row, and so q . k by |q| s / sqrt(12). The medians of |q| and of s count.
 
     query [B, H, T, D], key [B, Hkv, S, D], centre fp32 [B, Hkv, D]; seen, held: bool [B, heads or 1, *] the rows that
@@ -106,16 +129,16 @@ def expected_errors(
     def norms(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
-    centre = centre * (held.sum(2) >= FEW)[..., None]
-    of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None], bits), key, held)
+    steps, centre = LAYOUTS[kind].steps, centre * (held.sum(2) >= FEW)[..., None]
+    of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None]), key, held)
     group = len(of_queries) // len(of_keys)
     return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)
 
 
-def chosen(kv: str, error: Callable[[int], float]) -> tuple[int | None, int | None]:
-    """Choose the bits of a layer's keys and values, of the kind `kv`. Keys take more bits as long as their error is too
-    large; error: bits -> the mean of `expected_errors`."""
+def chosen(kv: str, error: Callable[[int], float]) -> Kinds:
+    """Choose the kinds of a layer's keys and values, of a policy's `kv`. Keys take the wider kind as long as their
+    error is too large; error: kind -> the mean of `expected_errors`."""
     keys, values = KINDS[kv]
-    while keys is not None and not error(keys) <= MOST:
-        keys = WIDER[keys]
+    while keys != MODEL and not error(keys) <= MOST:
+        keys = LAYOUTS[keys].wider
     return keys, values

@@ -289,8 +289,8 @@ def bench_packed(H, Hkv, D, stored):
     """A decoded token on slots of 8 and 4 bits, beside slots in bf16."""
     q, k, v, _, keys, values, scale = data(H, Hkv, D, stored, 1, torch.bfloat16)
     pos, ways = torch.zeros(1, 1, dtype=torch.int32), {}
-    for kind, bits in KINDS.items():
-        held = packed_slots(keys[:, :, :stored], values[:, :, :stored], bits)
+    for kind, kinds in KINDS.items():
+        held = packed_slots(keys[:, :, :stored], values[:, :, :stored], kinds)
         ways[kind] = lambda held=held: ops.decode(q, k, v, pos, held, scale=scale)
         close(kind, ways[kind]()[0], ways["bf16"]()[0], NEAR[kind])
     name, bf16 = f"{H}/{Hkv} d={D} on {stored}", ways.pop("bf16")

@@ -17,21 +17,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 import ref
 
 from kvevict import _ops as ops
+from kvevict.policy import kv
 
-KINDS = {"bf16": (0, 0), "int8": (8, 8), "k8v4": (8, 4), "int4": (4, 4)}
+KINDS = {"bf16": kv.KINDS["model"]} | {name: kinds for name, kinds in kv.KINDS.items() if name != "model"}
 NEAR = {"bf16": 0.01, "int8": 0.03, "k8v4": 0.2, "int4": 0.3}  # of the largest output, from bf16's; random keys
 SHAPES = [(32, 8, 128), (8, 2, 64)]  # H, Hkv, D
 
 
-def stored(k, v, bits):
+def stored(k, v, kinds):
     """The slots in one buffer each, stored by `compact`, with room for one more a head."""
-    (_, heads, n, dim), room = k.shape, k.shape[2] + 1
-    buffers = [
-        k.new_zeros(heads * room, dim) if not b else torch.zeros(heads * room, dim * b // 8 + 4, dtype=torch.uint8)
-        for b in bits
-    ]
+    (_, heads, n, _), room = k.shape, k.shape[2] + 1
+    buffers = [(one := kv.buffer(kind, k)).new_zeros(heads * room, one.shape[1]) for kind in kinds]
     offset, full = (torch.arange(heads) * room)[None], torch.full((1, heads), n, dtype=torch.int32)
-    held = ops.Held(*buffers, torch.zeros(heads * room, dtype=torch.int32), offset, full * 0, k.float().mean(2))
+    held = ops.Held(*buffers, torch.zeros(heads * room, dtype=torch.int32), offset, full * 0, k.float().mean(2), *kinds)
     first, pos = torch.zeros(1, dtype=torch.int32), torch.arange(n, dtype=torch.int32)[None]
     ops.compact(held, k, v, pos, first, None, full, held)
     held.len = full
@@ -50,8 +48,8 @@ def against_the_oracle():
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, h, n, 64, generator=g).bfloat16() for h, n in ((8, 32), (2, 300), (2, 300)))
     none = torch.zeros(1, dtype=torch.int32)
-    for kind, bits in KINDS.items():
-        held = stored(k, v, bits)
+    for kind, kinds in KINDS.items():
+        held = stored(k, v, kinds)
         new = k[:, :, :32], v[:, :, :32]
         (out, _), (want, _) = (attend(q, held, *new, none, scale=0.125) for attend in (ops.attend, ref.attend))
         error = (out.double() - want).abs().max() / want.abs().max()
@@ -96,7 +94,7 @@ def main():
         for n, rows in ((8192, 1), (32768, 1), (4096, 1024)):
             k, v, new_k, new_v = (torch.randn(1, kv_heads, i, dim, generator=g).bfloat16() for i in (n, n, rows, rows))
             q, pos = torch.randn(1, heads, rows, dim, generator=g).bfloat16(), torch.full((1, 1), n, dtype=torch.int32)
-            slots = {kind: stored(k, v, bits) for kind, bits in KINDS.items()}
+            slots = {kind: stored(k, v, kinds) for kind, kinds in KINDS.items()}
 
             title = f"{heads}/{kv_heads} heads of {dim}, {rows} on {n}"
             told(title, {kind: run_of(held, q, new_k, new_v, pos, scale) for kind, held in slots.items()}, seconds)

@@ -19,17 +19,18 @@ from kvevict.batch import Batch, Pools
 from kvevict.families import find_decoder
 from kvevict.lookahead import Adapter, train
 from kvevict.lookahead.passes import loss, truth
+from kvevict.policy.kv import KINDS
 
 pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
 
 
-def made(device, seed=1, bits=(0, 0)):
-    """A chunk of 33 on 2 x 2 heads with up to 300 slots, to be cut back to 60. bits: of their keys and values, 0: as
-    computed."""
+def made(device, seed=1, kv="model"):
+    """A chunk of 33 on 2 x 2 heads with up to 300 slots, to be cut back to 60."""
     p = problem(seed, T=33, G=4, lens=[[300, 100], [60, 250]], first=[0, 5], room=40, dtype=torch.bfloat16)
-    for name, each in zip("kv", bits, strict=True):
-        if each:
-            p[f"held_{name}"] = ref.packed(p[f"held_{name}"].nan_to_num(), each)
+    for name, kind in zip("kv", KINDS[kv], strict=True):
+        if kind:
+            p[f"held_{name}"] = ref.packed(p[f"held_{name}"].nan_to_num(), kind)
+            p[f"held_{name}_kind"] = kind
     p |= {"n": p["held_len"] + 33 - p["first"][:, None], "keep": i32([[60, 60]] * 2), "ends": i32([4, 4])}
     moved = Moved(torch.device(device))
     return {name: moved(value) for name, value in p.items()}
@@ -53,9 +54,9 @@ def same(a, b):
     return all(same_bits(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("bits", [(0, 0), (8, 8), (8, 4), (4, 4)])
-def test_repeats_bit_for_bit(bits):
-    assert same(chunk(made("cuda", bits=bits)), chunk(made("cuda", bits=bits)))
+@pytest.mark.parametrize("kv", KINDS)
+def test_repeats_bit_for_bit(kv):
+    assert same(chunk(made("cuda", kv=kv)), chunk(made("cuda", kv=kv)))
 
 
 def test_current_stream():
@@ -72,16 +73,16 @@ def test_current_stream():
     assert same(got, want)
 
 
-@pytest.mark.parametrize("bits", [(0, 0), (8, 4)])
-def test_graph(bits):
+@pytest.mark.parametrize("kv", ["model", "k8v4"])
+def test_graph(kv):
     """Captured once, replayed on other queries, keys and values."""
-    p = made("cuda", bits=bits)
-    chunk(made("cuda", bits=bits))  # the setup of the first call must not be captured
+    p = made("cuda", kv=kv)
+    chunk(made("cuda", kv=kv))  # the setup of the first call must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chunk(p)
     for seed in (1, 2, 3):
-        want = made("cuda", bits=bits)
+        want = made("cuda", kv=kv)
         for name in "qkv":
             want[name].copy_(made("cuda", seed)[name])
         for name in (*"qkv", "held_k", "held_v", "held_pos"):
@@ -143,7 +144,7 @@ def test_packed_slots_as_on_the_cpu(kind):
             cache = model(**moved_to(device, inputs), use_cache=True).past_key_values
             logits = model(inputs["input_ids"][:, :1].to(device), past_key_values=cache).logits
         storages = [layer.storage for layer in cache.layers]
-        found.append((slots_of(cache), [(each.k.shape, each.v.shape, each.bits) for each in storages]))
+        found.append((slots_of(cache), [(each.k.shape, each.v.shape, each.kinds) for each in storages]))
         assert logits.isfinite().all()
     assert found[0] == found[1]
 

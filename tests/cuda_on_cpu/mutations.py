@@ -129,7 +129,7 @@ MUTATIONS = [
              "the transform spans two blocks", tests="test_decode and dtype1", of="packed"),
     Mutation("decode", "lanes.cuh", "lanes_sum<L>(sum) + (packed ? more[g] : 0)", "lanes_sum<L>(sum)",
              "the centre is left out", tests="test_decode and dtype0", of="packed"),
-    Mutation("decode", "lanes.cuh", "if (v.packing == KV_INT4)", "if (v.packing == KV_INT8)",
+    Mutation("decode", "lanes.cuh", "if (kv_is_rotated(v.packing))", "if (false)",
              "outputs are not rotated back", tests="test_decode and dtype0", of="packed"),
     Mutation("decode", "decode_cuda.cu", "packed ? n : n - 1, n}", "packed ? n - 1 : n - 1, n}",
              "a packed new row is read as computed", tests="test_decode and dtype0", of="packed"),

@@ -49,7 +49,7 @@ def row(text, batch=1):
 
 def kept(net, policy=None, **options):
     cache = kvevict.read(net, tiny.byte_tokenizer(), TEXT, policy, **options)
-    return [layer.positions() for layer in cache.layers], [layer.storage.bits for layer in cache.layers]
+    return [layer.positions() for layer in cache.layers], [layer.storage.kinds for layer in cache.layers]
 
 
 def same(one, other):

@@ -61,7 +61,7 @@ def against_the_oracle(model, kind, turns=(40, 33, 1, 20)):
 def test_head_dimensions(kind, dim):
     """24, 80 and 96 are not powers of two: the Hadamard transform goes by blocks."""
     layers = against_the_oracle(tiny.model(head_dim=dim), kind)
-    assert [layer.storage.bits for layer in layers] == [KINDS[kind]] * 4
+    assert [layer.storage.kinds for layer in layers] == [KINDS[kind]] * 4
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -70,7 +70,7 @@ def test_windows_softcaps_and_sinks(kind, family):
     """Sliding layers have Transformers' cache and store nothing packed."""
     layers = against_the_oracle(tiny.model(family), kind)
     assert len(layers) == (2 if family in ("gemma2", "gemma3", "gpt_oss") else 4)
-    assert all(layer.storage.bits == KINDS[kind] for layer in layers)
+    assert all(layer.storage.kinds == KINDS[kind] for layer in layers)
 
 
 @pytest.mark.parametrize("kind", ["k8v4", "int4"])

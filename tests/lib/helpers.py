@@ -119,4 +119,6 @@ def same_for_threads(run):
 def opcheck(name, args):
     op = getattr(torch.ops.kvevict, name).default
     moved = Moved(device)
-    torch.library.opcheck(op, tuple(moved(args.get(a.name)) for a in op._schema.arguments))
+    torch.library.opcheck(
+        op, tuple(moved(args.get(a.name, 0 if a.name.endswith("_kind") else None)) for a in op._schema.arguments)
+    )

@@ -73,7 +73,7 @@ def problem(
         "k": k, "v": v, "pos": torch.arange(1000, 1000 + B * S, dtype=torch.int32).view(B, S),
         "first": first, "stop": stop, "row_first": drawn((B,), 0, 0, T // 2, T),
         "held_k": held_k, "held_v": held_v, "held_pos": held_pos, "held_offset": offset, "held_len": length,
-        "held_centre": None,
+        "held_centre": None, "held_k_kind": 0, "held_v_kind": 0,
         "scale": D**-0.5, "softcap": softcap, "sinks": normal(H) if sinks else None,
     }  # fmt: skip
 

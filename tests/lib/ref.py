@@ -10,7 +10,8 @@ import torch
 INF = float("inf")
 
 
-# METHODS section 11: rows of 8 and 4 bits
+# METHODS section 11: rows of 8 and 4 bits. A kind is a kv_packing of csrc/kvevict.h.
+INT8, INT4 = 1, 2
 
 
 def hadamard(d):
@@ -21,10 +22,10 @@ def hadamard(d):
     return torch.block_diag(*[one] * (d // len(one)))
 
 
-def packed(x, bits, centre=0.0):
+def packed(x, kind, centre=0.0):
     """Rows x [n, d] as the bytes that are stored."""
     x = x.double() - centre
-    if bits == 8:
+    if kind == INT8:
         scale = (x.abs().amax(1, keepdim=True) / 127).float()
         number = (x / scale.double().where(scale > 0, 1.0)).round().nan_to_num().clamp(-127, 127).to(torch.int8)
         ends = scale.where(x.isfinite().all(1, keepdim=True), math.nan)
@@ -40,9 +41,9 @@ def packed(x, bits, centre=0.0):
     return torch.cat([number.view(torch.uint8), ends.flatten().view(torch.uint8).view(len(x), 4)], 1)
 
 
-def unpacked(rows, d, centre=0.0):
+def unpacked(rows, d, kind, centre=0.0):
     """The numbers [n, d] that stored bytes stand for."""
-    if rows.shape[1] == d + 4:
+    if kind == INT8:
         x = rows[:, :d].clone().view(torch.int8).double() * rows[:, d:].clone().view(torch.float32).double()
     else:
         number = torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1).double()
@@ -54,10 +55,10 @@ def unpacked(rows, d, centre=0.0):
 def alive(held, name, b, h, new):
     """Keys ("k") or values ("v") of one head's alive slots [stored | new]."""
     offset = held.offset[b, h]
-    stored = getattr(held, name)[offset : offset + held.len[b, h]]
-    if stored.dtype == torch.uint8:
+    stored, kind = getattr(held, name)[offset : offset + held.len[b, h]], getattr(held, f"{name}_kind")
+    if kind:
         centred = name == "k" and held.centre is not None
-        stored = unpacked(stored, new.shape[1], held.centre[b, h].double() if centred else 0.0)
+        stored = unpacked(stored, new.shape[1], kind, held.centre[b, h].double() if centred else 0.0)
     return torch.cat([stored.double(), new.double()])
 
 

@@ -19,7 +19,7 @@ BIG = 2**32  # what int32 cuts to 0
 def raw(name, p):
     """The op's positional arguments, as binding.cpp gets them."""
     op = getattr(torch.ops.kvevict, name).default
-    return op, {a.name: p.get(a.name) for a in op._schema.arguments}
+    return op, {a.name: p.get(a.name, 0 if a.name.endswith("_kind") else None) for a in op._schema.arguments}
 
 
 def observed():

@@ -18,7 +18,9 @@ from problems import DTYPES, INF, NAN, copied, fuzz, i32, matrix, problem
 
 from kvevict import _ops as ops
 
-KINDS = [(8, 8), (8, 4), (4, 4), (0, 8), (4, 0)]  # bits of keys and of values; 0: as computed
+BITS = {0: 0, ref.INT8: 8, ref.INT4: 4}  # of a kind's numbers; 0: as computed
+# Of keys and of values.
+KINDS = [(ref.INT8, ref.INT8), (ref.INT8, ref.INT4), (ref.INT4, ref.INT4), (0, ref.INT8), (ref.INT4, 0)]
 CHECKED = (attend, error, kl, peak, quadratic, refine, score)
 
 # Where processors multiply pairs of bf16, a packed row is rounded to bf16 as it is read: by 2^-9 of each number, so by
@@ -36,24 +38,28 @@ def by_cuda():
     return helpers.device.type == "cuda" or ops.cpu_isa() == "CUDA on a CPU"
 
 
+def row_bytes(kind, dim):
+    return dim * BITS[kind] // 8 + 4
+
+
 def pack(p, kinds, seed=0, centred=True, held="held"):
     """The problem with its stored slots packed, keys around a centre far from 0; between heads are random bytes."""
     gen, rng, (B, Hkv), D = torch.Generator().manual_seed(seed), random.Random(seed), p[f"{held}_len"].shape, None
     p, D = dict(p), p["k"].shape[3]
     centre = 3 * torch.randn(B, Hkv, D, generator=gen) if centred else None
     p[f"{held}_centre"] = centre
-    for name, bits in zip("kv", kinds, strict=True):
-        if not bits:
+    for name, kind in zip("kv", kinds, strict=True):
+        if not kind:
             continue
         rows = p[f"{held}_{name}"]
-        packed = torch.randint(0, 256, (len(rows), D * bits // 8 + 4), dtype=torch.uint8, generator=gen)
+        packed = torch.randint(0, 256, (len(rows), row_bytes(kind, D)), dtype=torch.uint8, generator=gen)
         for b, h in [(b, h) for b in range(B) for h in range(Hkv)]:
             at = slice(int(p[f"{held}_offset"][b, h]), int(p[f"{held}_offset"][b, h] + p[f"{held}_len"][b, h]))
             c = centre[b, h].double() if centred and name == "k" else 0.0
-            packed[at] = ref.packed(rows[at].double() + c, bits, c)
+            packed[at] = ref.packed(rows[at].double() + c, kind, c)
         if rng.random() < 0.5 and not by_cuda():  # an address that is not a multiple of 4
             packed = torch.cat([packed.flatten()[:1], packed.flatten()])[1:].view(packed.shape)
-        p[f"{held}_{name}"] = packed
+        p[f"{held}_{name}"], p[f"{held}_{name}_kind"] = packed, kind
     if centred:  # new keys have the same bias; queries see it
         p["k"] = p["k"] + centre[:, :, None].to(p["k"].dtype)
     return p
@@ -73,15 +79,15 @@ def rounded(monkeypatch, p):
     monkeypatch.setattr(kl, "GRAD", {**kl.GRAD, dtype: 8 * size})
 
 
-def as_stored(x, rows, bits, centre=None):
+def as_stored(x, rows, kind, centre=None):
     """Whether bytes `rows` are what the rows x [n, d] are stored as: the scale and the least number to their last bit,
     the others the nearest, or either of two that are as near."""
     d, x = x.shape[1], x.double() - (0 if centre is None else centre.double())
     bad = ~x.isfinite().all(1)
-    assert ref.unpacked(rows[bad], d).isnan().all()
+    assert ref.unpacked(rows[bad], d, kind).isnan().all()
     x, rows = x[~bad], rows[~bad]
-    want = ref.packed(x, bits)
-    if bits == 8:
+    want = ref.packed(x, kind)
+    if kind == ref.INT8:
         ends, want_ends = (t[:, d:].clone().view(torch.float32).double() for t in (rows, want))
         assert ((ends - want_ends).abs() <= 2.0**-23 * want_ends + 2.0**-149).all()
         number, least, most = rows[:, :d].clone().view(torch.int8).double(), 0.0, 127
@@ -97,12 +103,12 @@ def as_stored(x, rows, bits, centre=None):
             15,
         )
     exact = (x - least) / ends.where(ends > 0, INF)
-    off = (exact.clamp(-127 if bits == 8 else 0, most) - number).abs()
+    off = (exact.clamp(-127 if kind == ref.INT8 else 0, most) - number).abs()
     assert not (off > 0.5 + 1e-4 + 1e-6 * exact.abs()).any()
 
 
 def cases(op_of):
-    return pytest.mark.parametrize("kinds", KINDS, ids=str)(op_of)
+    return pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: str(tuple(BITS[kind] for kind in kinds)))(op_of)
 
 
 @cases
@@ -144,10 +150,10 @@ def decoded(p, kinds):
     out, lse, probs = call(ops.decode, p)
     at = p["held_offset"] + p["held_len"]
     for b, h in [(b, h) for b in range(B) for h in range(Hkv)]:
-        for name, bits in zip("kv", kinds, strict=True):
+        for name, kind in zip("kv", kinds, strict=True):
             row, new = p[f"held_{name}"][at[b, h]][None], p[name][b, h]
             centre = p["held_centre"][b, h] if name == "k" and p["held_centre"] is not None else None
-            assert same_bits(row, new) if not bits else as_stored(new, row, bits, centre) is None
+            assert same_bits(row, new) if not kind else as_stored(new, row, kind, centre) is None
             before[f"held_{name}"][at[b, h]] = row
         before["held_pos"][at[b, h]] = p["pos"][b, 0]
     assert all(same_bits(p[name], before[name]) for name in SLOTS)  # every other row as it was
@@ -205,9 +211,10 @@ def test_compact(dtype, kinds):
         for src in (pack(plain, kinds, seed, seed % 2 == 0), plain):
             p = moving(src, seed)
             p["dst_centre"] = pack(plain, kinds, seed, seed % 2 == 0)["held_centre"]
-            for name, bits in zip("kv", kinds, strict=True):
-                if bits:
-                    shape = len(p["dst_k"]), p["k"].shape[3] * bits // 8 + 4
+            for name, kind in zip("kv", kinds, strict=True):
+                p[f"dst_{name}_kind"] = kind
+                if kind:
+                    shape = len(p["dst_k"]), row_bytes(kind, p["k"].shape[3])
                     p[f"dst_{name}"] = torch.randint(0, 256, shape, dtype=torch.uint8)
             before = copied(p, *DST)
             call(ops.compact, p)
@@ -219,7 +226,7 @@ def test_compact(dtype, kinds):
                 new = index[index >= length] - length + int(p["first"][b])
                 pos = torch.cat([p["src_pos"][old], p["pos"][b, new]])
                 assert torch.equal(p["dst_pos"][to : to + n], pos)
-                for name, bits in zip("kv", kinds, strict=True):
+                for name, kind in zip("kv", kinds, strict=True):
                     rows, stored, fresh = p[f"dst_{name}"][to : to + n], p[f"src_{name}"][old], p[name][b, h, new]
                     moved = stored.dtype == rows.dtype
                     centre = p["dst_centre"][b, h] if name == "k" and p["dst_centre"] is not None else None
@@ -228,8 +235,8 @@ def test_compact(dtype, kinds):
                         rows = rows[len(old) :]
                     else:
                         fresh = torch.cat([stored, fresh])
-                    if bits:
-                        as_stored(fresh, rows, bits, centre)
+                    if kind:
+                        as_stored(fresh, rows, kind, centre)
                     else:
                         assert same_bits(rows, fresh)
             assert all(same_bits(p[name][untouched], before[name][untouched]) for name in DST)
@@ -239,9 +246,11 @@ def test_compact(dtype, kinds):
 def test_compact_in_place(kinds):
     p = pack(problem(2, T=20, room=20, first=[0, 5]), kinds)
     out_of_place = moving(p, 2)
-    for name, bits in zip("kv", kinds, strict=True):
-        if bits:
-            out_of_place[f"dst_{name}"] = torch.zeros(len(out_of_place["dst_k"]), 8 * bits + 4, dtype=torch.uint8)
+    for name, kind in zip("kv", kinds, strict=True):
+        out_of_place[f"dst_{name}_kind"] = kind
+        if kind:
+            shape = len(out_of_place["dst_k"]), row_bytes(kind, 64)
+            out_of_place[f"dst_{name}"] = torch.zeros(shape, dtype=torch.uint8)
     in_place = {**out_of_place, **{f"dst_{part}": p[f"held_{part}"] for part in ("k", "v", "pos", "offset", "centre")}}
     out_of_place["dst_centre"] = p["held_centre"]
     call(ops.compact, out_of_place)
@@ -266,27 +275,29 @@ WILD = {
 }
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", [ref.INT8, ref.INT4], ids=["8", "4"])
 @pytest.mark.parametrize("wild", WILD)
-def test_unusual_rows(wild, bits):
+def test_unusual_rows(wild, kind):
     """As defined, or a row of NaN, which only its own group sees."""
     p = problem(3, T=1, first=0, lens=[[9, 30], [17, 5]], layout="dense")
     for name in "kv":
         p[name] = WILD[wild](p[name])
-    p = decoding(pack(p, (bits, bits), centred=False), probs=False)
+    p = decoding(pack(p, (kind, kind), centred=False), probs=False)
     first = p | {"index": None, "keep": i32([[1, 1], [1, 1]]), "dst_offset": torch.arange(4).view(2, 2)}
     first |= {f"src_{part}": p[f"held_{part}"] for part in ("pos", "offset")} | {"dst_pos": i32([0] * 4)}
     first |= {"src_k": p["held_k"], "src_v": p["held_v"], "src_len": p["held_len"] * 0}
-    first |= {f"dst_{name}": torch.full((4, 8 * bits + 4), 9, dtype=torch.uint8) for name in "kv"}
+    first |= {f"dst_{name}": torch.full((4, row_bytes(kind, 64)), 9, dtype=torch.uint8) for name in "kv"}
+    first |= {f"{held}_{name}_kind": kind for held in ("src", "dst") for name in "kv"}
     call(ops.compact, first)
     for i, name in [(i, name) for i in range(4) for name in "kv"]:
         x, row = p[name][i // 2, i % 2], first[f"dst_{name}"][i : i + 1]
-        if ref.unpacked(ref.packed(x, bits), 64).isnan().any():
-            assert ref.unpacked(row, 64).isnan().all()
+        if ref.unpacked(ref.packed(x, kind), 64, kind).isnan().any():
+            assert ref.unpacked(row, 64, kind).isnan().all()
         else:
-            as_stored(x, row, bits)
-            error = (ref.unpacked(row, 64) - x.double()).abs().max()
-            assert error <= x.double().abs().max() * {8: 0.004, 4: 0.6}[bits] + (2.0**-18 if bits == 4 else 2.0**-142)
+            as_stored(x, row, kind)
+            error = (ref.unpacked(row, 64, kind) - x.double()).abs().max()
+            share, least = {ref.INT8: (0.004, 2.0**-142), ref.INT4: (0.6, 2.0**-18)}[kind]
+            assert error <= x.double().abs().max() * share + least
     p["k"][1, 1] = 1.0  # one head without
     p["v"][1, 1] = 1.0
     out, _, _ = call(ops.decode, p)
@@ -302,30 +313,35 @@ def test_threads(kinds):
 
 
 WRONG = {
-    "width": (lambda p: {"held_k": p["held_k"][:, :66].contiguous()}, r"held\.k is uint8 with rows of 66 bytes"),
-    "width of values": (lambda p: {"held_v": p["held_v"][:, :35].contiguous()}, r"held\.v .* 35 .* or 36 \(4 bits\)"),
+    "width": (lambda p: {"held_k": p["held_k"][:, :66].contiguous()}, r"held\.k has rows of 66 bytes, expected 68 for"),
+    "width of values": (lambda p: {"held_v": p["held_v"][:, :35].contiguous()}, r"held\.v .* 35 .* 36 .* in kind 2"),
+    "another kind": (lambda p: {"held_k_kind": ref.INT4}, r"held\.k has rows of 68 bytes, expected 36 for"),
+    "no kind": (lambda p: {"held_k_kind": 0}, r"held\.k is torch\.uint8, expected torch\.float32"),
+    "an unknown kind": (lambda p: {"held_k_kind": 3}, r"held\.k_kind is 3, expected 0\.\.2"),
+    "numbers": (lambda p: {"held_v": torch.zeros(len(p["held_v"]), 64)}, r"held\.v is torch\.float32, .*uint8"),
     "a strided buffer": (lambda p: {"held_k": p["held_k"].repeat(1, 2)[:, :68]}, r"held\.k is not contiguous"),
     "shape of the centre": (lambda p: {"held_centre": torch.zeros(2, 2, 32)}, r"held\.centre has shape"),
     "queries": (lambda p: {"q": p["q"].to(torch.uint8)}, r"q is torch\.uint8, expected float32"),
-    "int8": (lambda p: {"held_k": p["held_k"].view(torch.int8)}, r"held\.k is torch\.int8, expected torch\.float32"),
+    "int8": (lambda p: {"held_k": p["held_k"].view(torch.int8)}, r"held\.k is torch\.int8, expected torch\.uint8"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
-    p, (change, said) = pack(problem(8, T=1, first=0, lens=3), (8, 4)), WRONG[wrong]
+    p, (change, said) = pack(problem(8, T=1, first=0, lens=3), (ref.INT8, ref.INT4)), WRONG[wrong]
     for op, given in ((ops.attend, p | {"stop": None}), (ops.decode, decoding(p))):
-        with pytest.raises((RuntimeError, TypeError), match=said):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
             call(op, given | change(p))
 
 
 def test_kinds_that_do_not_fit():
-    p = pack(problem(8, T=1, first=0, lens=3), (8, 8))
+    p = pack(problem(8, T=1, first=0, lens=3), (ref.INT8, ref.INT8))
     with pytest.raises(RuntimeError, match="must be of the same kind"):
-        call(ops.decode, forked(decoding(p)) | {"prefix_k": p["held_k"][:, :36].contiguous()})
+        other = {"prefix_k": p["held_k"][:, :36].contiguous(), "prefix_k_kind": ref.INT4}
+        call(ops.decode, forked(decoding(p)) | other)
     with pytest.raises(RuntimeError, match="must be of the same kind"):
         moved = moving(p, 1)
-        call(ops.compact, moved | {"dst_k": torch.zeros(len(moved["dst_k"]), 64)})
+        call(ops.compact, moved | {"dst_k": torch.zeros(len(moved["dst_k"]), 64), "dst_k_kind": 0})
 
 
 @cases
@@ -346,7 +362,7 @@ def test_the_largest_head_dimension(monkeypatch):
 
 def test_bytes():
     """METHODS section 11: bytes a slot and head, keys and values with their scales."""
-    for d, sizes in ((64, {(8, 8): 136, (8, 4): 104, (4, 4): 72}), (128, {(8, 8): 264, (8, 4): 200, (4, 4): 136})):
-        for kinds, size in sizes.items():
+    for d, sizes in ((64, (136, 104, 72)), (128, (264, 200, 136))):
+        for kinds, size in zip(KINDS, sizes):
             p = pack(problem(1, D=d), kinds)
             assert p["held_k"].shape[1] + p["held_v"].shape[1] == size

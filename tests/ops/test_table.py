@@ -30,7 +30,13 @@ def given(op):
     p |= dict(matrix=torch.rand(B, H, 64, 64), linear=torch.rand(B, H, 64))
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
     p |= {f"{name}_{part}": p[f"held_{part}"] for name in ("src", "prefix") for part in _native.PARTS}
-    p |= dict(dst_k=torch.zeros(64, 64), dst_v=torch.zeros(64, 64), dst_pos=torch.zeros(64, dtype=torch.int32))
+    p |= dict(
+        dst_k_kind=0,
+        dst_v_kind=0,
+        dst_k=torch.zeros(64, 64),
+        dst_v=torch.zeros(64, 64),
+        dst_pos=torch.zeros(64, dtype=torch.int32),
+    )
     p |= {f"{name}_centre": torch.zeros(B, 2, 64) for name in ("held", "dst")}
     p |= dict(dst_offset=torch.arange(0, 16, 4).view(2, 2), index=torch.arange(3).int().expand(2, 2, 3).contiguous())
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}
@@ -65,7 +71,7 @@ def test_signature_schema_and_documentation(op):
     for arg, name in zip(arguments, named):
         kind = ops.Held if "." in name else torch.Tensor
         optional = parameters[name.split(".")[0]].annotation == kind | None
-        if not name.endswith(".centre"):  # a part that may be None
+        if not name.endswith((".centre", "_kind")):  # parts that may be None, and that no Held has as 0
             assert optional == (arg.type == "Tensor?") or op == "kl"  # which makes what is not given
         if arg.is_tensor():
             assert re.search(rf"\b{re.escape(name)}\b[^[]*\[", function(op).__doc__) or op == "kl"

@@ -15,7 +15,6 @@ from tiny import prompt
 import kvevict
 from kvevict import cli, sealed
 from kvevict.batch import Batch, Pools
-from kvevict.commands import KVS
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join, part
 from kvevict.engine.slots.storage import Storage
@@ -26,8 +25,8 @@ from kvevict.policy.policy import Policy, build
 from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies
 
-KINDS = ("int8", "k8v4", "int4")
-PACKED = {kind: kv.KINDS[kind] for kind in KINDS}
+PACKED = {kind: kinds for kind, kinds in kv.KINDS.items() if kind != "model"}
+KINDS = tuple(PACKED)
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +78,22 @@ def stored(layer):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", range(1, len(kv.LAYOUTS)))
 @pytest.mark.parametrize("dim", [8, 24, 64])
-def test_numbers_of_packed_rows(bits, dim):
-    x = torch.randn(50, dim, generator=torch.Generator().manual_seed(bits + dim)).double() * 3
+def test_numbers_of_packed_rows(kind, dim):
+    x = torch.randn(50, dim, generator=torch.Generator().manual_seed(kind + dim)).double() * 3
     x[7] = 0
-    rows = ref.packed(x, bits)
-    assert rows.shape[1] == kv.row_bytes(bits, dim, 2) and kv.bits_of(rows, dim) == bits
-    torch.testing.assert_close(kv.numbers(rows, dim).double(), ref.unpacked(rows, dim), atol=1e-5, rtol=1e-5)
-    error = (kv.numbers(rows, dim).double() - x).norm(dim=1)
-    assert (error <= 0.51 * kv.steps(x, bits) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
-
-
-def test_the_command_line_has_every_kind():
-    assert tuple(kv.KINDS) == KVS
+    rows = ref.packed(x, kind)
+    assert rows.shape[1] == kv.row_bytes(kind, dim, 2)
+    torch.testing.assert_close(
+        kv.numbers(rows, kind, dim).double(), ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5
+    )
+    error = (kv.numbers(rows, kind, dim).double() - x).norm(dim=1)
+    assert (error <= 0.51 * kv.LAYOUTS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
 
 
 def test_sizes_of_methods():
-    sizes = {dim: [kv.slot_bytes(kind, dim, 2) for kind in ("model", *KINDS)] for dim in (64, 128)}
+    sizes = {dim: [kv.slot_bytes(kind, dim, 2) for kind in ("model", "int8", "k8v4", "int4")] for dim in (64, 128)}
     assert sizes == {64: [256, 136, 104, 72], 128: [512, 264, 200, 136]}
 
 
@@ -108,36 +105,37 @@ def test_survivors_are_what_the_model_s_kind_stores(model, asked, kind):
     plain = read(model, "model", inputs, chunk_size=None)[0]
     asked.clear()
     packed = read(model, kind, inputs, chunk_size=None)[0]
-    keys_bits, values_bits = PACKED[kind]
+    keys, values = PACKED[kind]
     for index, (a, b) in enumerate(zip(plain.layers, packed.layers, strict=True)):
-        assert b.storage.bits == b.bits == (keys_bits, values_bits) and b.storage.centre.shape == (2, 2, 32)
+        assert b.storage.kinds == b.kinds == (keys, values) and b.storage.centre.shape == (2, 2, 32)
         for at, ((pos, k, v), (same, k_, v_)) in enumerate(zip(stored(a), stored(b), strict=True)):
             row, head = divmod(at, 2)
             assert pos == same
-            query, keys, first, options = asked[index]
+            query, new, first, options = asked[index]
             assert first.tolist() == [0, 40]
-            centre = centre_of(query[row, :, first[row] :], keys[row, :, first[row] :], options["scale"])[head]
+            centre = centre_of(query[row, :, first[row] :], new[row, :, first[row] :], options["scale"])[head]
             torch.testing.assert_close(b.storage.centre[row, head].double(), centre, atol=1e-4, rtol=1e-4)
             centre = b.storage.centre[row, head].double()
-            want = ref.unpacked(ref.packed(k, keys_bits, centre), 32, centre)
-            bound = (k.double() - centre).norm(dim=1).max() * {8: 0.02, 4: 0.2}[keys_bits]  # a number on an edge
+            want = ref.unpacked(ref.packed(k, keys, centre), 32, keys, centre)
+            bound = (k.double() - centre).norm(dim=1).max() * {kv.INT8: 0.02}.get(keys, 0.2)  # a number on an edge
             assert (k_.double() - want).norm(dim=1).max() < bound
             assert (k_.double() - want).abs().median() < 1e-5
-            assert (v_.double() - ref.unpacked(ref.packed(v, values_bits), 32)).abs().median() < 1e-5
+            assert (v_.double() - ref.unpacked(ref.packed(v, values), 32, values)).abs().median() < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_count_true_bytes(model, kind):
     cache, report = read(model, kind, prompt(2, 200, pad=(0, 30)), heads="ada")
     slots = sum(int(layer.counts.sum()) for layer in cache.layers)
-    size = sum(32 * bits // 8 + 4 for bits in PACKED[kind])
+    bits = [kv.LAYOUTS[each].bits for each in PACKED[kind]]
+    size = sum(32 * each // 8 + 4 for each in bits)
     assert report["cache_bytes"] == slots * size == sum(layer.live_bytes() for layer in cache.layers)
     buffers = [x for layer in cache.layers for x in (layer.k, layer.v)]
     assert all(x.dtype == torch.uint8 for x in buffers)
     rows = sum(len(layer.k) for layer in cache.layers)
     assert sum(x.numel() for x in buffers) == rows * size
     assert report["full_cache_bytes"] == sum(report["seen"]) * 4 * 2 * 2 * 32 * 4
-    assert report["bits"] == [list(PACKED[kind])] * 4 and report["wider_keys"] == []
+    assert report["bits"] == [bits] * 4 and report["wider_keys"] == []
     centres = 4 * 2 * 2 * 32 * 4
     assert report["overhead_bytes"] >= centres
 
@@ -169,9 +167,9 @@ def test_budgets_in_bytes_hold_more_packed_slots(model):
 def test_expected_errors_by_hand():
     q, k = torch.full((1, 2, 3, 4), 2.0), torch.tensor([3.0, -3.0, 3.0, 1.0]).expand(1, 1, 16, 4)
     every = torch.ones(1, 1, 3).bool(), torch.ones(1, 1, 16).bool()
-    for bits, step in ((8, 3 / 127), (4, (4 - -2) / 15)):  # rotated: 2, 4, -2, 2
+    for kind, step in ((kv.INT8, 3 / 127), (kv.INT4, (4 - -2) / 15)):  # rotated: 2, 4, -2, 2
         centre = torch.tensor([7.0, 1, -2, 0]).expand(1, 1, 4)
-        got = kv.expected_errors(q, every[0], k + centre, every[1], centre, 0.5, bits)
+        got = kv.expected_errors(q, every[0], k + centre, every[1], centre, 0.5, kind)
         torch.testing.assert_close(got, torch.full((2,), 4 * 0.5 * step / 12**0.5))
 
 
@@ -184,16 +182,16 @@ def test_few_keys_say_nothing_about_their_centre():
         assert read(model, "int4", prompt(1, tokens))[1]["wider_keys"] == wider
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", range(1, len(kv.LAYOUTS)))
 @pytest.mark.parametrize("dim", [24, 64, 128])
-def test_expected_errors_are_those_of_logits(bits, dim):
+def test_expected_errors_are_those_of_logits(kind, dim):
     """The root mean square of q . (k - k^). The median step is up to 9% below that of the steps' squares."""
     g = torch.Generator().manual_seed(dim)
     q, k = (torch.randn(400, dim, generator=g).double() * 5 for _ in range(2))
-    error = q @ (ref.unpacked(ref.packed(k, bits), dim) - k).T * 0.1
+    error = q @ (ref.unpacked(ref.packed(k, kind), dim, kind) - k).T * 0.1
     every = torch.ones(1, 1, 400).bool()
     rows = q.float()[None, None], every, k.float()[None, None], every
-    expected = kv.expected_errors(*rows, torch.zeros(1, 1, dim), 0.1, bits)
+    expected = kv.expected_errors(*rows, torch.zeros(1, 1, dim), 0.1, kind)
     assert error.square().mean().sqrt().item() == pytest.approx(expected.item(), rel=0.12)
 
 
@@ -206,7 +204,8 @@ def test_expected_errors_are_those_of_logits(bits, dim):
     ],
 )  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
-    assert kv.chosen(kind, errors.__getitem__) == bits
+    kinds = kv.chosen(kind, lambda keys: errors[kv.LAYOUTS[keys].bits])
+    assert tuple(kv.LAYOUTS[each].bits for each in kinds) == bits
 
 
 @pytest.mark.parametrize("loudest", [0, 1])
@@ -228,10 +227,10 @@ def test_layers_with_large_keys_keep_wider_ones():
     cache, report = read(model, "int4", prompt(1, 200))
     assert report["wider_keys"] == list(loud)
     for index, layer in enumerate(cache.layers):
-        assert (layer.bits[0] == 4) == (index not in report["wider_keys"])
+        assert (layer.kinds[0] == kv.INT4) == (index not in report["wider_keys"])
     assert cache.layers[0].k.dtype == torch.float32  # 8 bits are too few, too
     size = sum(
-        int(layer.counts.sum()) * (kv.row_bytes(layer.bits[0], 32, 4) + kv.row_bytes(4, 32, 4))
+        int(layer.counts.sum()) * (kv.row_bytes(layer.kinds[0], 32, 4) + kv.row_bytes(kv.INT4, 32, 4))
         for layer in cache.layers
     )
     assert report["cache_bytes"] == size
@@ -358,7 +357,7 @@ def test_slots_of_a_pool(model):
 def test_kinds_do_not_decode_together(model):
     one, other = (read(model, kind, prompt(1, 120))[0] for kind in ("int8", "int4"))
     other.sequence.policy = one.sequence.policy
-    with pytest.raises(ValueError, match="bits of stored numbers"):
+    with pytest.raises(ValueError, match="kind of stored slots"):
         join([one, other])
 
 
@@ -380,7 +379,7 @@ def test_keys_that_are_not_finite_do_not_spoil_the_centre():
     centre = kv.centre(keys, torch.full((1, 1, 4), 0.25))
     assert centre[0, 0].tolist() == [1, 1, 1, 0, 1, 1, 1, 1]
     assert torch.equal(kv.centre(keys, torch.full((1, 1, 4), math.nan)), 0 * centre)
-    storage = Storage.empty(keys[:, :, :0], bits=(8, 8)).centred_at(centre, np.ones(1, bool))
+    storage = Storage.empty(keys[:, :, :0], kinds=kv.KINDS["int8"]).centred_at(centre, np.ones(1, bool))
     first = torch.zeros(1, dtype=torch.int32)
     storage = storage.append(keys, keys, torch.arange(4)[None].int(), first, np.zeros(1, int))
     rows = storage.dense("k")[0, 0]
@@ -393,11 +392,11 @@ def test_keys_that_are_not_finite_do_not_spoil_the_centre():
 @pytest.mark.parametrize("before, after", [("int8", "model"), ("model", "int4"), ("int4", "int8")])
 def test_a_cache_keeps_its_kind(model, before, after):
     cache, _ = read(model, before, prompt(1, 150))
-    bits = cache.layers[0].bits
+    kinds = cache.layers[0].kinds
     options = dict(budget=64, chunk_size=96, window=8, kv=after, tokenizer=False)
     with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
         model(prompt(1, 100, seed=5)["input_ids"], past_key_values=cache, logits_to_keep=1)
-    assert all(layer.bits == bits and layer.storage.gathered().bits == bits for layer in cache.layers)
+    assert all(layer.kinds == kinds and layer.storage.gathered().kinds == kinds for layer in cache.layers)
     assert kvevict.report(cache)["wider_keys"] == ([0, 1, 2, 3] if after == "int4" else [])
 
 
@@ -411,7 +410,7 @@ def test_slots_of_a_prefix_from_before_are_packed(model, asked, kind):
         with kvevict.evicting(model, "streaming", **options):
             model(ids[:, 60:], past_key_values=cache, logits_to_keep=1)
     layer = cache.layers[0]
-    assert layer.k.dtype == torch.uint8 and layer.bits == PACKED[kind]
+    assert layer.k.dtype == torch.uint8 and layer.kinds == PACKED[kind]
     query, new, _, options = asked[0]
     rows = query[0].double().unflatten(0, (2, -1))
     weights = rows @ torch.cat([keys, new], 2)[0].double().mT[:, None] * options["scale"]
@@ -420,7 +419,7 @@ def test_slots_of_a_prefix_from_before_are_packed(model, asked, kind):
     centre = (weights[..., None] * keys[0].double()).sum(1) / weights.sum(1)[:, None]
     torch.testing.assert_close(layer.centre[0].double(), centre, atol=1e-4, rtol=1e-4)
     error = (layer.keys[:, :, :60] - keys).norm(dim=-1)
-    assert (error <= 0.52 * kv.steps(keys - layer.centre[:, :, None], PACKED[kind][0]) * 32**0.5).all()
+    assert (error <= 0.52 * kv.LAYOUTS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -434,7 +433,7 @@ def test_a_file_has_its_kind(model, tmp_path, kind):
     loaded = kvevict.load_cache(path, model)
     assert digest(loaded) == digest(cache) and digest(loaded, 1) == digest(cache, 1)
     for a, b in zip(loaded.layers, cache.layers, strict=True):
-        assert a.bits == b.bits and torch.equal(a.centre, b.centre)
+        assert a.kinds == b.kinds and torch.equal(a.centre, b.centre)
     packed = sum(x.numel() for layer in loaded.layers for x in (layer.k, layer.v))
     assert packed == report["cache_bytes"]
     with kvevict.evicting(model, "snapkv", budget=64, window=8, tokenizer=False), torch.no_grad():
@@ -451,7 +450,8 @@ def test_a_file_of_layers_with_wider_keys(tmp_path):
     assert report["wider_keys"] == [1]
     kvevict.save_cache(cache, tmp_path / "cache")
     loaded = kvevict.load_cache(tmp_path / "cache", model)
-    assert [layer.bits for layer in loaded.layers] == [(8, 4), (None, 4), (8, 4), (8, 4)]
+    k8v4 = kv.KINDS["k8v4"]
+    assert [layer.kinds for layer in loaded.layers] == [k8v4, (kv.MODEL, kv.INT4), k8v4, k8v4]
     assert digest(loaded)[0] == digest(cache)[0]
 
 
@@ -498,7 +498,7 @@ def test_read_and_answer(model):
     text = "The code of Naislet is 364735. " * 6
     model = tiny.model(vocab_size=256)
     cache = kvevict.read(model, tokenizer, text, "snapkv", budget=64, kv="int4")
-    assert cache.layers[0].bits == (4, 4)
+    assert cache.layers[0].kinds == kv.KINDS["int4"]
     assert len(kvevict.answer(model, tokenizer, cache, ["Which code?", "Where?"], max_new_tokens=4)) == 2
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unpatched  # noqa: F401
 
+from kvevict.policy.kv import KINDS
 from kvevict.serve import generation
 from kvevict.serve.call import Call
 
@@ -266,7 +267,7 @@ def test_shared_texts_in_8_bits(tmp_path):
 
     assert [said(each) for each in asyncio.run(all_of())] == alone * 2
     cache = next(iter(client.server.prefixes._live.values()))[0]
-    assert {layer.bits for layer in cache.layers} == {(8, 8)}
+    assert {layer.kinds for layer in cache.layers} == {KINDS["int8"]}
     again = Client(server(tmp_path, kv="int8"))
     response = again.post("/v1/chat/completions", **asked[0])
     assert cached(response) > 500 and said(response) == alone[0]

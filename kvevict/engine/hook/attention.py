@@ -78,7 +78,7 @@ def _read(
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
     stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
-    held = _ops.Held(layer.k, layer.v, layer.pos, layer.offset, stored, layer.centre)
+    held = _ops.Held(layer.k, layer.v, layer.pos, layer.offset, stored, layer.centre, *layer.storage.kinds)
     with step.meter.clock("attend"):
         out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
     if producer in step.unread and step.plan.last_reader[producer] == module.layer_idx:

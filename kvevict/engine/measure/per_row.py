@@ -42,7 +42,8 @@ def observed(
     none, new = sees.new_zeros(B * R), [x.repeat_interleave(R, 0) for x in new]
     options |= dict(lse=None, causal=False)
     centre = None if stored.centre is None else stored.centre.repeat_interleave(R, 0)
-    held = _ops.Held(stored.k, stored.v, offset=stored.offset.repeat_interleave(R, 0), len=sees, centre=centre)
+    offset, kinds = stored.offset.repeat_interleave(R, 0), (stored.k_kind, stored.v_kind)
+    held = _ops.Held(stored.k, stored.v, None, offset, sees, centre, *kinds)  # type: ignore[arg-type]  # no pos
     out = op(each(part.q), none, held, *new, none, none, *more, **options)
     out = out.unflatten(0, (B, R))
     if op is _ops.peak:

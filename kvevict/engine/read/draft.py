@@ -35,7 +35,7 @@ class _DraftLayer(EvictionLayer):
         self.lazy_initialization(call.new[0])
         kept = choice.index, choice.keep, *call.new, call.slots.pos, call.slots.kv.first
         self.storage = call.layer.storage.gathered().moved(choice.keep + room, *kept)
-        self.bits = call.layer.bits
+        self.kinds = call.layer.kinds
         self.rows = []  # (q [B, H, 1, D], k, v [B, Hkv, 1, D]) of each row
 
     def decode(self, q: Any, k: Any, v: Any, pos: Any, module: Any = None, **options: Any) -> Any:

@@ -84,8 +84,7 @@ class EvictionLayer(CacheLayerMixin):
         # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
         self.head_offsets: np.ndarray | None = None
         self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
-        # of the numbers of stored keys and values; None: no patched call has attended yet
-        self.bits: tuple[int | None, int | None] | None = None
+        self.kinds: kv.Kinds | None = None  # of the slots; None: no patched call has attended yet
 
     def reset(self) -> None:
         """Forget everything."""
@@ -216,23 +215,23 @@ class EvictionLayer(CacheLayerMixin):
         """Every head's slots for the ops: a `Held` with its `counts`."""
         return self.storage.gathered()
 
-    is_represented = property(lambda self: self.bits is not None and self.storage.is_centred)
+    is_represented = property(lambda self: self.kinds is not None and self.storage.is_centred)
 
     @torch.no_grad()
     def represent(
         self, kind: str, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
     ) -> None:
-        """Before a patched call attends: choose the bits of stored numbers, once, and the centre of each batch row when
+        """Before a patched call attends: choose the kinds of stored rows, once, and the centre of each batch row when
         its first tokens are read. Slots of a prefix from before are packed; their keys count in place of new ones.
 
         kind         of `kv.KINDS`
         query, key   new [B, H, T, D] and [B, Hkv, S, D], both from column first[b] on, to the last column
         options      of the logits
         """
-        is_first = self.bits is None
+        is_first = self.kinds is None
         if is_first:
-            self.bits = kv.KINDS[kind]
-        if self.bits[0] is None:  # type: ignore[index]  # set above
+            self.kinds = kv.KINDS[kind]
+        if self.kinds[0] == kv.MODEL:  # type: ignore[index]  # set above
             return
 
         def seen(x: Tensor) -> Tensor:
@@ -251,12 +250,12 @@ class EvictionLayer(CacheLayerMixin):
             self.storage = self.storage.centred_at(centre, known)
             return
 
-        def error(bits: int) -> float:
-            errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], bits)
+        def error(of_keys: int) -> float:
+            errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], of_keys)
             return float(ranks.gather(errors[None]).mean())
 
-        self.bits = kv.chosen(kind, error)
-        self.storage = self.storage.repacked(self.bits, centre, known)
+        self.kinds = kv.chosen(kind, error)
+        self.storage = self.storage.repacked(self.kinds, centre, known)
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
         """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored

@@ -33,7 +33,7 @@ class Fork:
     pos = property(attrgetter("prefix.pos"))
     offset = property(attrgetter("prefix.offset"))
     centre = property(attrgetter("prefix.centre"))
-    like, bits = property(attrgetter("prefix.like")), property(attrgetter("prefix.bits"))
+    like, kinds = property(attrgetter("prefix.like")), property(attrgetter("prefix.kinds"))
     len = property(lambda self: self.prefix.len + self.own.len)  # [B, Hkv] int32, slots of both parts
     counts = property(lambda self: self.prefix.counts + self.own.counts)  # the same on the host
     device = property(attrgetter("prefix.device"))

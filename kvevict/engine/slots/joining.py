@@ -74,8 +74,8 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     for mine, yours in zip(one.layers, other.layers, strict=True):
         if (mine.dtype, mine.device) != (yours.dtype, yours.device):
             return "dtype or device"
-        if mine.bits != yours.bits:
-            return "bits of stored numbers"
+        if mine.kinds != yours.kinds:
+            return "kind of stored slots"
         if mine.memory.keys() != yours.memory.keys():
             return "quantities' memory"
         rows = [None if each is None else each.shape[1:] for each in (mine.decode_queries, yours.decode_queries)]

@@ -63,7 +63,9 @@ class Meter:
             cache_bytes=live,
             full_cache_bytes=sum(seen) * sum(layer.counts.shape[1] * _new_bytes(layer.storage.like) for layer in own),
             bits=[None if layer is None else _bits(layer) for layer in layers],
-            wider_keys=[index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.bits, kind)],
+            wider_keys=[
+                index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.kinds, kind)
+            ],
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
@@ -79,7 +81,7 @@ def _new_bytes(like: torch.Tensor) -> int:
 
 def _bits(layer: Any) -> list:
     """Bits of a number of a layer's stored keys and values."""
-    return [8 * layer.storage.like.element_size() if bits is None else bits for bits in layer.storage.bits]
+    return [kv.LAYOUTS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
 
 
 def allocated_bytes(layer: Any) -> int:

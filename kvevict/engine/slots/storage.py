@@ -41,16 +41,13 @@ class Storage(Held):
     table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
 
     @classmethod
-    def empty(
-        cls, keys: Tensor, pool: Pool | Files | None = None, bits: tuple[int | None, int | None] = (None, None)
-    ) -> Storage:
-        """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these. bits: of the numbers
-        of stored keys and values; None: of this dtype."""
+    def empty(cls, keys: Tensor, pool: Pool | Files | None = None, kinds: kv.Kinds = kv.KINDS["model"]) -> Storage:
+        """An empty storage for keys [B, Hkv, *, D] of the same shape, dtype and device as these."""
         batch, heads, _, dim = keys.shape
         flat, none = keys.new_empty(0, dim), np.zeros((batch, heads), np.int64)
-        k, v = (kv.buffer(each, flat) for each in bits)
-        centre = None if bits[0] is None else keys.new_zeros(batch, heads, dim, dtype=torch.float32)
-        made = cls.packed(k, v, flat.new_empty(0, dtype=torch.int32), none, flat, centre)
+        k, v = (kv.buffer(each, flat) for each in kinds)
+        centre = None if kinds[0] == kv.MODEL else keys.new_zeros(batch, heads, dim, dtype=torch.float32)
+        made = cls.packed(k, v, flat.new_empty(0, dtype=torch.int32), none, flat, centre, kinds)
         return replace(made, pool=pool, centred=np.zeros(batch, bool))
 
     @classmethod
@@ -92,16 +89,18 @@ class Storage(Held):
         counts: np.ndarray,
         like: Tensor | None = None,
         centre: Tensor | None = None,
+        kinds: kv.Kinds = kv.KINDS["model"],
     ) -> Storage:
         """A storage of flat buffers without room between heads; counts [B, Hkv] on the host."""
-        flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1))
+        of_rows: Any = dict(zip(("k_kind", "v_kind"), kinds, strict=True))
+        flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1), **of_rows)
         return _laid_out(flat, counts)._holding(_ops.upload(counts, k.device, torch.int32), counts)
 
     buffers = property(lambda self: (self.k, self.v, self.pos))  # a row per slot
     device = property(lambda self: self.k.device)
     growing = property(lambda self: self)  # what decoded tokens are written to
     dim = property(lambda self: self.like.shape[1])
-    bits = property(lambda self: (kv.bits_of(self.k, self.dim), kv.bits_of(self.v, self.dim)))
+    kinds = property(lambda self: (self.k_kind, self.v_kind))
     is_centred = property(lambda self: self.centre is None or bool(self.centred.all()))
 
     @property
@@ -147,7 +146,7 @@ class Storage(Held):
 
     def held(self, length: Tensor) -> Held:
         """The first length [B, Hkv] slots of each head, as an op reads or writes them."""
-        return Held(self.k, self.v, self.pos, self.offset, length, self.centre)
+        return Held(self.k, self.v, self.pos, self.offset, length, self.centre, self.k_kind, self.v_kind)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, **options: Any) -> Any:
         """(out, lse, probs) as `_ops.decode` gives them, with the new row in the slot that was counted last."""
@@ -196,9 +195,9 @@ class Storage(Held):
         """New buffers with room for capacity [B, Hkv] that hold keep[b,h] slots `index`, or all slots."""
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
-    def repacked(self, bits: tuple[int | None, int | None], centre: Tensor, known: np.ndarray) -> Storage:
-        """Pack these slots anew, with numbers of `bits` (of keys, of values) around centres as in `centred_at`."""
-        into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, bits)
+    def repacked(self, kinds: kv.Kinds, centre: Tensor, known: np.ndarray) -> Storage:
+        """Pack these slots anew, in other kinds, around centres as in `centred_at`."""
+        into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, kinds)
         if into.centre is not None:
             into = into.centred_at(centre, known)
         return into._blank(self.capacity)._filled(self, None, self.counts)
@@ -250,7 +249,8 @@ class Storage(Held):
         """New, empty buffers of a capacity."""
         rows = int(capacity.sum())
         region = None if self.pool is None else self.pool.lend(rows, self)
-        common = dict(pool=self.pool, like=self.like, centre=self.centre, centred=self.centred)
+        common: Any = dict(pool=self.pool, like=self.like, centre=self.centre, centred=self.centred)
+        common |= dict(k_kind=self.k_kind, v_kind=self.v_kind)
         if region is not None:
             lent = Storage(*region.buffers, regions=(region,) * len(capacity), **common)
             return _laid_out(lent, capacity, region.start)
@@ -330,7 +330,7 @@ class Storage(Held):
     def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
         """The numbers [n, D] of rows of "k" or "v" that belong to head (b, h); fp32 if they are packed."""
         centre = self.centre[b, h] if name == "k" and self.centre is not None else None
-        return kv.numbers(getattr(self, name)[rows], self.dim, centre)
+        return kv.numbers(getattr(self, name)[rows], getattr(self, f"{name}_kind"), self.dim, centre)
 
     def dense(self, name: str) -> Tensor | None:
         """Copy [B, Hkv, longest, D] of "k" or "v", zeros after shorter heads; None before the first tokens."""

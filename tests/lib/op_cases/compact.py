@@ -34,6 +34,7 @@ def prepared(p, seed, kept=None, room=1):
         **{f"src_{part}": p[f"held_{part}"] for part in PARTS},
         **{"index": index, "keep": keep, "dst_offset": dst_offset},
         **{f"dst_{name}": poisoned(p[f"held_{name}"], rows) for name in "kv"},
+        **{f"dst_{name}_kind": p[f"held_{name}_kind"] for name in "kv"},
         "dst_pos": torch.full((rows,), -9, dtype=torch.int32),
     }
 

@@ -24,6 +24,7 @@ def forked(p, seed=1):
     length = p["held_len"]
     part = i32([rng.choice([0, 1, n // 2, n, n]) for n in length.flatten().tolist()]).view_as(length).minimum(length)
     prefix = dict(prefix_k=p["held_k"].clone(), prefix_v=p["held_v"].clone(), prefix_offset=p["held_offset"])
+    prefix |= dict(prefix_k_kind=p["held_k_kind"], prefix_v_kind=p["held_v_kind"])
     return {**p, **prefix, "prefix_len": part, "held_offset": p["held_offset"] + part, "held_len": length - part}
 
 

@@ -9,7 +9,13 @@ from kvevict import _ops as ops
 
 
 def prepared(p, of, norm, extra=3):
-    rows = {"held_k": p[f"held_{of}"], "x": p[of], "p": norm, "columns": int(alive_counts(p).max()) + extra}
+    rows = {
+        "held_k": p[f"held_{of}"],
+        "held_k_kind": p[f"held_{of}_kind"],
+        "x": p[of],
+        "p": norm,
+        "columns": int(alive_counts(p).max()) + extra,
+    }
     return {**{name: p[name] for name in ("held_offset", "held_len", "first", "stop")}, **rows}
 
 
