@@ -239,8 +239,9 @@ class Policy:
             assert self.recalling  # made here, with the checks of a budget
         except (ValueError, TypeError) as error:
             raise type(error)(f"recall_slots: {error}") from None
-        if isinstance(self.recall_slots, int) == isinstance(self.budget, int) and self.recall_slots > self.budget:
-            raise ValueError(f"recall_slots={self.recall_slots} is more than budget={self.budget}: give fewer")
+        slots, budget = self.recall_slots, self.budget
+        if isinstance(budget, (int, float)) and isinstance(slots, type(budget)) and slots > budget:
+            raise ValueError(f"recall_slots={slots} is more than budget={budget}: give fewer")
 
     @functools.cached_property
     def recalling(self) -> "Policy":

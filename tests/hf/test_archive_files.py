@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_recalled_slots import POLICIES, SNAPKV, decoded
+from recalling import POLICIES, SNAPKV, decoded
 from tiny import prompt, shared
 
 import kvevict

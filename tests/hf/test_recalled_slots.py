@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import zoo
+from recalling import POLICIES, SNAPKV, decoded
 from tiny import prompt, relative, shared
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -21,18 +22,7 @@ from kvevict.engine.slots.joining import join
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
 
-SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True)
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
-POLICIES = {
-    "snapkv": SNAPKV,
-    "take+edie": dict(policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, tokenizer=False),
-    "one pass": SNAPKV | dict(chunk_size=None),
-    "int8": SNAPKV | dict(kv="int8"),
-    "ada": SNAPKV | dict(policy="adakv"),
-    "cake": SNAPKV | dict(policy="cake"),
-    "laq": dict(policy="laq", budget=24, window=4, recall=True),
-    "decode": SNAPKV | dict(decode=True, interval=3),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +57,6 @@ class Heard:
 
     def all(self, layer, part):
         return torch.cat([call[part] for call in self.calls[layer]], 2)
-
-
-def decoded(model, cache, tokens=(5, 6, 7)):
-    for token in tokens:
-        out = model(torch.full((len(cache.sequence.seen), 1), token), **{CACHE: cache})
-    return out
 
 
 @pytest.mark.parametrize("name", POLICIES)
