@@ -201,18 +201,20 @@ def _identity_of(common: dict) -> Identity | None:
     return Identity(weights, configuration)
 
 
-def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
+def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True, mapped: bool = False) -> EvictionCache:
     """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
 
     verify   whether to compare the file's checksum with its content; takes a second per GB
+    mapped   whether keys and values of a model on the CPU stay in the file, which is mapped into memory: with
+             verify=False none is read before it is needed. The file may then be replaced or deleted; if it is written
+             to or cut short in place, slots change, or the process ends
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
     of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
     weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
-    those that change no number a model computes (`kvevict.weights.SILENT`). Keys and values of a model on the CPU stay
-    in the file, which is mapped into memory: with verify=False none is read before it is needed. The file may be
-    replaced or deleted afterwards, but not written to or cut.
+    those that change no number a model computes (`kvevict.weights.SILENT`). The file may be deleted afterwards: the
+    cache has copies, unless it is mapped.
     """
     from .patch import base_model, find_decoder
 
@@ -231,7 +233,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             f"reads {FORMAT!r}; read the prompt again and save the cache anew"
         )
     try:
-        tensors = sealed.tensors(path, verify, mapped=(".k", ".v"))
+        tensors = sealed.tensors(path, verify, mapped=(".k", ".v") if mapped else ())
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
     kinds = families.layer_kinds(config)
