@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -18,7 +18,7 @@ from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
 from .sequence import Sequence
-from .storage import ROOM
+from .storage import ROOM, Storage
 from .table import Table
 
 
@@ -40,9 +40,14 @@ class EvictionCache(DynamicCache):
         never seen by the other. A fork can be forked, decoded in another thread, and outlives the cache
         it came from.
         """
-        twin = self.with_layers(copy.copy(self.sequence), map(_forked, self.layers))
+        twin = self.with_storages({})
         twin.meter = self.meter
         return twin
+
+    def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
+        """A fork with other slots in some layers, by their numbers. These layers have no archive."""
+        layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
+        return self.with_layers(copy.copy(self.sequence), layers)
 
     def recalled(self) -> EvictionCache:
         """A fork with the slots of all tokens in place of an archive; this cache if it has none."""
@@ -190,9 +195,9 @@ def _attributes(layer: Any) -> dict:
     return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
 
 
-def _forked(layer: Any) -> EvictionLayer:
+def _forked(layer: Any, storage: Storage | None) -> EvictionLayer:
     if isinstance(layer, EvictionLayer):
-        return layer.fork()
+        return layer.fork(storage)
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
 
 

@@ -90,10 +90,12 @@ class EvictionLayer(CacheLayerMixin):
         """Forget everything."""
         EvictionLayer.__init__(self, self.sequence)
 
-    def fork(self) -> EvictionLayer:
-        """An independent layer that reads the stored slots in place."""
+    def fork(self, storage: Storage | None = None) -> EvictionLayer:
+        """An independent layer that reads the stored slots in place; or one with a `storage` and no archive."""
         twin = copy.copy(self)
-        if self.is_initialized:
+        if storage is not None:
+            twin.storage, twin.archive = storage, None
+        elif self.is_initialized:
             twin.storage = fork(self.storage)
             twin.archive = None if self.archive is None else fork(self.archive)
         return twin

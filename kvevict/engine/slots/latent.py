@@ -74,8 +74,8 @@ class LatentLayer(EvictionLayer):
 
     widths: tuple = ()  # (of the latent, of the rotated part)
 
-    def fork(self) -> LatentLayer:
-        return copy.deepcopy(self, {id(self.sequence): self.sequence})
+    def fork(self, storage: Storage | None = None) -> EvictionLayer:
+        return copy.deepcopy(self, {id(self.sequence): self.sequence}) if storage is None else super().fork(storage)
 
     def recall(self, due: np.ndarray | None = None) -> None:
         super().recall(due)
