@@ -188,14 +188,14 @@ class Spans:
             if not self.policy.recall:
                 layer.archive = None  # this read will not add to it
             elif layer.is_initialized:
-                layer.archive_last(sequence.columns - sequence.archived)
+                layer.archive_last()
         sequence.archived = sequence.columns
 
     def _recall(self) -> bool:
         """Give every layer the slots of all tokens back, if one of them has lost some. False: none has."""
         layers = self.layers
         known = all(layer.archive is not None for layer in layers)
-        if not known or all((layer.archive.counts <= layer.counts).all() for layer in layers):
+        if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
             return False
         for layer in layers:
             layer.recall()
