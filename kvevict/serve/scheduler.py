@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextvars import Context
@@ -71,6 +71,7 @@ class Scheduler:
         self._turns: list[Turn] = []
         self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
         self._groups: list[Group] = []
+        self._plans: deque[Plan] = deque(maxlen=8)  # of earlier groups: one knows whether its tokens can be recorded
         self._reading: list[Turn] = []  # between two chunks; a prompt came before the next chunk of the one before it
         self._calls, self._changed = 0, threading.Condition()
         self._stepped = 0.0  # when answers had their last token, of time.monotonic()
@@ -114,7 +115,10 @@ class Scheduler:
         for group in self._groups:
             if group.plan.policy == plan.policy and group.add(row, cache):
                 return
-        group = Group(self.model, plan)
+        known = next((each for each in self._plans if each.policy == plan.policy), None)
+        if known is None:
+            self._plans.append(plan)
+        group = Group(self.model, known or plan)
         group.add(row, cache)
         self._groups.append(group)
 

@@ -11,6 +11,7 @@ from serving import FILLER, TEXT, Client, asks, events, model, server, unpatched
 import kvevict
 from kvevict import _ops
 from kvevict.batch import Batch
+from kvevict.engine.read.replay import Replay
 from kvevict.engine.read.step import Step
 from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
@@ -306,3 +307,13 @@ def test_each_preset_between_two_equal_requests(path):
         ask("b", policy, 7)
     again = {policy: ask("a", policy, 3) for policy in presets}
     assert {policy for policy in presets if again[policy] != first[policy]} == set()
+
+
+def test_a_policy_is_watched_once(monkeypatch):
+    """Two tokens tell whether a policy's can be recorded; a later request does not ask again."""
+    watched, watch = [], Replay._watch
+    monkeypatch.setattr(Replay, "_watch", lambda self, *given: watched.append(self) or watch(self, *given))
+    client = Client(server(policy="take+edie:compiled=true"))
+    for prompt in ("Once", "The baker", "Once"):
+        assert choices(client.ask("POST", PATH, body(prompt, max_tokens=16)))
+    assert len(watched) == 2

@@ -15,6 +15,7 @@ from process import asked_of, folder, openai, process, stores_texts  # noqa: F40
 from serving import FACTS, TEXT, asks
 
 from kvevict.cli import main
+from kvevict.serve import start
 
 OPENS = dict(extra_body=dict(kvevict=dict(text="text")))
 
@@ -208,3 +209,16 @@ def test_it_stops(process):  # noqa: F811
     log = "".join(server.lines)
     assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
     assert all(json.loads(line) for line in log.splitlines())
+
+
+def test_a_server_is_made_in_a_thread_that_ends():
+    """Workers of OpenMP belong to the thread that owns the model alone."""
+    makers = []
+
+    def make():
+        makers.append(threading.current_thread())
+        return 7
+
+    assert start._apart(make) == 7 and not makers[0].is_alive() and makers[0] is not threading.current_thread()
+    with pytest.raises(ValueError, match="no such model"):
+        start._apart(lambda: (_ for _ in ()).throw(ValueError("no such model")))

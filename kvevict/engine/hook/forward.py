@@ -17,6 +17,7 @@ from ...context import context, current, enter, within
 from ...families import find_decoder
 from ..read.spans import Span, Spans
 from ..read.step import OuterCall
+from . import products
 from .arguments import Arguments
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
@@ -129,7 +130,7 @@ def _disabled(function: Any) -> Any:
     return torch.compiler.disable(function, recursive=function is forward)
 
 
-def _generate(self: Any, run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stands in for the model's `generate`: one policy holds from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
@@ -147,7 +148,7 @@ def _generate(self: Any, run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return output
 
 
-def _top_forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the forward of the model around the decoder."""
     if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # not so remote code
         kwargs = compat.named(kwargs)
@@ -159,7 +160,8 @@ def _call(model: torch.nn.Module, run: Any, args: tuple, kwargs: dict) -> Any:
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(model, kwargs.get("attention_mask"), wanted)
     enter(outer=call)
-    output = run(*args, **kwargs)
+    with products.of_call(model, args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+        output = run(*args, **kwargs)
     if call.spans is not None:
         call.spans.settle()
     return output
