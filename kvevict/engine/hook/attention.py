@@ -58,7 +58,7 @@ def attention(
         layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
         if step.decoding:  # `Step.through` has counted the token in the others
             layer.tick()
-    seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden))
+    seen = attend(Attended(step, module, query, key, value, new, options, hidden=hidden))
     decide(seen)
     return seen.out[..., :width], None
 

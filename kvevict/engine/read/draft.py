@@ -21,7 +21,7 @@ from . import evict
 from .choosers import Chooser
 from .layer import Attended, LayerCall, layer_call
 from .plan import Plan
-from .step import SpanEnd, Step
+from .step import Step
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
@@ -50,32 +50,33 @@ class Drafting(Chooser):
         """Wait, holding only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
-    def end(self, span_end: SpanEnd) -> None:
+    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
         calls, self.calls = self.calls, []
-        rows = self._drafted(span_end, calls)
+        rows = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
             drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.slots.index), strict=True))
             with call.step.meter.clock("evict"):
                 self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
 
-    def _drafted(self, span_end: SpanEnd, calls: list) -> dict:
+    def _drafted(self, spans: Any, step: Step, hidden: torch.Tensor, calls: list) -> dict:
         """The rows, by layers, of tokens that are drafted over an evicted fork of the cache."""
-        step, meter, n_d = span_end.step, span_end.step.meter, span_end.step.plan.policy.rows.n_d
-        noting = _Noting(self.errors)
+        meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             plan = Plan(policy, step.decoder, step.plan.ranks)
             cache = step.cache.with_storages({call.slots.index: _cut(call, plan, n_d) for call in calls})
-            self._write(span_end, plan, cache, noting, n_d)
+            self._write(spans, step, hidden, plan, cache, noting, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
             meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
             del meter.live["draft"]
         return noting.rows
 
-    def _write(self, span_end: SpanEnd, plan: Plan, cache: Any, noting: _Noting, n_d: int) -> None:
+    def _write(
+        self, spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int
+    ) -> None:
         """Draft greedily over `cache`, also past an end of sequence."""
-        step, arguments, hidden, unseen = span_end.step, span_end.arguments, span_end.hidden, Meter()
+        arguments, unseen = spans.arguments, Meter()
         logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
@@ -85,7 +86,7 @@ class Drafting(Chooser):
                 plan, step.decoder, cache, unseen, at, none, 0 * step.padding, noting, final_position=final
             )  # fmt: skip
             hidden = one.through(
-                span_end.run, input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache},
+                spans.run, input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache},
                 use_cache=True, return_dict=True,
             ).last_hidden_state  # fmt: skip
 
@@ -98,9 +99,7 @@ def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
     step = replace(
         call.step, plan=plan, read=read, meter=Meter(), elsewhere={}
     )  # drafting leaves no trace in the report
-    first = layer_call(
-        Attended(step, call.layer, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse)
-    )
+    first = layer_call(Attended(step, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse))
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
     slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all

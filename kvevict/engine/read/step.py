@@ -145,13 +145,3 @@ class Step:
     @property
     def decoding(self) -> bool:
         return self.positions.shape[1] == 1 and self.read is None
-
-
-@dataclass
-class SpanEnd:
-    """A span that has been through all layers, for its chooser."""
-
-    step: Step
-    arguments: Any  # the kvevict.engine.hook.arguments.Arguments of the call
-    run: Any  # the decoder's original forward
-    hidden: torch.Tensor  # [B, 1, E] of the span's last row
