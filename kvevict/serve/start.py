@@ -56,10 +56,10 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
         Serving(application(server), note).run(sockets=[listening])
 
 
-def _apart(work: Callable[[], Any]) -> Any:
+def _apart(work: Callable[[], Server]) -> Server:
     """The result of work(), in a thread that ends with it. As soon as two threads have workers of OpenMP, these sleep
     after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may have some."""
-    result: Future = Future()
+    result: Future[Server] = Future()
 
     def run() -> None:
         try:

@@ -2,9 +2,11 @@
 
 import copy
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -153,3 +155,34 @@ def test_a_loaded_cache_reads_its_file_in_place(name, tmp_path):
         assert (again - want).abs().max() < 1e-4
     path.write_bytes(before)
     assert kvevict.load_cache(path, model).sequence.policy.recall is True
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_while_a_cache_with_an_archive_is_saved(tmp_path):
+    """50 times, at any moment: the file is the one from before or the new one, each whole, with its archive."""
+    model, path, draw = shared(), tmp_path / "cache", random.Random(5)
+    ids, turn = prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
+
+    def asked(cache):
+        with kvevict.evicting(model, **SNAPKV):
+            return model(turn, **{CACHE: cache.fork()}, logits_to_keep=1).logits
+
+    with kvevict.evicting(model, **SNAPKV):
+        caches = [model(ids[:, : 60 + 30 * number], logits_to_keep=1).past_key_values for number in range(2)]
+    want = [asked(cache) for cache in caches]
+    kvevict.save_cache(caches[0], path)
+    start = time.perf_counter()
+    kvevict.save_cache(caches[0], path)
+    takes, found = time.perf_counter() - start, []
+    for _ in range(50):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for cache in reversed(caches):
+                    kvevict.save_cache(cache, path)
+        time.sleep(draw.uniform(0, 4 * takes))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        got = asked(kvevict.load_cache(path, model))
+        found.append(next(number for number in range(2) if torch.equal(got, want[number])))
+    assert len(set(found)) == 2
