@@ -276,7 +276,7 @@ class Generation:
         """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
         layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
         for layer in layers:
-            layer.storage = layer.storage.gathered()
+            layer.storage = layer.storage.gathered().as_prefix()
         if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
             self.pools.hold(cache)
 

@@ -33,7 +33,6 @@ from bench_packed import stored as packed_slots
 from torch.nn.attention.bias import causal_lower_right
 
 from kvevict import _ops as ops
-from kvevict.engine.slots.fork import fork
 from kvevict.engine.slots.latent import LatentLayer
 from kvevict.engine.slots.sequence import Sequence
 from kvevict.engine.slots.storage import Storage
@@ -308,12 +307,12 @@ def bench_fork(H, Hkv, D, stored, dtype):
     def storage(n):
         return Storage.empty(keys).append(keys[:, :, :n], values[:, :, :n], pos[:, :n].contiguous(), first, zero)
 
-    own, forked, now = storage(stored), fork(storage(stored - columns)), pos[:, -1:].contiguous()
+    own, forked, now = storage(stored), storage(stored - columns).forked(), pos[:, -1:].contiguous()
     tail = slice(stored - columns, stored)
     forked = forked.append(keys[:, :, tail], values[:, :, tail], pos[:, tail].contiguous(), first, zero)
     own, forked = own.with_room(), forked.with_room()
     for way in (own, forked):
-        way.growing.tick()
+        way.tick()
     results = [way.decode(q, k, v, now, scale=scale)[0] for way in (own, forked)]
     close("fork", results[1], results[0], 0.0)
     ways = [lambda way=way: way.decode(q, k, v, now, scale=scale) for way in (forked, own)]

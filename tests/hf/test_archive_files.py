@@ -59,7 +59,7 @@ def test_a_folder_s_archive_is_one_in_memory(name, tmp_path):
         assert places(one, False) == places(other, False)
         for part in ("k", "v", "pos"):
             assert in_files(getattr(one.archive, part)) and not in_files(getattr(other.archive, part))
-            assert not in_files(getattr(one.storage.growing, part))
+            assert not in_files(getattr(one.storage, part))
         for part in ("k", "v"):
             assert torch.equal(one.archive.dense(part), other.archive.dense(part))
     twin = copy.deepcopy(files)

@@ -157,7 +157,7 @@ def test_keep_leaves_the_counts_of_others_alone():
     index, keep = torch.tensor([[[0, 3], [1, 2]]], dtype=torch.int32), np.array([[2, 2]])
     k, v, _ = columns(1, 2, 1, 3)
     for layer in (one, two):
-        layer.storage.shared = True  # so that the slots move to new buffers
+        layer.storage = layer.storage.as_prefix()  # so that the slots move to new buffers
         layer.keep(index, keep)
     two.append(*columns(1, 2, 3, 4), torch.zeros(1, dtype=torch.int32), np.zeros(1, int))
     one.tick()

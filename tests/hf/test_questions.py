@@ -10,7 +10,6 @@ from caches import held, same
 
 import kvevict
 from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.fork import Fork
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 2
 QUESTIONS = ["When?", "Why is the lantern lit?", "?", "Who knows it?", "When?", "Where is that?"]
@@ -141,7 +140,7 @@ def test_rows_share_what_was_kept():
             outs = [net(ids, past_key_values=way).logits for way in (fork, plain)]
             assert tiny.relative(*outs) < 1e-5
         for layer, other, first in zip(fork.layers, plain.layers, cache.layers, strict=True):
-            assert isinstance(layer.storage, Fork) and layer.k.data_ptr() == first.k.data_ptr()
+            assert layer.storage.prefix.k is first.storage.prefix.k
             assert layer.counts.tolist() == other.counts.tolist() == layer.len.tolist()
             assert torch.equal(layer.keys, other.keys)
             for mine, its in zip(layer.positions(), other.positions(), strict=True):

@@ -17,7 +17,6 @@ from kvevict.compat import CACHE, cache_of
 from kvevict.engine.hook import attention as hook
 from kvevict.engine.read.budgets import places
 from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.fork import Fork
 from kvevict.engine.slots.joining import join
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
@@ -72,7 +71,7 @@ def test_the_archive_has_every_token(name):
     total = 90 + 3 + 40 + 3 + 5
     for at, layer in enumerate(cache.layers):
         archive = layer.archive.gathered()
-        assert archive.counts.tolist() == archive.len.tolist() == [[total] * 2] * 2
+        assert archive.total_counts.tolist() == archive.len.tolist() == [[total] * 2] * 2
         assert all(head.tolist() == list(range(total)) for row in archive.positions() for head in row)
         if name == "laq":  # drafted rows were heard, too
             continue
@@ -229,7 +228,7 @@ def test_forks_copies_rows_and_crops(name):
         decoded(model, alone)
         assert relative(asked(alone)[0], other_turn[0]) < 1e-5
         total = 120 + 9 + 3 + 20 + (3 if name == "decode" else 1)
-        assert all(layer.archive.counts.tolist() == [[total] * 2] for layer in other.layers)
+        assert all(layer.archive.total_counts.tolist() == [[total] * 2] for layer in other.layers)
 
 
 def test_rows_of_a_batch_are_as_alone():
@@ -254,7 +253,7 @@ def test_rows_of_a_batch_are_as_alone():
             want = model(turn[None], **{CACHE: alone}, logits_to_keep=1).logits
             assert relative(got[row], want[0]) < 1e-4
             for one, other in zip(cache.layers, alone.layers, strict=True):
-                assert one.archive.counts[row].tolist() == other.archive.counts[0].tolist()
+                assert one.archive.total_counts[row].tolist() == other.archive.total_counts[0].tolist()
                 skipped = 90 - len(text)  # a caller who gives no position_ids counts columns of padding
                 here, there = one.positions()[row], other.positions()[0]
                 assert [(x - skipped).tolist() for x in here] == [x.tolist() for x in there]
@@ -286,7 +285,7 @@ def test_a_turn_without_recall_ends_the_archive():
         assert all(layer.archive is None for layer in cache.layers)
     with kvevict.evicting(model, **SNAPKV):
         model(prompt(1, 20, seed=2)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
-    assert [layer.archive.counts.tolist() for layer in cache.layers] == [[[44, 44]]] * 4
+    assert [layer.archive.total_counts.tolist() for layer in cache.layers] == [[[44, 44]]] * 4
 
 
 def test_refusals():
@@ -357,7 +356,7 @@ def test_rows_that_decode_together_have_their_own_archives(name, pooled):
             cache = left if row == 0 else batch.remove(row)
             got, want = (model(turn, **{CACHE: each}, logits_to_keep=1).logits for each in (cache, twins[row]))
             assert relative(got, want) < most
-            assert isinstance(cache.layers[0].archive, (Storage, Fork))
+            assert isinstance(cache.layers[0].archive, Storage)
             same_archives(cache, twins[row], name)
 
 
@@ -376,7 +375,7 @@ def test_a_turn_of_rows_that_decoded_together():
             decoded(model, twin, [5 + row])
             assert relative(got[row], model(turn, **{CACHE: twin}, logits_to_keep=1).logits[0]) < 1e-4
             for mine, theirs in zip(whole.layers, twin.layers, strict=True):
-                assert mine.archive.counts[row].tolist() == theirs.archive.counts[0].tolist()
+                assert mine.archive.total_counts[row].tolist() == theirs.archive.total_counts[0].tolist()
                 assert places(mine, False)[row] == places(theirs, False)[0]
 
 
@@ -395,7 +394,7 @@ def test_beams_share_the_archive():
         before = [layer.archive.k.data_ptr() for layer in cache.layers]
         cache.batch_repeat_interleave(3)
         cache.reorder_cache(torch.tensor([2, 0, 0]))
-        assert [layer.archive.k.data_ptr() for layer in cache.layers] == before
+        assert [layer.archive.prefix.k.data_ptr() for layer in cache.layers] == before
 
 
 @pytest.mark.parametrize("name", ["snapkv", "int8", "decode"])
@@ -416,7 +415,7 @@ def test_saved_and_loaded(name, tmp_path):
     for found in (outs, more, again):
         assert relative(found[1], found[0]) < 1e-5 and relative(found[2], found[0]) < 1e-5
     assert [places(layer, False) for layer in loaded.layers] == [places(layer, False) for layer in cache.layers]
-    assert all(layer.archive.counts.tolist() == [[143, 143]] for layer in two.layers)
+    assert all(layer.archive.total_counts.tolist() == [[143, 143]] for layer in two.layers)
 
 
 def test_a_prompt_of_several_chunks_recalls_at_its_end():
@@ -426,7 +425,7 @@ def test_a_prompt_of_several_chunks_recalls_at_its_end():
         cache = DynamicCache(config=model.config)
         with Heard() as heard:
             model(prompt(1, 150)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
-        assert [layer.archive.counts.tolist() for layer in cache.layers] == [[[150, 150]]] * 4
+        assert [layer.archive.total_counts.tolist() for layer in cache.layers] == [[[150, 150]]] * 4
     assert len(heard.calls[0]) == 5
     with kvevict.evicting(model, **SNAPKV | dict(recall=False)):
         plain = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values

@@ -234,7 +234,7 @@ def test_memory_is_free_once_a_cache_is_dropped(compiled):
             fork = cache.fork()
             for each in (cache, fork):
                 decoded(model, each, 20)
-            slots = [weakref.ref(cache.layers[0].storage.k), weakref.ref(fork.layers[0].storage.own.k)]
+            slots = [weakref.ref(cache.layers[0].storage.k), weakref.ref(fork.layers[0].storage.k)]
             del cache, fork, each
             assert [each() for each in slots] == [None, None]
     finally:

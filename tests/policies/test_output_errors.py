@@ -4,6 +4,7 @@ against the float64 oracle; identities against brute-force removal; refusals."""
 import copy
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import oracle
 import pytest
@@ -15,6 +16,7 @@ from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens, truth
 
 import kvevict
 from kvevict import ROWS, SCORES
+from kvevict.engine.measure.inputs import given
 from kvevict.engine.measure.quantities import measured, quantity
 from kvevict.engine.read.layer import LayerCall
 from kvevict.policy import build
@@ -116,11 +118,11 @@ def test_tada_sums_what_is_ranked_unpooled(name, chunk, task):
 
 def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
     turns = []
-    for given in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", refine="caote")):
+    for chosen in (dict(policy="snapkv"), dict(policy="edie"), dict(policy="snapkv", refine="caote")):
         errors = []
         for cd in ("off", "attention"):
             kvevict.history(task).reset()
-            with kvevict.evicting(model(), budget=BUDGET, window=4, layers="tada", task=task, cd=cd, **given):
+            with kvevict.evicting(model(), budget=BUDGET, window=4, layers="tada", task=task, cd=cd, **chosen):
                 model()(tokens([[45]], 2)[0][0][None])
             errors.append(kvevict.history(task).errors)
         turns.append([x / y for x, y in zip(*reversed(errors))])
@@ -160,7 +162,7 @@ def cuts(monkeypatch, made, check, rows=5):
 
 def measured_by(call, rows):
     """needs -> the layer's quantities, by the last `rows` rows of its chunk."""
-    return lambda needs: measured(needs, call.slots, lambda: call.rows.chunk(rows), {}, call.inputs)
+    return lambda needs: measured(needs, call.slots, lambda: call.rows.chunk(rows), {}, partial(given, call))
 
 
 def scored(score, call, measure):

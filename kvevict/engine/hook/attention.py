@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ... import _ops, compat
+from ... import compat
 from ...context import context, current
 from ..read import unseen
 from ..read.layer import Attended, attend, decide
@@ -58,7 +58,7 @@ def attention(
         layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
         if step.decoding:  # `Step.through` has counted the token in the others
             layer.tick()
-    seen = attend(Attended(step, layer, module, query, key, value, new, options, hidden=hidden))
+    seen = attend(Attended(step, module, query, key, value, new, options, hidden=hidden))
     decide(seen)
     return seen.out[..., :width], None
 
@@ -77,8 +77,7 @@ def _read(
     producer = step.plan.readers[module.layer_idx]
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
-    stored = layer.len - int(step.decoding)  # a decoded token's row is stored already
-    held = _ops.Held(layer.k, layer.v, layer.pos, layer.offset, stored, layer.centre, *layer.storage.kinds)
+    held = layer.storage.held(layer.len - int(step.decoding))  # a decoded token's row is stored already
     with step.meter.clock("attend"):
         out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
     if producer in step.unread and step.plan.last_reader[producer] == module.layer_idx:

@@ -3,7 +3,6 @@
 A quantity that needs one gets it after the `Slots` and the `Observation`; only the inputs that are named are made.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +16,9 @@ from .rope import Rope
 INPUTS = Registry("input of a quantity", listed=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A layer in a call. The functions below take their values from it."""
-
-    step: Any  # the kvevict.engine.read.step.Step
-    layer: Any  # the EvictionLayer
-    module: Any
-    like: Any  # new keys [B, heads, S, D]: their shape, dtype and device
-    hidden: Any = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
-
-    def given(self, needs: Any) -> list:
-        """The values of names and `Need`s."""
-        return [INPUTS[each.name](self, **dict(each.options)) for each in as_needs(needs)]
+def given(at: Any, needs: Any) -> list:
+    """The values of names and `Need`s at a `LayerCall` or an `Attended` of kvevict/engine/read/layer.py."""
+    return [INPUTS[each.name](at, **dict(each.options)) for each in as_needs(needs)]
 
 
 def rope_of(step: Any, module: Any) -> Rope:
@@ -37,42 +26,42 @@ def rope_of(step: Any, module: Any) -> Rope:
 
 
 @INPUTS.add("rope")
-def _rope(at: Source) -> Rope:
+def _rope(at: Any) -> Rope:
     """The layer's `Rope`."""
     return rope_of(at.step, at.module)
 
 
 @INPUTS.add("hidden")
-def _hidden(at: Source) -> Any:
+def _hidden(at: Any) -> Any:
     """[B, T, E] the input of the layer's attention block, all rows."""
     return at.hidden
 
 
 @INPUTS.add("output_weight")
-def _output_weight(at: Source) -> Any:
+def _output_weight(at: Any) -> Any:
     """[H, Dv, E] the weights of the projection after attention, of this rank's query heads."""
-    weight = families.output_weight(at.module, at.like.dtype, at.step.plan.ranks.size > 1)
+    weight = families.output_weight(at.module, at.k.dtype, at.step.plan.ranks.size > 1)
     return weight.T.unflatten(0, (at.step.plan.local_heads[0], -1))
 
 
 @INPUTS.add("output_gram")
-def _output_gram(at: Source) -> Any:
+def _output_gram(at: Any) -> Any:
     """fp32 [H, D, D] the products W_O,h^T W_O,h of this rank's query heads."""
-    return projection.gram(_output_weight(at), at.like)
+    return projection.gram(_output_weight(at), at.k)
 
 
 @INPUTS.add("gates")
-def _gates(at: Source, folder: str | None) -> gates.LayerGates:
+def _gates(at: Any, folder: str | None) -> gates.LayerGates:
     """The layer's trained gates in a folder; None: the model's own."""
     plan = at.step.plan
     return gates.LayerGates(gates.loaded(folder, at.step.decoder, plan.order), at.module.layer_idx, plan.ranks)
 
 
 @INPUTS.add("moments")
-def _moments(at: Source, stats: Any = None) -> tuple:
+def _moments(at: Any, stats: Any = None) -> tuple:
     """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation: those that were read
     into the cache, or a file's."""
-    plan, like = at.step.plan, at.like
+    plan, like = at.step.plan, at.k
     batch, heads, width = like.shape[0], plan.local_heads[0], like.shape[3]
     if stats is None:
         past = at.layer.memory.get("moments")
@@ -87,13 +76,13 @@ def _moments(at: Source, stats: Any = None) -> tuple:
 
 
 @INPUTS.add("memory")
-def _memory(at: Source, of: Any) -> Any:
+def _memory(at: Any, of: Any) -> Any:
     """The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none."""
     return at.layer.memory.get(of)
 
 
 @INPUTS.add("last_position")
-def _last_position(at: Source) -> Any:
+def _last_position(at: Any) -> Any:
     """int64 [B] the position of the last token that was read."""
     step = at.step
     tokens = step.positions.shape[1] - step.appended
@@ -102,12 +91,12 @@ def _last_position(at: Source) -> Any:
 
 
 @INPUTS.add("carried")
-def _carried(at: Source) -> Any:
+def _carried(at: Any) -> Any:
     """fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does."""
     return at.layer.carry
 
 
 @INPUTS.add("ends_prompt")
-def _ends_prompt(at: Source) -> bool:
+def _ends_prompt(at: Any) -> bool:
     """True for a prompt's last chunk."""
     return at.step.chunk is not None and at.step.chunk.last

@@ -14,7 +14,7 @@ from ..slots.carried import join, of_layer
 from . import evict, propagate
 from .layer import Attended, LayerCall
 from .schedule import observes
-from .step import SpanEnd
+from .step import Step
 
 
 class Chooser:
@@ -33,8 +33,8 @@ class Chooser:
         of_tokens = call.step.plan.of_tokens is not None
         evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
 
-    def end(self, span_end: SpanEnd) -> None:
-        """The end of a span. span_end: its `kvevict.engine.read.sequence.SpanEnd`."""
+    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
+        """The end of a span of `kvevict.engine.read.spans.Spans`. hidden: [B, 1, E] of its last row."""
 
 
 class Pending(NamedTuple):

@@ -108,7 +108,8 @@ def choose(
 def _equal(call: LayerCall, slots: np.ndarray) -> Any:
     """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
     policy, counts = call.policy, call.slots.all_counts
-    if type(policy.heads) is not Equal or type(call.select) is not Selection or call.slots.prompt is not None:
+    equal = _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(call.select, Selection.trim_to_runs)
+    if not equal or call.slots.prompt is not None:
         return None
     keep = shares(slots, np.arange(counts.shape[1]))
     return keep if ((np.minimum(counts, policy.protected) <= keep) & (keep <= counts)).all() else None
@@ -187,7 +188,12 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
 
 
 def _drops_smallest(policy: Any) -> bool:
-    apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and type(policy.heads) is Equal
-    apart = apart and not policy.keep_prompt
-    plain = type(policy.score).pooled is Score.pooled and not policy.score.factors and not policy.refine.refines
-    return apart and plain and type(policy.select) is Selection and not policy.select_by_layer
+    apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and not policy.keep_prompt
+    equal = _inherits(policy.heads, Equal.keep) and _inherits(policy.select, Selection.rank, Selection.trim_to_runs)
+    plain = _inherits(policy.score, Score.pooled) and not policy.score.factors and not policy.refine.refines
+    return apart and equal and plain and not policy.select.shared and not policy.select_by_layer
+
+
+def _inherits(part: Any, *methods: Any) -> bool:
+    """True if a part of a policy has these methods of a base class, whose results are known without a call."""
+    return all(getattr(type(part), method.__name__, None) is method for method in methods)

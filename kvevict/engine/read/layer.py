@@ -1,6 +1,7 @@
 """One layer in a step: its attention over [stored | new], and then the input of its cut."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from ...policy.rows import Rows
 from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
 from ...policy.seen.slots import KV, Heads, Slots
 from ...policy.selections import Selection
-from ..measure.inputs import Source, rope_of
+from ..measure.inputs import given, rope_of
 from ..measure.quantities import measured
 from ..slots.carried import carry_newest
 from . import unseen
@@ -24,8 +25,7 @@ class Attended(NamedTuple):
     token's row is stored by the op that attends."""
 
     step: Any  # the kvevict.engine.read.step.Step
-    layer: Any  # the kvevict.engine.slots.cache.EvictionLayer
-    module: Any  # its attention module
+    module: Any  # the layer's attention module
     q: torch.Tensor  # [B, H, T, D]
     k: torch.Tensor  # [B, heads, T, D]
     v: torch.Tensor
@@ -38,6 +38,11 @@ class Attended(NamedTuple):
     held: Any = None  # the result of `EvictionLayer.slots`, if attention has read it
 
     @property
+    def layer(self) -> Any:
+        """The kvevict.engine.slots.cache.EvictionLayer."""
+        return self.step.cache.layers[self.module.layer_idx]
+
+    @property
     def rows_to_store(self) -> int:
         """How many of the rows the cut is to store."""
         return 0 if self.step.decoding else max(self.k.shape[2] - self.step.appended, 0)
@@ -45,8 +50,8 @@ class Attended(NamedTuple):
 
 def attend(seen: Attended) -> Attended:
     """The layer with its attention's results."""
-    step, layer, module, q, k, v, new, options = seen[:8]
-    plan = step.plan
+    step, module, q, k, v, new, options = seen[:7]
+    plan, layer = step.plan, seen.layer
     if step.decoding:
         columns = layer.longest() if plan.wants_probs else 0
         with step.meter.clock("decode"):
@@ -54,8 +59,7 @@ def attend(seen: Attended) -> Attended:
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
             layer.archive_new(*new, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
-            inputs = Source(step, layer, module, k, seen.hidden).given(plan.of_tokens.needs)
-            carry_newest(layer, plan.of_tokens.tokens(*inputs))
+            carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
     held = layer.slots(module)
     with step.meter.clock("attend"):
@@ -70,17 +74,18 @@ class LayerCall:
     """Input of an eviction from a layer: the values that the policy's parts see, and the survivors' destination."""
 
     step: Any  # the kvevict.engine.read.step.Step
-    layer: Any  # the kvevict.engine.slots.cache.EvictionLayer
-    module: Any  # its attention module
-    order: int  # its number among the layers that evict
+    module: Any  # the layer's attention module
     slots: Slots
     rows: LayerRows
     new: list  # k, v [B, Hkv, S, W] of the call, as they are stored
-    select: Any  # how the layer selects
     hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input, all rows; None: no quantity needs it
     known: dict = field(default_factory=dict)  # measured quantities
 
     policy = property(lambda self: self.step.plan.policy)
+    layer = property(lambda self: self.step.cache.layers[self.slots.index])  # the EvictionLayer
+    order = property(lambda self: self.step.plan.order[self.slots.index])  # its number among the layers that evict
+    select = property(lambda self: self.policy.selection(self.order))  # how it selects
+    k = property(lambda self: self.slots.kv.k)  # new keys [B, heads, S, D]
 
     @property
     def longest(self) -> int:
@@ -90,11 +95,7 @@ class LayerCall:
 
     def measured(self, needs: Any) -> list:
         """The quantities that a part of the policy needs, each measured once."""
-        return measured(needs, self.slots, self._observe, self.known, self.inputs)
-
-    def inputs(self, needs: Any) -> list:
-        """The values that a quantity needs beside keys, values and rows."""
-        return Source(self.step, self.layer, self.module, self.slots.kv.k, self.hidden).given(needs)
+        return measured(needs, self.slots, self._observe, self.known, partial(given, self))
 
     def memory(self) -> Any:
         """The layer's rows' memory of the chunks before this one; None at first."""
@@ -232,7 +233,7 @@ def layer_call(seen: Attended) -> LayerCall:
     counts, every = _counts(step.plan.ranks, layer, kv)
     ends = protected(step.plan.policy, step.rows, select, called, every.max(1))
     slots = _slots(step, layer, kv, index, pos, counts, every, ends, step.rows.bounds(called))
-    return LayerCall(step, layer, module, order, slots, called, new, select, None if step.decoding else seen.hidden)
+    return LayerCall(step, module, slots, called, new, None if step.decoding else seen.hidden)
 
 
 def protected(

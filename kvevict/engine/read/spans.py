@@ -23,7 +23,7 @@ from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .draft import Drafting
 from .residual import Errors
-from .step import Read, SpanEnd, Step
+from .step import Read, Step
 
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
@@ -110,7 +110,7 @@ class Spans:
         if rows is not None:
             output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
         if span.chooser is not None:
-            span.chooser.end(SpanEnd(step, arguments, self.run, output.last_hidden_state[:, -1:]))
+            span.chooser.end(self, step, output.last_hidden_state[:, -1:])
         return output
 
     def _following(self) -> Iterator[Any]:
@@ -188,14 +188,14 @@ class Spans:
             if not self.policy.recall:
                 layer.archive = None  # this read will not add to it
             elif layer.is_initialized:
-                layer.archive_last(sequence.columns - sequence.archived)
+                layer.archive_last()
         sequence.archived = sequence.columns
 
     def _recall(self) -> bool:
         """Give every layer the slots of all tokens back, if one of them has lost some. False: none has."""
         layers = self.layers
         known = all(layer.archive is not None for layer in layers)
-        if not known or all((layer.archive.counts <= layer.counts).all() for layer in layers):
+        if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
             return False
         for layer in layers:
             layer.recall()

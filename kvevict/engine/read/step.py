@@ -12,7 +12,6 @@ import torch
 
 from ...context import enter
 from ...policy.seen.rows import CallRows
-from ..slots.fork import Fork
 from ..slots.meter import Meter
 from ..slots.storage import ROOM, ROOM_TO_REPLAY
 from .plan import Plan
@@ -119,17 +118,19 @@ class Step:
         """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
         layers = [self.cache.layers[index] for index in self.plan.order]
         for layer in layers:
-            if isinstance(layer.storage, Fork) and self._needs_own(layer.storage):
-                layer.storage = layer.storage.copy_on_write()
+            if layer.storage.prefix is not None and self._needs_whole(layer):
+                layer.storage = layer.storage.whole()
         if self.decoding:
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.policy.compiled else ROOM)
 
-    def _needs_own(self, fork: Fork) -> bool:
-        """True if the step needs all slots in one place that no other fork reads. A chooser, a chunk, and layers that
-        read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
+    def _needs_whole(self, layer: Any) -> bool:
+        """True if the step needs all slots of a fork in one place that no other fork reads. A chooser, a chunk, and
+        layers that read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
         if self.plan.readers or self.plan.policy.layers.cascades:
             return True
-        return self.chooser is not None if self.decoding else bool(fork.own.counts.any())
+        if self.decoding:
+            return self.chooser is not None or not layer.decodes_after_prefix
+        return bool(layer.storage.counts.any())
 
     @property
     def rows(self) -> Any:
@@ -144,13 +145,3 @@ class Step:
     @property
     def decoding(self) -> bool:
         return self.positions.shape[1] == 1 and self.read is None
-
-
-@dataclass
-class SpanEnd:
-    """A span that has been through all layers, for its chooser."""
-
-    step: Step
-    arguments: Any  # the kvevict.engine.hook.arguments.Arguments of the call
-    run: Any  # the decoder's original forward
-    hidden: torch.Tensor  # [B, 1, E] of the span's last row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -18,7 +18,7 @@ from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
 from .ranks import ALONE, Ranks
 from .sequence import Sequence
-from .storage import ROOM
+from .storage import ROOM, Storage
 from .table import Table
 
 
@@ -36,36 +36,31 @@ class EvictionCache(DynamicCache):
         """A copy-on-write fork: one context, many questions, a fork for each.
 
         Stored slots are shared, not copied: a fork appends to a private suffix, and copies the shared slots only when
-        it must (to evict again, to crop, to be saved). Latents and states are copied at once. Changes on one side are
-        never seen by the other. A fork can be forked, decoded in another thread, and outlives the cache
-        it came from.
+        it must (to evict again, to decode with a policy that does, or with latents, to be saved). States are copied at
+        once. Changes on one side are never seen by the other. A fork can be forked, decoded in another thread, and
+        outlives the cache it came from.
         """
-        twin = self.with_layers(copy.copy(self.sequence), map(_forked, self.layers))
+        return self.with_storages({})
+
+    def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
+        """A fork with other slots in some layers, by their numbers. These layers have no archive."""
+        layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
+        twin = self.with_layers(copy.copy(self.sequence), layers)
         twin.meter = self.meter
         return twin
 
     def recalled(self) -> EvictionCache:
         """A fork with the slots of all tokens in place of an archive; this cache if it has none."""
-        if all(getattr(layer, "archive", None) is None for layer in self.layers):
-            return self
-        twin, count = self.fork(), self.sequence.columns - self.sequence.archived
-        for layer in twin.layers:
-            if isinstance(layer, EvictionLayer) and layer.archive is not None:
-                layer.archive_last(count)
-                layer.recall()
-                layer.archive = None
-        return twin
+        layers: Any = {index: layer for index, layer in enumerate(self.layers) if getattr(layer, "archive", None)}
+        return self.with_storages({index: layer.all_slots() for index, layer in layers.items()}) if layers else self
 
     def first(self, tokens: int) -> EvictionCache:
         """A fork with the first tokens of a cache of one row. Every layer must have the slots of all tokens read (as
         `recalled` has), and none a window or a state."""
-        twin, count = self.fork(), self.sequence.columns - tokens
+        count = self.sequence.columns - tokens
+        own = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
+        twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in own.items()})
         if count:
-            for layer in twin.layers:
-                if isinstance(layer, EvictionLayer):
-                    layer.archive = layer.storage.gathered().without_last(count)
-                    layer.recall()
-                    layer.archive = None
             twin.sequence.crop(count)
             twin.sequence.floor = tokens
         return twin
@@ -190,9 +185,9 @@ def _attributes(layer: Any) -> dict:
     return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
 
 
-def _forked(layer: Any) -> EvictionLayer:
+def _forked(layer: Any, storage: Storage | None) -> EvictionLayer:
     if isinstance(layer, EvictionLayer):
-        return layer.fork()
+        return layer.fork(storage)
     return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ... import _ops
 from ...context import current
 from ...policy import kv
+from .apart import Apart, apart
 from .carried import of_layer
-from .fork import Apart, Fork, apart, fork, joined
 from .mapped import Files
 from .ranks import Ranks
 from .sequence import Sequence
@@ -48,16 +47,17 @@ def _offload(layer: EvictionLayer) -> None:
 
 
 class EvictionLayer(CacheLayerMixin):
-    """Slots of a layer, in `storage` (a `Storage`, or a fork's `Fork`): `len` of them, and `counts`, the same on the
-    host. The tokens read are the cache's `sequence`."""
+    """Slots of a layer, in its `storage`: `len` of them, and `counts`, the same on the host. The tokens read are the
+    cache's `sequence`."""
 
     is_compileable = False
     is_sliding = False
     is_croppable = True
     offload = prefetch = _offload
+    decodes_after_prefix = True  # `decode` attends to a storage's prefix too
 
     k, v, pos, offset, centre = _stored("k"), _stored("v"), _stored("pos"), _stored("offset"), _stored("centre")
-    len, counts, longest = _stored("len"), _stored("counts"), _stored("longest")
+    len, counts, longest = _stored("total_len"), _stored("total_counts"), _stored("longest")
     segments, positions = _stored("segments"), _stored("positions")
     live_bytes, padded_bytes = _stored("live_bytes"), _stored("padded_bytes")
     keys = property(lambda self: self.storage.dense("k"))  # copies [B, Hkv, longest, D], zeros after shorter heads
@@ -68,12 +68,12 @@ class EvictionLayer(CacheLayerMixin):
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence  # of the cache
         self.is_initialized = False
-        self.storage: Any = Storage()  # or a `Fork`
+        self.storage = Storage()
         self.pending_kv: tuple[Tensor, Tensor] | None = None  # between update() and the attention function
         self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
         # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.memory: dict[str, Tensor] = {}
-        self.archive: Storage | Fork | Apart | None = None  # the slots of all tokens read; None: without recall
+        self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         self.archive_expected = 0  # slots per head that a read is going to archive
         self.archive_files: Files | None = None  # that the archive lies in; None: in memory
@@ -90,12 +90,15 @@ class EvictionLayer(CacheLayerMixin):
         """Forget everything."""
         EvictionLayer.__init__(self, self.sequence)
 
-    def fork(self) -> EvictionLayer:
-        """An independent layer that reads the stored slots in place."""
+    def fork(self, storage: Storage | None = None) -> EvictionLayer:
+        """An independent layer that reads the stored slots in place; or one with a `storage` and no archive."""
         twin = copy.copy(self)
-        if self.is_initialized:
-            twin.storage = fork(self.storage)
-            twin.archive = None if self.archive is None else fork(self.archive)
+        if storage is not None:
+            twin.storage, twin.archive, twin.head_offsets = storage, None, None
+        elif self.is_initialized:
+            self.storage = self.storage.as_prefix()
+            twin.storage = self.storage.forked()
+            twin.archive = None if self.archive is None else self.archive.forked()
         return twin
 
     # -- called by Transformers -------------------------------------------------------------------------------------
@@ -146,7 +149,8 @@ class EvictionLayer(CacheLayerMixin):
             return
         self.storage = self.storage.crop(count)
         if self.archive is not None:
-            self.archive = self.archive.crop(max(0, self.sequence.archived + count - self.sequence.columns))
+            gone = max(0, self.sequence.archived + count - self.sequence.columns)
+            self.archive = self.archive.as_prefix().crop(gone) if gone else self.archive  # forks may read it
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
@@ -166,36 +170,40 @@ class EvictionLayer(CacheLayerMixin):
             setattr(self, name, None if value is None else value[at])
         self.memory = {name: value[rows] for name, value in self.memory.items()}
         self.storage = self.storage.rows(rows)
-        self.archive = None if self.archive is None else fork(self.archive).rows(rows)  # beams share what was read
+        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
         self.carry = of_layer(self.carry, self)
 
     def archive_new(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
         """Write new columns to the archive, as the layer stores them."""
-        kept = self.storage.growing
         if self.archive is None:
-            self.archive = replace(kept, pool=self.archive_files).moved(0 * kept.capacity, None, 0 * kept.counts)
-        self.archive = self.archive.centred_as(kept).append(k, v, pos, first, padding, self.archive_expected)
+            self.archive = self.storage.blank(self.archive_files)
+        self.archive = self.archive.centred_as(self.storage).append(k, v, pos, first, padding, self.archive_expected)
 
-    def archive_last(self, count: int) -> None:
-        """Write the last `count` slots of each head to the archive. Without one it begins with all slots."""
+    def archive_last(self) -> None:
+        """Write the slots that came since to the archive. Without one it begins with all slots."""
         if self.archive is None:
-            self.archive = fork(self.storage)
-        elif count:
-            new = self.storage.growing
-            new = new if (new.counts >= count).all() else self.storage.gathered()
-            self.archive = self.archive.centred_as(new).with_all(new.last(count))
+            self.storage = self.storage.as_prefix()
+            self.archive = self.storage.forked()
+        else:
+            self.archive = self._with_last(self.archive)
+
+    def all_slots(self) -> Storage:
+        """The slots of all tokens, for a fork: those of the archive, and those that came since."""
+        archive: Any = self.archive
+        return self._with_last(archive.gathered().forked() if isinstance(archive, Apart) else archive.forked())
+
+    def _with_last(self, archive: Any) -> Any:
+        count = self.sequence.columns - self.sequence.archived
+        return archive.centred_as(self.storage).with_all(self.storage.last(count)) if count else archive
 
     def recall(self, due: np.ndarray | None = None) -> None:
         """The slots of all tokens take the place of the kept ones, until the next cut. due: bool [B] in these rows
         alone; None: in all."""
-        archive: Any = self.archive
+        whole: Any = self.archive
         if due is not None and not due.all():
-            rows = zip(due, apart([archive]).each, apart([self.storage]).each, strict=True)
-            self.storage = fork(joined([whole if recalls else kept for recalls, whole, kept in rows]).gathered())
-        elif isinstance(archive, Apart):
-            self.storage = fork(archive.gathered())
-        else:
-            self.storage = fork(archive)
+            rows = zip(due, apart([whole]).each, apart([self.storage]).each, strict=True)
+            whole = Storage.joined([archived if recalls else kept for recalls, archived, kept in rows])
+        self.storage = whole.gathered().forked()
         self.head_offsets = None
 
     # -- called by eviction -----------------------------------------------------------------------------------------
@@ -255,7 +263,7 @@ class EvictionLayer(CacheLayerMixin):
             return float(ranks.gather(errors[None]).mean())
 
         self.kinds = kv.chosen(kind, error)
-        self.storage = self.storage.repacked(self.kinds, centre, known)
+        self.storage = self.storage.gathered().repacked(self.kinds, centre, known)
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
         """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
@@ -290,7 +298,7 @@ class EvictionLayer(CacheLayerMixin):
     def tick(self) -> None:
         """Count one more slot in every head, for `decode`."""
         self.make_room()
-        self.storage.growing.tick()
+        self.storage.tick()
 
     def remember(self, row: Tensor, most: int) -> None:
         """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe."""

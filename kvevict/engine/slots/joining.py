@@ -12,9 +12,9 @@ from transformers.cache_utils import DynamicCache
 
 from ... import families
 from .adopt import EvictionCache, adopt
+from .apart import apart
 from .cache import EvictionLayer
 from .carried import of_layer, wide
-from .fork import apart, joined
 from .latent import LatentLayer
 from .layers import states_of
 from .pool import Pool
@@ -42,8 +42,9 @@ class Pools:
         sequences of the pools without a copy of these slots."""
         for index, pool in self.of.items():
             layer = cache.layers[index]
-            if isinstance(layer.storage, Storage) and not layer.storage.regions:
-                held = replace(layer.storage, pool=pool).moved(layer.counts)
+            slots = layer.storage.gathered()
+            if not slots.regions:
+                held = replace(slots, pool=pool).moved(layer.counts)
                 if held.regions:
                     layer.storage, layer.pool = held, pool
 
@@ -103,7 +104,7 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
     if any(layer.archive is not None for cache in caches for layer in cache.layers):
         for cache in caches:
             for layer in cache.layers:  # the rows' archives lack as many columns from here on: none
-                layer.archive_last(cache.sequence.columns - cache.sequence.archived)
+                layer.archive_last()
     device: Any = first.layers[0].device  # of our layers, by `obstacle`
     sequence = Sequence.joined([cache.sequence for cache in caches], device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
@@ -122,7 +123,7 @@ def _joined(layers: tuple) -> EvictionLayer:
     """Concatenate the rows of one layer of several caches."""
     first = layers[0]
     whole = copy.copy(first)
-    whole.storage = joined([layer.storage for layer in layers])
+    whole.storage = Storage.joined([layer.storage for layer in layers])
     whole.expected = max(layer.expected for layer in layers)
     whole.budget = None if first.budget is None else np.concatenate([layer.budget for layer in layers])
     if any(layer.prompt is not None for layer in layers):

@@ -7,7 +7,6 @@ of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +44,7 @@ class Latents:
     """A layer's `Expanded` slots, made when one of their attributes is first read: most decoded tokens need none."""
 
     def __init__(self, layer: LatentLayer, module: torch.nn.Module) -> None:
-        self._of = layer, layer.storage, module
+        self._of = layer, layer.storage.gathered(), module
         self._expanded: Expanded | None = None
 
     def __getattr__(self, name: str) -> Tensor | None:
@@ -73,14 +72,7 @@ class LatentLayer(EvictionLayer):
     """`k` and `v` [rows, W] are the two halves of latent, rotated part and zeros up to a multiple of 16."""
 
     widths: tuple = ()  # (of the latent, of the rotated part)
-
-    def fork(self) -> LatentLayer:
-        return copy.deepcopy(self, {id(self.sequence): self.sequence})
-
-    def recall(self, due: np.ndarray | None = None) -> None:
-        super().recall(due)
-        whole = self.storage.gathered()
-        self.storage = whole.moved(whole.capacity)
+    decodes_after_prefix = False
 
     def update(  # type: ignore[override]  # passed by position
         self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any

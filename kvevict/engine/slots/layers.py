@@ -54,8 +54,10 @@ class StatefulLayer(EvictionLayer):
             raise AttributeError(name)
         return getattr(self.state, name)
 
-    def fork(self) -> StatefulLayer:
-        return copy.deepcopy(self, {id(self.sequence): self.sequence})
+    def fork(self, storage: Any = None) -> EvictionLayer:
+        twin: Any = super().fork(storage)
+        twin.state = copy.deepcopy(self.state)  # it is updated in place
+        return twin
 
     def reset(self) -> None:
         super().reset()

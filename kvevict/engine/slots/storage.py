@@ -27,16 +27,19 @@ class Storage(Held):
     A head's rows are in ascending position, with room for `capacity[b,h]`. A method that changes the slots returns the
     storage to use from then on. It may have the same buffers, so do not use the old one any more. A decoded token alone
     changes a storage: it is counted (`tick`) before it is written (`decode`).
+
+    A fork's slots begin with a `prefix`, in buffers that other storages read too and none writes to; the other fields
+    are of the slots after it. Several batch rows may share one row of a prefix.
     """
 
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] on the host
-    shared: bool = False  # forks read the buffers, so the slots in them must not move
     starts: np.ndarray = None  # type: ignore[assignment]  # `offset` on the host
     pool: Pool | Files | None = None  # lends the rows that the slots need next; None: new buffers do
     regions: tuple = ()  # the `Region` (`Lent`) of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
+    prefix: Any = None  # a `Storage` without prefix, of the slots before these, or None
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
     table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
 
@@ -53,11 +56,13 @@ class Storage(Held):
     @classmethod
     def joined(cls, storages: Sequence[Storage]) -> Storage:
         """Concatenate batch rows: without a copy if all lie in one pool, else in new buffers."""
-        first = storages[0]
+        first, prefix = storages[0], None
+        if any(each.prefix is not None for each in storages):
+            prefix = cls.joined([each._no_slots() if each.prefix is None else each.prefix for each in storages])
         counts = np.concatenate([each.counts for each in storages])
         capacity = np.concatenate([each.capacity for each in storages])
         centre = None if first.centre is None else torch.cat([each.centre for each in storages])
-        common: Any = dict(centre=centre, centred=np.concatenate([each.centred for each in storages]))
+        common: Any = dict(centre=centre, centred=np.concatenate([each.centred for each in storages]), prefix=prefix)
         if any(each.k is not first.k for each in storages):
             into, row = replace(first._blank(capacity), **common), 0
             for each in storages:
@@ -69,7 +74,7 @@ class Storage(Held):
             return into._holding(torch.cat([each.len for each in storages]), counts)
         rows = replace(
             first, offset=torch.cat([each.offset for each in storages]), capacity=capacity,
-            starts=np.concatenate([each.starts for each in storages]), shared=any(each.shared for each in storages),
+            starts=np.concatenate([each.starts for each in storages]),
             regions=sum((each.regions for each in storages), ()), **common,
         )  # fmt: skip
         return rows._holding(torch.cat([each.len for each in storages]), counts)
@@ -92,16 +97,25 @@ class Storage(Held):
         kinds: kv.Kinds = kv.KINDS["model"],
     ) -> Storage:
         """A storage of flat buffers without room between heads; counts [B, Hkv] on the host."""
-        of_rows: Any = dict(zip(("k_kind", "v_kind"), kinds, strict=True))
-        flat = cls(k, v, pos, centre=centre, like=k[:0] if like is None else like, centred=counts.any(1), **of_rows)
+        like, centred = k[:0] if like is None else like, counts.any(1)
+        flat = cls(k, v, pos, centre=centre, k_kind=kinds[0], v_kind=kinds[1], like=like, centred=centred)
         return _laid_out(flat, counts)._holding(_ops.upload(counts, k.device, torch.int32), counts)
 
     buffers = property(lambda self: (self.k, self.v, self.pos))  # a row per slot
     device = property(lambda self: self.k.device)
-    growing = property(lambda self: self)  # what decoded tokens are written to
     dim = property(lambda self: self.like.shape[1])
     kinds = property(lambda self: (self.k_kind, self.v_kind))
     is_centred = property(lambda self: self.centre is None or bool(self.centred.all()))
+
+    @property
+    def total_counts(self) -> np.ndarray:
+        """[B, Hkv] on the host: the prefix's slots too."""
+        return self.counts if self.prefix is None else self.prefix.counts + self.counts
+
+    @property
+    def total_len(self) -> Tensor:
+        """`total_counts`, int32 on the device."""
+        return self.len if self.prefix is None else self.prefix.len + self.len
 
     @property
     def room(self) -> int:
@@ -117,7 +131,7 @@ class Storage(Held):
         O(S).
 
         padding    `first` on the host
-        expected   slots per head that a read is going to store; a growth makes room for them
+        expected   slots per head, the prefix's too, that a read is going to store; a growth makes room for them
         """
         counts = self.counts + (k.shape[2] - padding)[:, None]
         if (counts <= self.capacity).all():
@@ -130,9 +144,10 @@ class Storage(Held):
         new   k, v [B, Hkv, S, D], pos [B, S], first [B]; none of them without new columns
         """
         wanted = keep + ROOM
-        if self.shared or (wanted > self.capacity).any() or self.capacity.sum() > 2 * wanted.sum():
-            return self.moved(wanted, index, keep, *new)
-        return self._refilled(index, keep, *new)
+        fits = self.prefix is None and (wanted <= self.capacity).all()
+        if fits and self.capacity.sum() <= 2 * wanted.sum():
+            return self._refilled(index, keep, *new)
+        return self.gathered().moved(wanted, index, keep, *new)
 
     def with_room(self, expected: int = 0, room: int = ROOM) -> Storage:
         """A storage with these slots, and room for one more in every head; if it is another one, for `room` or more.
@@ -150,7 +165,7 @@ class Storage(Held):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, **options: Any) -> Any:
         """(out, lse, probs) as `_ops.decode` gives them, with the new row in the slot that was counted last."""
-        return _ops.decode(q, k, v, pos, self.before, **options)
+        return _ops.decode(q, k, v, pos, self.before, prefix=self.prefix, **options)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store rows k, v [B, Hkv, 1, D], pos [B, 1] in the slots that were counted last; not of packed numbers."""
@@ -159,34 +174,28 @@ class Storage(Held):
         self.pos[at] = pos.expand(-1, self.len.shape[1]).flatten()
 
     def crop(self, count: int) -> Storage:
-        """A storage without the last `count` slots of every head."""
-        own = self.copy_on_write()  # the next tokens overwrite the cropped slots
-        return own._holding((own.len - count).clamp_min(0), np.maximum(own.counts - count, 0))
-
-    def without_last(self, count: int) -> Storage:
-        """View all but the last `count` slots of every head in the same buffers, for reading alone."""
-        return replace(self, shared=True)._holding(self.len - count, self.counts - count)
+        """A storage without the last `count` slots of every head. The next tokens overwrite these, but not slots of a
+        prefix."""
+        if self.prefix is not None and (self.counts < np.minimum(count, self.total_counts)).any():
+            return self.gathered().crop(count).as_prefix()
+        return self._holding((self.len - count).clamp_min(0), np.maximum(self.counts - count, 0))
 
     def rows(self, chosen: Tensor) -> Storage:
-        """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a pool stay where they are,
-        unless they are repeated; so do at least half of the rows of other buffers."""
+        """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a prefix stay in place, and
+        those of a pool, unless they are repeated; so do at least half of the rows of other buffers."""
         at = chosen.tolist()
-        rows = self._at(chosen, at)
-        stays = len(set(at)) == len(at) and not self.shared and (self.regions or 2 * len(at) >= len(self.counts))
+        rows = self.aliased(chosen, at)
+        stays = len(set(at)) == len(at) and (self.regions or 2 * len(at) >= len(self.counts))
         return rows._holding(rows.len, rows.counts) if stays else rows.moved(rows.capacity)
 
-    def aliased(self, chosen: Tensor) -> Storage:
-        """View batch rows chosen [N] in the same buffers, for reading alone. A row may be named twice."""
-        return replace(self._at(chosen, chosen.tolist()), shared=True)
-
-    def _at(self, chosen: Tensor, at: list) -> Storage:
-        """Batch rows chosen [N], the list `at` on the host, in the same buffers."""
+    def aliased(self, chosen: Tensor, at: list) -> Storage:
+        """View batch rows chosen [N], the list `at` on the host, in the same buffers."""
         rows = replace(self, offset=self.offset[chosen], len=self.len[chosen], counts=self.counts[at])
         regions = tuple(self.regions[row] for row in at) if self.regions else ()
         centre = None if self.centre is None else self.centre[chosen]
         return replace(
             rows, capacity=self.capacity[at], starts=self.starts[at], regions=regions, centre=centre,
-            centred=self.centred[at],
+            centred=self.centred[at], prefix=None if self.prefix is None else self.prefix.aliased(chosen, at),
         )  # fmt: skip
 
     def moved(
@@ -207,17 +216,56 @@ class Storage(Held):
         host, the rows that `centre` has one for."""
         old = _ops.upload(self.centred, self.device, torch.bool)[:, None, None]
         both = torch.where(old, self.centre, centre)  # type: ignore[arg-type]  # packed keys have one
-        return replace(self, centre=both, centred=self.centred | known)
+        return self._around(both, self.centred | known)
 
     def centred_as(self, other: Storage) -> Storage:
         """A storage with another one's centres: it may have some of rows that have no slot here."""
         if self.centre is None or other.centre is None:
             return self
-        return replace(self, centre=other.centre, centred=other.centred)
+        return self._around(other.centre, other.centred)
 
-    def copy_on_write(self) -> Storage:
-        """A storage whose buffers no fork reads: slots may be moved and overwritten there."""
-        return self.moved(self.capacity) if self.shared else self
+    def _around(self, centre: Tensor | None, centred: np.ndarray) -> Storage:
+        prefix = None if self.prefix is None else self.prefix._around(centre, centred)
+        return replace(self, centre=centre, centred=centred, prefix=prefix)
+
+    # -- forks ------------------------------------------------------------------------------------------------------
+
+    def forked(self) -> Storage:
+        """A storage that begins with these slots and goes on apart; from here on they may not move here either. Only
+        slots after a prefix are copied."""
+        apart = replace(self, pool=self._memory)  # what is read and written from here on is not an archive's
+        return apart.as_prefix() if self.prefix is None else apart.moved(self.capacity)
+
+    def as_prefix(self) -> Storage:
+        """No slots, after these as a prefix; the storage itself if it has one."""
+        if self.prefix is not None:
+            return self
+        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())  # this one goes on
+        return self.blank(self.pool, prefix)
+
+    def blank(self, pool: Pool | Files | None, prefix: Storage | None = None) -> Storage:
+        """An empty storage for slots of the same kind."""
+        none = 0 * self.counts
+        return replace(self, pool=pool, prefix=prefix)._blank(none)._holding(torch.zeros_like(self.len), none)
+
+    def gathered(self) -> Storage:
+        """All slots in one place, for reading: the prefix itself while there are no others."""
+        return self.whole() if self.prefix is None or self.counts.any() else self.prefix
+
+    def whole(self) -> Storage:
+        """All slots without a prefix, which is copied."""
+        if self.prefix is None:
+            return self
+        return self.prefix.moved(self.prefix.grown(self.total_counts)).followed_by(self)
+
+    _memory = property(lambda self: None if isinstance(self.pool, Files) else self.pool)
+
+    def _no_slots(self) -> Storage:
+        """View none of the slots, in the same buffers."""
+        none = 0 * self.counts
+        return replace(self, len=0 * self.len, counts=none, capacity=none, starts=none)
+
+    # ---------------------------------------------------------------------------------------------------------------
 
     def followed_by(self, other: Storage) -> Storage:
         """Append the slots of another storage; this one must have room for them."""
@@ -227,9 +275,11 @@ class Storage(Held):
 
     def last(self, count: int) -> Storage:
         """View the last `count` slots of each head, for reading alone."""
+        if self.prefix is not None and (self.counts < count).any():
+            return self.gathered().last(count)
         at, counts = self.offset + self.len - count, np.full_like(self.counts, count)
         starts = self.starts + self.counts - count
-        return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, shared=True)
+        return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, prefix=None)
 
     def with_all(self, other: Storage) -> Storage:
         """A storage with the slots of another one after these."""
@@ -237,26 +287,23 @@ class Storage(Held):
         into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
         return into.followed_by(other)
 
-    def gathered(self) -> Storage:
-        """All slots in one place, for reading."""
-        return self
-
     def grown(self, counts: np.ndarray, expected: int = 0, room: int = ROOM) -> np.ndarray:
-        """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average."""
-        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, room), expected))
+        """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average. expected: as in
+        `append`."""
+        least = expected if self.prefix is None else 0
+        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, room), least))
 
     def _blank(self, capacity: np.ndarray) -> Storage:
-        """New, empty buffers of a capacity."""
+        """This storage, to be filled: new buffers of a capacity."""
         rows = int(capacity.sum())
-        region = None if self.pool is None else self.pool.lend(rows, self)
-        common: Any = dict(pool=self.pool, like=self.like, centre=self.centre, centred=self.centred)
-        common |= dict(k_kind=self.k_kind, v_kind=self.v_kind)
-        if region is not None:
-            lent = Storage(*region.buffers, regions=(region,) * len(capacity), **common)
-            return _laid_out(lent, capacity, region.start)
-        with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-            flat = Storage(*(t.new_empty(rows, *t.shape[1:]) for t in self.buffers), **common)
-        return _laid_out(flat, capacity)
+        lent = None if self.pool is None else self.pool.lend(rows, self)
+        if lent is not None:
+            (k, v, pos), start, regions = lent.buffers, lent.start, (lent,) * len(capacity)
+        else:
+            start, regions = 0, ()
+            with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+                k, v, pos = (t.new_empty(rows, *t.shape[1:]) for t in self.buffers)
+        return _laid_out(replace(self, k=k, v=v, pos=pos, regions=regions), capacity, start)
 
     def _refilled(self, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:
         """This storage, with counts [B, Hkv] slots `index` of [stored | new]; its counts stay where they lie."""
@@ -291,7 +338,7 @@ class Storage(Held):
 
     def longest(self) -> int:
         """Slots of the fullest head."""
-        return int(self.counts.max()) if self.counts.size else 0
+        return int(self.total_counts.max()) if self.counts.size else 0
 
     def slot_bytes(self) -> int:
         """Bytes of a slot's key and value, with their scales."""
@@ -299,22 +346,23 @@ class Storage(Held):
 
     def live_bytes(self) -> int:
         """Bytes of the stored keys and values: `slot_bytes` * sum(len)."""
-        return 0 if self.k is None else self.slot_bytes() * int(self.counts.sum())
+        return 0 if self.k is None else self.slot_bytes() * int(self.total_counts.sum())
 
     def padded_bytes(self) -> int:
         """`live_bytes` if every head were padded to the fullest."""
         return self.slot_bytes() * self.counts.size * self.longest()
 
     def tensors(self) -> tuple:
-        """All tensors that take up memory; of a pool as many rows as are lent."""
+        """All tensors that take up memory, the prefix's too; of a pool as many rows as are lent."""
         if self.k is None:
             return ()
+        prefix = () if self.prefix is None else self.prefix.tensors()
         lent = sum(region.rows for region in set(self.regions)) if self.regions else None
         centre = () if self.centre is None else (self.centre,)
-        return *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
+        return *prefix, *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
 
     def segments(self) -> Iterator[tuple[int, int, slice]]:
-        """(b, h, slice of the flat buffers) of every head's slots."""
+        """(b, h, slice of the flat buffers) of every head's slots, without a prefix's."""
         lens = self.counts.tolist()
         for b, row in enumerate(self.starts.tolist()):
             for h, start in enumerate(row):
@@ -323,8 +371,9 @@ class Storage(Held):
     def positions(self) -> list[list[Tensor]]:
         """Positions of the slots by row and head: int32 copies."""
         heads: list[Any] = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
-        for b, h, rows in self.segments():
-            heads[b][h] = self.pos[rows].clone()
+        whole = self.gathered()
+        for b, h, rows in whole.segments():
+            heads[b][h] = whole.pos[rows].clone()
         return heads
 
     def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
@@ -332,13 +381,13 @@ class Storage(Held):
         centre = self.centre[b, h] if name == "k" and self.centre is not None else None
         return kv.numbers(getattr(self, name)[rows], getattr(self, f"{name}_kind"), self.dim, centre)
 
-    def dense(self, name: str) -> Tensor | None:
+    def dense(self, name: str) -> Any:
         """Copy [B, Hkv, longest, D] of "k" or "v", zeros after shorter heads; None before the first tokens."""
         if self.k is None:
             return None
-        dense = self.like.new_zeros(*self.len.shape, self.longest(), self.dim)
-        for b, h, rows in self.segments():
-            dense[b, h, : rows.stop - rows.start] = self.numbers(name, b, h, rows)
+        whole, dense = self.gathered(), self.like.new_zeros(*self.len.shape, self.longest(), self.dim)
+        for b, h, rows in whole.segments():
+            dense[b, h, : rows.stop - rows.start] = whole.numbers(name, b, h, rows)
         return dense
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .fork import Fork
 from .storage import Storage
 
 
@@ -41,31 +40,30 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self.storages: list[Storage | Fork] = []
+        self.storages: list[Storage] = []
         self.groups: dict[Any, Counts] = {}  # (device, batch, heads) -> counts of the layers there
         self.room = 0  # how often `tick` can go on in these storages
 
-    def holds(self, storages: Items[Storage | Fork]) -> bool:
+    def holds(self, storages: Items[Storage]) -> bool:
         """True if `tick` can go on at once."""
         same = self.room > 0 and len(storages) == len(self.storages)
         return same and all(map(is_, storages, self.storages))
 
-    def take(self, storages: Items[Storage | Fork]) -> None:
+    def take(self, storages: Items[Storage]) -> None:
         """Hold the counts of these storages, which all have room."""
         groups: dict[Any, list[Storage]] = {}
         for storage in storages:
-            own = storage.growing
-            groups.setdefault((own.device, *own.counts.shape), []).append(own)
+            groups.setdefault((storage.device, *storage.counts.shape), []).append(storage)
         for (device, *shape), members in groups.items():
             key = device, *shape
             if key not in self.groups or len(self.groups[key].storages) != len(members):
                 self.groups[key] = Counts(device, (len(members), *shape))
-            for at, own in enumerate(members):
-                self.groups[key].hold(at, own)
-                own.table = weakref.ref(self)  # so that a dropped cache's memory is free at once
+            for at, storage in enumerate(members):
+                self.groups[key].hold(at, storage)
+                storage.table = weakref.ref(self)  # so that a dropped cache's memory is free at once
         self.groups = {key: self.groups[key] for key in groups}
         self.storages = list(storages)
-        self.room = min((storage.growing.room for storage in storages), default=0)
+        self.room = min((storage.room for storage in storages), default=0)
 
     def tick(self) -> None:
         """Count on: the next `Storage.decode` of each layer writes the slot."""
