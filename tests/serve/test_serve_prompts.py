@@ -15,7 +15,14 @@ OPTIONS = {
     "drawn": dict(max_tokens=9, n=3, temperature=1.2, seed=5),
     "with logprobs": dict(max_tokens=4, logprobs=2),
 }
+STEP = 2**-3  # two of bf16's at the logits' size: one row and several are summed in another order
 COUNTS = "prompt_tokens", "completion_tokens", "total_tokens"
+
+
+def numbers_of(choice):
+    """Take the log probabilities out of a choice; returns [log probability, {token: log probability}] of each token."""
+    said = choice["logprobs"] or dict(token_logprobs=[], top_logprobs=[])
+    return [*zip(said.pop("token_logprobs"), said.pop("top_logprobs"), strict=True)]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -24,6 +31,9 @@ def test_each_prompt_is_answered_as_alone(options):
     alone = [client.post(PATH, prompt=each, **options).json() for each in SEVERAL]
     said = client.post(PATH, prompt=SEVERAL, **options).json()
     wanted = [dict(choice, index=0) for one in alone for choice in one["choices"]]
+    for choice, one in zip(said["choices"], wanted, strict=True):
+        for (number, top), (other, likeliest) in zip(numbers_of(choice), numbers_of(one), strict=True):
+            assert number == pytest.approx(other, abs=STEP) and top == pytest.approx(likeliest, abs=STEP)
     assert [dict(choice, index=0) for choice in said["choices"]] == wanted
     assert [choice["index"] for choice in said["choices"]] == list(range(len(wanted)))
     for name in COUNTS:
