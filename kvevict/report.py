@@ -28,10 +28,13 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     archive_bytes      bytes of the archive that recall=True chooses from
+    recalled           [layer][row][kv head] the kept slots that had been evicted before this read, and came back with
+                       recall=True; None: none could
     overhead_bytes     bytes of all else: free room, positions, carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
-                       diagnose are its parts), draft (laq, speckv); decode since then. On a GPU only read is the time
-                       of the work; the others are the host's time to launch it
+                       diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice); decode
+                       since then. On a GPU only read is the time of the work; the others are the host's time to launch
+                       it
     replayed           tokens decoded since then without Python, with compiled=True
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions (number of chunks that lost slots

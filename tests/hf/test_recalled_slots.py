@@ -275,6 +275,31 @@ def test_other_models(name, kind):
     assert any(after - before for after, before in zip(now, kept, strict=True))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_report_counts_what_came_back(family):
+    model = shared(family)
+    with kvevict.evicting(model, **SNAPKV):
+        short = kvevict.report(model(**prompt(2, 20), logits_to_keep=1).past_key_values)
+        assert short["recalled"] is None and "recall" not in short["seconds"]
+        cache = model(**prompt(2, 90, pad=(0, 9)), logits_to_keep=1).past_key_values
+        before = [layer.positions() for layer in ours(cache)]
+        mask = torch.ones(2, 110, dtype=torch.long)
+        mask[1, :9] = 0
+        turn = prompt(2, 20, seed=1)["input_ids"]
+        model(turn, attention_mask=mask, **{CACHE: cache}, logits_to_keep=1)
+    report, lost = kvevict.report(cache), 0
+    assert report["seconds"]["recall"] > 0
+    found = [each for each in report["recalled"] if each is not None]
+    assert len(found) == len(ours(cache)) and len(report["recalled"]) == len(cache.layers)
+    for layer, had, counts in zip(ours(cache), before, found, strict=True):
+        for row, heads in enumerate(layer.positions()):
+            for head, now in enumerate(heads):
+                old = {*range(90)} - {*had[row][head].tolist()}
+                assert counts[row][head] == len(old & {*now.tolist()})
+                lost += counts[row][head]
+    assert lost > 0
+
+
 def test_a_turn_without_recall_ends_the_archive():
     model = shared()
     with kvevict.evicting(model, **SNAPKV):

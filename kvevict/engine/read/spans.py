@@ -158,7 +158,7 @@ class Spans:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                if (chunk.last or policy.schedule == "prompt") and not going_on.any() and self._recall():
+                if (chunk.last or policy.schedule == "prompt") and not going_on.any() and self._recall(meter):
                     read.budgets.policy = policy.recalling
                 chooser = self._chooser(read, chunk)
                 yield Span(chunk.start, chunk.end, meter, chooser, read, chunk, rows[at], sum(rows[at + 1 :]))
@@ -191,14 +191,17 @@ class Spans:
                 layer.archive_last()
         sequence.archived = sequence.columns
 
-    def _recall(self) -> bool:
+    def _recall(self, meter: Meter) -> bool:
         """Give every layer the slots of all tokens back, if one of them has lost some. False: none has."""
         layers = self.layers
         known = all(layer.archive is not None for layer in layers)
         if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
             return False
-        for layer in layers:
-            layer.recall()
+        kept = [layer.positions() for layer in layers]
+        with meter.clock("recall"):
+            for layer in layers:
+                layer.recall()
+        meter.note_recall(kept, [layer.positions() for layer in layers])
         return True
 
     def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Meter:
         self.peak = 0  # the most of them at once, chunks in flight included
         self.seconds = defaultdict(float)
         self.replayed = 0  # decoded tokens since then that were replayed
+        self.lost: Iterator | None = None  # each layer's lost[row][head], bool by position; None: nothing was recalled
         self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:
@@ -47,6 +49,17 @@ class Meter:
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
         chunk = int((new.shape[2] - padding).sum())
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
+
+    def note_recall(self, kept: list, whole: list) -> None:
+        """Positions [layer][row][head] of the slots before all came back, and after; a cut then chooses some."""
+
+        def lost(kept: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+            mask = torch.zeros(int(whole[-1]) + 1 if len(whole) else 0, dtype=torch.bool, device=whole.device)
+            mask[whole.long()] = True
+            mask[kept.long()] = False
+            return mask
+
+        self.lost = iter([_by_head(lost, *layer) for layer in zip(kept, whole, strict=True)])
 
     def write(self, layers: list[Any], kind: str) -> None:
         """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
@@ -69,9 +82,20 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
+            recalled=self.lost and [None if layer is None else _recalled(next(self.lost), layer) for layer in layers],
             overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
             positions=[None if layer is None else layer.positions() for layer in layers],
         )
+
+
+def _by_head(function: Callable[..., Any], *values: list) -> list:
+    """[row][head] results for values of [row][head]."""
+    return [[function(*each) for each in zip(*row, strict=True)] for row in zip(*values, strict=True)]
+
+
+def _recalled(lost: list, layer: Any) -> list:
+    """[row][head] how many of the slots are among the lost ones."""
+    return _by_head(lambda lost, has: int(lost[has[has < len(lost)].long()].sum()), lost, layer.positions())
 
 
 def _new_bytes(like: torch.Tensor) -> int:
