@@ -6,6 +6,7 @@
 #ifndef KVEVICT_SIMD_H
 #define KVEVICT_SIMD_H
 #include <math.h>
+#include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -50,6 +51,7 @@ enum { VL = KV_VL, MR = 6, NV = KV_NV };
 
 typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
+typedef int32_t vi __attribute__((vector_size(4 * KV_VL)));
 typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* anywhere in memory */
 typedef uint32_t vu_any __attribute__((vector_size(4 * KV_VL), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16)));
@@ -61,6 +63,7 @@ typedef uint32_t v8u __attribute__((vector_size(32)));
 
 KV_INLINE vf vf_load(const float *x) { return *(const vf_any *)x; }
 KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
+KV_INLINE vf vf_of_vi(vi x) { return __builtin_convertvector(x, vf); }
 KV_INLINE vu vu_load(const void *x) { return *(const vu_any *)x; }
 
 /* VL numbers of 16 bits, zero-extended to 32. GCC would turn its own vector conversion into seven instructions. */
@@ -181,6 +184,45 @@ KV_INLINE v4 v4_sums(vf a, vf b, vf c, vf d) {
   const v4 xy = __builtin_shufflevector(x, y, 0, 4, 1, 5) + __builtin_shufflevector(x, y, 2, 6, 3, 7);
   const v4 zw = __builtin_shufflevector(z, w, 0, 4, 1, 5) + __builtin_shufflevector(z, w, 2, 6, 3, 7);
   return __builtin_shufflevector(xy, zw, 0, 1, 4, 5) + __builtin_shufflevector(xy, zw, 2, 3, 6, 7);
+}
+
+/* Lane i is the sum of x[i], of VL vectors, as in vf_sum; whole: their lanes are integers. */
+KV_INLINE vf vf_sums(int whole, const vf *x) {
+#define KV_ADD(a, b) (whole ? (vf)((vi)(a) + (vi)(b)) : (vf)(a) + (vf)(b))
+#if defined(__AVX512F__)
+  vf quad[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    vf half[2];
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      const __m512 a = (__m512)x[i + 8 * j], b = (__m512)x[i + 8 * j + 4];
+      half[j] = KV_ADD(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+    }
+    const __m512 a = (__m512)half[0], b = (__m512)half[1];
+    quad[i] = KV_ADD(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    const __m512d a = (__m512d)quad[i], b = (__m512d)quad[i + 1];
+    quad[i] = KV_ADD(_mm512_mask_blend_pd(0xaa, a, b), _mm512_shuffle_pd(a, b, 0x55));
+  }
+  const __m512 a = (__m512)quad[0], b = (__m512)quad[2];
+  const vf sums = KV_ADD(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+  return whole ? vf_of_vi((vi)sums) : sums;
+#else
+  vf sums;
+#pragma GCC unroll 2
+  for (int i = 0; i < VL; i += 4) {
+    vf y[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) y[j] = whole ? vf_of_vi((vi)x[i + j]) : x[i + j];
+    const v4 four = v4_sums(y[0], y[1], y[2], y[3]);
+    memcpy((char *)&sums + 4 * i, &four, sizeof four);
+  }
+  return sums;
+#endif
+#undef KV_ADD
 }
 
 KV_INLINE v4 v4_max(v4 a, v4 b) {
