@@ -12,10 +12,8 @@ enum {
   SHARE = 4,   /* rows that share a load, at most */
 #if defined(__AVX512F__) || defined(__aarch64__)
   TOGETHER = 4, /* of SHARE rows those that are computed at once: 4 slots of each fit 32 registers */
-  SUMS = 16,    /* of rows and slots, that are computed at once */
 #else
   TOGETHER = 2, /* 16 registers */
-  SUMS = 8,
 #endif
 };
 
@@ -102,10 +100,10 @@ static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows, co
 /* Its scratch, to be freed; NULL if out of memory. The padding of q and buffer starts as 0 and stays it. */
 static inline void *kv_stream_alloc(kv_stream *x) {
   float **const fields[] = {&x->q, &x->s, &x->buffer, &x->alpha, &x->words, &x->by, &x->sum, &x->more};
-  const int64_t words = kv_is_words(x->k_form), rows = words * x->rows;
+  const int64_t rows = kv_is_words(x->k_form) ? x->rows : 0; /* of words */
   const int64_t sizes[] = {x->rows * x->width,
                            x->rows * KEYS,
-                           x->in_place ? words * BLOCK * x->width / 2 : BLOCK * x->width,
+                           x->in_place ? 0 : BLOCK * x->width,
                            x->rows,
                            rows * x->D / 2,
                            rows,
@@ -114,7 +112,7 @@ static inline void *kv_stream_alloc(kv_stream *x) {
   void *memory = kv_carve(8, sizes, fields);
   if (!memory) return NULL;
   memset(x->q, 0, (size_t)sizes[0] * sizeof *x->q);
-  if (!x->in_place) memset(x->buffer, 0, (size_t)sizes[2] * sizeof *x->buffer);
+  memset(x->buffer, 0, (size_t)sizes[2] * sizeof *x->buffer);
   return memory;
 }
 
@@ -191,7 +189,7 @@ KV_INLINE void kv_stream_dots(kv_form form, int G, int slots, int64_t last, cons
 /* s [G, KEYS], k.n columns of it, = q [G, k.vectors * VL] . k. */
 KV_INLINE void kv_stream_logits_of(kv_form form, int G, const float *q, kv_stream_rows k, kv_stream_next next,
                                    float *s) {
-  const int apart = G == SHARE ? TOGETHER : G, slots = apart == 1 ? SUMS : apart == 2 ? SUMS / 2 : 4;
+  const int apart = G == SHARE ? TOGETHER : G, slots = apart == 1 ? 8 : 4; /* at once: with more bf16 is read slower */
   for (int64_t c = 0; c < k.n; c += slots, k.x += slots * k.stride) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g += apart)
@@ -397,11 +395,9 @@ static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns
   const kv_run run = kv_columns_run(columns, c, n);
   piece[0] = (kv_stream_rows){form, run.n, kv_is_words(form) ? x->D / WORDS : x->width / VL, run.stride, run.x};
   if (run.n == n) return 1;
-  if (kv_is_words(form) && (!packed || c + n <= columns->packed)) { /* as one: pairs of slots, and a
-                                                  scale of weights */
-    const int64_t bytes = kv_row_bytes(packed ? columns->packing : KV_AS_COMPUTED, x->dtype, x->D);
-    for (int64_t i = 0; i < n; i++) memcpy(to + i * bytes, kv_column(columns, c + i), (size_t)bytes);
-    piece[0].n = n, piece[0].stride = bytes, piece[0].x = to;
+  if (packed && c + n <= columns->packed) { /* of two buffers: as one, so that weights share a scale */
+    for (int64_t i = 0; i < n; i++) memcpy(to + i * run.stride, kv_column(columns, c + i), (size_t)run.stride);
+    piece[0].n = n, piece[0].x = to;
     return 1;
   }
   return 1 + kv_stream_pieces(x, columns, form, rotated, c + run.n, n - run.n, piece + 1);

@@ -1,7 +1,7 @@
 /* Rows multiplied two numbers of 16 bits at a time, for few rows on many slots: keys of bf16, where the processor has
- * such products, and packed rows. Numbers of 8 and 4 bits become words of 16 bits without a rounding, a query row or the
- * weights of a block words times their scale. Sums of products are exact in 32 bits, and only the query, to 2^-16 of its
- * largest number, and the weights, to 2^-16 of the largest, are rounded. */
+ * such products, and packed rows. Numbers of 8 and 4 bits become words of 16 bits without a rounding, a query row or
+ * the weights of a block words times their scale. Sums of products are exact in 32 bits, and only the query, to 2^-16
+ * of its largest number, and the weights, to 2^-16 of the largest, are rounded. */
 #ifndef KVEVICT_WORDS_H
 #define KVEVICT_WORDS_H
 #include "packed.h"
@@ -29,8 +29,7 @@ typedef enum {
   KV_BY_INT4
 } kv_form;
 
-/* The form of rows stored so; `floats` if they cannot be multiplied as words.
- */
+/* The form of rows stored so; `floats` if they cannot be multiplied as words. */
 static inline kv_form kv_form_of(kv_packing packing, kv_dtype dtype, int64_t D, kv_form floats) {
   if (packing == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
   if (packing == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
@@ -143,8 +142,7 @@ KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
 #define KV_SECOND(a, b) (b)
 #endif
 
-/* acc + a0 b0 + a1 b1 of pairs of words: of bf16 in floats, else in integers.
- */
+/* acc + a0 b0 + a1 b1 of pairs of words: of bf16 in floats, else in integers. */
 KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
 #if KV_BF16_WORDS
   if (form == KV_BY_BF16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
