@@ -403,6 +403,16 @@ static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns
   return 1 + kv_stream_pieces(x, columns, form, rotated, c + run.n, n - run.n, piece + 1);
 }
 
+/* Column c and those after it, to be fetched while a piece is read. Packed rows are longer than the numbers of the piece
+ * that its reader counts: the rest is fetched at once, since a line that is not costs as much as a row. */
+static inline kv_stream_next kv_stream_ahead(const kv_columns *x, int64_t c, const kv_stream_rows *piece) {
+  const kv_stream_next next = kv_columns_ahead(x, c);
+  const int64_t end = c < x->packed ? piece->n * x->at.stored_stride : 0;
+  for (int64_t at = piece->n * piece->vectors * kv_vector_bytes(piece->form); at < end; at += 64)
+    kv_stream_fetch(next, at, 64);
+  return next;
+}
+
 /* Rows r0 .. r1 - 1, which all see the slots c0 .. c1 - 1, go on: o [rows, width], m [rows], l [rows]. logit: of row
  * 0, rows `apart` apart, or NULL. */
 static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns *k, const kv_columns *v, int64_t c0,
@@ -415,7 +425,7 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
-        kv_stream_keys(x, r, G, piece + i, r == r0 ? kv_columns_ahead(v, c + at) : 0, x->s + r * KEYS + at);
+        kv_stream_keys(x, r, G, piece + i, r == r0 ? kv_stream_ahead(v, c + at, piece + i) : 0, x->s + r * KEYS + at);
     }
     for (int64_t r = r0; r < r1; r++) {
       float *s = x->s + r * KEYS;
@@ -427,8 +437,9 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
     for (int64_t r = r0, G; r < r1; r += G) {
       G = kv_stream_share(r1 - r);
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
-        kv_stream_values(x, G, x->s + r * KEYS + at, piece + i, r == r0 ? kv_columns_ahead(k, c + BLOCK + at) : 0,
-                         i ? NULL : x->alpha + r, o + r * x->width);
+        kv_stream_values(x, G, x->s + r * KEYS + at, piece + i,
+                         r == r0 ? kv_stream_ahead(k, c + BLOCK + at, piece + i) : 0, i ? NULL : x->alpha + r,
+                         o + r * x->width);
     }
   }
 }
