@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...commands import grid
-from .ask import FULL, PERPLEXITY, Run
+from .ask import PERPLEXITY
 from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
+from .runs import FULL, Run
 from .tasks import FIDELITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"

@@ -19,8 +19,9 @@ from ...patch import find_decoder
 from ...processes import Processes
 from ...weights import fingerprint
 from . import protocols
-from .ask import FULL, MODES, Asked, Run, ask, ask_together, encode, policy_for, read, reads_alone
+from .ask import Asked, ask, ask_together, encode, read
 from .results import Results
+from .runs import FULL, MODES, Run, policy_for, reads_alone
 from .tasks import Case, Settings, find
 from .turns import converse
 
@@ -34,7 +35,7 @@ class Plan:
     policies: tuple[str, ...]
     budgets: tuple[int | float | str, ...]
     chunk_sizes: tuple[int | None, ...] = (None,)
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
     cases: int = 20  # per length and seed, and per depth where the task has depths
     depths: tuple[float, ...] = Settings.depths
@@ -90,6 +91,8 @@ def evaluate(
     for task, settings in groups[: len(groups) // len(plan.seeds)]:  # impossible plans fail before hours of work
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
+            if "other" in plan.modes and not case.turn:
+                raise ValueError(f"--mode other: {case.task} has no turns; give --tasks turns, or another mode")
     with contextlib.ExitStack() as stack:
         processes = Processes().join()
         first = processes.rank == 0

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .ask import FULL, MODES, PERPLEXITY
+from .ask import PERPLEXITY
 from .intervals import Z, clustered, of_scores, standard_error
+from .runs import FULL, MODES
 from .tasks import FIDELITY
 
 NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
