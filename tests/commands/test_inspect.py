@@ -142,7 +142,7 @@ def test_mistakes(tmp_path, capsys):
     start = ["inspect", "--model", "nowhere", "--file", str(tmp_path / "text"), "Who?"]
     for words, message in [
         ("--policy snapvk", "snapkv"), ("--policy snapkv:windo=4", "window"), ("--budget 0", "budget"),
-        ("--max-new-tokens 0", "max-new-tokens"),
+        ("--max-new-tokens 0", "max-new-tokens"), ("--policy snapkv:recall=nowhere", "recall='nowhere': no file can"),
     ]:  # fmt: skip
         assert main([*start, *words.split()]) == 2
         assert message in capsys.readouterr().err

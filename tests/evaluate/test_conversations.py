@@ -1,6 +1,7 @@
 """Conversations about a text, and later questions of a policy that recalls."""
 
 import itertools
+import json
 from unittest import mock
 
 import pytest
@@ -48,6 +49,15 @@ def test_cases(name):
             assert case.question.endswith("?") and not case.opening and "Answer:" not in case.question
             assert case.answers[0] in case.context
     assert len({case.id for case in cases}) == 20
+
+
+def test_texts_with_too_few_questions(tmp_path):
+    asked = [dict(Q=f"Who {n}?", A="he", S="It rained.") for n in range(7)]
+    record = dict(input="It rained. " * 50, qa_pairs=str(asked))
+    (tmp_path / "shortdep_qa.jsonl").write_text(json.dumps(record) + "\n")
+    settings = Settings(chat_tokenizer(), 300, 1, data=tmp_path)
+    with pytest.raises(ValueError, match="--lengths 300: no text of turns/loogle has 8 questions then; give more"):
+        list(TASKS.find("turns/loogle")(settings))
 
 
 def lines_of(path, policies, net, tok, **changes):

@@ -75,12 +75,14 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
         os.unlink(path)
 
 
-def check(folder: str) -> None:
-    """Raise ValueError unless files can be made in a folder."""
+def check(recall: bool | str) -> None:
+    """Raise ValueError for a `Policy.recall` that is a folder in which no files can be made."""
+    if isinstance(recall, bool):
+        return
     try:
-        _mapped(folder, ALIGNED)
+        _mapped(recall, ALIGNED)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"recall={folder!r}: no file can be made there ({error}); give a folder that can be written to, or True "
+            f"recall={recall!r}: no file can be made there ({error}); give a folder that can be written to, or True "
             "for an archive in memory"
         ) from None

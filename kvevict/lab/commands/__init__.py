@@ -17,10 +17,10 @@ def add_question(
     parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True, several: str = ""
 ) -> None:
     """several: what several questions mean, where a command takes them."""
-    told = several if needed else "; default: made-up facts"
+    told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs="+" if several else None if needed else "?", type=words,
-                        help=f"question about the text (or words to continue it with){told}")  # fmt: skip
+                        help=f"question about the text (or words to continue it with){several or told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
     parser.add_argument(
         "--opening", type=words, default="",

@@ -28,7 +28,8 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
                  "copy of what was kept: a policy with recall=true chooses anew for each")  # fmt: skip
     add_model(parser)
     parser.add_argument("--policy", action="append",
-                        help=f"{FORM} of `kvevict policies`, repeatable; default {DEFAULT}")  # fmt: skip
+                        help=f"{FORM} of `kvevict policies`, such as {DEFAULT}:recall=true, repeatable; default "
+                        f"{DEFAULT}")  # fmt: skip
     add_budget(parser)
     parser.add_argument("--find", default="", help="words to underline wherever the prompt has them")
     parser.add_argument("--out", default="kvevict-inspect.html", help="the page; default kvevict-inspect.html")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ... import families
 from ...answer import together
 from ...compat import cache_of
+from ...engine.slots import mapped
 from ...patch import find_decoder
 from ...processes import Processes
 from ...weights import fingerprint
@@ -48,7 +49,8 @@ class Plan:
 
     def runs(self, layers: int = 1) -> list[Run]:
         """All runs, `full` first. layers: number of layers that evict; a protocol's policies name shares of them.
-        Raises ValueError for a policy that is unknown or does not fit the budget."""
+        Raises ValueError for a policy that is unknown, does not fit the budget, or recalls from a folder that cannot be
+        written to."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
@@ -56,7 +58,7 @@ class Plan:
         else:
             runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
         for run in runs[1:]:
-            policy_for(run, tokens=2**20, response=(0,))
+            mapped.check(policy_for(run, tokens=2**20, response=(0,)).recall)
         return runs
 
     def groups(self, tokenizer: Any) -> list[tuple[Callable[[Settings], Iterator[Case]], Settings]]:
