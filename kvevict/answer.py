@@ -15,8 +15,9 @@ from .engine.slots.adopt import EvictionCache
 from .engine.slots.cache import EvictionLayer
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
+from .policy.building import build
 from .policy.checks import PLENTY, count
-from .policy.policy import Policy, build
+from .policy.policy import Policy
 from .policy.text import DEFAULT
 from .policy.tokenizer import told
 from .prompts import frame, ids_of

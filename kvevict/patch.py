@@ -14,7 +14,8 @@ from .engine.read.plan import Plan
 from .engine.slots import mapped, ranks
 from .families import base_model, find_decoder
 from .policy import kv
-from .policy.policy import Policy, build
+from .policy.building import build
+from .policy.policy import Policy
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
 from .question import LastTurn

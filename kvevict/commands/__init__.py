@@ -137,7 +137,7 @@ def number(text: str, option: str = "--budget") -> int | float | str:
 def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Policy]:
     """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
     ones. A threshold replaces the default of `--budget`."""
-    from ..policy.policy import build
+    from ..policy.building import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size, kv=args.kv)
     policies = {}
@@ -166,7 +166,7 @@ def check_complete(policies: dict[str, Policy]) -> None:
 
 def options_of(policy: Policy, *skip: str) -> str:
     """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
-    from ..policy.policy import PARTS
+    from ..policy.parts import PARTS
 
     options = {}
     for kind, (registry, _) in PARTS.items():

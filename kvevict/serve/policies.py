@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..policy.policy import Policy, build
+from ..policy.building import build
+from ..policy.policy import Policy
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
 from .errors import Refused, of_field

@@ -30,8 +30,9 @@ from ...answer import continued, rows_of
 from ...compat import CACHE, cache_of
 from ...families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
+from ...policy.building import build
 from ...policy.checks import byte_count
-from ...policy.policy import Policy, build
+from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
 from ...prompts import frame, ids_of
