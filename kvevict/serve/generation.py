@@ -22,7 +22,8 @@ from ..engine.slots.storage import ROOM
 from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
-from ..question import Asked, LastTurn, find
+from ..question import Asked, LastTurn
+from ..tokens import find
 from ..weights import identity
 from .call import Call
 from .errors import Refused, of_field

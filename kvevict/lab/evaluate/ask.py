@@ -36,8 +36,9 @@ from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
 from ...prompts import frame, ids_of
-from ...question import find, observing
+from ...question import observing
 from ...report import report
+from ...tokens import find
 from ...writing import drawn, written
 from ..analysis.run import Prompt
 from .metrics import METRICS
