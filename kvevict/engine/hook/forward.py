@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ... import cautions, compat, families
+from ... import cautions, compat, rotary
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
@@ -69,8 +69,8 @@ class StandIn:
 def install(decoder: torch.nn.Module) -> None:
     """Replace the decoder's forward, and its rotary embedding's if the frequencies depend on a prompt's length."""
     replace(decoder, forward)
-    if families.rope_depends_on_length(decoder):
-        replace(families.rotary_of(decoder), _rotary_forward)
+    if rotary.rope_depends_on_length(decoder):
+        replace(rotary.rotary_of(decoder), _rotary_forward)
 
 
 def install_around(top: torch.nn.Module) -> None:
@@ -85,7 +85,7 @@ def install_around(top: torch.nn.Module) -> None:
 
 def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
     """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
-    for module in (decoder, families.rotary_of(decoder), *tops):
+    for module in (decoder, rotary.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)
     for top in tops:

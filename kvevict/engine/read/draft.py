@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import families
+from ... import rotary
 from ...compat import CACHE
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
@@ -80,7 +80,7 @@ class Drafting(Chooser):
         logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
-            final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
+            final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
             mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
             one = Step(
                 plan, step.decoder, cache, unseen, at, none, 0 * step.padding, noting, final_position=final

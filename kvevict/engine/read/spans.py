@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import cautions, families
+from ... import cautions, rotary
 from ...context import context
 from ...weights import Owner
 from ..slots.mapped import Files
@@ -306,7 +306,7 @@ class Spans:
                 after = positions[:, -1:] + 1 + torch.arange(appended, device=arguments.device)
             positions = torch.cat([positions, after], 1)
         most = end - start + appended
-        final = int(arguments.positions().max()) if families.rope_depends_on_length(arguments.decoder) else None
+        final = int(arguments.positions().max()) if rotary.rope_depends_on_length(arguments.decoder) else None
         return Step(
             self.plan, arguments.decoder, self.cache, span.meter, positions.to(torch.int32).contiguous(),
             (arguments.first - start).clamp(0, most).to(torch.int32), np.clip(arguments.padding - start, 0, most),
