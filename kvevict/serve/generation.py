@@ -34,7 +34,8 @@ from .prompt import Prompt, of_chat, of_messages, of_text
 from .row import Row
 from .sampling import Chooser
 from .scheduler import Scheduler
-from .written import Form, Numbered, Written
+from .template import Form
+from .written import Numbered, Written
 
 BLOCK = 64  # tokens between the places where prompts are compared
 SHORTEST = 256  # tokens of the shortest beginning that is shared
