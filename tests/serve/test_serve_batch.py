@@ -65,8 +65,8 @@ def test_alone_and_together():
 
 def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
     client, read = Client(server()), []
-    through = client.server.manager._through
-    monkeypatch.setattr(client.server.manager, "_through", lambda *args: read.append(args) or through(*args))
+    through = client.server.manager.reader._through
+    monkeypatch.setattr(client.server.manager.reader, "_through", lambda *args: read.append(args) or through(*args))
     client.ask("POST", PATH, body("Once", n=4))
     assert len(read) == 1
 
@@ -247,7 +247,7 @@ def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
     """Of two texts, one stored here and one loaded; the texts' slots come back once they are forgotten."""
     Client(server(tmp_path)).store("loaded", f"{FILLER}{TEXT}")
     client, calls, compact, add = Client(server(tmp_path)), [], _ops.compact, Batch.add
-    pools = client.server.manager.pools.of.values()
+    pools = client.server.manager.reader.pools.of.values()
     before = [pool.left() for pool in pools]
     client.store()
     bodies = [

@@ -124,7 +124,7 @@ def key_of(client) -> list:
     from kvevict.serve import prefixes, prompt
 
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
-    policy, own = client.server.policies.built(), client.server.manager.weights
+    policy, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
     return [prefixes.keys_of("everyone", own, policy, whole.ids, [end], TEXT, start)[end]]
 
@@ -353,14 +353,14 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
         client.server.texts,
         dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS),
     )
-    begun, go, prefix = threading.Event(), threading.Event(), client.server.manager._known
+    begun, go, prefix = threading.Event(), threading.Event(), client.server.manager.reader._known
 
     def held(*args):
         begun.set()
         assert go.wait(60)
         return prefix(*args)
 
-    monkeypatch.setattr(client.server.manager, "_known", held)
+    monkeypatch.setattr(client.server.manager.reader, "_known", held)
 
     async def all_of():
         running = [asyncio.ensure_future(client.asked("POST", "/v1/chat/completions", asked)) for _ in range(2)]
