@@ -58,7 +58,9 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
 def _apart(work: Callable[[], Server]) -> Server:
     """The result of work(), in a thread that ends with it. As soon as two threads have workers of OpenMP, these sleep
-    after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may have some."""
+    after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may have some. The
+    process can end before a daemon does, so that Ctrl-C works while a model is loaded; an executor would be waited for.
+    """
     result: Future[Server] = Future()
 
     def run() -> None:
