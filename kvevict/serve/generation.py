@@ -16,7 +16,7 @@ from ..compat import cache_of
 from ..context import current, within
 from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
-from ..engine.read.spans import Span
+from ..engine.read.step import Step
 from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.storage import ROOM
 from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
@@ -189,7 +189,7 @@ class Generation:
 
     # A function that reads is a generator of the chunks read, but for the last: others get a turn between two.
 
-    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Span, None, None]:
+    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Step, None, None]:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
@@ -221,7 +221,7 @@ class Generation:
             noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
 
-    def _read(self, call: Call) -> Generator[Span, None, tuple]:
+    def _read(self, call: Call) -> Generator[Step, None, tuple]:
         """Read a call's whole prompt, after its longest beginning that is known; returns as `_through`."""
         prompt = call.whole
         cache, start = self._known(call)
@@ -249,7 +249,7 @@ class Generation:
                 return cache, end
         return None, 0
 
-    def _text(self, call: Call, cache: Any, start: int) -> Generator[Span, None, tuple]:
+    def _text(self, call: Call, cache: Any, start: int) -> Generator[Step, None, tuple]:
         """Read a call's stored text without its question; returns the cache and its end. Each piece is stored: if the
         request ends early, the next one goes on from the last piece."""
         _, end = call.whole.text or (0, 0)
@@ -282,7 +282,7 @@ class Generation:
 
     def _through(
         self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
-    ) -> Generator[Span, None, tuple]:
+    ) -> Generator[Step, None, tuple]:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
         `Plan`). Answers that run go on between the layers, too."""
 
