@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..engine.read.spans import Span
+from ..engine.read.step import Step
 from ..tokens import find
 from .call import Call
 from .errors import Refused, of_field
@@ -139,7 +139,7 @@ class Generation:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Span, None, None]:
+    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Step, None, None]:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]

@@ -13,7 +13,7 @@ from ..compat import cache_of
 from ..context import current, within
 from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
-from ..engine.read.spans import Span
+from ..engine.read.step import Step
 from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.storage import ROOM
 from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
@@ -85,13 +85,13 @@ class Reader:
         """Most bytes of an answer's slots."""
         return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
 
-    def store(self, call: Call) -> Generator[Span, None, None]:
+    def store(self, call: Call) -> Generator[Step, None, None]:
         """Read a call's stored text. Its slots are where a process that is killed leaves them."""
         if call.keys:
             cache, end = yield from self._text(call, *self._known(call))
             self.prefixes.write(call.keys[end], cache)
 
-    def read(self, call: Call) -> Generator[Span, None, tuple]:
+    def read(self, call: Call) -> Generator[Step, None, tuple]:
         """Read a call's whole prompt, after its longest beginning that is known; returns as `_through`."""
         prompt = call.whole
         cache, start = self._known(call)
@@ -119,7 +119,7 @@ class Reader:
                 return cache, end
         return None, 0
 
-    def _text(self, call: Call, cache: Any, start: int) -> Generator[Span, None, tuple]:
+    def _text(self, call: Call, cache: Any, start: int) -> Generator[Step, None, tuple]:
         """Read a call's stored text without its question; returns the cache and its end. Each piece is stored: if the
         request ends early, the next one goes on from the last piece."""
         _, end = call.whole.text or (0, 0)
@@ -152,7 +152,7 @@ class Reader:
 
     def _through(
         self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
-    ) -> Generator[Span, None, tuple]:
+    ) -> Generator[Step, None, tuple]:
         """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
         `Plan`). Answers that run go on between the layers, too."""
 

@@ -5,12 +5,14 @@ import gc
 import threading
 
 import pytest
+import tiny
 import torch
 from serving import FILLER, TEXT, Client, asks, events, model, server, unpatched  # noqa: F401
 
 import kvevict
 from kvevict import _ops
 from kvevict.batch import Batch
+from kvevict.context import within
 from kvevict.engine.read.replay import Replay
 from kvevict.engine.read.step import Step
 from kvevict.policy.presets import PRESETS
@@ -170,6 +172,14 @@ def test_one_depth_of_forwards(monkeypatch):
     long = max(begun, key=lambda each: each.prompt_tokens)
     assert all(each.first_token < long.first_token for each in begun if each is not long)
     assert max(most) == 2 and all(narrow)
+
+
+def test_no_prompt_inside_another_forward():
+    made = kvevict.patch(tiny.model(), "snapkv", budget=16)
+    within_pause = within(pause=lambda: made(**tiny.prompt(1, 9)))
+    with within_pause, pytest.raises(AssertionError, match="inside another's forward"):
+        made(**tiny.prompt(1, 40))
+    assert made(**tiny.prompt(1, 40)).logits.isfinite().all()
 
 
 def test_repeated_tokens_count_as_left(monkeypatch):

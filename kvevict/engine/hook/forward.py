@@ -15,8 +15,8 @@ from ... import cautions, compat, rotary
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
-from ..read.spans import Span, Spans
-from ..read.step import OuterCall
+from ..read.spans import Spans
+from ..read.step import OuterCall, Step
 from . import products
 from .arguments import Arguments
 
@@ -217,9 +217,9 @@ def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     return arguments, output
 
 
-def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Span, None, Any]:
+def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Step, None, Any]:
     """Read a prompt's ids [B, N] into a cache, as a call of the model does, but for a driver that decides between the
-    chunks: yields each `Span` but the last once it is read. Returns the model's output, with logits of the last token.
+    chunks: yields each `Step` but the last once it is done. Returns the model's output, with logits of the last token.
     No gradients."""
     decoder, inside = find_decoder(top), contextvars.copy_context()
     given = {"input_ids": ids, compat.CACHE: cache, "use_cache": True, "return_dict": True}
@@ -231,9 +231,9 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Sp
     with torch.no_grad():
         spans = inside.run(begin)
         steps = spans.steps()
-        while (span := inside.run(next, steps, None)) is not None:
-            if span.left:
-                yield span
+        while (step := inside.run(next, steps, None)) is not None:
+            if step.ahead:
+                yield step
         with within(ready=(decoder, spans.output)):
             output = top(**given, logits_to_keep=1)
         spans.settle()

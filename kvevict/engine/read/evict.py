@@ -176,7 +176,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
         return False
     with step.meter.clock("evict"):
         budget, none = (layer.budget, step.plan.kv_heads), step.first.clamp_max(0)
-        rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
+        rows = LayerRows(step, *budget, None, None, None, None, 0, none)
         first, last = protected(policy, step.rows, selects, rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))

@@ -150,7 +150,7 @@ class LayerCall:
         repetition."""
         rows, policy, q = self.rows, self.policy.rows, self.rows.q
         if policy.repeats and rows.appended and not rows.aligned:
-            last = rows.upload(rows.appended - policy.observing(self.step.call_rows))
+            last = rows.upload(rows.appended - policy.observing(self.step))
             q = rolled(q[:, :, -rows.appended :], last)
         return q[:, :, -count:]
 
@@ -228,7 +228,7 @@ def layer_call(seen: Attended) -> LayerCall:
     held = layer.slots(module) if seen.held is None else seen.held
     kv = KV(held, k, v, first, padding, seen.options, appended)
     now = seen.q, seen.out, seen.lse, rows, first, seen.probs
-    called = LayerRows(step.call_rows, layer.budget, step.plan.kv_heads, rope_of(step, module), *now)
+    called = LayerRows(step, layer.budget, step.plan.kv_heads, rope_of(step, module), *now)
     pos, select = step.positions[:, :rows].contiguous(), step.plan.policy.selection(order)
     counts, every = _counts(step.plan.ranks, layer, kv)
     ends = protected(step.plan.policy, step.rows, select, called, every.max(1))
