@@ -20,12 +20,10 @@ from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_o
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
 from ..question import Asked, LastTurn
-from ..tokens import find
 from ..weights import identity
 from .call import Call
 from .errors import Refused, of_field
 from .prefixes import Prefixes, keys_of, mark_of, shares_of
-from .prompt import Prompt
 from .scheduler import Scheduler
 
 BLOCK = 64  # tokens between the places where prompts are compared
@@ -97,7 +95,7 @@ class Reader:
         cache, start = self._known(call)
         if prompt.text is not None and call.keys:
             cache, start = yield from self._text(call, cache, start)
-        policy, asks = self._chosen(call.policy, len(prompt.ids)), self._asking(call, prompt)
+        policy, asks = self._chosen(call.policy, len(prompt.ids)), self._asking(call)
         cache, logits, plan = yield from self._through(call, policy, cache, prompt.ids[start:], start, asks)
         end = max(call.keys, default=0)
         if self.parts and end - start >= FURTHER and self._fits(end):
@@ -170,10 +168,10 @@ class Reader:
             out = yield from reading(base_model(self.model), tokens, into)
             return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
-    def _asking(self, call: Call, prompt: Prompt) -> Any:
-        """The tokens that observe."""
+    def _asking(self, call: Call) -> Any:
+        """What finds the tokens that observe."""
         if call.question is not None:
-            return Asked((find(self.tokenizer, prompt.ids, call.question),), self.tokenizer)
+            return Asked((call.question,), self.tokenizer)
         said = [each["content"] for each in call.messages if each["role"] == "user"]
         return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
 
