@@ -142,8 +142,8 @@ def test_a_loaded_cache_reads_its_file_in_place(name, tmp_path):
         cache = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
         want = model(turn, **{CACHE: cache.fork()}, logits_to_keep=1).logits
         kvevict.save_cache(cache, path)
-        loaded = kvevict.load_cache(path, model, verify=False, mapped=True)
-        assert all(in_files(getattr(layer.storage, part)) for layer in loaded.layers for part in "kv")
+        loaded = kvevict.load_cache(path, model, verify=False)
+        assert all(in_files(getattr(layer.storage.prefix, part)) for layer in loaded.layers for part in ("k", "v", "pos"))
         before = path.read_bytes()
         other = tmp_path / "other"
         other.write_bytes(bytes(len(before)))
