@@ -175,7 +175,7 @@ def test_one_depth_of_forwards(monkeypatch):
 
 
 def test_no_prompt_inside_another_forward():
-    made = kvevict.patch(tiny.model(), "snapkv", budget=16)
+    made = kvevict.patch(tiny.model(), "snapkv", budget=16, window=4)
     within_pause = within(pause=lambda: made(**tiny.prompt(1, 9)))
     with within_pause, pytest.raises(AssertionError, match="inside another's forward"):
         made(**tiny.prompt(1, 40))
