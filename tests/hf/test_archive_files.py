@@ -143,7 +143,9 @@ def test_a_loaded_cache_reads_its_file_in_place(name, tmp_path):
         want = model(turn, **{CACHE: cache.fork()}, logits_to_keep=1).logits
         kvevict.save_cache(cache, path)
         loaded = kvevict.load_cache(path, model, verify=False)
-        assert all(in_files(getattr(layer.storage.prefix, part)) for layer in loaded.layers for part in ("k", "v", "pos"))
+        assert all(
+            in_files(getattr(layer.storage.prefix, part)) for layer in loaded.layers for part in ("k", "v", "pos")
+        )
         before = path.read_bytes()
         other = tmp_path / "other"
         other.write_bytes(bytes(len(before)))
