@@ -149,6 +149,7 @@ def test_a_loaded_cache_reads_its_file_in_place(name, tmp_path):
         kvevict.save_cache(cache, path)
         loaded = kvevict.load_cache(path, model, verify=False)
         assert all(in_files(buffer) for layer in loaded.layers for buffer in layer.storage.prefix.buffers)
+        assert not any(in_files(x) for layer in copy.deepcopy(loaded).layers for x in layer.storage.tensors())
         before = path.read_bytes()
         other = tmp_path / "other"
         other.write_bytes(bytes(len(before)))
