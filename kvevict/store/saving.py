@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import families, sealed
 from ..engine.slots.adopt import EvictionCache
-from ..engine.slots.apart import Apart
+from ..engine.slots.archive import Apart
 from ..engine.slots.cache import HALF_READ, EvictionLayer
 from ..engine.slots.carried import wide
 from ..engine.slots.layers import StatefulLayer

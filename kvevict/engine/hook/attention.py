@@ -37,7 +37,8 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
     step = step.on(query.device)
-    step.before_layer()
+    if step.pause is not None:
+        step.paused()
     hidden = step.hidden.pop(module.layer_idx, None)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.plan.readers:

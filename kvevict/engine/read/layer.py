@@ -15,6 +15,7 @@ from ...policy.seen.slots import KV, Heads, Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given, rope_of
 from ..measure.quantities import measured
+from ..slots import archive
 from ..slots.carried import carry_newest
 from . import unseen
 from .schedule import observes
@@ -57,7 +58,7 @@ def attend(seen: Attended) -> Attended:
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
-            layer.archive_new(*new, step.positions, step.first, step.padding)
+            archive.append(layer, *new, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)

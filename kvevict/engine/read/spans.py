@@ -14,6 +14,7 @@ import torch
 from ... import cautions, families
 from ...context import context
 from ...weights import Owner
+from ..slots import archive
 from ..slots.mapped import Files
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
@@ -104,7 +105,7 @@ class Spans:
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         else:
-            self._archive()
+            archive.begin(self.layers, self.policy.recall)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731
@@ -138,7 +139,11 @@ class Spans:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                if (chunk.last or policy.schedule == "prompt") and not going_on.any() and self._recall(meter):
+                if (
+                    (chunk.last or policy.schedule == "prompt")
+                    and not going_on.any()
+                    and archive.recall_all(self.layers, meter)
+                ):
                     read.budgets.policy = policy.recalling
                 chooser = self._chooser(read, chunk)
                 yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
@@ -160,29 +165,6 @@ class Spans:
         plan.keep(meter)
         if context().learns:
             read.budgets.learn()
-
-    def _archive(self) -> None:
-        """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""
-        sequence = self.cache.sequence
-        for layer in self.layers:
-            if not self.policy.recall:
-                layer.archive = None  # this read will not add to it
-            elif layer.is_initialized:
-                layer.archive_last()
-        sequence.archived = sequence.columns
-
-    def _recall(self, meter: Meter) -> bool:
-        """Give every layer the slots of all tokens back, if one of them has lost some. False: none has."""
-        layers = self.layers
-        known = all(layer.archive is not None for layer in layers)
-        if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
-            return False
-        kept = [layer.positions() for layer in layers]
-        with meter.clock("recall"):
-            for layer in layers:
-                layer.recall()
-        meter.note_recall(kept, [layer.positions() for layer in layers])
-        return True
 
     def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
@@ -210,7 +192,7 @@ class Spans:
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
-        self._archive()
+        archive.begin(self.layers, self.policy.recall)
         self.cache.sequence.policy = policy
         if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
             self.cache.owner = Owner(arguments.decoder)

@@ -120,10 +120,8 @@ class Step(CallRows):
             output.last_hidden_state = output.last_hidden_state[:, : -self.appended]
         return output
 
-    def before_layer(self) -> None:
-        """Let the driver pause the step."""
-        if self.pause is None:
-            return
+    def paused(self) -> None:
+        """Let the driver go on with others' tokens, before a layer."""
         _thread.paused = True
         try:
             self.pause()
