@@ -68,8 +68,11 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         )
     ranks = of(base_model(model))
     try:
-        known = _identity_of(common)
-    except (LookupError, ValueError, TypeError) as error:
+        check(tensors, facts, common)
+        weights, configuration = common["weights"], common["configuration"]
+        known = None if configuration is None else Identity(weights, dict(configuration))
+        policy = _policy_of(common["policy"])
+    except WRONG as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     differs = known and known.difference(identity(decoder))
     if differs:
@@ -77,11 +80,6 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             f"{path} was written for another model: {differs}; give the one that read it, with the same PEFT adapters "
             "on, or read the prompt again"
         )
-    try:
-        check(tensors, facts, common)
-        policy = _policy_of(common["policy"])
-    except WRONG as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
     cache: Any = DynamicCache(config=config)
     dtype = base_model(model).dtype
     adopt(cache, kinds, config, ranks)
@@ -100,8 +98,10 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             mine = {n: t if n in in_place else t.to(device, copy=True) for n, t in _part(whole, ranks).items()}
             fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
             fill(layer, mine, fact, shape, dtype)
-            if in_place and fact["kind"] == families.FULL_ATTENTION:
-                _leave(layer)
+            if in_place and isinstance(layer, EvictionLayer):  # what is read from here on goes after these slots
+                slots = layer.storage
+                file = Lent(slots.buffers, len(slots.pos))
+                layer.storage = replace(slots, regions=(file,) * len(slots.counts)).as_prefix()
             if ranks.size > 1 and "len" in whole:
                 ranks.note(layer, np.array(whole["len"].tolist()))
                 layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
@@ -119,13 +119,6 @@ def stays(path: str | os.PathLike, policy: Policy | None, device: torch.device) 
     """Whether `load_cache` leaves the slots of a cache, read by a policy, in its file: only where no other machine can
     remove the file, as reading it would then end the process."""
     return policy is not None and bool(policy.recall) and device.type == "cpu" and not is_remote(path)
-
-
-def _leave(layer: EvictionLayer) -> None:
-    """Let what is read from here on go after a layer's slots, which lie in a file."""
-    slots = layer.storage
-    file = Lent(slots.buffers, len(slots.pos))
-    layer.storage = replace(slots, regions=(file,) * len(slots.counts)).as_prefix()
 
 
 def _part(tensors: dict, ranks: Any) -> dict:
@@ -152,16 +145,6 @@ def _policy_of(text: str) -> Any:
         return None if text is None else Policy.from_json(text)
     except ValueError:
         return None
-
-
-def _identity_of(common: dict) -> Identity | None:
-    """Which model's cache a file has; None: the file does not say."""
-    weights, configuration = common["weights"], common["configuration"]
-    if configuration is None:
-        return None
-    if not isinstance(configuration, dict):
-        raise TypeError(f"configuration is {configuration!r}, not a model's fields")
-    return Identity(weights, configuration)
 
 
 def _fill_cache(cache: EvictionCache, fact: dict, policy: Any) -> None:

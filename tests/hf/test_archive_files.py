@@ -311,6 +311,27 @@ def test_machines_that_share_files(tmp_path, monkeypatch):
     assert not files.is_remote(path)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_file_that_cannot_be_finished(share, tmp_path):
+    """As on a full disk: the one from before stays, and nothing else."""
+    resource = pytest.importorskip("resource")
+    model, path, limits = shared(), tmp_path / "cache", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with kvevict.evicting(model, **SNAPKV):
+        caches = [model(prompt(1, length)["input_ids"], logits_to_keep=1).past_key_values for length in (90, 120)]
+    sizes = []
+    for cache in reversed(caches):
+        kvevict.save_cache(cache, path)
+        sizes.append(path.stat().st_size)
+    before = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * sizes[0]), limits[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            kvevict.save_cache(caches[1], path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["cache"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_while_a_cache_with_an_archive_is_saved(tmp_path):
     """50 times, at any moment: the file is the one from before or the new one, each whole, with its archive."""
