@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from .. import families
-from ..families import find_decoder
+from ..families import device_of, find_decoder
 from ..models import load_model, small_llama
 from ..patch import in_slots, patch
 from . import log
@@ -87,7 +87,9 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     decoder = find_decoder(loaded)
     context = families.context_of(decoder.config) or 1 << 20
-    policies = Policies(told, context, lambda policy: in_slots(policy, loaded))
+    # On a GPU a recording is a CUDA graph, and a batch that changes often would be recorded at nearly every step.
+    records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
+    policies = Policies(told, context, lambda policy: in_slots(policy, loaded), records)
     if not policies.built().recall:
         log.LOG.warning(
             "no beginning of a prompt is shared", extra={"facts": {"reason": f"{told.policy} cannot recall"}}

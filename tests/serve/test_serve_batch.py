@@ -19,6 +19,7 @@ from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
 from kvevict.serve.prefixes import in_files
 from kvevict.serve.row import Row
+from kvevict.serve.start import server_of
 
 PATH = "/v1/chat/completions"
 SHARED = dict(kvevict=dict(question=None))
@@ -332,3 +333,15 @@ def test_a_policy_is_watched_once(monkeypatch):
     for prompt in ("Once", "The baker", "Once"):
         assert choices(client.ask("POST", PATH, body(prompt, max_tokens=16)))
     assert len(watched) == 2
+
+
+def test_a_server_on_a_cpu_records():
+    """Its answers are those of a server that does not."""
+    client, plain = (Client(server_of(policy=policy, budget=256)) for policy in ("take", "take:compiled=false"))
+    policies = client.server.policies
+    assert [policies.built(text).compiled for text in (None, "h2o", "take:compiled=false")] == [True, False, False]
+    asked = dict(prompt="Once upon a time", max_tokens=24)
+    one, other = (each.post("/v1/completions", **asked).json()["choices"] for each in (client, plain))
+    assert one == other and one[0]["text"]
+    told = [each.server.scheduler._plans[0].replays for each in (client, plain)]
+    assert told == [True, None]
