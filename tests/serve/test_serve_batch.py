@@ -17,6 +17,7 @@ from kvevict.engine.read.replay import Replay
 from kvevict.engine.read.step import Step
 from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
+from kvevict.serve.prefixes import in_files
 from kvevict.serve.row import Row
 from kvevict.serve.start import server_of
 
@@ -254,8 +255,11 @@ def test_keys_get_their_turns_by_turns(monkeypatch):
     assert max(order) in order[:2]
 
 
-def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
-    """Of two texts, one stored here and one loaded; the texts' slots come back once they are forgotten."""
+@pytest.mark.parametrize("remote", [False, True])
+def test_answers_about_stored_texts_join_without_a_copy(remote, tmp_path, monkeypatch):
+    """Of two texts, one stored here and one loaded. The texts' slots lie in their files, or in the pools, which get
+    them back once they are forgotten, where another machine could remove the files."""
+    monkeypatch.setattr("kvevict.store.loading.is_remote", lambda path: remote)
     Client(server(tmp_path)).store("loaded", f"{FILLER}{TEXT}")
     client, calls, compact, add = Client(server(tmp_path)), [], _ops.compact, Batch.add
     pools = client.server.manager.reader.pools.of.values()
@@ -281,7 +285,8 @@ def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
     gc.collect()
     prefixes, lent = client.server.prefixes, [a - pool.left() for a, pool in zip(before, pools, strict=True)]
     size = sum(n * sum(t[0].nbytes for t in pool.buffers) for n, pool in zip(lent, pools, strict=True))
-    assert len(prefixes._live) == 2 and 0.9 * prefixes.live_bytes < size < prefixes.live_bytes
+    assert len(prefixes._live) == 2 and all(map(in_files, (each[0] for each in prefixes._live.values()))) != remote
+    assert 0.9 * prefixes.live_bytes < size < prefixes.live_bytes if remote else size == prefixes.live_bytes == 0
     for name in ("text", "loaded"):
         client.ask("DELETE", f"/v1/kvevict/texts/{name}")
     client.server.scheduler.submit(bool).result()

@@ -39,14 +39,15 @@ class Pools:
 
     def hold(self, cache: Any) -> None:
         """Move a cache's slots into the pools, in layers where these have room: its forks then join beside other
-        sequences of the pools without a copy of these slots."""
+        sequences of the pools without a copy of these slots. Slots in a file stay there; those that a fork keeps of
+        them go to the pools."""
         for index, pool in self.of.items():
             layer = cache.layers[index]
-            slots = layer.storage.gathered()
-            if not slots.regions:
-                held = replace(slots, pool=pool).moved(layer.counts)
-                if held.regions:
-                    layer.storage, layer.pool = held, pool
+            held = replace(layer.storage.gathered(), pool=pool)
+            if not held.regions:
+                held = held.moved(layer.counts)
+            if held.regions:
+                layer.storage, layer.pool = held, pool
 
     def left(self) -> int:
         """Free rows of the fullest pool."""
