@@ -62,6 +62,8 @@ def attend(seen: Attended) -> Attended:
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
+    if layer.storage.prefix is not None and layer.storage.counts.any():  # the cut and the ops want one place
+        layer.storage = layer.storage.whole()
     held = layer.slots(module)
     with step.meter.clock("attend"):
         out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)

@@ -138,13 +138,12 @@ class Step(CallRows):
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.policy.compiled else ROOM)
 
     def _needs_whole(self, layer: Any) -> bool:
-        """True if the step needs all slots of a fork in one place that no other fork reads. A chooser, a chunk, and
-        layers that read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
+        """True if the step needs all slots of a fork in one place that no other fork reads. A chooser and layers that
+        read another layer's slots look at the columns appended to a fork; CAKE does so in the same call. A chunk does
+        in the layer that attends, one after the other."""
         if self.plan.readers or self.plan.policy.layers.cascades:
             return True
-        if self.decoding:
-            return self.chooser is not None or not layer.decodes_after_prefix
-        return bool(layer.storage.counts.any())
+        return self.decoding and (self.chooser is not None or not layer.decodes_after_prefix)
 
     @property
     def rows(self) -> Any:

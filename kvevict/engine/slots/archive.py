@@ -114,8 +114,11 @@ def crop(layer: Any, count: int) -> None:
 
 def whole(layer: Any) -> Storage:
     """The slots of all tokens, for a fork: those of the archive, and those that came since."""
-    archive = layer.archive
-    return _with_last(layer, archive.gathered().forked() if isinstance(archive, Apart) else archive.forked())
+    return _with_last(layer, _forked(layer.archive))
+
+
+def _forked(archive: Storage | Apart) -> Storage:
+    return archive.gathered().forked() if isinstance(archive, Apart) else archive.forked()
 
 
 def _with_last(layer: Any, archive: Any) -> Any:
@@ -135,13 +138,14 @@ def recall(layer: Any, due: np.ndarray | None = None) -> None:
 
 
 def recall_all(layers: Sequence[Any], meter: Any) -> bool:
-    """`recall` in every layer, if one of them has lost slots. False: none has, or not all have an archive."""
+    """`recall` in every layer, if one of them has lost slots. False: none has, or not all have an archive. What follows
+    a prefix is read in one place with it once the layer attends, so that one layer at a time has a copy."""
     known = all(layer.archive is not None for layer in layers)
     if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
         return False
     kept = [layer.positions() for layer in layers]
     with meter.clock("recall"):
         for layer in layers:
-            recall(layer)
+            layer.storage, layer.head_offsets = _forked(layer.archive), None
     meter.note_recall(kept, [layer.positions() for layer in layers])
     return True
