@@ -207,7 +207,9 @@ LOADS = """
     ask(kvevict.load_cache(path + ".small", made))
     cache, grown = growth(lambda: kvevict.load_cache(path, made))
     logits, more = growth(lambda: ask(cache))
-    print(grown + more, logits.sum().item(), flush=True)
+    fork = cache.fork()
+    ask_again = lambda: [made(turn, **{CACHE: fork}, logits_to_keep=1) for _ in range(2)]
+    print(grown + more, logits.sum().item(), growth(ask_again)[1], flush=True)
     input()
     lines = open("/proc/self/smaps").read().split("VmFlags")
     [own] = [each for each in lines if path + chr(10) in each]
@@ -237,8 +239,9 @@ def test_files_take_no_memory(tmp_path):
     assert size > 1 << 27 and grown < 0.02 * size
     with start(LOADS) as one, start(LOADS) as two:
         for each in (one, two):
-            grown, got = said(each)
+            grown, got, second_turn = said(each)
             assert grown < 0.02 * size and abs(got - want) < 1e-3
+            assert second_turn < 0.5 * size  # a copy of one layer of four, and room for more
         for each in (one, two):
             print(file=each.stdin, flush=True)
             resident, *private = said(each)
