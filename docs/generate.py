@@ -16,8 +16,9 @@ from pathlib import Path
 from kvevict import known
 from kvevict.cli import COMMANDS
 from kvevict.engine.measure import quantities
+from kvevict.policy.building import build
 from kvevict.policy.parts import PARTS
-from kvevict.policy.policy import Policy, build
+from kvevict.policy.policy import Policy
 from kvevict.policy.presets import PRESETS, describe
 from kvevict.serve import fields
 

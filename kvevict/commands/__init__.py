@@ -141,7 +141,7 @@ def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any
     ones. A threshold replaces the default of `--budget`. Raises ValueError, too, for a `recall` folder that cannot be
     written to."""
     from ..engine.slots import mapped
-    from ..policy.policy import build
+    from ..policy.building import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size, kv=args.kv)
     policies = {}
@@ -171,7 +171,7 @@ def check_complete(policies: dict[str, Policy]) -> None:
 
 def options_of(policy: Policy, *skip: str) -> str:
     """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
-    from ..policy.policy import PARTS
+    from ..policy.parts import PARTS
 
     options = {}
     for kind, (registry, _) in PARTS.items():

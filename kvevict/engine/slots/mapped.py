@@ -1,5 +1,5 @@
-"""Buffers in files that are mapped into memory, for the archive of `recall="FOLDER"`: the operating system writes them
-out and takes their memory back where it is needed elsewhere."""
+"""Buffers in files that are mapped into memory: of the archive of `recall="FOLDER"`, which the operating system writes
+out and whose memory it takes back where it is needed elsewhere, and of a loaded cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ ALIGNED = 64  # bytes that each buffer's start is a multiple of
 
 
 class Lent(NamedTuple):
-    """Rows of a file of their own, as a `Region` is of a pool's."""
+    """Rows of a file, as a `Region` is of a pool's."""
 
     buffers: tuple[torch.Tensor, ...]
     rows: int
     start: int = 0
+
+
+def in_file(storage: Storage) -> bool:
+    """Whether slots lie in a file."""
+    return any(isinstance(region, Lent) for region in storage.regions)
 
 
 class Files:

@@ -22,15 +22,14 @@ from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
 from ...prompts import frame, ids_of
-from ...question import find, observing
+from ...question import observing
 from ...report import report
+from ...tokens import find
 from ...writing import drawn, written
 from ..analysis.run import Prompt
 from .metrics import METRICS
 from .runs import FULL, KEEP_ALL, Run, options_of, policy_for
-from .tasks import FIDELITY, Case
-
-PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
+from .tasks import FIDELITY, PERPLEXITY, Case
 
 
 @dataclass

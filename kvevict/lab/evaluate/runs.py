@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...patch import slot_bytes
+from ...policy.building import build
 from ...policy.checks import byte_count
-from ...policy.policy import Policy, build
+from ...policy.policy import Policy
 from ...policy.text import parse_policy
 
 MODES = ("known", "later", "other")

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .ask import PERPLEXITY
 from .intervals import Z, clustered, of_scores, standard_error
 from .runs import FULL, MODES
-from .tasks import FIDELITY
+from .tasks import FIDELITY, PERPLEXITY
 
 NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
 
