@@ -94,7 +94,7 @@ def test_a_full_disk(tmp_path):
             raise full
         return make(folder, size)
 
-    with mock.patch.object(mapped, "_mapped", few), pytest.warns(UserWarning, match="has no room for .* bytes"):
+    with mock.patch.object(mapped, "_mapped", few), pytest.warns(UserWarning, match="cannot hold a file of .* bytes"):
         got, cache = conversation(model, SNAPKV | dict(recall=str(tmp_path)))
     assert torch.equal(got, want)
     assert not in_files(cache.layers[0].archive.k)

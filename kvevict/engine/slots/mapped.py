@@ -40,7 +40,7 @@ class Files:
         return type(None), ()  # a copy of a cache lies in memory
 
     def lend(self, rows: int, like: Storage) -> Lent | None:
-        """Buffers for slots as those of a `Storage`. None, with a warning, if the file system has no room for them."""
+        """Buffers for slots as those of a `Storage`. None, with a warning, if they cannot be made there."""
         if not rows:
             return None
         sizes = [rows * t[:0].new_empty(1, *t.shape[1:]).nbytes for t in like.buffers]
@@ -52,8 +52,8 @@ class Files:
             file = _mapped(self.folder, end)
         except OSError as error:
             warnings.warn(
-                f"recall: {self.folder} has no room for {end} bytes of an archive ({error.strerror}): this layer's "
-                "archive lies in memory from here on. Free some of the disk, or read shorter texts",
+                f"recall: {self.folder} cannot hold a file of {end} bytes ({error.strerror}): this layer's archive lies "
+                "in memory from here on. Give a folder with room for it, or read shorter texts",
                 stacklevel=2,
             )
             return None
