@@ -16,8 +16,9 @@ from pathlib import Path
 from kvevict import known
 from kvevict.cli import COMMANDS
 from kvevict.engine.measure import quantities
+from kvevict.policy.building import build
 from kvevict.policy.parts import PARTS
-from kvevict.policy.policy import Policy, build
+from kvevict.policy.policy import Policy
 from kvevict.policy.presets import PRESETS, describe
 from kvevict.serve import fields
 
@@ -180,8 +181,8 @@ EXAMPLES = {
     "demo": "kvevict demo --budget 64 --policies take+edie streaming",
     "diagnose": "kvevict diagnose --budget 64 --cases 8 --policies edie adakv",
     "eval": "kvevict eval --model MODEL --tasks facts many --policies take+edie read-twice --budgets 1/4 --out r.jsonl",
-    "generate": "kvevict generate --model MODEL --file BOOK.txt --budget 512 --compare 'Who is the captain?'",
-    "inspect": "kvevict inspect --model MODEL --file BOOK.txt --policy take+edie --policy snapkv 'Who is the captain?'",
+    "generate": "kvevict generate --model MODEL --file BOOK.txt --policy take+edie:recall=true --compare 'Who is she?'",
+    "inspect": "kvevict inspect --model MODEL --file BOOK.txt --policy take+edie:recall=true 'Who is she?' 'And he?'",
     "models": "kvevict models gemma",
     "plan": "kvevict plan --model MODEL --policy take+edie --budget 512 --tokens 100000",
     "plot": "kvevict plot r.jsonl --tasks facts --out facts.png",
@@ -240,14 +241,14 @@ def common_one(action) -> bool:
 
 def row(action) -> str:
     """An argument's row of a table."""
-    needed = action.required and (bool(action.option_strings) or action.nargs is None)
+    needed = action.required and (bool(action.option_strings) or action.nargs in (None, "+"))
     return f"| `{cell(written(action))}` | {'**required**; ' if needed else ''}{cell(action.help or '')} |\n"
 
 
 def written(action) -> str:
     """An argument as one writes it."""
     if not action.option_strings:
-        return action.metavar or action.dest.upper()
+        return (action.metavar or action.dest.upper()) + (" ..." if action.nargs == "+" else "")
     if action.nargs == 0:
         return action.option_strings[-1]
     choice = "|".join(map(str, action.choices)) if action.choices else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import cautions, families
+from . import cautions, families, rotary
 from .compat import CACHE, cache_of
 from .engine.hook.installed import plan_of, using
 from .engine.measure import gates
@@ -15,8 +15,9 @@ from .engine.slots.adopt import EvictionCache
 from .engine.slots.cache import EvictionLayer
 from .families import base_model, device_of, find_decoder, unwrapped
 from .patch import evicting
+from .policy.building import build
 from .policy.checks import PLENTY, count
-from .policy.policy import Policy, build
+from .policy.policy import Policy
 from .policy.text import DEFAULT
 from .policy.tokenizer import told
 from .prompts import frame, ids_of
@@ -222,10 +223,10 @@ def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) ->
     decoder = find_decoder(model)
     kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
     one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
-    if not one or families.axes(decoder) or not kinds <= {families.FULL_ATTENTION, families.SLIDING}:
+    if not one or rotary.axes(decoder) or not kinds <= {families.FULL_ATTENTION, families.SLIDING}:
         most = 1
     takes_positions = "position_ids" in inspect.signature(base_model(model).forward).parameters
-    pads = kinds == {families.FULL_ATTENTION} and takes_positions and not families.rope_depends_on_length(decoder)
+    pads = kinds == {families.FULL_ATTENTION} and takes_positions and not rotary.rope_depends_on_length(decoder)
     batches: list = []
     for at in sorted(range(len(lengths)), key=lengths.__getitem__):
         last = batches[-1] if batches else []

@@ -21,8 +21,8 @@ from .policy.inputs import need as need
 from .policy.layers import LAYERS as LAYERS
 from .policy.layers import LayerBudget as LayerBudget
 from .policy.layers.tada import history as history
-from .policy.policy import PRESETS as PRESETS
 from .policy.policy import Policy as Policy
+from .policy.presets import PRESETS as PRESETS
 from .policy.refinements import REFINEMENTS as REFINEMENTS
 from .policy.refinements import Refinement as Refinement
 from .policy.rows import ROWS as ROWS

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import families
+from . import rotary
 from .compat import CACHE
 from .engine.slots.joining import Pools, join, part
 from .families import base_model, device_of, find_decoder
@@ -32,7 +32,7 @@ class Batch:
         Raises ValueError for a cache that cannot share a step with the others.
         """
         decoder = find_decoder(self.model)
-        if self.rows and (families.axes(decoder) or families.rope_depends_on_length(decoder)):
+        if self.rows and (rotary.axes(decoder) or rotary.rope_depends_on_length(decoder)):
             raise ValueError("positions of this model depend on the whole batch: decode one sequence at a time")
         self.cache = join([self.cache, cache]) if self.rows else cache
         self.rows.append(row)

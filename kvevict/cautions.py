@@ -42,7 +42,9 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             "shorten the prompt",
         )
     before, meter = cache.sequence.policy, cache.meter
-    if policy.recall or before is None or meter is None or not before.question == policy.question == "known":
+    if before is None or meter is None or not before.question == policy.question == "known":
+        return
+    if policy.recall and before.recall:
         return
     kept = min(meter.report["kept_share"])
     if kept < 1:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import compat
-
 FULL_ATTENTION, SLIDING = "full attention", "sliding window"
 STATE = "state"  # linear attention, convolution: the layer carries a state from call to call
 NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys and values
@@ -115,7 +113,7 @@ def layer_kinds(config: Any) -> list[str]:
     name of a cache that we refuse. A window as long as the context counts as full attention."""
     from transformers import cache_utils
 
-    context = _get(config, "max_position_embeddings") or float("inf")
+    context = setting(config, "max_position_embeddings") or float("inf")
 
     def kind(layer: Any) -> str:
         name = type(layer).__name__
@@ -130,15 +128,15 @@ def layer_kinds(config: Any) -> list[str]:
 def heads(decoder: Any, kinds: list[str]) -> tuple[Any, Any]:
     """(query heads, kv heads) of the layers that we evict from; None where they differ."""
     config = decoder.config
-    every = _get(config, "num_attention_heads_per_layer")  # Laguna's
-    queries = _alike(every or _get(config, "num_attention_heads"), kinds)
+    every = setting(config, "num_attention_heads_per_layer")  # Laguna's
+    queries = _alike(every or setting(config, "num_attention_heads"), kinds)
     if is_latent(config):
         return queries, queries
     if config.model_type == "gpt_bigcode" and config.multi_query:
         return queries, 1
-    keys = _get(config, "num_key_value_heads")
-    if keys is None and _get(config, "per_layer_config"):
-        keys = [_get(each, "num_key_value_heads") or queries for each in config.per_layer_config]
+    keys = setting(config, "num_key_value_heads")
+    if keys is None and setting(config, "per_layer_config"):
+        keys = [setting(each, "num_key_value_heads") or queries for each in config.per_layer_config]
     return queries, queries if keys is None else _alike(keys, kinds)
 
 
@@ -146,7 +144,7 @@ def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
     """Find {layer without keys and values: the layer that it reads from}: the last storing layer of its type before
     it; None: not found. A layer that reads from one that we do not evict from is left out."""
     config, found = decoder.config, {}
-    modes, types = _get(config, "kv_sharing_modes") or (), _get(config, "layer_types") or ()
+    modes, types = setting(config, "kv_sharing_modes") or (), setting(config, "layer_types") or ()
     for index, mode in enumerate(modes):
         if mode == "reuse" and kinds[index] == NOTHING:
             producer = max((i for i in range(index) if modes[i] == "store" and types[i] == types[index]), default=None)
@@ -165,7 +163,7 @@ def _alike(value: object, kinds: list) -> Any:
 
 def is_latent(config: Any) -> bool:
     """Whether attention caches latents that all heads share (MLA)."""
-    return bool(_get(config, "kv_lora_rank"))
+    return bool(setting(config, "kv_lora_rank"))
 
 
 def head_dim(module: Any, config: Any) -> int:
@@ -173,8 +171,8 @@ def head_dim(module: Any, config: Any) -> int:
     if hasattr(module, "qk_nope_head_dim"):
         return module.qk_nope_head_dim + module.qk_rope_head_dim
     for owner, name in ((module, "qk_head_dim"), (module, "head_dim"), (module, "head_size"), (config, "head_dim")):
-        if isinstance(_get(owner, name), int):
-            return _get(owner, name)
+        if isinstance(setting(owner, name), int):
+            return setting(owner, name)
     return config.hidden_size // config.num_attention_heads
 
 
@@ -186,7 +184,7 @@ def widths(module: Any, config: Any) -> tuple[int, int]:
     return -(-(module.kv_lora_rank + module.qk_rope_head_dim) // 16) * 8, read
 
 
-def _get(owner: Any, name: str) -> Any:
+def setting(owner: Any, name: str) -> Any:
     """An attribute, or None where there is none, or where layers differ in it."""
     try:
         return getattr(owner, name, None)
@@ -201,11 +199,11 @@ def reasons(config: Any) -> list[str]:
     if getattr(config, "is_encoder_decoder", False):
         return ["it is an encoder-decoder model; only decoder-only models are supported"]
     found = []
-    if _get(config, "use_bidirectional_attention") in (True, "all") or _get(config, "is_causal") is False:
+    if setting(config, "use_bidirectional_attention") in (True, "all") or setting(config, "is_causal") is False:
         found.append("its attention is bidirectional; only causal models are supported")
-    if _get(config, "alibi") or config.model_type in ("bloom", "mpt"):
+    if setting(config, "alibi") or config.model_type in ("bloom", "mpt"):
         found.append("ALiBi adds a bias to attention that depends on distance")
-    if _get(config, "num_kv_shared_layers") and _get(config, "kv_sharing_modes") is None:
+    if setting(config, "num_kv_shared_layers") and setting(config, "kv_sharing_modes") is None:
         found.append(
             "this version of Transformers does not say which layers share keys and values; install a newer one"
         )
@@ -223,35 +221,6 @@ def reasons(config: Any) -> list[str]:
         if {STATE, NOTHING} & kinds:
             only = "no layer has full attention: each keeps a state or a sliding window, of bounded size"
         return [f"{only}: there is nothing to evict"]
-    return []
-
-
-def structure_reasons(decoder: Any) -> list[str]:
-    """Reasons in a decoder's modules why it cannot be patched although its kind of cache is supported."""
-    kinds, layers = layer_kinds(decoder.config), layers_of(decoder)
-    if len(kinds) != len(layers):
-        return [f"it has {len(layers)} layers and caches for {len(kinds)}"]
-    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        module = attention_of(layer, index) if kind in EVICTS else None
-        if kind in EVICTS and module is None:
-            return [f"layer {index} has no single module that calls Transformers' attention interface"]
-        if module is not None and is_latent(decoder.config) and not hasattr(module, "expand_kv"):
-            return [
-                f"{type(module).__name__} does not cache its latents (MLA); install a newer version of Transformers"
-            ]
-        if module is not None and getattr(module, "is_causal", True) is False:
-            return ["its attention is bidirectional; only causal models are supported"]
-        if module is not None and compat.takes(type(module).forward, "cross_attention_states"):
-            return [f"layer {index} attends to pictures (cross-attention): its keys are not the text's"]
-        if kind == FULL_ATTENTION_AND_STATE and mixer_of(layer) is None:
-            return [f"layer {index} keeps a state in an unknown module"]
-    if not axes(decoder) and "mrope_section" in (_get(decoder.config, "rope_parameters") or ()):
-        return ["attention joins the axes of its positions (M-RoPE) itself; install a newer version of Transformers"]
-    for index, producer in readers(decoder, kinds).items():
-        if attention_of(layers[index], index) is None or producer != max(i for i, k in enumerate(kinds) if k in EVICTS):
-            return [f"layer {index} reads the keys and values of an unknown other layer"]
-    if None in heads(decoder, kinds):
-        return ["its full-attention layers differ in their number of heads"]
     return []
 
 
@@ -282,64 +251,6 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
 
-def rotary_of(module: torch.nn.Module) -> Any:
-    """The child that makes cosine and sine of positions; None where there is none."""
-    return next((child for child in module.children() if "Rotary" in type(child).__name__), None)
-
-
-def rotate(
-    decoder: Any, module: Any, x: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor
-) -> torch.Tensor:
-    """Rotate x [B, H, p, D] by the angle between two positions [B]: R(to) R(from)^-1 x, with the model's rotary
-    frequencies and pairing of dimensions. position_to [B, n]: the mean over n positions. fp32 in, fp32 out. Only for
-    modules that rotate (`trial.rotating`)."""
-    rotary = rotary_of(decoder) or rotary_of(module)
-    kinds = getattr(decoder.config, "layer_types", None)
-    typed = compat.takes(type(rotary).forward, "layer_type")
-    layer_type = (kinds[module.layer_idx] if kinds else "full_attention",) if typed else ()
-    to = position_to if position_to.ndim == 2 else position_to[:, None]
-    positions = torch.cat([position_from[:, None], to], 1).clamp_min(0)
-    if axes(decoder):
-        positions = positions.expand(axes(decoder), -1, -1)
-    angles = rotary(x, positions, *layer_type)
-    if isinstance(angles, torch.Tensor):  # [B, 1 + n, rotary / 2] complex, of neighbouring dimensions
-        turn = (angles[:, 1:] / angles[:, :1]).mean(1, keepdim=True)
-        return _part(module, x, lambda part: _turn_pairs(part, turn))
-    cos, sin = angles  # [B, 1 + n, rotary]
-    scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
-    turn_cos = ((cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
-    turn_sin = ((sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
-    if is_latent(decoder.config):  # halves, in whatever order its weights have them
-        return _part(module, x, lambda part: part * turn_cos[:, None] + _halves(part) * turn_sin[:, None])
-    return compat.apply_rotary(module, x, turn_cos, turn_sin)
-
-
-def _part(module: Any, x: torch.Tensor, turned: Any) -> torch.Tensor:
-    """Rotate the rotary dimensions of x in a latent layer."""
-    start = module.qk_nope_head_dim
-    stop = start + module.qk_rope_head_dim
-    return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
-
-
-def _halves(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
-def _turn_pairs(x: Any, turn: Any) -> Any:
-    """Rotate x [B, H, p, D], pairs of neighbouring dimensions, by turn [B, 1, D / 2] complex."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
-
-
-def axes(decoder: torch.nn.Module) -> int:
-    """How many axes positions have (M-RoPE, for pictures); 0: they are plain numbers."""
-    sections = getattr(rotary_of(decoder), "mrope_section", None)
-    if isinstance(sections, dict):  # one for every kind of layer
-        sections = next(iter(sections.values()))
-    return len(sections or ())
-
-
 def counts_tokens(decoder: Any) -> bool:
     """Whether the decoder, called without positions, counts a row's tokens without its padding."""
     return decoder.config.model_type == "opt"
@@ -348,17 +259,10 @@ def counts_tokens(decoder: Any) -> bool:
 def context_of(config: Any) -> int | None:
     """The most tokens that a decoder's configuration speaks of, as its rotary embedding scales them; None: it names
     none. A scaled one may say only how long the texts of its first training were."""
-    most = _get(config, "max_position_embeddings")
+    most = setting(config, "max_position_embeddings")
     if most is None:
         return None
-    ropes = _get(config, "rope_parameters") or {}
+    ropes = setting(config, "rope_parameters") or {}
     found = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
     scaled = ((each.get("factor") or 1) * (each.get("original_max_position_embeddings") or most) for each in found)
     return int(max(most, *scaled))
-
-
-def rope_depends_on_length(decoder: torch.nn.Module) -> bool:
-    """Whether the rotary frequencies depend on the longest position of the same call (longrope, dynamic NTK)."""
-    kind = getattr(rotary_of(decoder), "rope_type", "default")
-    kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return any(k == "longrope" or "dynamic" in k for k in kinds)

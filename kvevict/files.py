@@ -3,11 +3,26 @@
 import contextlib
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems
+MOUNTS = "/proc/self/mountinfo"
+REMOTE = re.compile(r"nfs|cifs|smb|ceph|lustre|gpfs|beegfs|afs|9p|virtiofs|fuse")  # kinds of file systems
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """Tell whether other machines may change a file. False where the system does not say."""
+    number = os.stat(path).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    with contextlib.suppress(FileNotFoundError), open(MOUNTS) as mounts:
+        for line in mounts:
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == device:
+                return REMOTE.match(kind) is not None
+    return False
 
 
 @contextlib.contextmanager

@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
-from . import _ops, families, known, trial
+from . import families, known, rotary, trial
 from .engine.hook import installed
 from .engine.measure import quantities
 from .engine.read.plan import Plan
 from .engine.slots import mapped, ranks
 from .families import base_model, find_decoder
 from .policy import kv
-from .policy.policy import Policy, build
+from .policy.building import build
+from .policy.policy import Policy
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
 from .question import LastTurn
+from .refusals import check_model
 
 
 def patch(
@@ -79,7 +81,7 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     if isinstance(chosen.recall, str):
         check_folder(chosen.recall, model)
     made = Plan(chosen, decoder, split, question)
-    rotates = quantities.rotates(chosen, families.rope_depends_on_length(decoder))
+    rotates = quantities.rotates(chosen, rotary.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
     for each in made.needed:
         each.ready(decoder, modules)
@@ -179,50 +181,6 @@ def _learned_tokens(model: torch.nn.Module) -> int:
 def is_patched(decoder: torch.nn.Module) -> bool:
     """Whether the caller's calls of a decoder have a policy."""
     return installed.plan_of(decoder) is not None
-
-
-def check_model(model: Any) -> None:
-    """Raise one ValueError with all the reasons why a model's decoder cannot be patched, if there are any."""
-    decoder = find_decoder(model)
-    reasons = families.reasons(decoder.config) or families.structure_reasons(decoder)
-    reasons = reasons or unsupported_reasons(model, decoder)
-    if reasons:
-        raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
-
-
-def unsupported_reasons(model: Any, decoder: Any) -> list[str]:
-    """Why this loaded model cannot be patched, although its type can."""
-    reasons, layers = [], families.layers_of(decoder)
-    kinds = families.layer_kinds(decoder.config)
-    own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
-    implementation = own[0].config._attn_implementation
-    if "flex" in implementation or "paged" in implementation:
-        reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
-    size, heads = ranks.of(base_model(model)).size, families.heads(decoder, kinds)[1]
-    if (getattr(base_model(model), "tp_size", None) or 1) > 1 and families.is_latent(decoder.config):
-        reasons.append("its heads share latents, which cannot be split over ranks (tensor parallel); load it unsplit")
-    elif heads % size:
-        reasons.append(
-            f"its {heads} kv heads cannot be split over {size} ranks (tensor parallel); start as many processes as "
-            "divide them"
-        )
-    if next(decoder.parameters()).dtype == torch.float64:
-        reasons.append("its weights are float64; load it as float32, bfloat16 or float16")
-    devices = sorted({str(families.device_of(module)) for module in own})
-    on_gpu = any(device.startswith("cuda") for device in devices)
-    for device in devices:
-        if device.split(":")[0] not in (*_ops.DEVICES, "meta"):
-            built = "CPU and CUDA" if "cuda" in _ops.DEVICES else "CPU"
-            reasons.append(f"it is on {device}, and this build has {built} kernels only; call model.to('cpu')")
-    latent, most = families.is_latent(decoder.config), 256 if on_gpu else 512
-    dims = {families.head_dim(module, decoder.config) for module in own}
-    dims = {max(families.widths(module, decoder.config)) for module in own} if latent else dims
-    for dim in sorted(dims):
-        if dim % 8 or not 8 <= dim <= most:
-            reasons.append(f"head_dim {dim} is not a multiple of 8 up to {most}" + (" (on a GPU)" if on_gpu else ""))
-    if len(dims) > 1:
-        reasons.append(f"its layers have heads of {', '.join(map(str, sorted(dims)))} dimensions")
-    return reasons
 
 
 def check_type(model: Any, decoder: Any) -> None:

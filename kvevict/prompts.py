@@ -48,6 +48,19 @@ def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -
     return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
 
 
+def turns_frame(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """Ids before the first user's turn, after a user's turn, and between an answer and the next user's turn. Raises
+    ValueError for a chat template that refuses two turns or changes them."""
+    if not tokenizer.chat_template:
+        return tokenizer("")["input_ids"], ids_of(tokenizer, "\nAnswer:"), ids_of(tokenizer, "\n")
+    asked = [dict(role=role, content=MARK) for role in ("user", "assistant", "user")]
+    parts = rendered(tokenizer, asked, "two turns").split(MARK)
+    if len(parts) != 4:
+        raise ValueError("the tokenizer's chat template does not give each turn's text once; set another chat_template")
+    head, ends, between, _ = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    return head, ends, between
+
+
 def rendered(tokenizer: Any, messages: list[Any], what: str, **options: Any) -> str:
     """The messages in the tokenizer's chat template, up to the start of the assistant's turn. Raises ValueError with
     the template's message if it refuses them; `what` names the messages there. options go to the template."""

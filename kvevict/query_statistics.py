@@ -10,8 +10,9 @@ from .engine.hook import installed
 from .engine.measure import moments
 from .engine.measure.rope import Rope
 from .families import base_model, find_decoder
-from .patch import check_model, is_patched
+from .patch import is_patched
 from .policy.checks import count
+from .refusals import check_model
 
 SINK = 4  # rows at a part's first positions, left out
 

@@ -4,8 +4,6 @@ question, and the request is kept."""
 import contextlib
 import math
 import numbers
-import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,29 +16,15 @@ from .context import within
 from .engine.hook.arguments import Arguments
 from .policy.policy import Policy
 from .policy.rows import Question
+from .sentences import PARAGRAPH, question_before, question_of, same
+from .tokens import find, squeezed, start_after
 from .turns import Turns
 
-NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 FEW = 8  # tokens after a question that do not yet begin an answer: a template's, "Answer:"
 END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
-LINK = 4  # words between two questions that are asked together
 SHORT = 4  # words of a question at a turn's end that may only refer to the one before the text: "What is your answer?"
 AGAIN = 8  # tokens of a question that is looked for earlier in the prompt: fewer may be words of the text
-PARAGRAPH, LINE = "\n\n", "\n"
-OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
-GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
-THAI = r"อะไร|ใคร|ไหน|ใด(?!\s?ๆ)|เมื่อไ|เท่าไ|กี่|อย่างไร|ทำไม|หรือไม่"  # question words; Thai has no question mark
-# A sentence that asks: one with a question mark (Greek has a semicolon), or a short Thai line with such a word.
-ASKS = re.compile(rf"[?\uff1f\u061f\u037e]$|{GREEK}.*;$|^(?=.{{1,200}}$).*(?:{THAI})")
-# The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's, an
-# initial's but "I", or a number's before a small letter), or after a colon that four words follow, the first with a
-# capital letter.
-BETWEEN = re.compile(
-    r"\n|(?<=:)\s+(?=[A-Z](?:\S*\s+){3})"
-    r"|(?<=[.!?\u061f\u0964\u06d4\u037e])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[^\W\d_I]\.)"
-    r"\s+(?!(?<=[\dA-Z]\.\s)[a-z\u00df-\u00ff])"
-    rf"|(?<=[\u3002\uff01\uff1f])|(?<={GREEK};)\s+|(?<=;)\s+(?={GREEK})"
-)
+LINE = "\n"
 
 
 @contextlib.contextmanager
@@ -125,7 +109,9 @@ class Finder:
             starts: list[Any] = []
             if ids is not None and callable(self.tokenizer):
                 before = ids[: span[0]]
-                starts = [start_of(self.tokenizer, before, mark, self._turns.opened) for mark in (PARAGRAPH, LINE)]
+                starts = [
+                    start_after(self.tokenizer, before, (mark, self._turns.opened), END) for mark in (PARAGRAPH, LINE)
+                ]
             starts = [start for start in (*starts, span[0]) if start is not None]
             found.append(tuple(dict.fromkeys(n - start for start in starts)))
             warn_if_long(arguments.policy, n - starts[-2:][0], arguments.columns + n)
@@ -252,25 +238,6 @@ def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
     return tokens - span[0] <= min(END, (before + tokens) // 2)
 
 
-def start_of(tokenizer: Any, ids: list[int], mark: str, opened: str = "") -> int | None:
-    """The number of the ids up to the last `mark` in them, or up to the text that opens the user's turn, white space
-    after it included; None: neither is within the last END."""
-
-    def text(start: int, stop: int | None = None) -> str:
-        return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
-
-    def has(start: int) -> bool:
-        return mark in text(start) or (bool(opened) and opened in text(start))
-
-    first = max(0, len(ids) - END)
-    if first and not has(first):
-        return None
-    first += bisect_left(range(first, len(ids)), True, key=lambda start: not has(start))
-    while first < len(ids) and not text(first, first + 1).strip():
-        first += 1
-    return first
-
-
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
     """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
     seen so many tokens."""
@@ -312,75 +279,6 @@ def reads_last_rows(policy: Policy) -> bool:
     return policy.diagnose or policy.layers.measures
 
 
-def question_of(turn: str) -> str:
-    """The question of a user's turn; "" where none is found. Whole paragraphs near the end and then near the start come
-    before those that a long text may be in. A last paragraph without a question mark, after a text that no paragraph
-    introduces, is the question: its other question marks are the text's."""
-    turn = OPENING.sub("", turn.strip())
-    if len(turn) <= NEAR:
-        return (questions(turn) or [turn])[-1]
-    first, last = turn[:NEAR], turn[-NEAR:]
-    for found in (questions(last.partition(PARAGRAPH)[2])[-1:], questions(first.rpartition(PARAGRAPH)[0])[:1]):
-        if found:
-            return found[0]
-    if PARAGRAPH in last:
-        return "" if PARAGRAPH in first else last.rpartition(PARAGRAPH)[2]
-    for found in (questions(last)[-1:], questions(first)[:1]):
-        if found:
-            return found[0]
-    return ""
-
-
-def question_before(turn: str) -> str:
-    """The first question near a long turn's start, in a whole paragraph; "" where none is found."""
-    found = questions(turn.strip()[:NEAR].rpartition(PARAGRAPH)[0]) if len(turn.strip()) > NEAR else []
-    return found[0] if found else ""
-
-
-def same(asked: str, opens: str) -> bool:
-    """Whether one question has the other's words."""
-    a, b = (" ".join(text.split()).casefold() for text in (asked, opens))
-    return a in b or b in a
-
-
-def questions(text: str) -> list:
-    """Sentences that ask. Questions at most LINK words apart are joined. A question mark before a closing quotation
-    mark does not count."""
-    found, between = [], None  # sentences since the last question
-    for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
-        asks = bool(ASKS.search(sentence))
-        if asks and between is not None and len(" ".join(between).split()) <= LINK:
-            found[-1] = " ".join([found[-1], *between, sentence])
-        elif asks:
-            found.append(sentence)
-        if asks:
-            between = []
-        elif between is not None:
-            between.append(sentence)
-    return found
-
-
 def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:
     first = int(arguments.padding[row])
     return arguments.ids[row, first : first + tokens].tolist()
-
-
-def find(tokenizer: Any, ids: list[int], text: str) -> tuple[int, int] | None:
-    """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: not found."""
-    wanted = squeezed(text)
-
-    def has(start: int, stop: int) -> bool:
-        return wanted in squeezed(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False))
-
-    start, size = len(ids), 64
-    while start > 0 and not has(start, len(ids)):
-        start, size = max(start - size, 0), 2 * size
-    if not has(start, len(ids)):
-        return None
-    start += bisect_left(range(start, len(ids)), True, key=lambda at: not has(at, len(ids))) - 1
-    return start, start + bisect_left(range(start, len(ids)), True, key=lambda at: has(start, at))
-
-
-def squeezed(text: str) -> str:
-    """A text without its white space."""
-    return "".join(text.split())

@@ -9,8 +9,8 @@ from . import families
 from .context import within
 from .engine.watch.watcher import Watcher
 from .patch import evicting
+from .policy.building import build
 from .policy.checks import PLENTY
-from .policy.policy import build
 
 LABELS = ("kvzip", "kvzip+")
 

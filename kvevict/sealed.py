@@ -5,28 +5,49 @@ it. It detects damage, not forgery.
 """
 
 import json
+import math
 import mmap
 import os
 import re
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
 from .files import replacing
 from .files import write as write_bytes
 
 NAME, EMPTY = "checksum", "0" * 8  # the field, and its content while the checksum is computed
 FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
+TYPES = {  # names in a safetensors file, which has tensors of a later one first
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
 
 
-def seal(data: bytearray | mmap.mmap, before: int = 0) -> None:
-    """Write the checksum of bytes (a bytearray or a mapped file) into their field. before: the checksum of other bytes
-    that this one continues."""
+@dataclass
+class Pieces:
+    """A tensor to be written that lies in several places. `each` gives its parts, in the order of the first
+    dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    each: Callable[[], Iterable[Tensor]]
+
+
+def whole(tensor: Tensor | Pieces) -> Tensor:
+    """A tensor in one place."""
+    return torch.cat([*tensor.each()]) if isinstance(tensor, Pieces) else tensor
+
+
+def seal(data: bytearray, before: int = 0) -> None:
+    """Write the checksum of bytes into their field. before: the checksum of other bytes that this one continues."""
     start, digits = _checksum(data, before)
     data[start : start + len(digits)] = digits
 
@@ -49,16 +70,39 @@ def _checksum(data: Any, before: int) -> Any:
     return start, f"{value:08x}".encode()
 
 
-def write(path: str | os.PathLike, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors and texts to a safetensors file, whole or not at all. Raises OSError where that is impossible."""
-    with replacing(path) as temporary:
-        try:
-            save_file(tensors, temporary, metadata=metadata | {NAME: EMPTY})
-        except SafetensorError as error:
-            code = re.search(r"os error (\d+)", str(error))
-            raise OSError(*(int(code[1]), os.strerror(int(code[1]))) if code else [str(error)]) from None
-        with open(temporary, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-            seal(data)
+def write(path: str | os.PathLike, tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str]) -> None:
+    """Write tensors and texts to a safetensors file, whole or not at all, for the user alone (0600). Each part of a
+    tensor is read where it lies. Raises OSError where that is impossible."""
+    names = sorted(tensors, key=lambda name: (-[*TYPES].index(tensors[name].dtype), name))
+    head = _head({name: tensors[name] for name in names}, metadata | {NAME: EMPTY})
+    field: Any = FIELD.search(head)
+    with replacing(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(head)
+        checksum = zlib.crc32(head)
+        for name in names:
+            for part in _parts(tensors[name]):
+                file.write(part)
+                checksum = zlib.crc32(part, checksum)
+        file.seek(field.start(1))
+        file.write(f"{checksum:08x}".encode())
+
+
+def _head(tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str]) -> bytes:
+    """What a safetensors file begins with. The data is aligned to 8 bytes."""
+    facts: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        facts[name] = dict(dtype=TYPES[tensor.dtype], shape=[*tensor.shape], data_offsets=[start, end])
+    said = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
+    said += b" " * (-len(said) % 8)
+    return len(said).to_bytes(8, "little") + said
+
+
+def _parts(tensor: Tensor | Pieces) -> Iterator[Any]:
+    """The bytes of a tensor, part by part."""
+    for part in tensor.each() if isinstance(tensor, Pieces) else (tensor,):
+        yield part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def texts(path: str | os.PathLike) -> dict[str, str]:
@@ -72,9 +116,9 @@ def texts(path: str | os.PathLike) -> dict[str, str]:
         raise ValueError(f"it is not a safetensors file: {error}") from None
 
 
-def tensors(path: str | os.PathLike, verify: bool = True, mapped: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """The tensors of a file of `write`, copied out of it, but for names that end with one of `mapped`: these stay in
-    the file, mapped privately. Raises ValueError if the file does not match its checksum; verify=False does not check
+def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, Tensor]:
+    """The tensors of a file of `write`. They lie in it, mapped privately: pages are read when they are needed, and all
+    processes share them. Raises ValueError if the file does not match its checksum; verify=False does not check
     that."""
     if verify:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -82,14 +126,13 @@ def tensors(path: str | os.PathLike, verify: bool = True, mapped: tuple[str, ...
                 raise ValueError("its checksum is not that of its content")
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
         raise ValueError(f"it cannot be read: {error}") from None
-    return {name: t if name.endswith(mapped) else t.clone() for name, t in found.items()}
 
 
 def write_pair(
-    weights: str | os.PathLike, config: str | os.PathLike, tensors: dict[str, torch.Tensor], facts: dict[str, Any]
+    weights: str | os.PathLike, config: str | os.PathLike, tensors: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
     """Write tensors to the file `weights`, and facts with a checksum of both to the JSON file `config`: each file whole
     or not at all. Raises OSError where that is impossible."""
@@ -100,7 +143,7 @@ def write_pair(
     write_bytes(config, bytes(said))
 
 
-def tensors_of_pair(weights: str | os.PathLike, config: str | os.PathLike) -> dict[str, torch.Tensor]:
+def tensors_of_pair(weights: str | os.PathLike, config: str | os.PathLike) -> dict[str, Tensor]:
     """The tensors that `write_pair` wrote. Raises OSError or ValueError where they are missing or damaged."""
     data = Path(weights).read_bytes()
     if not is_whole(Path(config).read_bytes(), zlib.crc32(data)):

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from . import families
+from . import families, rotary
 from .compat import CACHE, cache_of
 from .engine.hook import installed
 from .engine.slots.adopt import EvictionCache
@@ -137,7 +137,7 @@ def rotating(model: Any, decoder: Any, order: Collection[int]) -> dict[int, bool
     """Whether each of the layers `order` rotates queries and keys by their positions: {layer: True or False}.
 
     Every attention module gets two equal rows at two positions, so their queries differ by the rotation only. Raises
-    ValueError if they differ and `families.rotate` does not turn one into the other.
+    ValueError if they differ and `rotary.rotate` does not turn one into the other.
     """
     if decoder not in _rotates:
         _rotates[decoder] = _rotating(model, decoder, order)
@@ -201,7 +201,7 @@ def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: to
         return False
     exact = next(module.parameters()).dtype == torch.float32
     for x in pair:
-        rotated = families.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
+        rotated = rotary.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
         error = _error(rotated, x[:, :, 1:])
         if not error < (TOLERANCE[torch.float32] if exact else ROUNDED):
             raise ValueError(f"off by {error:.0e}")

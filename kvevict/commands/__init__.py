@@ -53,7 +53,9 @@ def model_name(args: argparse.Namespace) -> str:
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default=DEFAULT, help=f"{FORM} of `kvevict policies`; default {DEFAULT}")
+    parser.add_argument("--policy", default=DEFAULT,
+                        help=f"{FORM} of `kvevict policies`, such as {DEFAULT}:recall=true; default "
+                        f"{DEFAULT}")  # fmt: skip
 
 
 def add_policies(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> None:
@@ -136,8 +138,10 @@ def number(text: str, option: str = "--budget") -> int | float | str:
 
 def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Policy]:
     """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
-    ones. A threshold replaces the default of `--budget`."""
-    from ..policy.policy import build
+    ones. A threshold replaces the default of `--budget`. Raises ValueError, too, for a `recall` folder that cannot be
+    written to."""
+    from ..engine.slots import mapped
+    from ..policy.building import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size, kv=args.kv)
     policies = {}
@@ -145,6 +149,7 @@ def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any
         name, options = parse_policy(text)
         unbound = options.get("threshold") is not None and isinstance(args.budget, Unsaid)
         policies[text] = build(name, **common | (dict(budget=None) if unbound else {}) | options)
+        mapped.check(policies[text].recall)
     return policies
 
 
@@ -166,7 +171,7 @@ def check_complete(policies: dict[str, Policy]) -> None:
 
 def options_of(policy: Policy, *skip: str) -> str:
     """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
-    from ..policy.policy import PARTS
+    from ..policy.parts import PARTS
 
     options = {}
     for kind, (registry, _) in PARTS.items():

@@ -10,7 +10,8 @@ from . import command, options_of
 def policies(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """List the presets and the choices they are made of, with their options."""
     args = parser.parse_args(argv)
-    from ..policy.policy import PARTS, build
+    from ..policy.building import build
+    from ..policy.parts import PARTS
     from ..policy.presets import PRESETS, describe
 
     made = {name: build(name, budget=0.5) for name in PRESETS}

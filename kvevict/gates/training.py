@@ -18,9 +18,10 @@ from ..engine.measure.moments import model_of
 from ..engine.slots import ranks
 from ..families import base_model, context_of, find_decoder
 from ..files import write
-from ..patch import check_model, is_patched
+from ..patch import is_patched
 from ..policy.checks import at_least_0, count, one_of
 from ..processes import Processes
+from ..refusals import check_model
 from ..repeated import LABELS
 from .fits import Fit
 from .labels import SKIP, each_layer, pieces

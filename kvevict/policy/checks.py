@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import json
 import numbers
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -56,6 +57,12 @@ def builtin(value: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def hold_text(part: object, name: str) -> None:
+    """Replace a path in a field of a frozen part by its text, which JSON can hold."""
+    if isinstance(path := getattr(part, name), os.PathLike):
+        object.__setattr__(part, name, os.fspath(path))
 
 
 def flag(name: str, value: object) -> None:

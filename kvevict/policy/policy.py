@@ -6,24 +6,19 @@ import json
 import math
 import numbers
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from . import peers, rules
-from .checks import PLENTY, builtin, byte_count, count, finite, flag, one_of, parsed
+from . import rules, values
+from .checks import PLENTY, builtin, byte_count, one_of, parsed
 from .heads import HeadBudget
-from .kv import KINDS
 from .layers import LayerBudget
-from .parts import PARTS as PARTS
-from .parts import as_part, check_option, from_plain, option_names, to_plain
-from .presets import PRESETS as PRESETS
+from .parts import PARTS, as_part, from_plain, to_plain
 from .refinements import Refinement
 from .rows import Rows
 from .scores import Score
 from .selections import Selection
-from .text import parse_policy
 
 CARRIES = ("none", "sum", "keep", "max")
 
@@ -123,9 +118,7 @@ class Policy:
         fill("rows", self.score.rows if self.rows is None else self.rows)
         for kind in PARTS:
             fill(kind, as_part(kind, getattr(self, kind)))
-        if not isinstance(self.select_by_layer, (tuple, list)):
-            raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {self.select_by_layer!r}")
-        fill("select_by_layer", _as_ranges(self.select_by_layer))
+        fill("select_by_layer", values.as_ranges(self.select_by_layer))
         fill("budget", 512 if self.budget is None and self.threshold is None else builtin(self.budget))
         fill("recall_slots", builtin(self.recall_slots))
         fill("threshold", builtin(self.threshold))
@@ -140,22 +133,10 @@ class Policy:
             fill("interval", self.score.own_interval)
         for part in (self.rows, self.score, self.refine, self.layers, self.heads, *self.selections):
             part.check(self)
-        self._check_counts()
-        one_of("schedule", self.schedule, ("prompt", "chunk"))
-        one_of("kv", self.kv, KINDS)
-        if self.schedule == "chunk" and self.chunk_size is None:
-            raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
-        if self.warmup_layers is not None and self.warmup_layers != "half":
-            count("warmup_layers", self.warmup_layers, 1)
-        if self.tsp is not None and self.tsp != "half":
-            count("tsp", self.tsp, 0)
-        if not isinstance(self.tsp_len, float):
-            count("tsp_len", self.tsp_len, self.fewest_propagated)
-        elif not 0 < self.tsp_len < 1:
-            raise ValueError(f"tsp_len={self.tsp_len} is not a share in (0, 1); pass an int for a number of tokens")
+        values.check(self)
         rules.check(self)
         if self.recall_slots is not None:
-            self._check_recall_slots()
+            values.check_recall_slots(self)
 
     def to_json(self) -> str:
         """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
@@ -178,70 +159,6 @@ class Policy:
             one_of("field of a policy", name, known)
         kinds = {name: "select" if name == "select_by_layer" else name for name in data}
         return cls(**{name: from_plain(value, kinds[name]) for name, value in data.items()})
-
-    def _check_counts(self) -> None:
-        if self.threshold is not None:
-            finite("threshold", self.threshold)
-        count("keep_last", self.keep_last, 0)
-        if self.budget is not None:
-            self._check_budget()
-        if self.chunk_size is not None:
-            count("chunk_size", self.chunk_size, 1)
-        if self.warmup_budget is not None:
-            count("warmup_budget", self.warmup_budget, 1)
-        if self.interval is not None:
-            count("interval", self.interval, 1)
-        count("n_reuse", self.n_reuse, 1)
-        count("keep_first", self.keep_first, 0)
-        if not isinstance(self.decode, bool):
-            raise TypeError(f"decode must be True, False or None, got {self.decode!r}")
-        for name in ("keep_prompt", "progress", "diagnose", "compiled"):
-            flag(name, getattr(self, name))
-        if not isinstance(self.recall, (bool, str)) or self.recall == "":
-            raise TypeError(f"recall must be True, False or a folder's path, got {self.recall!r}")
-        for name, given in (("interval", self.interval is not None), ("keep_prompt", self.keep_prompt)):
-            if given and not self.decode:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is about evicting while decoding, which this policy does not: give "
-                    f"decode=True too, or leave {name} out"
-                )
-
-    def _check_budget(self) -> None:
-        if isinstance(self.budget, str):
-            byte_count("budget", self.budget)
-            return
-        if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
-            raise TypeError(
-                "budget must be an int (slots per kv head), a float in (0, 1) (fraction kept) or a text such as "
-                f"'64MiB' (bytes of all slots), got {self.budget!r}"
-            )
-        if not isinstance(self.budget, numbers.Integral) and not 0 < self.budget < 1:
-            raise ValueError(f"budget={self.budget} is not a fraction in (0, 1); pass an int for a number of slots")
-        if isinstance(self.budget, numbers.Integral):
-            count("budget", self.budget, 1)
-        smallest = self.smallest_budget()
-        if isinstance(self.budget, numbers.Integral) and self.budget < smallest:
-            raise ValueError(
-                f"budget={self.budget} is too small: {type(self.score).__name__} always keeps {smallest - 1} slots "
-                "(window, probe, recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
-                "give budget >= "
-                f"{smallest} or fewer of those"
-            )
-        if self.budget > PLENTY:
-            raise ValueError(f"budget must be at most {PLENTY} slots, got {self.budget}")
-
-    def _check_recall_slots(self) -> None:
-        if not self.recall:
-            raise ValueError(f"recall_slots={self.recall_slots} is about recall: give recall=True too, or leave it out")
-        try:
-            if isinstance(self.recall_slots, str):
-                raise TypeError("bytes are for budget alone: give a number of slots or a fraction")
-            assert self.recalling  # made here, with the checks of a budget
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"recall_slots: {error}") from None
-        slots, budget = self.recall_slots, self.budget
-        if isinstance(budget, (int, float)) and isinstance(slots, type(budget)) and slots > budget:
-            raise ValueError(f"recall_slots={slots} is more than budget={budget}: give fewer")
 
     @functools.cached_property
     def recalling(self) -> "Policy":
@@ -375,76 +292,3 @@ def _refuse_in_json(value: object) -> Any:
     raise ValueError(
         f"JSON cannot hold a {type(value).__name__}; name it instead, as in draft_model='FOLDER_OR_HUB_ID'"
     )
-
-
-def _as_ranges(entries: Any) -> tuple[Any, ...]:
-    """Check `select_by_layer` and return its ranges; no layer may be in two."""
-    ranges = tuple(map(_as_range, entries))
-    for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
-        if stop is None or b < stop:
-            raise ValueError(f"select_by_layer has layer {b} in two ranges, from {a} on and from {b} on; part them")
-    return ranges
-
-
-def _as_range(entry: Any) -> tuple[Any, ...]:
-    """Check one range of `select_by_layer` and return (start, stop, selection)."""
-    try:
-        start, stop, select = entry
-    except (TypeError, ValueError):
-        raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
-    count("select_by_layer: start", start, 0)
-    if stop is not None:
-        count("select_by_layer: stop", stop, start + 1)
-    return start, stop, as_part("select", select)
-
-
-def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options: Any) -> Policy:
-    """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,... or another policy, with options by keyword.
-
-    Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
-    an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
-    """
-    peers.check(options)
-    if isinstance(policy, str):
-        if ":" in policy:
-            name, given = parse_policy(policy)
-            given |= {} if budget is None else {"budget": budget}
-            given |= {} if chunk_size is None else {"chunk_size": chunk_size}
-            return build(name, **given | options)
-        choices = dict(PRESETS.find(policy))
-        if budget is None and options.get("threshold") is None:
-            raise ValueError(
-                "budget is missing: slots per kv head (int), the fraction kept (float in (0, 1)), bytes ('64MiB'), or "
-                "threshold=, the smallest score that stays"
-            )
-    elif isinstance(policy, Policy):
-        if budget is None and chunk_size is None and not options:
-            return policy  # the same object: a cache knows the policy that read it
-        choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-    else:
-        raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
-    if isinstance(policy, Policy) and "score" in options:  # the old score's defaults go with it
-        old = policy.score
-        own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
-        for name, own in own_choices.items():
-            choices[name] = None if choices[name] == own else choices[name]
-    if options.get("decode") is False:  # the options of decoding go with it
-        choices["interval"], choices["keep_prompt"] = None, False
-    if budget is not None:
-        choices["budget"] = budget
-    if chunk_size is not None:
-        choices["chunk_size"] = chunk_size
-        choices["schedule"] = None
-    defaults = {f.name: f.default for f in dataclasses.fields(Policy)}
-    parts = {kind: options.pop(kind, choices.get(kind, defaults[kind])) for kind in PARTS}
-    parts["score"] = as_part("score", parts["score"])
-    parts = {kind: as_part(kind, parts["score"].rows if part is None else part) for kind, part in parts.items()}
-    own = {kind: option_names(part) for kind, part in parts.items()}
-    general = set(defaults) - {*PARTS, "budget", "chunk_size"}
-    known = general.union(*own.values())
-    for option in options:
-        check_option(option, known | {*PARTS, "budget", "chunk_size"}, parts=parts)
-    for kind, part in parts.items():
-        mine = {name: options[name] for name in own[kind] & options.keys()}
-        choices[kind] = dataclasses.replace(part, **mine) if mine else part
-    return Policy(**(choices | {name: value for name, value in options.items() if name in general}))

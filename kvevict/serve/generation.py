@@ -4,66 +4,39 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Collection, Generator, Iterator
+from collections.abc import AsyncGenerator, Collection, Generator
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..answer import room_of, within_positions
-from ..batch import Pools
-from ..compat import cache_of
-from ..context import current, within
-from ..engine.hook.forward import reading
-from ..engine.hook.installed import plan_of
-from ..engine.read.spans import Span
-from ..engine.slots.cache import EvictionLayer
-from ..engine.slots.storage import ROOM
-from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
-from ..patch import evicting, slot_bytes
-from ..policy.tokenizer import told
-from ..question import Asked, LastTurn, find
-from ..weights import identity
+from ..engine.read.step import Step
+from ..tokens import find
 from .call import Call
 from .errors import Refused, of_field
 from .fields import RESPONSES
 from .grammar import Calls, Following, Grammars
-from .prefixes import Prefixes, keys_of, mark_of, shares_of
-from .prompt import Prompt, of_chat, of_messages, of_text
+from .prefixes import Prefixes
+from .prompt import of_chat, of_messages, of_text
+from .reading import Reader
 from .row import Row
 from .sampling import Chooser
 from .scheduler import Scheduler
-from .written import Form, Numbered, Written
-
-BLOCK = 64  # tokens between the places where prompts are compared
-SHORTEST = 256  # tokens of the shortest beginning that is shared
-FURTHER = 256  # tokens after a known beginning, from which on a prompt is stored
-PIECE = 2048  # tokens of a stored text that are read before their slots are stored; a place of comparison
-WRITTEN = 1024  # tokens of a beginning: when one so long comes again, it is written to disk
+from .template import Form
+from .written import Numbered, Written
 
 
 class Generation:
-    """Reads the calls' prompts, and makes their answers for the scheduler.
+    """Has the calls' prompts read, and makes their answers for the scheduler.
 
-    model     a patched model. Its policy sizes the pools
+    model     a patched model
     prefixes  the caches of shared beginnings
     """
 
     def __init__(self, model: Any, tokenizer: Any, prefixes: Prefixes, scheduler: Scheduler) -> None:
-        self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
-        self.decoder, self.device = find_decoder(model), device_of(model)
-        self.config, self.weights = self.decoder.config, identity(self.decoder)
-        self.context = context_of(self.config)
-        plan = plan_of(self.decoder)
-        self.slot = slot_bytes(model, plan.policy.kv)
-        most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
-        slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
-        self.kv, self.pools = plan.policy.kv, Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
-        prefixes.place = self._place
-        # whether a cache's first tokens are a cache: not those of a state or a window
-        self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
+        self.model, self.prefixes, self.scheduler = model, prefixes, scheduler
+        self.reader = Reader(model, tokenizer, prefixes, scheduler)
+        self.context = self.reader.context
         self.form = Form(tokenizer, model)
-        self._keeps: dict = {}  # mark of a stored text -> `shares_of` it, of the last question
         self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
@@ -79,7 +52,7 @@ class Generation:
 
         begun = self.scheduler.submit(
             self._begin, call, answers, give, call=call, rows=len(answers),
-            size=len(answers) * self._size(call, answers[0].most),
+            size=len(answers) * self.reader.size(call, answers[0].most),
         )  # fmt: skip
 
         def failed(done: Any) -> None:
@@ -111,14 +84,6 @@ class Generation:
             more["before"] = [each for each in call.whole.ids if each not in self.form.special][-1:]
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
-    def _widest(self, policy: Any, tokens: int) -> int:
-        """Most slots of a head while a prompt is read."""
-        return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
-
-    def _size(self, call: Call, new: int) -> int:
-        """Most bytes of an answer's slots."""
-        return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
-
     def _matcher(self, call: Call) -> Any:
         return None if call.schema is None else self.grammars.matcher(call.schema)
 
@@ -129,27 +94,14 @@ class Generation:
         return config
 
     async def read(self, call: Call) -> None:
-        """Read a call's stored text. Its slots are where a process that is killed leaves them."""
-
-        def run() -> Iterator[Any]:
-            if call.keys:
-                cache, end = yield from self._text(call, *self._known(call))
-                self.prefixes.write(call.keys[end], cache)
-
-        await self._in_thread(run, call=call)
+        """Read a call's stored text."""
+        await self._in_thread(self.reader.store, call, call=call)
 
     async def forget(self, marks: Collection[str]) -> None:
         """Remove the caches of stored texts, after the turn that runs now."""
         for mark in marks:
-            self._keeps.pop(mark, None)
+            self.reader.shares.pop(mark, None)
         await self._in_thread(self.prefixes.forget, marks)
-
-    def kept(self, call: Call) -> np.ndarray:
-        """The share of heads that kept each token of a call's stored text for the last question about it; 1 before the
-        first one."""
-        start, stop = call.whole.text or (0, 0)
-        found = self._keeps.get(self._mark(call))
-        return np.ones(stop - start) if found is None else found
 
     async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
         """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
@@ -173,7 +125,7 @@ class Generation:
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
-        call.keys = self._keys(call)
+        call.keys = self.reader.keys(call)
         call.stored_tokens = next((end for end in reversed(call.keys) if self.prefixes.has_file(call.keys[end])), 0)
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
@@ -187,13 +139,11 @@ class Generation:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    # A function that reads is a generator of the chunks read, but for the last: others get a turn between two.
-
-    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Span, None, None]:
+    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Step, None, None]:
         """Read a call's prompt, and let its answers run."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
-        cache, logits, plan = yield from self._read(call)
+        cache, logits, plan = yield from self.reader.read(call)
         for row in rows:
             mine = cache if row is rows[-1] else cache.fork()
             row.take(logits)
@@ -211,7 +161,7 @@ class Generation:
             return input_ids
 
         config.stop_strings = None  # Transformers looks for them in the prompt, too
-        ids = torch.tensor([prompt], device=self.device)
+        ids = torch.tensor([prompt], device=self.reader.device)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
             custom_generate=take,
@@ -220,124 +170,6 @@ class Generation:
         if noise is not None:
             noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
-
-    def _read(self, call: Call) -> Generator[Span, None, tuple]:
-        """Read a call's whole prompt, after its longest beginning that is known; returns as `_through`."""
-        prompt = call.whole
-        cache, start = self._known(call)
-        if prompt.text is not None and call.keys:
-            cache, start = yield from self._text(call, cache, start)
-        policy, asks = self._chosen(call.policy, len(prompt.ids)), self._asking(call, prompt)
-        cache, logits, plan = yield from self._through(call, policy, cache, prompt.ids[start:], start, asks)
-        end = max(call.keys, default=0)
-        if self.parts and end - start >= FURTHER and self._fits(end):
-            self.prefixes.put(call.keys, end, cache.recalled().first(end))
-        if prompt.text is not None:
-            self._keeps[self._mark(call)] = shares_of(cache, *prompt.text)
-        for layer in cache.layers:
-            layer.archive = None  # no turn follows the answer in this cache
-        return cache, logits, plan
-
-    def _known(self, call: Call) -> tuple:
-        """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without."""
-        for end in reversed(call.keys):
-            cache = self.prefixes.get(call.keys, end)
-            if cache is not None:
-                call.cached_tokens = end
-                if end >= WRITTEN:  # for other servers, and for this one after it was killed
-                    self.prefixes.write(call.keys[end], cache)
-                return cache, end
-        return None, 0
-
-    def _text(self, call: Call, cache: Any, start: int) -> Generator[Span, None, tuple]:
-        """Read a call's stored text without its question; returns the cache and its end. Each piece is stored: if the
-        request ends early, the next one goes on from the last piece."""
-        _, end = call.whole.text or (0, 0)
-        pieces = range(start // PIECE * PIECE + PIECE, end, PIECE) if self.parts else ()
-        for stop in [*pieces, *([end] if start < end else [])]:
-            policy = self._chosen(call.policy, stop)
-            cache, _, _ = yield from self._through(call, policy, cache, call.whole.ids[start:stop], start)
-            whole = cache.recalled()
-            if self._fits(stop):
-                self.prefixes.put(call.keys, stop, whole)
-            cache, start = whole.fork(), stop
-            if stop == end:
-                self.prefixes.write(call.keys[end], whole)
-        return cache, start
-
-    def _mark(self, call: Call) -> str:
-        return mark_of(call.owner, call.text or "")
-
-    def _fits(self, tokens: int) -> bool:
-        """Tell whether memory holds the slots of so many tokens."""
-        return tokens * self.slot <= self.prefixes.memory
-
-    def _place(self, cache: Any) -> None:
-        """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
-        layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
-        for layer in layers:
-            layer.storage = layer.storage.gathered().as_prefix()
-        if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
-            self.pools.hold(cache)
-
-    def _through(
-        self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
-    ) -> Generator[Span, None, tuple]:
-        """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
-        `Plan`). Answers that run go on between the layers, too."""
-
-        def pause() -> None:
-            chunk = current().chunk
-            call.reads(start if chunk is None else start + chunk.start)
-            self.scheduler.pause()
-
-        tokens = torch.tensor([ids], device=self.device)
-        with contextlib.ExitStack() as inside:
-            with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
-                inside.enter_context(evicting(self.model, policy, tokenizer=False))
-            inside.enter_context(within(question=question, pause=pause, learns=False))
-            into = self.pools.cache() if cache is None else cache
-            out = yield from reading(base_model(self.model), tokens, into)
-            return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
-
-    def _keys(self, call: Call) -> dict:
-        """The keys of the beginnings that a call's prompt may share with others, by their ends."""
-        prompt, ends = call.whole, set(range(SHORTEST, len(call.whole.ids), BLOCK)) if self.parts else set()
-        if not call.policy.recall or call.question is not None:
-            return {}
-        start = len(prompt.ids)
-        if prompt.text is not None:
-            start, end = prompt.text
-            ends.add(end)
-        return keys_of(call.owner, self.weights, call.policy, prompt.ids, sorted(ends), call.text, start)
-
-    def _asking(self, call: Call, prompt: Prompt) -> Any:
-        """The tokens that observe."""
-        if call.question is not None:
-            return Asked((find(self.tokenizer, prompt.ids, call.question),), self.tokenizer)
-        said = [each["content"] for each in call.messages if each["role"] == "user"]
-        return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
-
-    def _chosen(self, policy: Any, tokens: int) -> Any:
-        return told(self._within(policy, tokens), self.tokenizer)
-
-    def _within(self, policy: Any, tokens: int) -> Any:
-        """The policy, changed to fit a prompt of so many tokens. Raises Refused where no positions are left to repeat
-        them."""
-        if (
-            not policy.rows.repeats
-            or self.context is None
-            or (policy.threshold is None and policy.slots(tokens) >= tokens)
-        ):
-            return policy
-        if self.context - tokens < room_of(policy):
-            raise Refused(
-                400,
-                f"after {tokens} tokens too few of the model's {self.context} positions are left to repeat them, which "
-                f"needs {room_of(policy)}: shorten the prompt, or give a kvevict.policy that reads once",
-                "context_length_exceeded",
-            )
-        return within_positions(policy, self.config, tokens)
 
 
 def _listed(value: object) -> list:

@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor
 
 from .errors import Refused
-from .written import NOT_READ, Part, call_of
+from .template import NOT_READ, Part, call_of
 
 if TYPE_CHECKING:
     import llguidance

@@ -10,7 +10,8 @@ from . import messages
 from .call import Call
 from .events import Items
 from .outgoing import DATA, Stream, error_of
-from .written import Numbered, Part, Token, Written, joined
+from .template import Part, Token, joined
+from .written import Numbered, Written
 
 DONE = f"{DATA}[DONE]\n\n"
 

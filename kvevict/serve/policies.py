@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..policy.policy import Policy, build
+from ..policy.building import build
+from ..policy.policy import Policy
 from ..policy.presets import PRESETS
 from ..policy.text import parse_policy
 from .errors import Refused, of_field
@@ -16,11 +17,14 @@ class Policies:
     """options  of the server
     context  the model's, in tokens; a request may not keep more of that many than the server's own budget
     fitted   makes a policy that of the model, with its budget in slots
+    records  decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise, and the policy does not
+             evict while decoding
     """
 
     options: Options
     context: int = 1 << 20
     fitted: Callable[[Policy], Policy] = lambda policy: policy
+    records: bool = False
 
     def __post_init__(self) -> None:
         self.built()
@@ -33,6 +37,9 @@ class Policies:
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
         plain = build(name, **common | own)
+        if self.records and not plain.decode and plain.carry != "sum":
+            common["compiled"] = True
+            plain = build(name, **common | own)
         try:
             return self.fitted(build(name, **common | dict(recall=True) | own))
         except ValueError:

@@ -1,7 +1,8 @@
 """The caches of prompts' beginnings, with the slots of all tokens.
 
 Servers may share the files. A file's name is a hash of all that its cache depends on, and whoever needs it first writes
-it."""
+it. On a CPU the slots of a file stay there, mapped into memory: of all servers of a machine one copy, which counts as
+no server's memory."""
 
 import contextlib
 import hashlib
@@ -19,8 +20,10 @@ from .. import files, sealed
 from ..engine.slots.adopt import EvictionCache
 from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.layers import tensors_of
+from ..engine.slots.mapped import in_file
+from ..families import device_of
 from ..policy.policy import Policy
-from ..store import FORMAT, load_cache, save_cache
+from ..store import FORMAT, load_cache, save_cache, stays
 from .log import Troubles
 
 SUFFIX = ".safetensors"
@@ -67,6 +70,12 @@ def bytes_of(cache: EvictionCache) -> int:
     return sum(storages.values()) + lent
 
 
+def in_files(cache: EvictionCache) -> bool:
+    """Tell whether a cache's slots lie in its file."""
+    layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
+    return all(in_file(layer.storage.gathered()) for layer in layers)
+
+
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
     """Return for each of the positions start..stop-1 the share of all layers' heads that keep it, in a cache of one
     row."""
@@ -83,7 +92,7 @@ class Prefixes:
     """Caches by key. Only the thread that generates uses them, but for `knows`, `has_file` and `file_bytes`.
 
     folder   of the files
-    memory   bytes of the caches that are kept in memory at most
+    memory   bytes at most of the caches that are kept in memory; those in files do not count
     disk     bytes of the files at most: a function, as texts take up some of them
     gone     `Texts.gone`: caches of deleted texts are not written
     """
@@ -94,7 +103,8 @@ class Prefixes:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder: Any = None if folder is None else Path(folder)
         self.place = lambda cache: None  # is called with each cache that memory gets
-        self._live: OrderedDict = OrderedDict()  # key -> (cache, bytes, inner keys), least recently used first
+        # key -> (cache, bytes, inner keys), least recently used first; 0 bytes of a cache that lies in its file
+        self._live: OrderedDict = OrderedDict()
         self._inside: dict = {}  # key of a beginning of a cache -> the cache's key
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
         if self.folder is not None:
@@ -123,6 +133,9 @@ class Prefixes:
         source = key if key in self._live else self._inside.get(key)
         if source is not None:
             self._live.move_to_end(source)
+            if not self._live[source][1]:
+                with contextlib.suppress(OSError):
+                    os.utime(self._path(source))
             return self._live[source][0].first(end)
         if not self.has_file(key):
             return None
@@ -147,12 +160,13 @@ class Prefixes:
         key, inner = keys[end], [each for at, each in keys.items() if at < end]
         for each in (key, *inner):
             self._drop(each)
+        self._let_go()
         self.place(cache)
-        self._live[key] = cache, bytes_of(cache), inner
+        self._live[key] = cache, 0 if in_files(cache) else bytes_of(cache), inner
         self._inside.update(dict.fromkeys(inner, key))
         self.live_bytes += self._live[key][1]
         while self.live_bytes > self.memory:
-            self._drop(next(iter(self._live)))
+            self._drop(next(key for key, (_, size, _) in self._live.items() if size))
 
     def remove(self, key: str) -> None:
         """Forget a cache, in memory and on disk."""
@@ -182,8 +196,14 @@ class Prefixes:
             if self._inside.get(each) == key:
                 del self._inside[each]
 
+    def _let_go(self) -> None:
+        """Forget caches whose files were removed: until then the disk has no room for others."""
+        for key in [key for key, (_, size, _) in self._live.items() if not size and not self.has_file(key)]:
+            self._drop(key)
+
     def write(self, key: str, cache: EvictionCache) -> None:
-        """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted."""
+        """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted.
+        Memory then has the file's slots in place of its own, where they can stay there."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return
@@ -198,6 +218,17 @@ class Prefixes:
             self._tidy()
         if self._is_gone(key):  # since it is written
             _unlink(self._path(key))
+        elif key in self._live and stays(self.folder, cache.sequence.policy, device_of(self.model)):
+            self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        """Let the slots of a cache in memory lie in its file instead."""
+        with contextlib.suppress(ValueError, OSError):  # another server has removed it
+            cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
+            self.place(cache)
+            if in_files(cache):
+                self._live[key] = cache, 0, inner
+                self.live_bytes -= size
 
     def _is_gone(self, key: str) -> bool:
         """Tell whether a key's text is deleted, and forget the caches of all deleted texts."""
@@ -231,6 +262,7 @@ class Prefixes:
             _, size, path = found.pop()
             used -= size
             _unlink(path)
+        self._let_go()
 
     def _tidy(self) -> None:
         """Remove the unfinished files of killed processes."""

@@ -14,7 +14,7 @@ import torch
 from ..batch import Batch
 from ..engine.hook.installed import using
 from ..engine.read.plan import Plan
-from ..engine.read.spans import Span
+from ..engine.read.step import Step
 from ..engine.slots.adopt import EvictionCache
 from ..families import base_model, find_decoder
 from ..writing import step
@@ -28,7 +28,7 @@ from .row import Row
 class Turn:
     """Work that waits for the model.
 
-    work  a function, or one that reads: a generator of the `Span`s read, but for the last
+    work  a function, or one that reads: a generator of the `Step`s done, but for the last
     call  the call that waits; None: the server does
     rows  number of answers that start to run with it
     size  most bytes of these answers' slots
@@ -181,19 +181,19 @@ class Scheduler:
             if turn.call is not None:
                 turn.call.running = True
         try:
-            span = turn.context.run(self._work, turn)
+            step = turn.context.run(self._work, turn)
         except BaseException as error:
             turn.result.set_exception(error)
-            span = None
+            step = None
         if turn in self._reading:
             self._reading.remove(turn)
-        if span is None:
+        if step is None:
             self._leave()
         else:
-            turn.left, turn.chunk, turn.alone = span.left, span.rows, True
+            turn.left, turn.chunk, turn.alone = step.ahead, step.positions.shape[1], True
             self._reading.append(turn)
 
-    def _work(self, turn: Turn) -> Span | None:
+    def _work(self, turn: Turn) -> Step | None:
         """The chunk that was read; None: the turn is done."""
         result = turn.work() if turn.steps is None else turn.steps
         if isinstance(result, Generator):

@@ -214,7 +214,7 @@ class Server:
     async def _kept(self, call: Any, name: str) -> Any:
         whole = await self._alone(call)
         start, stop = whole.text
-        found = self.manager.kept(call)
+        found = self.manager.reader.kept(call)
 
         def response(tokenizer: Any) -> Any:
             pieces = parts(tokenizer, whole.ids[start:stop], found)

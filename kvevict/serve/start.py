@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from .. import families
-from ..families import find_decoder
+from ..families import device_of, find_decoder
 from ..models import load_model, small_llama
 from ..patch import in_slots, patch
 from . import log
@@ -58,7 +58,9 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
 def _apart(work: Callable[[], Server]) -> Server:
     """The result of work(), in a thread that ends with it. As soon as two threads have workers of OpenMP, these sleep
-    after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may have some."""
+    after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may have some. The
+    process can end before a daemon does, so that Ctrl-C works while a model is loaded; an executor would be waited for.
+    """
     result: Future[Server] = Future()
 
     def run() -> None:
@@ -87,7 +89,9 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     loaded, tokenizer = load_model(where, told.dtype, told.device)
     decoder = find_decoder(loaded)
     context = families.context_of(decoder.config) or 1 << 20
-    policies = Policies(told, context, lambda policy: in_slots(policy, loaded))
+    # On a GPU a recording is a CUDA graph, and a batch that changes often would be recorded at nearly every step.
+    records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
+    policies = Policies(told, context, lambda policy: in_slots(policy, loaded), records)
     if not policies.built().recall:
         log.LOG.warning(
             "no beginning of a prompt is shared", extra={"facts": {"reason": f"{told.policy} cannot recall"}}

@@ -63,7 +63,7 @@ def command(capsys, *words) -> str:
 def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
     path = tmp_path / "cache"
     kvevict.save_cache(cache, path)
-    loaded = kvevict.load_cache(path, shared())  # not mapped
+    loaded = kvevict.load_cache(path, shared())
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.seek(size // 8)

@@ -104,12 +104,45 @@ def test_command(family, tmp_path, capsys):
     assert dict(run["facts"])["KV cache"].startswith(f"{kept} of {full} KiB")
 
 
+@pytest.mark.parametrize("policy", ["snapkv:window=4,recall=true", "snapkv:window=4"])
+def test_several_questions(policy, tmp_path, capsys):
+    """The text is read without them; each is asked of a fork, and chooses its slots anew if the policy recalls."""
+    folder, model = save(tmp_path / "model", "llama")
+    (tmp_path / "text").write_text(TEXT * 3, encoding="utf-8")
+    out, asked = tmp_path / "page.html", ["Who?", "Where\nfrom?"]
+    argv = ["inspect", "--model", folder, "--file", str(tmp_path / "text"), "--policy", policy, "--budget", "24"]
+    assert main([*argv, "--chunk-size", "50", "--max-new-tokens", "3", "--out", str(out), *asked]) == 0
+    told = capsys.readouterr().out
+    runs, data = json.loads(told.splitlines()[-1])["runs"], data_of(out.read_text(encoding="utf-8"))
+    tok, recall = AutoTokenizer.from_pretrained(folder), policy.endswith("true")
+    cache = kvevict.read(model, tok, TEXT * 3, "snapkv", window=4, budget=24, chunk_size=50, recall=recall)
+    tokens = len(tok(TEXT * 3)["input_ids"])
+    assert data["tokens"] == tokens
+    names = [f"{asks} ({policy})" for asks in ("no question", "Who?", "Where from?")]
+    assert [run["name"] for run in data["runs"]] == [*runs] == names and all(name in told for name in names)
+    assert [run.get("before") for run in data["runs"]] == [None, 0, 0]
+    answers = [run["answer"].strip() for run in runs.values()]
+    assert answers == ["", *kvevict.answer(model, tok, cache, asked, max_new_tokens=3)]
+    wants = [kvevict.report(cache, positions=True)]
+    with kvevict.evicting(model, "snapkv", window=4, budget=24 if recall else 999, chunk_size=50, recall=recall):
+        for question in asked:
+            fork = cache.fork()
+            model(torch.tensor([tok(f"\n\n{question}")["input_ids"]]), past_key_values=fork)
+            wants.append(kvevict.report(fork, positions=True))
+    for run, want in zip(data["runs"], wants, strict=True):
+        slots = [[[at for at in head if at < tokens] for head in layer[0]] for layer in want["positions"]]
+        assert [[opened(head) for head in heads] for heads in run["kept"]] == slots
+        assert ("archive" in dict(run["facts"])["kept"]) is recall
+    first, *others = (run["kept"] for run in data["runs"])
+    assert all((kept == first) is not recall for kept in others)
+
+
 def test_mistakes(tmp_path, capsys):
     (tmp_path / "text").write_text("a")
     start = ["inspect", "--model", "nowhere", "--file", str(tmp_path / "text"), "Who?"]
     for words, message in [
         ("--policy snapvk", "snapkv"), ("--policy snapkv:windo=4", "window"), ("--budget 0", "budget"),
-        ("--max-new-tokens 0", "max-new-tokens"),
+        ("--max-new-tokens 0", "max-new-tokens"), ("--policy snapkv:recall=nowhere", "recall='nowhere': no file can"),
     ]:  # fmt: skip
         assert main([*start, *words.split()]) == 2
         assert message in capsys.readouterr().err

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from build import CSRC, ROOT, build_package
+from build import CSRC, CXX, ROOT, build_package
 
 HALF = "test_matches and dtype1"  # bfloat16
 GATE = f"({HALF}) or (few_rows and dtype1) or (test_groups and dtype1) or test_many_blocks or test_without"
@@ -165,6 +165,7 @@ MUTATIONS = [
 def tests_pass(package, mutation):
     environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
     environment |= dict(KVEVICT_MOST=MOST) if mutation.tests == GATE else {}
+    environment |= sanitized() if mutation.mode == "asan" else {}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
     command += [*map(str, (ROOT / "tests").rglob(mutation.test_file)), "-k", mutation.tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -173,6 +174,14 @@ def tests_pass(package, mutation):
     if done.returncode > 1:  # neither passed nor failed, nor stopped by a signal
         sys.exit(f"pytest could not run {mutation.what}:\n{done.stdout}{done.stderr}")
     return done.returncode == 0, lines[0] if lines else done.stdout[-200:]
+
+
+def sanitized():
+    """The environment in which Python loads an extension that the sanitizers check, as run.sh has it."""
+    names = [[*CXX, f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan")]
+    libraries = [subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip() for name in names]
+    options = "detect_leaks=0:max_malloc_fill_size=1000000000:malloc_fill_byte=254"
+    return dict(LD_PRELOAD=":".join(libraries), ASAN_OPTIONS=options)
 
 
 def mutated(mutation, base, folder):

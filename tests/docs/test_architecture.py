@@ -13,7 +13,8 @@ import torch
 import kvevict
 from kvevict.engine.measure.quantities import per_head
 from kvevict.engine.slots.carried import join
-from kvevict.policy.policy import Policy, build
+from kvevict.policy.building import build
+from kvevict.policy.policy import Policy
 from kvevict.policy.rows import AppendedRows
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text()

@@ -10,11 +10,11 @@ from imports import imported
 
 PACKAGE = Path(__file__).parents[2] / "kvevict"
 LAYERS = (
-    "_C _native _ops cautions context version compat families files known models processes prompts sealed turns "
-    "weights",
+    "_C _native _ops cautions context version compat families files known models processes prompts rotary "
+    "sealed sentences tokens turns weights",
     "policy",
     "engine",
-    "batch trial patch question report store writing answer query_statistics repeated",
+    "batch trial patch question refusals report store writing answer query_statistics repeated",
     "lookahead gates",
     "commands serve lm_eval",
     "lab",  # nothing but `cli` imports from here

@@ -1,6 +1,7 @@
 """Conversations about a text, and later questions of a policy that recalls."""
 
 import itertools
+import json
 from unittest import mock
 
 import pytest
@@ -50,8 +51,17 @@ def test_cases(name):
     assert len({case.id for case in cases}) == 20
 
 
+def test_texts_with_too_few_questions(tmp_path):
+    asked = [dict(Q=f"Who {n}?", A="he", S="It rained.") for n in range(7)]
+    record = dict(input="It rained. " * 50, qa_pairs=str(asked))
+    (tmp_path / "shortdep_qa.jsonl").write_text(json.dumps(record) + "\n")
+    settings = Settings(chat_tokenizer(), 300, 1, data=tmp_path)
+    with pytest.raises(ValueError, match="--lengths 300: no text of turns/loogle has 8 questions then; give more"):
+        list(TASKS.find("turns/loogle")(settings))
+
+
 def lines_of(path, policies, net, tok, **changes):
-    plan = dict(budgets=(64,), chunk_sizes=(512,), modes=("known", "later"), cases=1) | changes
+    plan = dict(budgets=(64,), chunk_sizes=(512,), modes=("known", "later", "other"), cases=1) | changes
     evaluate(net, tok, Plan(("turns",), (2400,), policies, **plan), path)
     return read(path)[1]
 
@@ -101,12 +111,36 @@ def test_turns_are_read_under_the_policy(lines):
         assert seen[0] > 1800 if mode == "known" else seen[0] < 200
 
 
+def test_the_control_asks_of_the_slots_of_the_turn_before(lines):
+    """The slots are the budget's, chosen before the turn, and the turn's own tokens; none came back for it."""
+    _, _, _, found = lines
+    control = of(found, RECALLS, "other")
+    assert len(control) == 10
+    for line in control:
+        assert line["cache_bytes"] == (64 + line["prompt_tokens"]) * 2 * 2 * 32 * 4 * 4
+        assert line["recalled_bytes"] == line["archive_bytes"] == 0
+
+
+def test_bytes_that_came_back(lines):
+    """Of whole slots of a head; the first turn is read in chunks, and its last one recalls, too."""
+    _, _, _, found = lines
+    back = [line["recalled_bytes"] for line in of(found, RECALLS, "known")]
+    assert min(back) > 0 and all(each % (2 * 32 * 4) == 0 for each in back)
+    assert not any(line["recalled_bytes"] for line in of(found, "snapkv:window=4", "known"))
+
+
+def test_only_turns_have_a_control(tmp_path):
+    net = tiny.model(vocab_size=260, max_position_embeddings=8000)
+    with pytest.raises(ValueError, match="--mode other: many has no turns; give --tasks turns"):
+        evaluate(net, chat_tokenizer(), Plan(("many",), (2400,), ("snapkv",), (64,), modes=("other",)), tmp_path / "r")
+
+
 def test_with_room_for_all_a_policy_answers_as_the_full_cache(tmp_path):
     tok, net = chat_tokenizer(), tiny.model(vocab_size=260, max_position_embeddings=8000)
-    found = lines_of(tmp_path / "r", ("snapkv", RECALLS), net, tok, budgets=(10**6,), modes=("known",))
+    found = lines_of(tmp_path / "r", ("snapkv", RECALLS), net, tok, budgets=(10**6,), modes=("known", "other"))
     full = [line["prediction"] for line in of(found, "full")]
-    for policy in ("snapkv", RECALLS):
-        assert [line["prediction"] for line in of(found, policy, "known")] == full
+    for policy, mode in itertools.product(("snapkv", RECALLS), ("known", "other")):
+        assert [line["prediction"] for line in of(found, policy, mode)] == full
 
 
 def test_a_cut_file_is_completed(lines, tmp_path):

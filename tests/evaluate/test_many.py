@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 import kvevict
 from kvevict.cli import main
 from kvevict.commands import number
-from kvevict.lab.evaluate import ask, intervals, run, summary, table
+from kvevict.lab.evaluate import intervals, run, summary, table
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.runs import FULL, reads_alone
 from kvevict.lab.evaluate.tasks import TASKS, Case, Settings
 from kvevict.lab.evaluate.tasks.many import SAID
 
@@ -237,4 +238,4 @@ def test_the_command(tmp_path, capsys):
     assert {x["budget"] for x in read(out)[1]} == {None, 0.125, 0.25}
     with pytest.raises(ValueError, match="--budget 1/0: give"):
         number("1/0")
-    assert ask.reads_alone(ask.FULL)
+    assert reads_alone(FULL)

@@ -174,6 +174,18 @@ def test_a_rope_that_is_longer_than_its_first_training():
 # -- turns ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_turn_that_recalls_too_late(net):
+    """An archive that begins after slots were evicted lacks these."""
+    with torch.no_grad():
+        cache = transformers.DynamicCache(config=net.config)
+        with kvevict.evicting(net, "snapkv", budget=60):
+            net(row(f"{TEXT}Why?")["input_ids"], past_key_values=cache)
+        with kvevict.evicting(net, "snapkv", budget=60, recall=True):
+            (found,) = told(lambda: net(row("When is it lit?")["input_ids"], past_key_values=cache))
+            assert "recall=True before its first turn" in found
+            assert not told(lambda: net(row("Why?")["input_ids"], past_key_values=cache))
+
+
 @pytest.mark.parametrize("policy, budget, warns", [
     ("snapkv", 60, True), ("take+edie", 60, True), ("snapkv", 4000, False), ("read-twice", 90, False),
 ])  # fmt: skip

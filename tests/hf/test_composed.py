@@ -13,7 +13,7 @@ import transformers
 
 import kvevict
 from kvevict.compat import CACHE
-from kvevict.policy.policy import build
+from kvevict.policy.building import build
 
 POLICIES = [
     ("take", dict(budget=18, probe=6, chunk_size=16)),

@@ -59,7 +59,10 @@ def test_offloaded_weights_answer(offload, tmp_path):
 def test_step_of_another_device():
     """A layer's device has the step's tensors, copied once for all layers, and again if the rows have changed."""
     zeros = torch.zeros(1, dtype=torch.int32)
-    step = Step(None, None, None, None, torch.arange(6, dtype=torch.int32)[None], zeros, zeros.numpy())
+    step = Step(
+        plan=None, decoder=None, cache=None, meter=None, inputs={}, positions=torch.arange(6, dtype=torch.int32)[None],
+        first=zeros, padding=zeros.numpy(),
+    )  # fmt: skip
     there = torch.device("meta")
     assert step.on(zeros.device) is step
     moved = step.on(there)

@@ -1,4 +1,5 @@
-"""A read may pause before any of its layers, and the model be called there: neither call changes the other."""
+"""The model may be called before any layer of a read, in a hook: neither call changes the other. A driver's pause is
+there too."""
 
 from contextvars import Context
 
@@ -10,6 +11,7 @@ from tiny import shared
 from transformers import DynamicCache
 
 import kvevict
+from kvevict import families
 from kvevict.compat import CACHE, cache_of
 from kvevict.context import current, within
 from kvevict.engine.hook.forward import reading
@@ -42,13 +44,24 @@ def read(net, prompt):
 
 def paused(net, policy, options):
     kvevict.patch(net, policy, tokenizer=False, **options)
+    hooks: list = []
     try:
         prompts = ids(1, 50, 1), ids(1, 37, 2)
         alone = [read(net, prompt) for prompt in prompts]
         others: list = []
-        with within(pause=lambda: others.append(Context().run(read, net, prompts[1]))):
-            between = read(net, prompts[0])
+        inside: list = []
+
+        def before(*args):
+            if not inside:
+                inside.append(True)
+                others.append(Context().run(read, net, prompts[1]))
+                inside.clear()
+
+        hooks = [layer.register_forward_pre_hook(before) for layer in families.layers_of(families.find_decoder(net))]
+        between = read(net, prompts[0])
     finally:
+        for hook in hooks:
+            hook.remove()
         kvevict.unpatch(net)
     assert len(others) > 1
     for found, (held, logits) in zip([between, *others], [alone[0], *[alone[1]] * len(others)]):
@@ -106,10 +119,10 @@ def test_appended_rows_count_from_the_start(policy, schedule):
 
     try:
         with within(pause=pause):
-            spans = list(reading(net, ids(1, 50, 1), DynamicCache(config=net.config)))
+            steps = list(reading(net, ids(1, 50, 1), DynamicCache(config=net.config)))
     finally:
         kvevict.unpatch(net)
     read = list(widths.values())
     assert len(read) >= 4 and sum(read) > (100 if policy == "read-twice" else 50)
-    assert [span.rows for span in spans] == read[:-1]
-    assert [span.left for span in spans] == [sum(read[at:]) for at in range(1, len(read))]
+    assert [step.positions.shape[1] for step in steps] == read[:-1]
+    assert [step.ahead for step in steps] == [sum(read[at:]) for at in range(1, len(read))]

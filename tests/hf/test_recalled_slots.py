@@ -320,7 +320,7 @@ def test_refusals():
         (dict(policy="snapkv", window=4, decode=True, keep_prompt=True), "keep_prompt=False"),
         (dict(policy="kvzip"), "carry='none'"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"recall=True: .*{said}"):
             kvevict.policy.build(**options | dict(budget=24, recall=True))
     for wrong in (1, "", None):
         with pytest.raises(TypeError, match="recall must be"):

@@ -14,7 +14,7 @@ import transformers
 import zoo
 
 import kvevict
-from kvevict import families, known, trial
+from kvevict import families, known, rotary, trial
 from kvevict.compat import VERSION
 
 WHICH = os.environ.get("KVEVICT_TYPES", "sample")
@@ -164,7 +164,7 @@ def test_layers_without_rope():
 def test_unknown_rotation_is_refused(monkeypatch):
     """Rows and scores that rotate queries or keys raise; all else works."""
     model = tiny.model("llama")
-    monkeypatch.setattr(families, "rotate", lambda decoder, module, x, *positions: x)
+    monkeypatch.setattr(rotary, "rotate", lambda decoder, module, x, *positions: x)
     for options in (dict(policy="take"), dict(policy="expected")):
         with pytest.raises(ValueError, match=r"ema_alpha=0\.0"):
             kvevict.patch(model, budget=64, chunk_size=64, **options)

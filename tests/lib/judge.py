@@ -9,7 +9,7 @@ import zoo
 from transformers.cache_utils import DynamicCache
 
 import kvevict
-from kvevict import families, known, trial
+from kvevict import families, known, refusals, rotary, trial
 from kvevict.engine.hook import installed
 
 LENGTH, NEW, PADS = 70, 6, (0, 9)
@@ -46,9 +46,9 @@ def judge(name, kind) -> known.Type:
     except Exception as error:
         return known.Type(name, decoder, known.UNTRIED, brief(error))
     try:
-        found = patching.find_decoder(model)
+        found = families.find_decoder(model)
         decoder = found.config.model_type
-        patching.check_model(model)
+        refusals.check_model(model)
     except ValueError as error:
         return known.Type(name, decoder, known.REFUSED, str(error).split("cannot be patched: ")[-1])
     try:
@@ -150,7 +150,7 @@ def evicts(model, inputs, want, policies) -> str | None:
 def masked(model) -> str | None:
     """Streaming's kept slots follow from positions alone: the unpatched decoder under a 4D mask must agree, where it
     takes one for every kind of layer."""
-    decoder, length, new, size, sink, budget = patching.find_decoder(model), 50, 6, 16, 4, 12
+    decoder, length, new, size, sink, budget = families.find_decoder(model), 50, 6, 16, 4, 12
     ids = trial.plain_ids(decoder.config, 1, length + new)
     mask = tiny.streaming_sees(length, new, size, sink, budget)
     hide = _masks(decoder.config, mask)
@@ -182,7 +182,7 @@ def _masks(config, mask):
 
 
 def layers_that_turn(model, decoder, inputs, want) -> str:
-    """The type's limits under policies that rotate queries; `families.rotate` is compared at other positions than
+    """The type's limits under policies that rotate queries; `rotary.rotate` is compared at other positions than
     `trial`'s."""
     kinds = families.layer_kinds(decoder.config)
     order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
@@ -205,7 +205,7 @@ def layers_that_turn(model, decoder, inputs, want) -> str:
         hook.remove()
     for index, module in modules.items():
         q = seen[index][:, :, first]
-        turned = families.rotate(decoder, module, q, first, then) if turns[index] else q
+        turned = rotary.rotate(decoder, module, q, first, then) if turns[index] else q
         if not off(turned, seen[index][:, :, then]) < CLOSE:
             return f"wrong: layer {index} rotates queries in another way"
     wrong = evicts(model, inputs, want, TURNED)

@@ -12,9 +12,10 @@ import kvevict
 from kvevict import cli
 from kvevict.engine.hook.installed import plan_of
 from kvevict.families import find_decoder
-from kvevict.lab.evaluate.ask import Run, policy_for
+from kvevict.lab.evaluate.runs import Run, policy_for
 from kvevict.patch import in_slots, slot_bytes
-from kvevict.policy.policy import Policy, build
+from kvevict.policy.building import build
+from kvevict.policy.policy import Policy
 from kvevict.serve.errors import Refused
 from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies

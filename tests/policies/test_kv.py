@@ -21,7 +21,8 @@ from kvevict.engine.slots.storage import Storage
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import kv
-from kvevict.policy.policy import Policy, build
+from kvevict.policy.building import build
+from kvevict.policy.policy import Policy
 from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies
 

@@ -27,7 +27,9 @@ from kvevict.families import base_model
 from kvevict.lab.analysis.run import encode
 from kvevict.policy.rows import Question
 from kvevict.policy.rows.probe import Probe
-from kvevict.question import Finder, LastTurn, find, question_of
+from kvevict.question import Finder, LastTurn
+from kvevict.sentences import question_of
+from kvevict.tokens import find
 from kvevict.turns import Turns
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4

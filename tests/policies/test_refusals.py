@@ -31,6 +31,7 @@ REFUSED = [  # (text, reason); a budget of 64 where it names none
     ("fastkv:tsp_len=half", "tsp_len must be a whole number"),
     # budgets
     ("knorm:select=chunk,c=70,chunk_size=16", "budget >= 70"), ("snapkv:keep_first=40", "budget >= 73"),
+    ("snapkv:keep_first=few", "keep_first must be a whole number"),
     ("edie:budget=32", "budget >= 33"), ("vatp:budget=40", "budget >= 41"), ("lagkv:budget=259", "budget >= 260"),
     ("vatp:recent=5,budget=25", "budget >= 26"), ("paasvn:window=8,keep_first=4,budget=12", "budget >= 13"),
     ("gate:budget=68", "budget >= 69"), ("fastkv:budget=8", "budget >= 9"),

@@ -11,6 +11,7 @@ import kvevict
 from kvevict import _ops
 from kvevict.engine.read.step import Step
 from kvevict.engine.read.unseen import attend, observe
+from kvevict.policy.rows import AppendedRows
 from kvevict.policy.seen.slots import Slots
 
 B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
@@ -60,7 +61,11 @@ def test_against_a_dense_attention(dtype, near, softcap, sinks):
     sees = torch.ones(P, S + P).tril(S).bool().expand(B, -1, -1)
     for unseen in ((3, 12), (22, 25), (15, 23), (40, 44), (7, 7)):
         spans = torch.tensor([unseen] * B, dtype=torch.int32)
-        step = Step(*[None] * 4, positions.to(torch.int32), first, first.numpy(), appended=P, unseen=spans)
+        step = Step(
+            plan=None, decoder=None, cache=None, meter=None, inputs={}, positions=positions.to(torch.int32),
+            first=first, padding=first.numpy(), chunk=types.SimpleNamespace(appended=P),
+            extra=AppendedRows(None, None, unseen=spans),
+        )  # fmt: skip
         rest = _ops.attend(q, held, k, v, first, **options)
         out, lse = attend(step, q, k, v, held, int(counts.max()), options)
         assert torch.equal(out[:, :S], rest[0][:, :S]) and torch.equal(lse[:, :, :S], rest[1][:, :, :S])

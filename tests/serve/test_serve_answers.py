@@ -297,7 +297,8 @@ def test_the_tokens_of_an_answer(path, kind, tokens):
 @pytest.mark.parametrize("opening, want", [("", "The"), ("▁is", " The"), ("▁is <0xE2>", " The"), ("▁is ▁", " The")])
 def test_an_answer_goes_on_with_its_prompt(opening, want):
     """A space that a decoder strips at the beginning of a text is stripped there alone."""
-    from kvevict.serve.written import Form, Written
+    from kvevict.serve.template import Form
+    from kvevict.serve.written import Written
 
     tokenizer = of_llama_2()
     before, ids = (tokenizer.convert_tokens_to_ids(each.split()) for each in (opening, "▁The ▁sat"))
@@ -341,7 +342,8 @@ def test_ids_of_calls(path, stream):
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_of_random_tokens(tools, seed):
     """Whatever is written, at whatever end: texts hold no stop string, and nothing of it is lost."""
-    from kvevict.serve.written import Form, Written, joined
+    from kvevict.serve.template import Form, joined
+    from kvevict.serve.written import Written
 
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template = CHATML
@@ -402,7 +404,7 @@ def test_the_response_templates(template, prompt, answer, text, reasoning, calls
     prompt."""
     from transformers.cli.serving.utils import ReasoningText, get_response_template
 
-    from kvevict.serve.written import Parser, joined
+    from kvevict.serve.template import Parser, joined
 
     if isinstance(template, str):
         template = get_response_template(None, SimpleNamespace(config=SimpleNamespace(model_type=template)))
@@ -420,7 +422,7 @@ def test_the_response_templates(template, prompt, answer, text, reasoning, calls
 
 def test_tokens_that_are_not_text():
     """Special tokens that the response template does not look for are not written."""
-    from kvevict.serve.written import Form
+    from kvevict.serve.template import Form
 
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template = CHATML
@@ -459,7 +461,8 @@ def test_texts_do_not_repeat_themselves():
 def test_forced_calls_end_with_a_token_of_the_template():
     """As those of Qwen do: its end token is one that the response template looks for."""
     from kvevict.serve.grammar import Calls
-    from kvevict.serve.written import Form, Written
+    from kvevict.serve.template import Form
+    from kvevict.serve.written import Written
 
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template = CHATML

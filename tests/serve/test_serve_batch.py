@@ -5,17 +5,21 @@ import gc
 import threading
 
 import pytest
+import tiny
 import torch
 from serving import FILLER, TEXT, Client, asks, events, model, server, unpatched  # noqa: F401
 
 import kvevict
 from kvevict import _ops
 from kvevict.batch import Batch
+from kvevict.context import within
 from kvevict.engine.read.replay import Replay
 from kvevict.engine.read.step import Step
 from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
+from kvevict.serve.prefixes import in_files
 from kvevict.serve.row import Row
+from kvevict.serve.start import server_of
 
 PATH = "/v1/chat/completions"
 SHARED = dict(kvevict=dict(question=None))
@@ -65,8 +69,8 @@ def test_alone_and_together():
 
 def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
     client, read = Client(server()), []
-    through = client.server.manager._through
-    monkeypatch.setattr(client.server.manager, "_through", lambda *args: read.append(args) or through(*args))
+    through = client.server.manager.reader._through
+    monkeypatch.setattr(client.server.manager.reader, "_through", lambda *args: read.append(args) or through(*args))
     client.ask("POST", PATH, body("Once", n=4))
     assert len(read) == 1
 
@@ -172,6 +176,14 @@ def test_one_depth_of_forwards(monkeypatch):
     assert max(most) == 2 and all(narrow)
 
 
+def test_no_prompt_inside_another_forward():
+    made = kvevict.patch(tiny.model(), "snapkv", budget=16, window=4)
+    within_pause = within(pause=lambda: made(**tiny.prompt(1, 9)))
+    with within_pause, pytest.raises(AssertionError, match="inside another's forward"):
+        made(**tiny.prompt(1, 40))
+    assert made(**tiny.prompt(1, 40)).logits.isfinite().all()
+
+
 def test_repeated_tokens_count_as_left(monkeypatch):
     """A prompt of more than half of another's tokens is read before that one's end: it is read twice."""
     client = Client(server(chunk_size=256, stall=0.0))
@@ -243,11 +255,14 @@ def test_keys_get_their_turns_by_turns(monkeypatch):
     assert max(order) in order[:2]
 
 
-def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
-    """Of two texts, one stored here and one loaded; the texts' slots come back once they are forgotten."""
+@pytest.mark.parametrize("remote", [False, True])
+def test_answers_about_stored_texts_join_without_a_copy(remote, tmp_path, monkeypatch):
+    """Of two texts, one stored here and one loaded. The texts' slots lie in their files, or in the pools, which get
+    them back once they are forgotten, where another machine could remove the files."""
+    monkeypatch.setattr("kvevict.store.loading.is_remote", lambda path: remote)
     Client(server(tmp_path)).store("loaded", f"{FILLER}{TEXT}")
     client, calls, compact, add = Client(server(tmp_path)), [], _ops.compact, Batch.add
-    pools = client.server.manager.pools.of.values()
+    pools = client.server.manager.reader.pools.of.values()
     before = [pool.left() for pool in pools]
     client.store()
     bodies = [
@@ -270,7 +285,8 @@ def test_answers_about_stored_texts_join_without_a_copy(tmp_path, monkeypatch):
     gc.collect()
     prefixes, lent = client.server.prefixes, [a - pool.left() for a, pool in zip(before, pools, strict=True)]
     size = sum(n * sum(t[0].nbytes for t in pool.buffers) for n, pool in zip(lent, pools, strict=True))
-    assert len(prefixes._live) == 2 and 0.9 * prefixes.live_bytes < size < prefixes.live_bytes
+    assert len(prefixes._live) == 2 and all(map(in_files, (each[0] for each in prefixes._live.values()))) != remote
+    assert 0.9 * prefixes.live_bytes < size < prefixes.live_bytes if remote else size == prefixes.live_bytes == 0
     for name in ("text", "loaded"):
         client.ask("DELETE", f"/v1/kvevict/texts/{name}")
     client.server.scheduler.submit(bool).result()
@@ -317,3 +333,15 @@ def test_a_policy_is_watched_once(monkeypatch):
     for prompt in ("Once", "The baker", "Once"):
         assert choices(client.ask("POST", PATH, body(prompt, max_tokens=16)))
     assert len(watched) == 2
+
+
+def test_a_server_on_a_cpu_records():
+    """Its answers are those of a server that does not."""
+    client, plain = (Client(server_of(policy=policy, budget=256)) for policy in ("take", "take:compiled=false"))
+    policies = client.server.policies
+    assert [policies.built(text).compiled for text in (None, "h2o", "take:compiled=false")] == [True, False, False]
+    asked = dict(prompt="Once upon a time", max_tokens=24)
+    one, other = (each.post("/v1/completions", **asked).json()["choices"] for each in (client, plain))
+    assert one == other and one[0]["text"]
+    told = [each.server.scheduler._plans[0].replays for each in (client, plain)]
+    assert told == [True, None]

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import threading
@@ -13,6 +14,7 @@ import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
 import kvevict
+from kvevict.serve import prefixes
 
 OPENS = dict(kvevict=dict(text="text"))
 
@@ -52,18 +54,22 @@ def test_a_text_is_read_once(alone):
 
 
 def test_memory_and_disk_are_bounded(tmp_path, alone):
-    client = Client(server(tmp_path))
+    client = Client(server())
     client.store()
     size = client.server.prefixes.live_bytes
+    Client(server(tmp_path)).store()
     [file] = stored(tmp_path)
     disk = 3 * file.stat().st_size
-    small = Client(server(tmp_path / "b", memory=2 * size + size // 2, disk=disk))
+    small, files = (Client(server(folder, memory=2 * size + size // 2, disk=disk)) for folder in (None, tmp_path / "b"))
     for n in range(6):
-        small.store(f"text{n}", f"Number {n}. {TEXT}")
-        assert small.server.prefixes.live_bytes <= 2 * size + size // 2
+        for each in (small, files):
+            each.store(f"text{n}", f"Number {n}. {TEXT}")
+        assert 0 < small.server.prefixes.live_bytes <= 2 * size + size // 2
         used = sum(path.stat().st_size for path in stored(tmp_path / "b"))
-        assert used == small.server.prefixes.file_bytes <= disk - small.server.texts.bytes
-    assert len(stored(tmp_path / "b")) == 2
+        assert used == files.server.prefixes.file_bytes <= disk - files.server.texts.bytes
+        assert files.server.prefixes.live_bytes == 0
+        assert set(files.server.prefixes._live) == {path.stem for path in stored(tmp_path / "b")}
+    assert len(stored(tmp_path / "b")) == len(small.server.prefixes._live) == 2
     again = small.chat(asks("Naislet"), kvevict=dict(text="text0"))  # read again from the text
     assert cached(again) == 0 and said(again) == said(small.chat(asks("Naislet"), kvevict=dict(text="text0")))
     assert client.store("big", "a" * (1 << 20) * 300).status_code == 413
@@ -72,6 +78,39 @@ def test_memory_and_disk_are_bounded(tmp_path, alone):
     response = nothing.chat(asks("Orshan"), **OPENS)
     assert cached(response) == 0 and said(response) == alone["Orshan"]
     assert nothing.server.prefixes.live_bytes == 0
+
+
+def mapped(folder) -> int:
+    """How many of a store's files this process has in its memory."""
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if str(folder) in line})  # inodes
+
+
+def test_the_slots_of_a_text_on_disk_lie_in_its_file(tmp_path, alone, monkeypatch):
+    """They take none of the memory, in the server that wrote them and in one that loads them; it is loaded once, and
+    let go when another server has removed it. Where that one may be on another machine they are copied."""
+    first = Client(server(tmp_path / "store", memory=1 << 22))
+    for name in ("text", "other"):
+        first.store(name, TEXT.replace("118204", "555555") if name == "other" else TEXT)
+    second, loads, load = Client(server(tmp_path / "store", memory=1 << 22)), [], prefixes.load_cache
+    monkeypatch.setattr(prefixes, "load_cache", lambda *args, **options: loads.append(args) or load(*args, **options))
+    for client in (first, second):
+        for name in ("Orshan", "Velmora", "Naislet"):
+            assert said(client.chat(asks(name), **OPENS)) == alone[name]
+        assert "555555" in said(client.chat(asks("Orshan"), kvevict=dict(text="other")))
+        assert client.server.prefixes.live_bytes == 0 and len(client.server.prefixes._live) == 2
+    assert len(loads) == 2 and mapped(tmp_path / "store") == 2
+    first.server.prefixes.disk = lambda: 0
+    first.server.scheduler.submit(first.server.prefixes._fit, 0).result()  # for want of room
+    assert stored(tmp_path / "store") == [] and not first.server.prefixes._live
+    assert said(second.chat(asks("Orshan"), **OPENS)) == alone["Orshan"]  # it is read where it was, and let go then
+    second.store("third", f"Yes. {TEXT}")
+    assert len(second.server.prefixes._live) == mapped(tmp_path / "store") == 1
+    monkeypatch.setattr("kvevict.store.loading.is_remote", lambda path: True)
+    third = Client(server(tmp_path / "store"))
+    assert str(FACTS["Orshan"]) in said(third.chat(asks("Orshan"), kvevict=dict(text="third")))
+    assert third.server.prefixes.live_bytes > 1 << 18
 
 
 def test_after_a_restart(tmp_path, alone, caplog):
@@ -121,10 +160,10 @@ def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
 
 def key_of(client) -> list:
     """The keys that the text `text` was stored under."""
-    from kvevict.serve import prefixes, prompt
+    from kvevict.serve import prompt
 
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
-    policy, own = client.server.policies.built(), client.server.manager.weights
+    policy, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
     return [prefixes.keys_of("everyone", own, policy, whole.ids, [end], TEXT, start)[end]]
 
@@ -353,14 +392,14 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
         client.server.texts,
         dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS),
     )
-    begun, go, prefix = threading.Event(), threading.Event(), client.server.manager._known
+    begun, go, prefix = threading.Event(), threading.Event(), client.server.manager.reader._known
 
     def held(*args):
         begun.set()
         assert go.wait(60)
         return prefix(*args)
 
-    monkeypatch.setattr(client.server.manager, "_known", held)
+    monkeypatch.setattr(client.server.manager.reader, "_known", held)
 
     async def all_of():
         running = [asyncio.ensure_future(client.asked("POST", "/v1/chat/completions", asked)) for _ in range(2)]

@@ -82,7 +82,7 @@ def test_lists_that_are_none_of_prompts(prompt, sentence):
 def test_a_prompt_that_fails_ends_the_request(stream, monkeypatch):
     """One that is too long is refused before anything is read; one that fails takes no room any more."""
     client, token = Client(server()), call.Call.token
-    pools = client.server.manager.pools.of.values()
+    pools = client.server.manager.reader.pools.of.values()
     before = [pool.left() for pool in pools]
     long = client.post(PATH, prompt=["Once", FILLER * 200], max_tokens=2, stream=stream)
     assert long.status_code == 400

@@ -8,7 +8,7 @@ import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unpatched  # noqa: F401
 
 from kvevict.policy.kv import KINDS
-from kvevict.serve import generation
+from kvevict.serve import reading
 from kvevict.serve.call import Call
 
 SYSTEM = dict(role="system", content=TEXT)
@@ -161,7 +161,7 @@ def test_what_memory_holds():
 
 def test_a_read_in_pieces_keeps_the_same(monkeypatch):
     """Every token, and the answers are right."""
-    monkeypatch.setattr(generation, "PIECE", 256)
+    monkeypatch.setattr(reading, "PIECE", 256)
     client = Client(server(chunk_size=64, budget=64))
     tokens = client.store().json()["tokens"]
     [(cache, _, _)] = client.server.prefixes._live.values()
@@ -172,7 +172,7 @@ def test_a_read_in_pieces_keeps_the_same(monkeypatch):
 
 
 def test_a_read_that_ends_early_goes_on(monkeypatch):
-    monkeypatch.setattr(generation, "PIECE", 256)
+    monkeypatch.setattr(reading, "PIECE", 256)
     whole, calls = Client(server(chunk_size=64)), []
     whole.store()
     client, check = Client(server(chunk_size=64)), Call.check
@@ -188,7 +188,7 @@ def test_a_read_that_ends_early_goes_on(monkeypatch):
     client.server.scheduler.submit(bool).result()
     [key] = client.server.prefixes._live
     monkeypatch.undo()
-    monkeypatch.setattr(generation, "PIECE", 256)
+    monkeypatch.setattr(reading, "PIECE", 256)
     read = []
     monkeypatch.setattr(Call, "check", lambda call: read.append(call.read_tokens))
     assert client.store().status_code == 200
@@ -212,7 +212,7 @@ def test_a_texts_budget_is_remembered(tmp_path):
 def test_how_far_a_read_is():
     client = Client(server(chunk_size=64, keys=("one", "two")), "one")
     other, seen, begun, go = Client(client.server, "two"), [], threading.Event(), threading.Event()
-    prefix = client.server.manager._text
+    prefix = client.server.manager.reader._text
 
     def held(call, *args):
         check = call.check
@@ -226,7 +226,7 @@ def test_how_far_a_read_is():
         call.check = checked
         return prefix(call, *args)
 
-    client.server.manager._text = held
+    client.server.manager.reader._text = held
 
     async def all_of():
         body = dict(name="text", text=TEXT)

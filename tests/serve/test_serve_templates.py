@@ -127,7 +127,8 @@ def tokenizers(name) -> list:
 @pytest.mark.parametrize("name", [*TEMPLATES, *FOLDERS])
 def test_no_prompt_in_an_answer(name):
     """Each answer token by token, at every end: each part is of the answer, and all of it where that is plain."""
-    from kvevict.serve.written import Form, Written, joined
+    from kvevict.serve.template import Form, joined
+    from kvevict.serve.written import Written
 
     tried = 0
     for tokenizer in tokenizers(name):

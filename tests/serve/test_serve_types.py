@@ -186,7 +186,7 @@ def again(net, plain):
         answer, found = served.chat(question)
         is_right(plain, found, 1)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert (cached > 0) == served.client.server.manager.parts  # of a state or a window there are no first tokens
+    assert (cached > 0) == served.client.server.manager.reader.parts  # of a state or a window there are no first tokens
     _, *others = (few.chat(FIRST)[1] for _ in range(3))
     is_same(*others)
 

@@ -38,7 +38,7 @@ def attention(
         )
     step = step.on(query.device)
     if step.pause is not None:
-        step.pause()
+        step.paused()
     hidden = step.hidden.pop(module.layer_idx, None)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.plan.readers:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ... import cautions, compat, families
+from ... import cautions, compat, rotary
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
-from ..read.spans import Span, Spans
-from ..read.step import OuterCall
+from ..read.spans import Spans
+from ..read.step import OuterCall, Step
 from . import products
 from .arguments import Arguments
 
@@ -69,8 +69,8 @@ class StandIn:
 def install(decoder: torch.nn.Module) -> None:
     """Replace the decoder's forward, and its rotary embedding's if the frequencies depend on a prompt's length."""
     replace(decoder, forward)
-    if families.rope_depends_on_length(decoder):
-        replace(families.rotary_of(decoder), _rotary_forward)
+    if rotary.rope_depends_on_length(decoder):
+        replace(rotary.rotary_of(decoder), _rotary_forward)
 
 
 def install_around(top: torch.nn.Module) -> None:
@@ -85,7 +85,7 @@ def install_around(top: torch.nn.Module) -> None:
 
 def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
     """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
-    for module in (decoder, families.rotary_of(decoder), *tops):
+    for module in (decoder, rotary.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)
     for top in tops:
@@ -217,9 +217,9 @@ def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     return arguments, output
 
 
-def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Span, None, Any]:
+def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Step, None, Any]:
     """Read a prompt's ids [B, N] into a cache, as a call of the model does, but for a driver that decides between the
-    chunks: yields each `Span` but the last once it is read. Returns the model's output, with logits of the last token.
+    chunks: yields each `Step` but the last once it is done. Returns the model's output, with logits of the last token.
     No gradients."""
     decoder, inside = find_decoder(top), contextvars.copy_context()
     given = {"input_ids": ids, compat.CACHE: cache, "use_cache": True, "return_dict": True}
@@ -231,9 +231,9 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Sp
     with torch.no_grad():
         spans = inside.run(begin)
         steps = spans.steps()
-        while (span := inside.run(next, steps, None)) is not None:
-            if span.left:
-                yield span
+        while (step := inside.run(next, steps, None)) is not None:
+            if step.ahead:
+                yield step
         with within(ready=(decoder, spans.output)):
             output = top(**given, logits_to_keep=1)
         spans.settle()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import families
+from ... import families, rotary
 
 
 class Packing:
@@ -85,7 +85,7 @@ class Positions:
         if packing.place is not None:
             ids = packing.pack(ids.expand(*ids.shape[:-2], batch, -1), -1)
         self.ids, self.packing = ids, packing
-        self.axes = families.axes(decoder) if ids.ndim == 3 else 0
+        self.axes = rotary.axes(decoder) if ids.ndim == 3 else 0
         if ids.ndim != 2 and not self.axes:
             raise ValueError("position_ids must be [batch, tokens]")
 

@@ -26,9 +26,8 @@ def of_call(
 ) -> AbstractContextManager[None]:
     """A context for a call of the model with ids [B, N] or embeddings [B, N, width]."""
     x = embeds if ids is None else ids
-    if not X86 or x is None or x.shape[:2] != (1, 1) or next(model.parameters()).dtype != torch.bfloat16:
-        return nullcontext()
-    return _without_packing() if x.device.type == "cpu" else nullcontext()
+    one = X86 and x is not None and x.shape[:2] == (1, 1) and x.device.type == "cpu"
+    return _without_packing() if one and next(model.parameters(), x).dtype == torch.bfloat16 else nullcontext()
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def load(path: str | Path, decoder: Any, order: Any) -> dict:
         shapes = [None if x is None else (x.dtype, tuple(x.shape)) for x in each]
         if shapes != [(torch.float32, (heads, width, width)[: 2 + square]) for square in (0, 1, 0)]:
             raise ValueError(f"stats: {path!r} is damaged: its tensors of layer {index} do not fit; {again}")
-        found[index] = tuple(each)
+        found[index] = tuple(x.clone() for x in each)
     return found
 
 

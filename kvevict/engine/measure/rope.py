@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ... import families
+from ... import rotary
 
 
 class Rope:
@@ -25,7 +25,7 @@ class Rope:
             )
         if not self.rotates:
             return x
-        return families.rotate(self._decoder, self._module, x, position_from, position_to)
+        return rotary.rotate(self._decoder, self._module, x, position_from, position_to)
 
     def unrotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate x [B, H, T, D] from positions [B, T] back to position 0: fp32."""

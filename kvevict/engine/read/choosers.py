@@ -10,6 +10,7 @@ import torch
 
 from ... import _ops
 from ..measure import quantities
+from ..slots import archive
 from ..slots.carried import join, of_layer
 from . import evict, propagate
 from .layer import Attended, LayerCall
@@ -68,7 +69,7 @@ class Deciding(Chooser):
         alive = step.plan.ranks.counts(layer).sum(1)
         slots = self.decisions.kept(order, alive)
         if slots is not None and policy.recall and layer.archive is not None:
-            layer.recall(slots < alive)
+            archive.recall(layer, slots < alive)
         if policy.carry == "sum" and observing and policy.score.adds_attention:
             sums: Any = join("sum", seen.probs, layer.carry)
             if slots is None:

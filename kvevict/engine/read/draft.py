@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import families
+from ... import rotary
 from ...compat import CACHE
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
@@ -80,15 +80,14 @@ class Drafting(Chooser):
         logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
         for number in range(1, n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
-            final = int(at.max()) if families.rope_depends_on_length(step.decoder) else None
+            final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
             mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
             one = Step(
-                plan, step.decoder, cache, unseen, at, none, 0 * step.padding, noting, final_position=final
+                plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
+                first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
             )  # fmt: skip
-            hidden = one.through(
-                spans.run, input_ids=ids, attention_mask=mask, position_ids=at.long(), **{CACHE: cache},
-                use_cache=True, return_dict=True,
-            ).last_hidden_state  # fmt: skip
+            hidden = one.through(spans.run).last_hidden_state
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
@@ -96,9 +95,7 @@ def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
     head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
-    step = replace(
-        call.step, plan=plan, read=read, meter=Meter(), elsewhere={}
-    )  # drafting leaves no trace in the report
+    step = replace(call.step, plan=plan, read=read, meter=Meter(), elsewhere={})  # a draft is not in the report
     first = layer_call(Attended(step, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse))
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)

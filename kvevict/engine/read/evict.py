@@ -13,6 +13,7 @@ from ...policy.scores import Score
 from ...policy.seen.rows import LayerRows
 from ...policy.seen.slots import Slots
 from ...policy.selections import Selection
+from ..slots import archive
 from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
 from .layer import LayerCall, protected
@@ -155,7 +156,7 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
             layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
         layer.carry = of_layer(carried, layer)
         if call.policy.recall and not call.step.decoding and slots.kv.k.shape[2]:
-            layer.archive_new(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
+            archive.append(layer, *call.new, slots.pos, slots.kv.first, slots.kv.padding)
     call.step.meter.live[slots.index] = layer.live_bytes()
 
 
@@ -176,7 +177,7 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
         return False
     with step.meter.clock("evict"):
         budget, none = (layer.budget, step.plan.kv_heads), step.first.clamp_max(0)
-        rows = LayerRows(step.call_rows, *budget, None, None, None, None, 0, none)
+        rows = LayerRows(step, *budget, None, None, None, None, 0, none)
         first, last = protected(policy, step.rows, selects, rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))

@@ -15,6 +15,7 @@ from ...policy.seen.slots import KV, Heads, Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given, rope_of
 from ..measure.quantities import measured
+from ..slots import archive
 from ..slots.carried import carry_newest
 from . import unseen
 from .schedule import observes
@@ -57,10 +58,12 @@ def attend(seen: Attended) -> Attended:
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
-            layer.archive_new(*new, step.positions, step.first, step.padding)
+            archive.append(layer, *new, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
+    if layer.storage.prefix is not None and layer.storage.counts.any():  # the cut and the ops want one place
+        layer.storage = layer.storage.whole()
     held = layer.slots(module)
     with step.meter.clock("attend"):
         out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)
@@ -150,7 +153,7 @@ class LayerCall:
         repetition."""
         rows, policy, q = self.rows, self.policy.rows, self.rows.q
         if policy.repeats and rows.appended and not rows.aligned:
-            last = rows.upload(rows.appended - policy.observing(self.step.call_rows))
+            last = rows.upload(rows.appended - policy.observing(self.step))
             q = rolled(q[:, :, -rows.appended :], last)
         return q[:, :, -count:]
 
@@ -228,7 +231,7 @@ def layer_call(seen: Attended) -> LayerCall:
     held = layer.slots(module) if seen.held is None else seen.held
     kv = KV(held, k, v, first, padding, seen.options, appended)
     now = seen.q, seen.out, seen.lse, rows, first, seen.probs
-    called = LayerRows(step.call_rows, layer.budget, step.plan.kv_heads, rope_of(step, module), *now)
+    called = LayerRows(step, layer.budget, step.plan.kv_heads, rope_of(step, module), *now)
     pos, select = step.positions[:, :rows].contiguous(), step.plan.policy.selection(order)
     counts, every = _counts(step.plan.ranks, layer, kv)
     ends = protected(step.plan.policy, step.rows, select, called, every.max(1))

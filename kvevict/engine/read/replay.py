@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ... import cautions, families
+from ... import cautions, rotary
 from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
@@ -159,7 +159,7 @@ def _obstacle(step: Step) -> str | None:
         return "the policy evicts while decoding" if policy.decode else "the policy adds up decoded tokens' attention"
     if any(type(layer) is not EvictionLayer for layer in step.cache.layers):
         return "the model has layers with a window, a state or latents"
-    if families.rope_depends_on_length(step.decoder):
+    if rotary.rope_depends_on_length(step.decoder):
         return "the model's rotary frequencies depend on the text's length"
     if step.plan.ranks.size > 1 or len({p.device for p in step.decoder.parameters()}) > 1:
         return "the model is spread over devices"

@@ -40,7 +40,7 @@ class Errors:
         """Note 1 - cos between `residual` and `after` of the call's observing rows, its last ones."""
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
-        counts = step.rows.observing(step.call_rows)
+        counts = step.rows.observing(step)
         rows, counts = max(int(counts.max()), 1), _ops.upload(counts, after.device)
         distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
         inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]

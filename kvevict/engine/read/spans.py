@@ -1,20 +1,20 @@
 """The loop around the text decoder. A prompt goes through it chunk by chunk, each as [chunk | appended rows]. Tokens
 after a prompt are one span."""
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ... import cautions, families
+from ... import cautions, rotary
 from ...context import context
 from ...weights import Owner
+from ..slots import archive
 from ..slots.mapped import Files
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
@@ -28,21 +28,9 @@ from .step import Read, Step
 OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
 
-class Span(NamedTuple):
-    """Columns start .. end-1 of a call: a chunk, a decoded token, or tokens that crop() may take back."""
-
-    start: int
-    end: int
-    meter: Meter
-    chooser: Chooser | None  # of the survivors; None: all slots stay
-    read: Read | None = None  # None for tokens after a prompt
-    chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
-    rows: int = 0  # of the chunk, with appended ones
-    left: int = 0  # rows of the chunks after it
-
-
 class Spans:
-    """The tokens of one call on their way through the decoder, span by span.
+    """The tokens of one call on their way through the decoder, a `Step` for each span of them: a chunk, a decoded
+    token, or tokens that crop() may take back.
 
     arguments  the call's `kvevict.engine.hook.arguments.Arguments`
     run        the decoder's original forward
@@ -55,13 +43,13 @@ class Spans:
         self.arguments, self.run, self.plan, self.policy = arguments, run, arguments.plan, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
-    def steps(self) -> Iterator[Span]:
-        """Step through the call; yields each span once it has been read."""
+    def steps(self) -> Iterator[Step]:
+        """Step through the call; yields each step once it is done."""
         hidden = []
-        for span in self.spans():
-            output = self.step(span)
+        for step in self.spans():
+            output = self.step(step)
             hidden = _last_rows([*hidden, output.last_hidden_state], self.arguments.wanted)
-            yield span
+            yield step
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self.output = output
 
@@ -71,8 +59,8 @@ class Spans:
             pass
         return self.output
 
-    def spans(self) -> Iterator[Span]:
-        """The spans of the call, one after the other: each is to be stepped before the next is asked for."""
+    def spans(self) -> Iterator[Step]:
+        """The steps of the call, one after the other: each is to be done before the next is asked for."""
         arguments = self.arguments
         candidates = arguments.rolls_back and arguments.wanted == arguments.tokens  # that crop() may take back
         follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
@@ -96,25 +84,18 @@ class Spans:
         sequence.half_read = False
         arguments.outer.spans = None  # no cycle keeps the cache's memory
 
-    def step(self, span: Span) -> Any:
-        """The decoder's output for a span, without the appended rows."""
-        arguments, chunk = self.arguments, span.chunk
-        rows = span.read.rows.rows_for(chunk, arguments, span.read) if chunk is not None and chunk.appended else None
-        step = self._step(span, rows)
-        with contextlib.nullcontext() if rows is None else rows.adapted(arguments.decoder):
-            positions = arguments.position_ids_of(span.start, span.end, step.positions.long())
-            run = partial(replay.decoded, step, self.run) if step.decoding and self.policy.compiled else self.run
-            output = step.through(run, **arguments.inputs(span.start, span.end, rows), position_ids=positions)
+    def step(self, step: Step) -> Any:
+        """The decoder's output for a step."""
+        compiled = step.decoding and self.policy.compiled
+        output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
-        if rows is not None:
-            output.last_hidden_state = output.last_hidden_state[:, : -chunk.appended]
-        if span.chooser is not None:
-            span.chooser.end(self, step, output.last_hidden_state[:, -1:])
+        if step.chooser is not None:
+            step.chooser.end(self, step, output.last_hidden_state[:, -1:])
         return output
 
-    def _following(self) -> Iterator[Any]:
-        """The one span of tokens after a prompt: a decoded token, or tokens that are all stored."""
+    def _following(self) -> Iterator[Step]:
+        """The one step of tokens after a prompt: a decoded token, or tokens that are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         decodes = arguments.tokens == 1
         chooser: Chooser | None = Chooser()
@@ -124,14 +105,14 @@ class Spans:
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         else:
-            self._archive()
+            archive.begin(self.layers, self.policy.recall)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731
             chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, most))
         elif decodes:
             chooser = None
-        yield Span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
+        yield self._span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
     def _note_prompts(self) -> None:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
@@ -143,8 +124,8 @@ class Spans:
         """[B] slots over all heads that a layer is cut to while decoding."""
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
-    def _prompt(self) -> Iterator[Any]:
-        """The spans of a prompt: its chunks, and the tokens after it that may be taken back."""
+    def _prompt(self) -> Iterator[Step]:
+        """The steps of a prompt: its chunks, and the tokens after it that may be taken back."""
         arguments, plan, policy = self.arguments, self.plan, self.policy
         wanted = arguments.wanted
         drafted = wanted - 1 if arguments.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
@@ -158,10 +139,14 @@ class Spans:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                if (chunk.last or policy.schedule == "prompt") and not going_on.any() and self._recall(meter):
+                if (
+                    (chunk.last or policy.schedule == "prompt")
+                    and not going_on.any()
+                    and archive.recall_all(self.layers, meter)
+                ):
                     read.budgets.policy = policy.recalling
                 chooser = self._chooser(read, chunk)
-                yield Span(chunk.start, chunk.end, meter, chooser, read, chunk, rows[at], sum(rows[at + 1 :]))
+                yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets(read)
                 if chooser.errors is not None:
                     read.budgets.note(chooser.errors.layers(plan, arguments.device).cpu().numpy())
@@ -170,7 +155,7 @@ class Spans:
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
             if drafted:
-                yield Span(prompt, arguments.tokens, meter, Chooser())
+                yield self._span(prompt, arguments.tokens, meter, Chooser())
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             own = [index in plan.order for index in range(len(self.cache.layers))]
             meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], policy.kv)
@@ -180,29 +165,6 @@ class Spans:
         plan.keep(meter)
         if context().learns:
             read.budgets.learn()
-
-    def _archive(self) -> None:
-        """Before tokens are read: those since the last ones, which were decoded, go to the layers' archives."""
-        sequence = self.cache.sequence
-        for layer in self.layers:
-            if not self.policy.recall:
-                layer.archive = None  # this read will not add to it
-            elif layer.is_initialized:
-                layer.archive_last()
-        sequence.archived = sequence.columns
-
-    def _recall(self, meter: Meter) -> bool:
-        """Give every layer the slots of all tokens back, if one of them has lost some. False: none has."""
-        layers = self.layers
-        known = all(layer.archive is not None for layer in layers)
-        if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
-            return False
-        kept = [layer.positions() for layer in layers]
-        with meter.clock("recall"):
-            for layer in layers:
-                layer.recall()
-        meter.note_recall(kept, [layer.positions() for layer in layers])
-        return True
 
     def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:
         """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
@@ -225,12 +187,12 @@ class Spans:
             )
         cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
         read = Read(
-            prompt, tokens, seen, evicts, meter, rows, budgets.Budgets(policy, len(layers), plan.kv_heads, seen),
-            watchers=arguments.watchers,
+            prompt, tokens, seen, evicts, meter, policy, rows,
+            budgets.Budgets(policy, len(layers), plan.kv_heads, seen), watchers=arguments.watchers,
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
-        self._archive()
+        archive.begin(self.layers, self.policy.recall)
         self.cache.sequence.policy = policy
         if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
             self.cache.owner = Owner(arguments.decoder)
@@ -296,22 +258,29 @@ class Spans:
             for layer, slots in zip(self.layers, read.budgets.budgets, strict=True):
                 layer.budget = slots
 
-    def _step(self, span: Span, rows: Any) -> Step:
-        """The `Step` of a span and its appended rows."""
-        arguments, start, end = self.arguments, span.start, span.end
-        positions, appended = arguments.positions()[:, start:end], 0
-        if rows is not None:
-            after, appended = rows.positions, span.chunk.appended
+    def _span(
+        self, start: int, end: int, meter: Meter, chooser: Any, read: Read | None = None, chunk: Any = None,
+        ahead: int = 0,
+    ) -> Step:  # fmt: skip
+        """The `Step` of columns start .. end-1, with the rows that are appended to a chunk."""
+        arguments, extra = self.arguments, None
+        if chunk is not None and chunk.appended:
+            extra = read.rows.rows_for(chunk, arguments, read)
+        positions = arguments.positions()[:, start:end]
+        if extra is not None:
+            after = extra.positions
             if after is None:
-                after = positions[:, -1:] + 1 + torch.arange(appended, device=arguments.device)
+                after = positions[:, -1:] + 1 + torch.arange(chunk.appended, device=arguments.device)
             positions = torch.cat([positions, after], 1)
-        most = end - start + appended
-        final = int(arguments.positions().max()) if families.rope_depends_on_length(arguments.decoder) else None
+        rows, positions = positions.shape[1], positions.to(torch.int32).contiguous()
+        inputs = arguments.inputs(start, end, extra)
+        inputs["position_ids"] = arguments.position_ids_of(start, end, positions.long())
+        final = int(arguments.positions().max()) if rotary.rope_depends_on_length(arguments.decoder) else None
         return Step(
-            self.plan, arguments.decoder, self.cache, span.meter, positions.to(torch.int32).contiguous(),
-            (arguments.first - start).clamp(0, most).to(torch.int32), np.clip(arguments.padding - start, 0, most),
-            span.chooser, span.read, span.chunk, appended, None if rows is None else rows.unseen, final,
-            context().pause,
+            plan=self.plan, decoder=arguments.decoder, cache=self.cache, meter=meter, positions=positions,
+            padding=np.clip(arguments.padding - start, 0, rows), inputs=inputs, read=read, chunk=chunk,
+            first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
+            final_position=final, pause=context().pause,
         )  # fmt: skip
 
 

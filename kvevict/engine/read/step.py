@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,10 +13,19 @@ import numpy as np
 import torch
 
 from ...context import enter
+from ...policy.inputs import Policy
+from ...policy.rows import AppendedRows
 from ...policy.seen.rows import CallRows
 from ..slots.meter import Meter
 from ..slots.storage import ROOM, ROOM_TO_REPLAY
 from .plan import Plan
+
+
+class _Thread(threading.local):
+    paused = False  # a driver's `pause` runs: tokens may be decoded, and no prompt read inside another's forward
+
+
+_thread = _Thread()
 
 
 @dataclass
@@ -36,6 +47,7 @@ class Read:
     seen: list  # per row token count after the read, over all prompts
     evicts: bool  # the read drops slots or tokens, or scores need every row from the start
     meter: Meter  # that measures it
+    policy: Policy  # that it is read with
     rows: Any = None  # the policy's rows, or those for tokens chosen by the caller
     budgets: Any = None  # the kvevict.engine.read.budgets.Budgets of its layers
     prepared: Any = None  # result of `Rows.prepare` for the prompt
@@ -44,28 +56,27 @@ class Read:
     numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts repeated so far
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One call of the decoder: a chunk, appended tokens, or a decoded token."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step(CallRows):
+    """One call of the decoder: a chunk, tokens after a prompt, or a decoded token."""
 
     plan: Plan
     decoder: Any  # the text decoder that runs
     cache: Any
     meter: Meter
-    positions: torch.Tensor  # [B, T] int32, appended rows included
-    first: torch.Tensor  # [B] int32 left padding in this call
-    padding: np.ndarray  # the same on the host
+    first: torch.Tensor  # [B] int32 left padding in this call; `padding` is the same on the host
+    inputs: dict  # of the decoder's forward
     chooser: Any = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
-    read: Read | None = None  # None while decoding and for appended tokens
-    chunk: Any = None  # the kvevict.policy.seen.rows.Chunk of the read
-    appended: int = 0  # rows at the end that are read with the chunk and not stored
-    unseen: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) that these rows do not see; None: none
+    extra: AppendedRows | None = None  # the rows that are read with the chunk and not stored
+    ahead: int = 0  # rows of the prompt's later chunks, appended ones included
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     pause: Callable[[], None] | None = None  # called before each layer; it may decode tokens of other caches
     counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
     elsewhere: dict = field(default_factory=dict)  # device -> this step there
+
+    unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # by the extra rows
 
     @cached_property
     def seen(self) -> tuple:
@@ -76,7 +87,6 @@ class Step:
     @cached_property
     def unseen_columns(self) -> torch.Tensor:
         """int32 [2, B] how many of the chunk's columns have positions before `unseen`'s start, and before its stop."""
-        assert self.unseen is not None
         chunk = self.positions.shape[1] - self.appended
         valid = torch.arange(chunk, device=self.first.device) >= self.first[:, None]
         return ((self.positions[:, :chunk] < self.unseen.T[..., None]) & valid).sum(-1, dtype=torch.int32)
@@ -87,7 +97,8 @@ class Step:
             return self
         if device not in self.elsewhere:
             there: dict[str, Any] = dict(positions=self.positions.to(device), first=self.first.to(device), elsewhere={})
-            there |= {} if self.unseen is None else dict(unseen=self.unseen.to(device))
+            if self.extra is not None and self.extra.unseen is not None:
+                there["extra"] = replace(self.extra, unseen=self.extra.unseen.to(device))
             self.elsewhere[device] = replace(self, **there)
         return self.elsewhere[device]
 
@@ -95,24 +106,27 @@ class Step:
         """This step for layers that read fewer of its rows; all rows count as seen."""
         return replace(self, positions=positions, first=first, padding=padding, counted=self.seen, elsewhere={})
 
-    @cached_property
-    def call_rows(self) -> CallRows:
-        """The rows of this call, as parts of a policy see them."""
-        read, chunk = self.read, self.chunk
-        own = self.positions, self.padding, self.appended, self.decoding
-        if read is None:
-            return CallRows(*own)
-        ends, again, left = (False, None, 0) if chunk is None else (chunk.last, chunk.again, read.prompt - chunk.end)
-        return CallRows(*own, ends, read.tokens, read.prepared, again, read.prompt, left, self.plan.policy)
-
-    def through(self, run: Callable[..., Any], **inputs: Any) -> Any:
-        """The decoder's output, of its forward `run`, for this step; its columns then count as read."""
+    def through(self, run: Callable[..., Any]) -> Any:
+        """The decoder's output, of its forward `run`, for this step without the extra rows; its columns then count as
+        read."""
+        assert self.decoding or not _thread.paused, "a prompt is read inside another's forward"
         enter(step=self)
         self._ready()
         self.cache.sequence.coming = self.seen
-        output = run(**inputs)
+        with contextlib.nullcontext() if self.extra is None else self.extra.adapted(self.decoder):
+            output = run(**self.inputs)
         self.cache.sequence.advance()
+        if self.appended:
+            output.last_hidden_state = output.last_hidden_state[:, : -self.appended]
         return output
+
+    def paused(self) -> None:
+        """Let the driver go on with others' tokens, before a layer."""
+        _thread.paused = True
+        try:
+            self.pause()
+        finally:
+            _thread.paused = False
 
     def _ready(self) -> None:
         """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
@@ -124,13 +138,12 @@ class Step:
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.policy.compiled else ROOM)
 
     def _needs_whole(self, layer: Any) -> bool:
-        """True if the step needs all slots of a fork in one place that no other fork reads. A chooser, a chunk, and
-        layers that read another layer's slots look at the columns appended to a fork; CAKE does so in the same call."""
+        """True if the step needs all slots of a fork in one place that no other fork reads. A chooser and layers that
+        read another layer's slots look at the columns appended to a fork; CAKE does so in the same call. A chunk does
+        in the layer that attends, one after the other."""
         if self.plan.readers or self.plan.policy.layers.cascades:
             return True
-        if self.decoding:
-            return self.chooser is not None or not layer.decodes_after_prefix
-        return bool(layer.storage.counts.any())
+        return self.decoding and (self.chooser is not None or not layer.decodes_after_prefix)
 
     @property
     def rows(self) -> Any:
@@ -141,7 +154,3 @@ class Step:
     def watchers(self) -> tuple:
         """The read's watchers; while decoding there are none."""
         return () if self.read is None else self.read.watchers
-
-    @property
-    def decoding(self) -> bool:
-        return self.positions.shape[1] == 1 and self.read is None

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ... import families
 from ...weights import Owner, form, identity
+from . import archive
 from .cache import EvictionLayer
 from .latent import LatentLayer
 from .layers import SlidingLayer, StatefulLayer, select_states
@@ -52,7 +53,7 @@ class EvictionCache(DynamicCache):
     def recalled(self) -> EvictionCache:
         """A fork with the slots of all tokens in place of an archive; this cache if it has none."""
         layers: Any = {index: layer for index, layer in enumerate(self.layers) if getattr(layer, "archive", None)}
-        return self.with_storages({index: layer.all_slots() for index, layer in layers.items()}) if layers else self
+        return self.with_storages({index: archive.whole(layer) for index, layer in layers.items()}) if layers else self
 
     def first(self, tokens: int) -> EvictionCache:
         """A fork with the first tokens of a cache of one row. Every layer must have the slots of all tokens read (as

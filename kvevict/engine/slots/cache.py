@@ -14,7 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ... import _ops
 from ...context import current
 from ...policy import kv
-from .apart import Apart, apart
+from . import archive
+from .archive import Apart
 from .carried import of_layer
 from .mapped import Files
 from .ranks import Ranks
@@ -148,9 +149,7 @@ class EvictionLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.storage = self.storage.crop(count)
-        if self.archive is not None:
-            gone = max(0, self.sequence.archived + count - self.sequence.columns)
-            self.archive = self.archive.as_prefix().crop(gone) if gone else self.archive  # forks may read it
+        archive.crop(self, count)
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
@@ -172,39 +171,6 @@ class EvictionLayer(CacheLayerMixin):
         self.storage = self.storage.rows(rows)
         self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
         self.carry = of_layer(self.carry, self)
-
-    def archive_new(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
-        """Write new columns to the archive, as the layer stores them."""
-        if self.archive is None:
-            self.archive = self.storage.blank(self.archive_files)
-        self.archive = self.archive.centred_as(self.storage).append(k, v, pos, first, padding, self.archive_expected)
-
-    def archive_last(self) -> None:
-        """Write the slots that came since to the archive. Without one it begins with all slots."""
-        if self.archive is None:
-            self.storage = self.storage.as_prefix()
-            self.archive = self.storage.forked()
-        else:
-            self.archive = self._with_last(self.archive)
-
-    def all_slots(self) -> Storage:
-        """The slots of all tokens, for a fork: those of the archive, and those that came since."""
-        archive: Any = self.archive
-        return self._with_last(archive.gathered().forked() if isinstance(archive, Apart) else archive.forked())
-
-    def _with_last(self, archive: Any) -> Any:
-        count = self.sequence.columns - self.sequence.archived
-        return archive.centred_as(self.storage).with_all(self.storage.last(count)) if count else archive
-
-    def recall(self, due: np.ndarray | None = None) -> None:
-        """The slots of all tokens take the place of the kept ones, until the next cut. due: bool [B] in these rows
-        alone; None: in all."""
-        whole: Any = self.archive
-        if due is not None and not due.all():
-            rows = zip(due, apart([whole]).each, apart([self.storage]).each, strict=True)
-            whole = Storage.joined([archived if recalls else kept for recalls, archived, kept in rows])
-        self.storage = whole.gathered().forked()
-        self.head_offsets = None
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 

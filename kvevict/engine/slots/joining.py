@@ -11,8 +11,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ... import families
+from . import archive
 from .adopt import EvictionCache, adopt
-from .apart import apart
 from .cache import EvictionLayer
 from .carried import of_layer, wide
 from .latent import LatentLayer
@@ -39,14 +39,15 @@ class Pools:
 
     def hold(self, cache: Any) -> None:
         """Move a cache's slots into the pools, in layers where these have room: its forks then join beside other
-        sequences of the pools without a copy of these slots."""
+        sequences of the pools without a copy of these slots. Slots in a file stay there; those that a fork keeps of
+        them go to the pools."""
         for index, pool in self.of.items():
             layer = cache.layers[index]
-            slots = layer.storage.gathered()
-            if not slots.regions:
-                held = replace(slots, pool=pool).moved(layer.counts)
-                if held.regions:
-                    layer.storage, layer.pool = held, pool
+            held = replace(layer.storage.gathered(), pool=pool)
+            if not held.regions:
+                held = held.moved(layer.counts)
+            if held.regions:
+                layer.storage, layer.pool = held, pool
 
     def left(self) -> int:
         """Free rows of the fullest pool."""
@@ -104,7 +105,7 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
     if any(layer.archive is not None for cache in caches for layer in cache.layers):
         for cache in caches:
             for layer in cache.layers:  # the rows' archives lack as many columns from here on: none
-                layer.archive_last()
+                archive.append_last(layer)
     device: Any = first.layers[0].device  # of our layers, by `obstacle`
     sequence = Sequence.joined([cache.sequence for cache in caches], device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
@@ -130,7 +131,7 @@ def _joined(layers: tuple) -> EvictionLayer:
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
         whole.prompt = np.concatenate(prompts)
     if first.archive is not None:
-        whole.archive = apart([layer.archive for layer in layers])
+        whole.archive = archive.apart([layer.archive for layer in layers])
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     if first.decode_queries is not None:
         whole.decode_queries = torch.cat([layer.decode_queries for layer in layers])

@@ -1,5 +1,5 @@
-"""Buffers in files that are mapped into memory, for the archive of `recall="FOLDER"`: the operating system writes them
-out and takes their memory back where it is needed elsewhere."""
+"""Buffers in files that are mapped into memory: of the archive of `recall="FOLDER"`, which the operating system writes
+out and whose memory it takes back where it is needed elsewhere, and of a loaded cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ ALIGNED = 64  # bytes that each buffer's start is a multiple of
 
 
 class Lent(NamedTuple):
-    """Rows of a file of their own, as a `Region` is of a pool's."""
+    """Rows of a file, as a `Region` is of a pool's."""
 
     buffers: tuple[torch.Tensor, ...]
     rows: int
     start: int = 0
+
+
+def in_file(storage: Storage) -> bool:
+    """Whether slots lie in a file."""
+    return any(isinstance(region, Lent) for region in storage.regions)
 
 
 class Files:
@@ -35,7 +40,7 @@ class Files:
         return type(None), ()  # a copy of a cache lies in memory
 
     def lend(self, rows: int, like: Storage) -> Lent | None:
-        """Buffers for slots as those of a `Storage`. None, with a warning, if the file system has no room for them."""
+        """Buffers for slots as those of a `Storage`. None, with a warning, if they cannot be made there."""
         if not rows:
             return None
         sizes = [rows * t[:0].new_empty(1, *t.shape[1:]).nbytes for t in like.buffers]
@@ -47,8 +52,8 @@ class Files:
             file = _mapped(self.folder, end)
         except OSError as error:
             warnings.warn(
-                f"recall: {self.folder} has no room for {end} bytes of an archive ({error.strerror}): this layer's "
-                "archive lies in memory from here on. Free some of the disk, or read shorter texts",
+                f"recall: {self.folder} cannot hold a file of {end} bytes ({error.strerror}): this layer's archive lies "
+                "in memory from here on. Give a folder with room for it, or read shorter texts",
                 stacklevel=2,
             )
             return None
@@ -75,12 +80,14 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
         os.unlink(path)
 
 
-def check(folder: str) -> None:
-    """Raise ValueError unless files can be made in a folder."""
+def check(recall: bool | str) -> None:
+    """Raise ValueError for a `Policy.recall` that is a folder in which no files can be made."""
+    if isinstance(recall, bool):
+        return
     try:
-        _mapped(folder, ALIGNED)
+        _mapped(recall, ALIGNED)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"recall={folder!r}: no file can be made there ({error}); give a folder that can be written to, or True "
+            f"recall={recall!r}: no file can be made there ({error}); give a folder that can be written to, or True "
             "for an archive in memory"
         ) from None

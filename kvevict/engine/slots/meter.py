@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Meter:
         self.peak = 0  # the most of them at once, chunks in flight included
         self.seconds = defaultdict(float)
         self.replayed = 0  # decoded tokens since then that were replayed
-        self.lost: Iterator | None = None  # each layer's lost[row][head], bool by position; None: nothing was recalled
+        self.recalls: tuple[list, list] | None = None  # (kept, whole) of `note_recall`; None: nothing was recalled
         self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:
@@ -52,14 +52,7 @@ class Meter:
 
     def note_recall(self, kept: list, whole: list) -> None:
         """Positions [layer][row][head] of the slots before all came back, and after; a cut then chooses some."""
-
-        def lost(kept: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-            mask = torch.zeros(int(whole[-1]) + 1 if len(whole) else 0, dtype=torch.bool, device=whole.device)
-            mask[whole.long()] = True
-            mask[kept.long()] = False
-            return mask
-
-        self.lost = iter([_by_head(lost, *layer) for layer in zip(kept, whole, strict=True)])
+        self.recalls = kept, whole
 
     def write(self, layers: list[Any], kind: str) -> None:
         """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
@@ -69,6 +62,15 @@ class Meter:
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
         archive = sum(t.nbytes for layer in own for t in archived(layer))
         heads = sum(layer.counts.shape[1] for layer in own)
+        positions = [layer.positions() for layer in own]
+        recalls, self.recalls = self.recalls, None
+        recalled = None if recalls is None else list(map(_recalled, *recalls, positions))
+
+        def of_all(values: list) -> list:
+            """values of our own layers, None for the others."""
+            at = iter(values)
+            return [None if layer is None else next(at) for layer in layers]
+
         self.report = dict(
             seen=seen,
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
@@ -82,20 +84,19 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
-            recalled=self.lost and [None if layer is None else _recalled(next(self.lost), layer) for layer in layers],
+            recalled=None if recalled is None else of_all(recalled),
             overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
-            positions=[None if layer is None else layer.positions() for layer in layers],
+            positions=of_all(positions),
         )
 
 
-def _by_head(function: Callable[..., Any], *values: list) -> list:
-    """[row][head] results for values of [row][head]."""
-    return [[function(*each) for each in zip(*row, strict=True)] for row in zip(*values, strict=True)]
-
-
-def _recalled(lost: list, layer: Any) -> list:
-    """[row][head] how many of the slots are among the lost ones."""
-    return _by_head(lambda lost, has: int(lost[has[has < len(lost)].long()].sum()), lost, layer.positions())
+def _recalled(kept: list, whole: list, now: list) -> list:
+    """[row][head] how many slots came back. All three: positions [row][head]."""
+    each = [
+        (torch.isin(has, every) & ~torch.isin(has, before)).sum()
+        for before, every, has in zip(chain(*kept), chain(*whole), chain(*now), strict=True)
+    ]
+    return torch.stack(each).view(len(now), -1).tolist()
 
 
 def _new_bytes(like: torch.Tensor) -> int:

@@ -370,10 +370,10 @@ class Storage(Held):
 
     def positions(self) -> list[list[Tensor]]:
         """Positions of the slots by row and head: int32 copies."""
+        before = None if self.prefix is None else self.prefix.positions()
         heads: list[Any] = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
-        whole = self.gathered()
-        for b, h, rows in whole.segments():
-            heads[b][h] = whole.pos[rows].clone()
+        for b, h, rows in self.segments():
+            heads[b][h] = self.pos[rows].clone() if before is None else torch.cat([before[b][h], self.pos[rows]])
         return heads
 
     def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:

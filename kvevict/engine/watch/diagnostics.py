@@ -78,7 +78,7 @@ class Diagnostics(Watcher):
         with step.meter.clock("diagnose"):
             exact: dict = dict(dtype=torch.double, device="cpu")
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
-            observing, q = step.rows.observing(step.call_rows).clip(0, ROWS).tolist(), call.watched(ROWS)
+            observing, q = step.rows.observing(step).clip(0, ROWS).tolist(), call.watched(ROWS)
             for b in losing:
                 if not observing[b]:  # its rows were those of an earlier call
                     sums[:, b] += torch.tensor([1, *[torch.nan] * 3], **exact)

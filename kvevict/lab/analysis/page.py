@@ -24,14 +24,20 @@ def page(
     """The HTML page of one prompt.
 
     ids     [1, N] the prompt
-    runs    one dict per policy: name, answer, facts, and positions as of `kvevict.report(model, positions=True)`
+    runs    one dict per policy, or policy and question: name, answer, facts, and positions as of
+            `kvevict.report(model, positions=True)`, those from N on left out; for a question after the text also
+            before, the index of the text's run, to tell what came back
     facts   (name, text) pairs shown above the prompt: the model, the question, ...; those of a run with the run
     find    words that are underlined wherever the prompt has them
     """
-    kept = [[layer and [gaps(head) for head in layer[0]] for layer in run["positions"]] for run in runs]
+    tokens = ids.shape[1]
+    kept = [
+        [layer and [gaps([at for at in head if at < tokens]) for head in layer[0]] for layer in run["positions"]]
+        for run in runs
+    ]
     runs = [{**run, "kept": layers, "positions": None} for run, layers in zip(runs, kept)]
     data = dict(
-        tokens=ids.shape[1], pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
+        tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
     )  # fmt: skip
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so no text can end the script

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ...answer import KEEPS, continued
+from ...compat import cache_of
 from ...context import within
 from ...families import device_of
 from ...patch import evicting
@@ -17,6 +19,7 @@ from ...policy.tokenizer import told
 from ...prompts import first_ids, frame, ids_of, until_line_end
 from ...question import LastTurn
 from ...report import report
+from ...writing import Sampling, written
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,31 @@ def measure(
     with evicting(model, policy, tokenizer=False), within(question=asks):
         result = generate()
         return result | {"report": report(model, positions=positions)}
+
+
+def ask_each(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    questions: list[list[int]],
+    policy: Policy,
+    max_new_tokens: int,
+    one_line: bool,
+) -> list[dict[str, Any]]:
+    """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
+    Returns answer and report, with positions, of the text (answer "") and of each question."""
+    by = told(policy, tokenizer)
+    with evicting(model, by, tokenizer=False), torch.no_grad():
+        text = cache_of(model(ids, use_cache=True, logits_to_keep=1))
+    made, choose = [dict(answer="", report=report(text, positions=True))], Sampling().chooser()
+    with evicting(model, by if policy.recall else KEEPS, tokenizer=tokenizer if policy.recall else None):
+        for question in questions:
+            cache = text.fork()
+            logits = continued(model, cache, [question])
+            seen = report(cache, positions=True)
+            said = written(model, tokenizer, logits, cache, [max_new_tokens], [choose], one_line)[0]
+            made.append(dict(answer=tokenizer.decode(said, skip_special_tokens=True), report=seen))
+    return made
 
 
 class _FirstToken:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ... import families, known
+from ... import families, known, rotary
 from ...policy.checks import one_of
 from ...policy.kv import slot_bytes
 
@@ -77,12 +77,12 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
     """The shape of a text decoder's config. names: its model types in `kvevict.known`."""
     from transformers import AutoModelForCausalLM
 
-    from ...patch import check_model, find_decoder
+    from ...refusals import check_model
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     check_model(model)
-    decoder = find_decoder(model)
+    decoder = families.find_decoder(model)
     if reason := families.is_transformers(decoder) and known.refused(*names):
         raise ValueError(f"model_type {names[0]!r} cannot be planned, as it cannot be patched: {reason}")
     layers = families.layers_of(decoder)
@@ -104,5 +104,5 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
         head_weights=model.get_output_embeddings().weight.numel(),
         weights=sum(w.numel() for w in model.parameters()),
         element=ELEMENT[dtype],
-        rope_depends_on_length=families.rope_depends_on_length(decoder),
+        rope_depends_on_length=rotary.rope_depends_on_length(decoder),
     )

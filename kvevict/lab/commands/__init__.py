@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from ..analysis.run import Prompt
 
 
-def add_question(parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True) -> None:
+def add_question(
+    parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True, several: str = ""
+) -> None:
+    """several: what several questions mean, where a command takes them."""
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
-    parser.add_argument("question", nargs=None if needed else "?", type=words,
-                        help=f"question about the text (or words to continue it with){told}")  # fmt: skip
+    parser.add_argument("question", nargs="+" if several else None if needed else "?", type=words,
+                        help=f"question about the text (or words to continue it with){several or told}")  # fmt: skip
     parser.add_argument("--file", required=needed, help=f"text to read; - is standard input{told}")
     parser.add_argument(
         "--opening", type=words, default="",
@@ -29,7 +32,14 @@ def add_question(parser: argparse.ArgumentParser, new_tokens: int | None, needed
 
 
 def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
-    """(name, model, tokenizer, `Prompt`) of a command with the arguments of `add_model` and `add_question`."""
+    """`load_prompts` of a command with one question."""
+    name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
+    return name, model, tokenizer, prompt
+
+
+def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[Prompt]]:
+    """(name, model, tokenizer, `Prompt` of each question) of a command with the arguments of `add_model` and
+    `add_question`."""
     from ...models import load_model
     from ...policy.checks import count
     from ..analysis.run import encode
@@ -41,7 +51,7 @@ def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
               "give --model for other texts and questions", file=sys.stderr)  # fmt: skip
     model, tokenizer = load_model(name, args.dtype, args.device)
     limit = room(model, args.max_new_tokens, args.limit)
-    return name, model, tokenizer, encode(tokenizer, text, args.question, limit, args.opening)
+    return name, model, tokenizer, [encode(tokenizer, text, each, limit, args.opening) for each in questions]
 
 
 def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:

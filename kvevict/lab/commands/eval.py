@@ -34,7 +34,9 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     parser.add_argument("--budgets", "--shares", nargs="+", default=["128"],
                         help="slots per kv head, shares (1/8, 0.1) or bytes (64MiB); default 128")  # fmt: skip
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
-    parser.add_argument("--mode", choices=["known", "later", "both"], default="both", help="question known or not")
+    parser.add_argument("--mode", choices=["known", "later", "both", "other"], default="both",
+                        help="question known or not; other, for turns: each asked of the slots that the turn before "
+                        "chose")  # fmt: skip
     parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes different cases; default 0")
@@ -77,8 +79,8 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
 def _evaluate(args: Any) -> None:
     from ...models import load_model
     from ...policy.checks import count
-    from ..evaluate.ask import MODES
     from ..evaluate.run import Plan, evaluate
+    from ..evaluate.runs import MODES
     from ..evaluate.tasks import find
 
     for name in args.tasks:
@@ -98,7 +100,7 @@ def _evaluate(args: Any) -> None:
     plan = Plan(
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
         budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
-        modes=MODES if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
+        modes=MODES[:2] if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
         haystack=args.haystack, data=args.data, temperature=args.temperature,
         protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
     )  # fmt: skip

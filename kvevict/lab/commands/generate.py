@@ -11,6 +11,7 @@ from ...commands import (
     grid,
 )
 from . import add_question, load_prompt
+from .inspect import told_of
 
 
 @command
@@ -44,4 +45,6 @@ def table(runs: dict, tokens: int) -> str:
     seen = next(run["report"] for run in runs.values() if "report" in run)
     rows = [("", *COSTS), *((name, *costs(run, *held(run, seen))) for name, run in runs.items())]
     answers = [f"[{name}] {run['answer'].strip()}" for name, run in runs.items()]
+    if seen["archive_bytes"]:
+        answers.insert(0, f"kept {told_of(seen)}")
     return "\n\n".join([f"{tokens} prompt tokens\n{grid(rows)}", *answers])

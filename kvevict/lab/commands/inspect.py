@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ...commands import (
     options_of,
 )
 from ...policy.text import DEFAULT, FORM
-from . import add_question, load_prompt
+from . import add_question, load_prompts
 
 if TYPE_CHECKING:
     from ...policy.policy import Policy
@@ -23,47 +24,67 @@ if TYPE_CHECKING:
 @command
 def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """Show which tokens of a prompt every layer and head kept, as one HTML page."""
-    add_question(parser, new_tokens=32)
+    add_question(parser, new_tokens=32, several="; of several the text is read without any, and each is asked of a "
+                 "copy of what was kept: a policy with recall=true chooses anew for each")  # fmt: skip
     add_model(parser)
     parser.add_argument("--policy", action="append",
-                        help=f"{FORM} of `kvevict policies`, repeatable; default {DEFAULT}")  # fmt: skip
+                        help=f"{FORM} of `kvevict policies`, such as {DEFAULT}:recall=true, repeatable; default "
+                        f"{DEFAULT}")  # fmt: skip
     add_budget(parser)
     parser.add_argument("--find", default="", help="words to underline wherever the prompt has them")
     parser.add_argument("--out", default="kvevict-inspect.html", help="the page; default kvevict-inspect.html")
     args = parser.parse_args(argv)
+    import torch
+
     from ...families import device_of
     from ...files import write
     from ..analysis.page import page
-    from ..analysis.run import measure
-    from ..analysis.speed import slots
+    from ..analysis.run import ask_each, measure
 
     out = Path(args.out)
     check_file("--out", out)
     policies = build_policies(args.policy or [DEFAULT], args)
     check_complete(policies)
-    name, model, tokenizer, prompt = load_prompt(args)
-    ids = prompt.row(device_of(model))
-    how: dict = dict(max_new_tokens=args.max_new_tokens, positions=True, one_line=bool(args.opening))
-    how |= dict(question=args.question)
-    runs = {key: measure(model, tokenizer, ids, p, **how) for key, p in policies.items()}
-    facts = [("model", name), ("text", args.file), ("question", args.question)]
-    shown = [page_run(key, policies[key], run["answer"].strip(), run["report"]) for key, run in runs.items()]
-    write(out, page(tokenizer, ids, shown, facts, args.find))
-    for key, run in runs.items():
-        print(f"{key}: kept {slots(run['report'])} of {ids.shape[1]} slots per head; answer: {run['answer'].strip()}")
+    name, model, tokenizer, prompts = load_prompts(args, args.question)
+    several = len(prompts) > 1
+    ids = min((p.row(device_of(model))[:, : len(p.context) if several else None] for p in prompts), key=torch.numel)
+    how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening))
+    runs, shown = {}, []
+    for key, policy in policies.items():
+        if several:
+            made = ask_each(model, tokenizer, ids, [prompt.question for prompt in prompts], policy, **how)
+        else:
+            made = [measure(model, tokenizer, ids, policy, positions=True, question=args.question[0], **how)]
+        alone = len(shown)
+        for question, run in zip(["no question", *args.question] if several else args.question, made, strict=True):
+            seen, answer = run["report"], run["answer"].strip()
+            label = f"{' '.join(question.split())} ({key})" if several else key
+            print(f"{label}: kept {told_of(seen)}" + (f"; answer: {answer}" if answer else ""))
+            own = page_run(label, policy, answer, seen, [("question", question)])
+            shown.append(own | dict(before=alone) if len(shown) > alone else own)
+            runs[label] = run
+    write(out, page(tokenizer, ids, shown, [("model", name), ("text", args.file)], args.find))
+    for run in runs.values():
         del run["report"]["positions"]
     print(f"\nOpen {out.resolve().as_uri()} in a browser.")
     return {"tokens": ids.shape[1], "out": str(out), "runs": runs}
 
 
-def page_run(name: str, policy: Policy, answer: str, seen: dict[str, Any]) -> dict[str, Any]:
-    """A policy's run as `kvevict.lab.analysis.page` takes it, from its report with positions."""
+def told_of(seen: dict[str, Any]) -> str:
+    """What a read kept, and how much of it came back for it, in words."""
     from ..analysis.speed import slots
 
+    kept = f"{slots(seen)} of {seen['seen'][0]} slots per kv head"
+    if not seen["archive_bytes"]:
+        return kept
+    back, total = (sum(sum(heads[0]) for heads in seen[key] or () if heads) for key in ("recalled", "kept"))
+    return f"{kept}, {back / total:.0%} of them from the archive of {seen['archive_bytes'] / 1024:,.0f} KiB"
+
+
+def page_run(name: str, policy: Policy, answer: str, seen: dict[str, Any], facts: Iterable = ()) -> dict[str, Any]:
+    """A policy's run as `kvevict.lab.analysis.page` takes it, from its report with positions. facts: to stand first."""
     kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
-    facts = [
-        ("kept", f"{slots(seen)} of {seen['seen'][0]} slots per kv head"),
-        ("KV cache", f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"),
-        ("options", options_of(policy)),
-    ]
-    return dict(name=name, answer=answer, facts=facts, positions=seen["positions"])
+    sizes = f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"
+    said = [("answer", answer)] if answer else []
+    own = [*said, ("kept", told_of(seen)), ("KV cache", sizes), ("options", options_of(policy))]
+    return dict(name=name, answer=answer, facts=[*facts, *own], positions=seen["positions"])

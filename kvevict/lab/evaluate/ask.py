@@ -1,25 +1,13 @@
 """One run of one case, and its numbers.
 
-A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks, with the
-question known or not:
-
-    known   context and question are one prompt, read under the policy; a policy that evicts while decoding does so. If
-            the case tells the question's place, its tokens observe
-    later   the context alone is read under the policy. Then the question is appended to the kept slots and the answer
-            is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up turn would
-            be read like a prompt and evict again, this time knowing the question.) A policy with recall=True reads the
-            question too, and chooses the slots anew
-
 The continuation of a perplexity case is scored in one call that does not evict either. So is the response of a fidelity
 case; the full run writes it.
 """
 
 import copy
-import dataclasses
-import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,36 +18,18 @@ from ...answer import continued, rows_of
 from ...compat import CACHE, cache_of
 from ...families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
-from ...policy.checks import byte_count
-from ...policy.policy import Policy, build
+from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
 from ...prompts import frame, ids_of
-from ...question import find, observing
+from ...question import observing
 from ...report import report
+from ...tokens import find
 from ...writing import drawn, written
 from ..analysis.run import Prompt
 from .metrics import METRICS
-from .tasks import FIDELITY, Case
-
-MODES = ("known", "later")
-PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
-ONE_PASS = 2**30  # a chunk size above every prompt's length
-KEEP_ALL = Policy(score="knorm", budget=2**30)
-OBSERVERS = ("window", "probe", "recent")  # options that count slots, to be limited at a small budget
-
-
-@dataclass(frozen=True)
-class Run:
-    """A way to read and answer a case. chunk_size None: in one pass; mode: one of MODES, None for `full`."""
-
-    policy: str  # NAME or NAME:OPTION=VALUE,...
-    budget: int | float | str | None = None
-    chunk_size: int | None = None
-    mode: str | None = None
-
-
-FULL = Run("full")
+from .runs import FULL, KEEP_ALL, Run, options_of, policy_for
+from .tasks import FIDELITY, PERPLEXITY, Case
 
 
 @dataclass
@@ -112,49 +82,12 @@ def encode(model: Any, tokenizer: Any, case: Case) -> Prompt:
     return prompt
 
 
-def observers(policy: Policy) -> dict[str, int]:
-    """{option: value} of the options in a policy's rows and score that count slots: windows, probes, recent slots."""
-    values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
-    return {option: size for option, size in values.items() if isinstance(size, int)}
-
-
-def options_of(policy: Policy) -> dict[str, Any]:
-    """The options of a policy's rows and score."""
-    parts: Any = policy.rows, policy.score
-    return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
-
-
-def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval", model: Any = None) -> Policy:
-    """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
-    the life of the process. model: needed for a budget in bytes, which is left as it is without.
-
-    Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
-    know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
-    mean nothing before they have seen the whole prompt.
-    """
-    name, given = parse_policy(run.policy)
-    if {"budget", "chunk_size"} & given.keys():
-        raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
-    budget: Any = run.budget
-    if isinstance(budget, str) and model is not None:
-        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
-    slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
-    options = {option: min(size, max(1, slots // 2)) for option, size in observers(ample).items()}
-    chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
-    if rows is not ample.rows:
-        options["rows"], chunk = rows, ONE_PASS
-    if hasattr(ample.layers, "task"):
-        options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
-    return build(name, budget=budget, chunk_size=chunk, **options | given)
-
-
 @dataclass
 class Reading:
     """The result of a run's read, before a question is asked.
 
     out          the model's output, with the last token's logits and the cache
-    held         `kept`, `cache_bytes` and `peak_cache_bytes` of a line
+    held         `measured`, or `measured_all`, once the text was read
     policy       None: the unpatched model
     options      the policy's options, for the line
     seconds      of the read
@@ -169,13 +102,6 @@ class Reading:
     def fork(self) -> Any:
         """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
         return forked(cache_of(self.out))
-
-
-def reads_alone(run: Run) -> bool:
-    """True if a run's read of a context is the same for all questions, so that one read is enough."""
-    if run == FULL or run.mode == "known":
-        return run == FULL
-    return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
 
 
 @torch.no_grad()
@@ -358,9 +284,12 @@ def write(model: torch.nn.Module, tokenizer: Any, logits: torch.Tensor, cache: A
 
 
 def measured(model: torch.nn.Module) -> dict:
+    """What a patched model's last read left, as fields of a line. recalled_bytes: of the slots that came back."""
     seen = report(model)
-    kept = [None if layer is None else layer[0] for layer in seen["kept"]]
-    return dict(kept=kept, cache_bytes=seen["cache_bytes"], peak_cache_bytes=seen["peak_cache_bytes"])
+    kept, back = ([layer and layer[0] for layer in seen[key] or ()] for key in ("kept", "recalled"))
+    slots, recalled = (sum(sum(heads) for heads in layers if heads) for layers in (kept, back))
+    sizes = {key: seen[key] for key in ("cache_bytes", "peak_cache_bytes", "archive_bytes")}
+    return dict(kept=kept, **sizes, recalled_bytes=sizes["cache_bytes"] * recalled // slots)
 
 
 def measured_all(cache: Any) -> dict:

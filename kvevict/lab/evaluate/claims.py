@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...commands import grid
-from .ask import FULL, PERPLEXITY, Run
 from .intervals import student
 from .protocols import PROTOCOLS, pairs
 from .results import CASE
-from .tasks import FIDELITY
+from .runs import FULL, Run
+from .tasks import FIDELITY, PERPLEXITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
 FEWEST = 10  # cases that say anything

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .ask import FULL
+from .runs import FULL
 from .summary import NOT_IN_PERCENT, summarize
 from .tasks import FIDELITY
 

@@ -50,8 +50,8 @@ FIELDS = dict(
 _measure = _number(1e18)
 OPTIONAL = dict(
     same=_number(1), kept=_all(_or_none(_counts)), response=_counts, nats=_number(1e9), cache_bytes=_measure,
-    peak_cache_bytes=_measure, archive_bytes=_measure, read_seconds=_or_none(_measure), ask_seconds=_measure,
-    ask_bytes=_measure,
+    peak_cache_bytes=_measure, archive_bytes=_measure, recalled_bytes=_measure, read_seconds=_or_none(_measure),
+    ask_seconds=_measure, ask_bytes=_measure,
 )  # fmt: skip
 KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
 

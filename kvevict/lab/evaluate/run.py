@@ -15,12 +15,14 @@ from tqdm import tqdm
 from ... import families
 from ...answer import together
 from ...compat import cache_of
+from ...engine.slots import mapped
 from ...patch import find_decoder
 from ...processes import Processes
 from ...weights import fingerprint
 from . import protocols
-from .ask import FULL, MODES, Asked, Run, ask, ask_together, encode, policy_for, read, reads_alone
+from .ask import Asked, ask, ask_together, encode, read
 from .results import Results
+from .runs import FULL, MODES, Run, policy_for, reads_alone
 from .tasks import Case, Settings, find
 from .turns import converse
 
@@ -34,7 +36,7 @@ class Plan:
     policies: tuple[str, ...]
     budgets: tuple[int | float | str, ...]
     chunk_sizes: tuple[int | None, ...] = (None,)
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
     cases: int = 20  # per length and seed, and per depth where the task has depths
     depths: tuple[float, ...] = Settings.depths
@@ -47,7 +49,8 @@ class Plan:
 
     def runs(self, layers: int = 1) -> list[Run]:
         """All runs, `full` first. layers: number of layers that evict; a protocol's policies name shares of them.
-        Raises ValueError for a policy that is unknown or does not fit the budget."""
+        Raises ValueError for a policy that is unknown, does not fit the budget, or recalls from a folder that cannot be
+        written to."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
@@ -55,7 +58,7 @@ class Plan:
         else:
             runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
         for run in runs[1:]:
-            policy_for(run, tokens=2**20, response=(0,))
+            mapped.check(policy_for(run, tokens=2**20, response=(0,)).recall)
         return runs
 
     def groups(self, tokenizer: Any) -> list[tuple[Callable[[Settings], Iterator[Case]], Settings]]:
@@ -90,6 +93,8 @@ def evaluate(
     for task, settings in groups[: len(groups) // len(plan.seeds)]:  # impossible plans fail before hours of work
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
+            if "other" in plan.modes and not case.turn:
+                raise ValueError(f"--mode other: {case.task} has no turns; give --tasks turns, or another mode")
     with contextlib.ExitStack() as stack:
         processes = Processes().join()
         first = processes.rank == 0

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .ask import FULL, MODES, PERPLEXITY
 from .intervals import Z, clustered, of_scores, standard_error
-from .tasks import FIDELITY
+from .runs import FULL, MODES
+from .tasks import FIDELITY, PERPLEXITY
 
 NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
 

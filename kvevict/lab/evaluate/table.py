@@ -11,14 +11,17 @@ from .tasks import FIDELITY
 
 def render(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> str:
     """A table with a column per task and mode, after the average of several tasks. With tags `by`: a table per task and
-    mode with a column per value. If texts were read once for many questions, the costs of reading and of a question
-    follow."""
+    mode with a column per value. If texts were read once for many questions, or are talked about in turns, the costs of
+    reading and of a question, or of each turn, follow."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
-    parts = [CAPTION + NEAR * near + LIKELY * likely, *_tables(summarize(lines, by), by)]
-    if costs := _costs(lines):
-        parts += [COSTS, _left(costs)]
+    other = any(line["mode"] == "other" for line in lines)
+    parts = [CAPTION + NEAR * near + OTHER * other + LIKELY * likely, *_tables(summarize(lines, by), by)]
+    if alone := [line for line in lines if "ask_seconds" in line]:
+        parts += [COSTS, _left(_costs(alone, COLUMNS))]
+    if turns := [line for line in lines if "turn" in line["tags"]]:
+        parts += [TURNS, _left(_costs(turns, OF_TURNS, "mode", "turn"))]
     if any(line["mode"] == "later" for line in lines):
         parts.append(LATER)
     return "\n\n".join(parts)
@@ -41,22 +44,23 @@ def _tables(summary: dict, by: Any) -> list:
     return parts
 
 
-def _costs(lines: list) -> list:
-    """Rows of text, the head first; empty where no text was read once for many questions."""
+def _costs(lines: list, columns: dict, *by: str) -> list:
+    """Rows of text, the head first, one for each setting and its values of the fields or tags `by`."""
     rows: dict = {}
     for line in lines:
-        if "ask_seconds" in line:
-            rows.setdefault((line["policy"], line["budget"], line["chunk_size"]), []).append(line)
+        known = line | line["tags"]
+        key = *(line[name] for name in ("policy", "budget", "chunk_size")), *(known[name] or "" for name in by)
+        rows.setdefault(key, []).append(line)
 
     def middle(own: list, name: str, unit: int) -> str:
         known = [line[name] for line in own if line.get(name) is not None]
         return f"{median(known) / unit:.2f}" if known else ""
 
     table = [
-        [policy, *_setting(budget, chunk), *(middle(own, *column) for column in COLUMNS.values())]
-        for (policy, budget, chunk), own in rows.items()
+        [policy, *_setting(budget, chunk), *map(str, values), *(middle(own, *each) for each in columns.values())]
+        for (policy, budget, chunk, *values), own in rows.items()
     ]
-    return [["policy", "budget", "chunk", *COLUMNS], *table] if table else []
+    return [["policy", "budget", "chunk", *by, *columns], *table]
 
 
 def _place(value: tuple) -> list:
@@ -72,7 +76,7 @@ NEAR = (
     "\nfidelity: mean KL divergence from the full cache's next-token distributions in nats, and the share of equal\n"
     "first choices, each with its standard error over cases, which are compared with the full cache one by one."
 )
-
+OTHER = "\nother: a control, in which a turn is asked of the slots that the turn before chose."
 LIKELY = (
     "\nOf questions with a right answer's likelihood: score of those that the full cache answers (of COUNTED/ALL);\n"
     "dnll, the nats a token of the right answer above the full cache's, over all of them, with its paired interval."
@@ -87,6 +91,11 @@ COSTS = (
 COLUMNS = {
     "read s": ("read_seconds", 1), "kept MiB": ("cache_bytes", 2**20), "peak MiB": ("peak_cache_bytes", 2**20),
     "question s": ("ask_seconds", 1), "question KiB": ("ask_bytes", 2**10),
+}  # fmt: skip
+TURNS = "Medians by turn: time to the first token, slots after that, the archive, and slots that came back from it."
+OF_TURNS = {
+    "first token s": ("read_seconds", 1), "kept MiB": ("cache_bytes", 2**20), "archive MiB": ("archive_bytes", 2**20),
+    "came back MiB": ("recalled_bytes", 2**20),
 }  # fmt: skip
 
 

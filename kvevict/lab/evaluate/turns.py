@@ -1,8 +1,8 @@
 """Conversations: the cases about one text are the turns of a chat, one after the other on one cache.
 
 A run reads every turn under its policy, as plain `generate` with a cache that is carried along does. Mode `known`: the
-first question ends the text's turn and is read with it; mode `later`: the text is read alone before. The model's own
-answers stay in the history. `full` is the unpatched model on a plain cache.
+first question ends the text's turn and is read with it; modes `later` and `other`: the text is read alone before. The
+model's own answers stay in the history. `full` is the unpatched model on a plain cache.
 """
 
 from collections.abc import Iterator
@@ -16,31 +16,18 @@ from ...compat import CACHE
 from ...families import base_model, context_of, find_decoder
 from ...patch import evicting
 from ...policy.tokenizer import told
-from ...prompts import MARK, ids_of, rendered
-from ...report import report
+from ...prompts import ids_of, turns_frame
 from ...writing import ends_of
-from .ask import FULL, Asked, Run, as_row, judged, measured, measured_all, now, policy_for, write
-
-
-def framed(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """Ids before the first user's turn, after a user's turn, and between an answer and the next user's turn. Raises
-    ValueError for a chat template that refuses two turns or changes them."""
-    if not tokenizer.chat_template:
-        return tokenizer("")["input_ids"], ids_of(tokenizer, "\nAnswer:"), ids_of(tokenizer, "\n")
-    asked = [dict(role=role, content=MARK) for role in ("user", "assistant", "user")]
-    parts = rendered(tokenizer, asked, "two turns").split(MARK)
-    if len(parts) != 4:
-        raise ValueError("the tokenizer's chat template does not give each turn's text once; set another chat_template")
-    head, ends, between, _ = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
-    return head, ends, between
+from .ask import Asked, as_row, forked, judged, measured, measured_all, now, write
+from .runs import FULL, KEEP_ALL, Run, policy_for
 
 
 @torch.no_grad()
 def converse(model: Any, tokenizer: Any, asked: list[Asked], run: Run) -> Iterator[dict[str, Any]]:
     """Yield the fields of each turn's line beside the key. Seconds are those to the turn's first token (read_seconds;
-    of mode `later` the text's own reading is in the first turn's) and of the answer's other tokens; kept and
-    cache_bytes those after the turn was read, archive_bytes of recall."""
-    head, ends, between = framed(tokenizer)
+    the text's own reading, where it is read alone, is in the first turn's) and of the answer's other tokens; slots and
+    bytes those after the turn was read."""
+    head, ends, between = turns_frame(tokenizer)
     context, plain = ids_of(tokenizer, asked[0].case.context), not tokenizer.chat_template
     questions = [ids_of(tokenizer, _question(each.case.question, plain)) for each in asked]
     most = len(head + context) + sum(len(q + ends + between) for q in questions) + sum(e.case.new_tokens for e in asked)
@@ -49,26 +36,29 @@ def converse(model: Any, tokenizer: Any, asked: list[Asked], run: Run) -> Iterat
         raise ValueError(f"the turns of {asked[0].case.id} take up to {most} tokens, the model's context is {limit}")
     policy = None if run == FULL else told(policy_for(run, len(context), (), asked[0].case.task, model), tokenizer)
     cache, stop, new = DynamicCache(config=model.config), ends_of(model, tokenizer), head + context
-    patched = nullcontext() if policy is None else evicting(model, policy, tokenizer=tokenizer)
-    with patched:
+    other = run.mode == "other"
+    with nullcontext() if policy is None else evicting(model, policy, tokenizer=tokenizer):
         seconds = 0.0
-        if run.mode == "later":
+        if other or run.mode == "later":
             start = now(model)
             base_model(model)(as_row(model, new), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
             seconds, new = now(model) - start, []
         for each, question in zip(asked, questions, strict=True):
             new = new + question + ends
-            start = now(model)
-            out = model(as_row(model, new), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-            line: dict = dict(prompt_tokens=len(new), read_seconds=now(model) - start + seconds)
-            line |= measured_all(cache) if policy is None else measured(model)
-            line |= {} if policy is None else dict(archive_bytes=report(model)["archive_bytes"])
-            start = now(model)
-            said = write(model, tokenizer, out.logits, cache, [each])[0]
+            here = forked(cache) if other else cache
+            with evicting(model, KEEP_ALL, tokenizer=False) if other else nullcontext():
+                start = now(model)
+                out = model(as_row(model, new), **{CACHE: here}, use_cache=True, logits_to_keep=1)
+                line: dict = dict(prompt_tokens=len(new), read_seconds=now(model) - start + seconds)
+                line |= measured_all(here) if policy is None else measured(model)
+                start = now(model)
+                said = write(model, tokenizer, out.logits, here, [each])[0]
             text = tokenizer.decode(said, skip_special_tokens=True)
-            line |= dict(prediction=text, decode_seconds=now(model) - start) | judged(text, each.case)
-            yield line
-            new, seconds = [*(() if said[-1] in stop else said[-1:]), *between], 0.0
+            yield line | dict(prediction=text, decode_seconds=now(model) - start) | judged(text, each.case)
+            if other:
+                model(as_row(model, new), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+            unread = [*(said[:-1] if other else ()), *(() if said[-1] in stop else said[-1:])]
+            new, seconds = unread + between, 0.0
 
 
 def _question(text: str, plain: bool) -> str:

@@ -1,5 +1,4 @@
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ import torch
 from ... import families
 from ...weights import differ, fingerprint
 from ..adapter import Adapter, base_of, bundled, config_of, load
-from ..checks import count
+from ..checks import count, hold_text
 from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Rows
 from .probe import Probe
@@ -38,8 +37,7 @@ class Lookahead(Rows):
     supports_tensor_parallel: ClassVar[bool] = False  # the adapter is for unsplit projections
 
     def __post_init__(self) -> None:
-        if isinstance(self.adapter, os.PathLike):
-            object.__setattr__(self, "adapter", os.fspath(self.adapter))  # JSON can hold this
+        hold_text(self, "adapter")
 
     @property
     def most(self) -> Any:

@@ -124,8 +124,8 @@ class Probe(Rows):
         """Average the probe's queries by eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, Qa_0 = Q_0 for the
         first chunk that holds a row's tokens. Returns (queries fp32 [B, H, p, D], the first one's position [B], whether
         there was a chunk yet, bool [B])."""
-        count = int(self.lengths(call.prompt_tokens).max())
-        if call.prepared is None or not count:
+        count = int(self.lengths(call.read.tokens).max())
+        if call.read.prepared is None or not count:
             return None
         queries, position = self._queries(call, count)
         queries, started = queries.float(), call.has_tokens
@@ -141,7 +141,7 @@ class Probe(Rows):
         return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
-        lengths = call.upload(self.lengths(call.prompt_tokens))
+        lengths = call.upload(self.lengths(call.read.tokens))
         if not self.append:
             return call.chunk(self.most, lengths)
         queries = past[0].to(call.q.dtype)
@@ -153,13 +153,13 @@ class Probe(Rows):
         return call.ends_prompt and not self.span
 
     def observing(self, rows: CallRows) -> Any:
-        return np.minimum(self.lengths(rows.prompt_tokens), rows.tokens)
+        return np.minimum(self.lengths(rows.read.tokens), rows.tokens)
 
     def protect(self, call: LayerRows) -> Any:
         if call.decoding:  # the rows are a window then, and see each other's slots
             return self.most
         most = min(self.most, ENDING) if self.span else self.most
-        return call.upload(np.minimum(call.prompt_tokens // 2, most)) if call.ends_prompt else 0
+        return call.upload(np.minimum(call.read.tokens // 2, most)) if call.ends_prompt else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class Requested(Probe):
 
     def protect(self, call: LayerRows) -> Any:
         own = super().protect(call)
-        if call.prompt_tokens is None or call.left >= self.longest:
+        if call.read is None or call.left >= self.longest:
             return own
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
@@ -190,7 +190,7 @@ class Requested(Probe):
         return call.upload((kept - call.left).clip(0))
 
     def bounds(self, call: LayerRows) -> Bounds:
-        if call.prompt_tokens is None or call.left >= self.longest:
+        if call.read is None or call.left >= self.longest:
             return FREE
         most, whole, fitting = self._lengths(call)
         limited = (call.left < whole) & (fitting == 0)  # some of the request has been read, and it does not fit
@@ -203,12 +203,12 @@ class Requested(Probe):
     def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return, int [B] each: the slots of a head that a request may have; the request's tokens from its first
         beginning on, and from the first beginning that so many slots hold; 0: no beginning."""
-        policy, budget = call.policy, call.host_budget
+        policy, budget = call.read.policy, call.host_budget
         most = np.minimum(budget // 2, budget - policy.first - 1).clip(0)
         if policy.layers.cascades:  # the layer's budget may still shrink
             most = np.minimum(most, self.most)
         if policy.tsp is not None:  # layers after it read the request, and as many other tokens
-            most = np.minimum(most, int(policy.propagated(policy.chunk_size or call.prompt)) // 2)
+            most = np.minimum(most, int(policy.propagated(policy.chunk_size or call.read.prompt)) // 2)
         whole = np.array([max(each, default=0) for each in self.requests])
         fitting = [max((n for n in each if n <= m), default=0) for each, m in zip(self.requests, most, strict=True)]
         return most, whole, np.array(fitting)
@@ -238,7 +238,7 @@ class Questions(Requested):
 
     def ends(self, call: LayerRows) -> Any:
         """Count the tokens from a question's start to the prompt's end: int32 [B]."""
-        return call.upload(call.prompt_tokens - np.array([each.spans[0][0] for each in self.questions]))
+        return call.upload(call.read.tokens - np.array([each.spans[0][0] for each in self.questions]))
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if last and self.near else super().appended(tokens, rows, last)
@@ -275,7 +275,7 @@ class Questions(Requested):
 
     def _before(self, call: LayerRows) -> Any:
         """Return the positions of the questions before the text: int32 [B, 2]; None: no row has one."""
-        prepared = call.prepared
+        prepared = call.read.prepared
         return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -94,9 +94,9 @@ class Repeat(Rows):
 
     def observing(self, rows: CallRows) -> Any:
         """Count the repeated rows: int [B], 0 for a batch row without tokens in this chunk."""
-        if rows.prompt_tokens is None:
+        if rows.read is None:
             return np.minimum(1, rows.tokens)
         tokens, again = rows.tokens - rows.appended, rows.again
         if again is not None:
-            tokens = np.minimum(rows.prompt_tokens - again.start, len(again))
+            tokens = np.minimum(rows.read.tokens - again.start, len(again))
         return np.where(tokens > 0, len(self.instruction) + tokens, 0)

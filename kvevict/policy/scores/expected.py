@@ -1,10 +1,9 @@
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ..checks import at_least_0
+from ..checks import at_least_0, hold_text
 from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
@@ -26,8 +25,7 @@ class Expected(Score):
     comparable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stats, os.PathLike):
-            object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
+        hold_text(self, "stats")
 
     def check(self, policy: Policy) -> None:
         super().check(policy)

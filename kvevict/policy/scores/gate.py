@@ -1,10 +1,9 @@
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ..checks import count
+from ..checks import count, hold_text
 from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
@@ -27,8 +26,7 @@ class Gate(Score):
     comparable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.gates, os.PathLike):
-            object.__setattr__(self, "gates", os.fspath(self.gates))  # which JSON can hold
+        hold_text(self, "gates")
 
     @property
     def protected(self) -> Any:

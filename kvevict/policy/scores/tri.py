@@ -1,9 +1,9 @@
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from ..checks import hold_text
 from ..inputs import Policy, Slots, need
 from . import SCORES, Score
 
@@ -24,8 +24,7 @@ class Tri(Score):
     own_interval: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
-        if isinstance(self.stats, os.PathLike):
-            object.__setattr__(self, "stats", os.fspath(self.stats))  # JSON can hold this
+        hold_text(self, "stats")
 
     def check(self, policy: Policy) -> None:
         super().check(policy)

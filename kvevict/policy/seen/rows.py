@@ -68,21 +68,19 @@ class Chunk:
         return self.end - self.start
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CallRows:
     """The rows of a call, the same in every layer."""
 
     positions: torch.Tensor  # [B, T] int32, appended rows included
     padding: np.ndarray  # [B] columns of left padding, on the host
-    appended: int  # the last rows, read with the chunk and not stored
-    decoding: bool = False  # the call is a decoded token
-    ends_prompt: bool = False  # the call is a prompt's last chunk
-    prompt_tokens: np.ndarray | None = None  # [B] valid tokens of the prompt, on the host; None outside of a read
-    prepared: Any = None  # the result of `Rows.prepare` for the prompt
-    again: range | None = None  # tokens of every row, counted from 0, that the call repeats; None: its columns
-    prompt: int = 0  # columns of the prompt, padding included
-    left: int = 0  # columns of the prompt after the call's
-    policy: Any = None  # the kvevict.policy.policy.Policy that the prompt is read with
+    read: Any = None  # the kvevict.engine.read.step.Read of the prompt; None: of tokens after it
+    chunk: Chunk | None = None  # of the read
+
+    decoding = property(lambda self: self.read is None and self.positions.shape[1] == 1)  # a decoded token
+    appended = property(lambda self: 0 if self.chunk is None else self.chunk.appended)  # the last rows, not stored
+    ends_prompt = property(lambda self: self.chunk is not None and self.chunk.last)
+    again = property(lambda self: None if self.chunk is None else self.chunk.again)  # None: the call reads its columns
 
     @property
     def tokens(self) -> Any:
@@ -114,11 +112,8 @@ class LayerRows:
     decoding = property(lambda self: self.rows.decoding)
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
-    prompt_tokens = property(lambda self: self.rows.prompt_tokens)
-    prompt = property(lambda self: self.rows.prompt)
-    left = property(lambda self: self.rows.left)
-    policy = property(lambda self: self.rows.policy)
-    prepared = property(lambda self: self.rows.prepared)
+    read = property(lambda self: self.rows.read)
+    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call's
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
 
     @property
@@ -185,7 +180,7 @@ class LayerRows:
             out = out.transpose(1, 2)
         of, again = None, self.rows.again
         if again is not None:
-            tokens = self.prompt_tokens
+            tokens = self.read.tokens
             start = np.minimum(tokens, again.start)
             of = tuple(map(self.upload, (tokens, start, np.minimum(tokens - start, len(again)))))
         return Observation((Observers(q, skip, self.end, False, lse, out, of=of),))

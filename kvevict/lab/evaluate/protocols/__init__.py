@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....policy.registry import Registry, load_folder
-from ..ask import FULL, Run
+from ..runs import FULL, Run
 from ..tasks import FIDELITY
 
 PROTOCOLS = Registry("protocol", listed=True)

@@ -20,6 +20,7 @@ from ....prompts import ids_of
 
 TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric
+PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
 RESPONSE = 64  # tokens that the full cache writes for it, at most
 MARGIN = 8  # tokens that an answer may take beyond those of the right one
 

@@ -22,11 +22,14 @@ ROOM = 24  # tokens of an answer beyond those of the right one: it is a sentence
 
 
 def turns(settings: Settings, other: str, task: str) -> Iterator[Case]:
-    """The questions of each text of the task `other` as turns; texts with fewer than `NEW` are left out."""
+    """The questions of each text of the task `other` as turns; texts with fewer than `NEW` are left out. Raises
+    ValueError where that leaves none."""
+    few = True
     for text, group in itertools.groupby(TASKS.find(other)(settings), lambda case: case.context):
         cases = list(group)
         if len(cases) < NEW:
             continue
+        few = False
         rng = settings.rng(task, settings.length, cases[0].id)
         new = rng.sample(cases, NEW)
         asked: list[Case] = []
@@ -40,6 +43,8 @@ def turns(settings: Settings, other: str, task: str) -> Iterator[Case]:
                 new_tokens=case.new_tokens + ROOM, tags=case.tags | dict(turn=turn, again=again), one_line=True,
                 likelihood=False, turn=turn,
             )  # fmt: skip
+    if few:
+        raise ValueError(f"--lengths {settings.length}: no text of {task} has {NEW} questions then; give more tokens")
 
 
 for _name in ("", "/paraphrased", "/xquad", "/loogle"):

@@ -1,0 +1,151 @@
+"""The archive of a layer: the slots of all tokens read, for recall (docs/methods.md section 13). A `layer` is a
+`kvevict.engine.slots.cache.EvictionLayer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .storage import Storage
+
+
+@dataclass
+class Apart:
+    """The archives of batch rows that decode together, one for each: rows join and leave without a copy of them."""
+
+    each: list[Storage]
+
+    total_counts = property(lambda self: np.concatenate([one.total_counts for one in self.each]))
+    device = property(lambda self: self.each[0].device)
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
+        """As `Storage.append`; nothing is expected of a row alone."""
+        rows = [slice(row, row + 1) for row in range(len(self.each))]
+        return Apart(
+            [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
+        )
+
+    def centred_as(self, other: Storage) -> Apart:
+        """As `Storage.centred_as`."""
+        return Apart([one.centred_as(row) for one, row in self._beside(other)])
+
+    def with_all(self, other: Storage) -> Apart:
+        """As `Storage.with_all`."""
+        return Apart([one.with_all(row) for one, row in self._beside(other)])
+
+    def as_prefix(self) -> Apart:
+        """As `Storage.as_prefix`: each row's archive has one."""
+        return self
+
+    def crop(self, count: int) -> Apart:
+        """As `Storage.crop`."""
+        return Apart([one.crop(count) for one in self.each])
+
+    def rows(self, chosen: Tensor) -> Storage | Apart:
+        """As `Storage.rows`."""
+        found = [self.each[row].forked() for row in chosen.tolist()]
+        return found[0] if len(found) == 1 else Apart(found)
+
+    def forked(self) -> Apart:
+        """As `Storage.forked`."""
+        return Apart([one.forked() for one in self.each])
+
+    def gathered(self) -> Storage:
+        """All slots in one place, for reading."""
+        return Storage.joined(self.each).gathered()
+
+    def tensors(self) -> tuple:
+        return tuple(tensor for one in self.each for tensor in one.tensors())
+
+    def _beside(self, other: Storage) -> Any:
+        """Each row's archive, and its row of another storage."""
+        rows = torch.arange(len(self.each), device=other.device)
+        return zip(self.each, (other.aliased(at[None], [row]) for row, at in enumerate(rows)), strict=True)
+
+
+def apart(archives: Sequence[Storage | Apart]) -> Apart:
+    """The archives of several caches, row by row."""
+    each: list = []
+    for archive in archives:
+        rows = torch.arange(len(archive.total_counts), device=archive.device)
+        each += archive.each if isinstance(archive, Apart) else [archive.forked().rows(row[None]) for row in rows]
+    return Apart(each)
+
+
+def append(layer: Any, *new: Any) -> None:
+    """Write new columns to a layer's archive, as the layer stores them. new: k, v, pos, first, padding of
+    `Storage.append`."""
+    if layer.archive is None:
+        layer.archive = layer.storage.blank(layer.archive_files)
+    layer.archive = layer.archive.centred_as(layer.storage).append(*new, layer.archive_expected)
+
+
+def append_last(layer: Any) -> None:
+    """Write the slots that came since to the archive. Without one it begins with all slots."""
+    if layer.archive is None:
+        layer.storage = layer.storage.as_prefix()
+        layer.archive = layer.storage.forked()
+    else:
+        layer.archive = _with_last(layer, layer.archive)
+
+
+def begin(layers: Sequence[Any], recall: bool | str) -> None:
+    """Before tokens are read: those since the last ones, which were decoded, go to the archives of a cache's layers."""
+    for layer in layers:
+        if not recall:
+            layer.archive = None  # this read will not add to it
+        elif layer.is_initialized:
+            append_last(layer)
+    for layer in layers:
+        layer.sequence.archived = layer.sequence.columns
+
+
+def crop(layer: Any, count: int) -> None:
+    """Forget the last `count` tokens, as far as they are in the archive; forks may read it."""
+    gone = max(0, layer.sequence.archived + count - layer.sequence.columns)
+    if layer.archive is not None and gone:
+        layer.archive = layer.archive.as_prefix().crop(gone)
+
+
+def whole(layer: Any) -> Storage:
+    """The slots of all tokens, for a fork: those of the archive, and those that came since."""
+    return _with_last(layer, _forked(layer.archive))
+
+
+def _forked(archive: Storage | Apart) -> Storage:
+    return archive.gathered().forked() if isinstance(archive, Apart) else archive.forked()
+
+
+def _with_last(layer: Any, archive: Any) -> Any:
+    count = layer.sequence.columns - layer.sequence.archived
+    return archive.centred_as(layer.storage).with_all(layer.storage.last(count)) if count else archive
+
+
+def recall(layer: Any, due: np.ndarray | None = None) -> None:
+    """The slots of all tokens take the place of the kept ones, until the next cut. due: bool [B] in these rows alone;
+    None: in all."""
+    every = layer.archive
+    if due is not None and not due.all():
+        rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
+        every = Storage.joined([archived if recalls else kept for recalls, archived, kept in rows])
+    layer.storage = every.gathered().forked()
+    layer.head_offsets = None
+
+
+def recall_all(layers: Sequence[Any], meter: Any) -> bool:
+    """`recall` in every layer, if one of them has lost slots. False: none has, or not all have an archive. What follows
+    a prefix is read in one place with it once the layer attends, so that one layer at a time has a copy."""
+    known = all(layer.archive is not None for layer in layers)
+    if not known or all((layer.archive.total_counts <= layer.counts).all() for layer in layers):
+        return False
+    kept = [layer.positions() for layer in layers]
+    with meter.clock("recall"):
+        for layer in layers:
+            layer.storage, layer.head_offsets = _forked(layer.archive), None
+    meter.note_recall(kept, [layer.positions() for layer in layers])
+    return True

@@ -1,0 +1,88 @@
+"""How a case is read and answered: a `Run`, and its policy.
+
+A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks, with the
+question known or not:
+
+    known   context and question are one prompt, read under the policy; a policy that evicts while decoding does so. If
+            the case tells the question's place, its tokens observe
+    later   the context alone is read under the policy. Then the question is appended to the kept slots and the answer
+            is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up turn would
+            be read like a prompt and evict again, this time knowing the question.) A policy with recall=True reads the
+            question too, and chooses the slots anew
+    other   of conversations, a control: a turn is asked of the slots that the turn before chose, and all its tokens are
+            kept; then it is read under the policy, as in `known`, so that the next turn finds what this one chose
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...patch import slot_bytes
+from ...policy.building import build
+from ...policy.checks import byte_count
+from ...policy.policy import Policy
+from ...policy.text import parse_policy
+
+MODES = ("known", "later", "other")
+ONE_PASS = 2**30  # a chunk size above every prompt's length
+KEEP_ALL = Policy(score="knorm", budget=2**30)
+OBSERVERS = ("window", "probe", "recent")  # options that count slots, to be limited at a small budget
+
+
+@dataclass(frozen=True)
+class Run:
+    """A way to read and answer a case. chunk_size None: in one pass; mode: one of MODES, None for `full`."""
+
+    policy: str  # NAME or NAME:OPTION=VALUE,...
+    budget: int | float | str | None = None
+    chunk_size: int | None = None
+    mode: str | None = None
+
+
+FULL = Run("full")
+
+
+def observers(policy: Policy) -> dict[str, int]:
+    """{option: value} of the options in a policy's rows and score that count slots: windows, probes, recent slots."""
+    values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
+    return {option: size for option, size in values.items() if isinstance(size, int)}
+
+
+def options_of(policy: Policy) -> dict[str, Any]:
+    """The options of a policy's rows and score."""
+    parts: Any = policy.rows, policy.score
+    return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
+
+
+def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval", model: Any = None) -> Policy:
+    """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
+    the life of the process. model: needed for a budget in bytes, which is left as it is without.
+
+    Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
+    know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
+    mean nothing before they have seen the whole prompt.
+    """
+    name, given = parse_policy(run.policy)
+    if {"budget", "chunk_size"} & given.keys():
+        raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
+    ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
+    budget: Any = run.budget
+    if isinstance(budget, str) and model is not None:
+        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
+    slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
+    options = {option: min(size, max(1, slots // 2)) for option, size in observers(ample).items()}
+    chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
+    if rows is not ample.rows:
+        options["rows"], chunk = rows, ONE_PASS
+    if hasattr(ample.layers, "task"):
+        options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
+    return build(name, budget=budget, chunk_size=chunk, **options | given)
+
+
+def reads_alone(run: Run) -> bool:
+    """True if a run's read of a context is the same for all questions, so that one read is enough."""
+    if run == FULL or run.mode == "known":
+        return run == FULL
+    return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows

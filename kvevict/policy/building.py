@@ -1,0 +1,61 @@
+"""A policy of a preset's or another policy's choices, with options by keyword."""
+
+import dataclasses
+from typing import Any
+
+from . import peers
+from .parts import PARTS, as_part, check_option, option_names
+from .policy import Policy
+from .presets import PRESETS
+from .text import parse_policy
+
+
+def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options: Any) -> Policy:
+    """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,... or another policy, with options by keyword.
+
+    Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
+    an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
+    """
+    peers.check(options)
+    if isinstance(policy, str):
+        if ":" in policy:
+            name, given = parse_policy(policy)
+            given |= {} if budget is None else {"budget": budget}
+            given |= {} if chunk_size is None else {"chunk_size": chunk_size}
+            return build(name, **given | options)
+        choices = dict(PRESETS.find(policy))
+        if budget is None and options.get("threshold") is None:
+            raise ValueError(
+                "budget is missing: slots per kv head (int), the fraction kept (float in (0, 1)), bytes ('64MiB'), or "
+                "threshold=, the smallest score that stays"
+            )
+    elif isinstance(policy, Policy):
+        if budget is None and chunk_size is None and not options:
+            return policy  # the same object: a cache knows the policy that read it
+        choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+        if "score" in options:  # the old score's defaults go with it
+            old = policy.score
+            own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
+            choices |= {name: None for name, own in own_choices.items() if choices[name] == own}
+    else:
+        raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
+    if options.get("decode") is False:  # the options of decoding go with it
+        choices["interval"], choices["keep_prompt"] = None, False
+    if budget is not None:
+        choices["budget"] = budget
+    if chunk_size is not None:
+        choices["chunk_size"] = chunk_size
+        choices["schedule"] = None
+    defaults = {f.name: f.default for f in dataclasses.fields(Policy)}
+    parts = {kind: options.pop(kind, choices.get(kind, defaults[kind])) for kind in PARTS}
+    parts["score"] = as_part("score", parts["score"])
+    parts = {kind: as_part(kind, parts["score"].rows if part is None else part) for kind, part in parts.items()}
+    own = {kind: option_names(part) for kind, part in parts.items()}
+    general = set(defaults) - {*PARTS, "budget", "chunk_size"}
+    known = general.union(*own.values())
+    for option in options:
+        check_option(option, known | {*PARTS, "budget", "chunk_size"}, parts=parts)
+    for kind, part in parts.items():
+        mine = {name: options[name] for name in own[kind] & options.keys()}
+        choices[kind] = dataclasses.replace(part, **mine) if mine else part
+    return Policy(**(choices | {name: value for name, value in options.items() if name in general}))

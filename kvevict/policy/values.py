@@ -1,0 +1,109 @@
+"""The values of a policy's fields, each checked by itself; `rules.py` has the choices that exclude each other."""
+
+import numbers
+from itertools import pairwise
+from typing import Any
+
+from .checks import byte_count, count, finite, flag, one_of
+from .inputs import Policy
+from .kv import KINDS
+from .parts import as_part
+
+
+def check(policy: Policy) -> None:
+    """Raise TypeError or ValueError for a field of a wrong value, and for one that means nothing without another."""
+    if policy.threshold is not None:
+        finite("threshold", policy.threshold)
+    count("keep_last", policy.keep_last, 0)
+    count("keep_first", policy.keep_first, 0)
+    if policy.budget is not None:
+        _check_budget(policy)
+    for name in ("chunk_size", "warmup_budget", "interval"):
+        if getattr(policy, name) is not None:
+            count(name, getattr(policy, name), 1)
+    count("n_reuse", policy.n_reuse, 1)
+    if not isinstance(policy.decode, bool):
+        raise TypeError(f"decode must be True, False or None, got {policy.decode!r}")
+    for name in ("keep_prompt", "progress", "diagnose", "compiled"):
+        flag(name, getattr(policy, name))
+    if not isinstance(policy.recall, (bool, str)) or policy.recall == "":
+        raise TypeError(f"recall must be True, False or a folder's path, got {policy.recall!r}")
+    for name, given in (("interval", policy.interval is not None), ("keep_prompt", policy.keep_prompt)):
+        if given and not policy.decode:
+            raise ValueError(
+                f"{name}={getattr(policy, name)} is about evicting while decoding, which this policy does not: give "
+                f"decode=True too, or leave {name} out"
+            )
+    one_of("schedule", policy.schedule, ("prompt", "chunk"))
+    one_of("kv", policy.kv, KINDS)
+    if policy.schedule == "chunk" and policy.chunk_size is None:
+        raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
+    for name, least in (("warmup_layers", 1), ("tsp", 0)):
+        if getattr(policy, name) not in (None, "half"):
+            count(name, getattr(policy, name), least)
+    if not isinstance(policy.tsp_len, float):
+        count("tsp_len", policy.tsp_len, policy.fewest_propagated)
+    elif not 0 < policy.tsp_len < 1:
+        raise ValueError(f"tsp_len={policy.tsp_len} is not a share in (0, 1); pass an int for a number of tokens")
+
+
+def _check_budget(policy: Policy) -> None:
+    budget = policy.budget
+    if isinstance(budget, str):
+        byte_count("budget", budget)
+        return
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise TypeError(
+            "budget must be an int (slots per kv head), a float in (0, 1) (fraction kept) or a text such as "
+            f"'64MiB' (bytes of all slots), got {budget!r}"
+        )
+    if not isinstance(budget, numbers.Integral):
+        if not 0 < budget < 1:
+            raise ValueError(f"budget={budget} is not a fraction in (0, 1); pass an int for a number of slots")
+        return
+    count("budget", budget, 1)
+    smallest = policy.smallest_budget()
+    if budget < smallest:
+        raise ValueError(
+            f"budget={budget} is too small: {type(policy.score).__name__} always keeps {smallest - 1} slots "
+            "(window, probe, recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
+            f"give budget >= {smallest} or fewer of those"
+        )
+
+
+def check_recall_slots(policy: Policy) -> None:
+    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy, or more than its budget."""
+    slots, budget = policy.recall_slots, policy.budget
+    if not policy.recall:
+        raise ValueError(f"recall_slots={slots} is about recall: give recall=True too, or leave it out")
+    try:
+        if isinstance(slots, str):
+            raise TypeError("bytes are for budget alone: give a number of slots or a fraction")
+        assert policy.recalling  # made here, with the checks of a budget
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"recall_slots: {error}") from None
+    if isinstance(budget, (int, float)) and isinstance(slots, type(budget)) and slots > budget:
+        raise ValueError(f"recall_slots={slots} is more than budget={budget}: give fewer")
+
+
+def as_ranges(entries: Any) -> tuple[Any, ...]:
+    """Check `select_by_layer` and return its ranges; no layer may be in two."""
+    if not isinstance(entries, (tuple, list)):
+        raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {entries!r}")
+    ranges = tuple(map(_as_range, entries))
+    for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
+        if stop is None or b < stop:
+            raise ValueError(f"select_by_layer has layer {b} in two ranges, from {a} on and from {b} on; part them")
+    return ranges
+
+
+def _as_range(entry: Any) -> tuple[Any, ...]:
+    """Check one range of `select_by_layer` and return (start, stop, selection)."""
+    try:
+        start, stop, select = entry
+    except (TypeError, ValueError):
+        raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
+    count("select_by_layer: start", start, 0)
+    if stop is not None:
+        count("select_by_layer: stop", stop, start + 1)
+    return start, stop, as_part("select", select)

@@ -1,0 +1,190 @@
+"""Prompts are read in the thread that owns the model, each after its longest known beginning."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..answer import room_of, within_positions
+from ..batch import Pools
+from ..compat import cache_of
+from ..context import current, within
+from ..engine.hook.forward import reading
+from ..engine.hook.installed import plan_of
+from ..engine.read.step import Step
+from ..engine.slots.cache import EvictionLayer
+from ..engine.slots.storage import ROOM
+from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
+from ..patch import evicting, slot_bytes
+from ..policy.tokenizer import told
+from ..question import Asked, LastTurn
+from ..weights import identity
+from .call import Call
+from .errors import Refused, of_field
+from .prefixes import Prefixes, keys_of, mark_of, shares_of
+from .scheduler import Scheduler
+
+BLOCK = 64  # tokens between the places where prompts are compared
+SHORTEST = 256  # tokens of the shortest beginning that is shared
+FURTHER = 256  # tokens after a known beginning, from which on a prompt is stored
+PIECE = 2048  # tokens of a stored text that are read before their slots are stored; a place of comparison
+WRITTEN = 1024  # tokens of a beginning: when one so long comes again, it is written to disk
+
+
+class Reader:
+    """Reads the prompts of calls. A function that reads is a generator of the chunks read, but for the last: others get
+    a turn between two.
+
+    model     a patched model. Its policy sizes the pools
+    prefixes  the caches of shared beginnings
+    shares    `shares_of` a stored text by its mark, of the last question about it
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, prefixes: Prefixes, scheduler: Scheduler) -> None:
+        self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
+        self.decoder, self.device = find_decoder(model), device_of(model)
+        self.config, self.weights = self.decoder.config, identity(self.decoder)
+        self.context = context_of(self.config)
+        plan = plan_of(self.decoder)
+        self.slot = slot_bytes(model, plan.policy.kv)
+        most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
+        slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
+        self.kv, self.pools = plan.policy.kv, Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
+        prefixes.place = self._place
+        # whether a cache's first tokens are a cache: not those of a state or a window
+        self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
+        self.shares: dict[str, np.ndarray] = {}
+
+    def keys(self, call: Call) -> dict[int, str]:
+        """Make the keys of the beginnings that a call's prompt may share with others, by their ends."""
+        if not call.policy.recall or call.question is not None:
+            return {}
+        prompt = call.whole
+        ends, start = set(range(SHORTEST, len(prompt.ids), BLOCK)) if self.parts else set(), len(prompt.ids)
+        if prompt.text is not None:
+            start, end = prompt.text
+            ends.add(end)
+        return keys_of(call.owner, self.weights, call.policy, prompt.ids, sorted(ends), call.text, start)
+
+    def kept(self, call: Call) -> np.ndarray:
+        """The share of heads that kept each token of a call's stored text for the last question about it; 1 before the
+        first one."""
+        start, stop = call.whole.text or (0, 0)
+        found = self.shares.get(self._mark(call))
+        return np.ones(stop - start) if found is None else found
+
+    def _widest(self, policy: Any, tokens: int) -> int:
+        """Most slots of a head while a prompt is read."""
+        return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
+
+    def size(self, call: Call, new: int) -> int:
+        """Most bytes of an answer's slots."""
+        return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
+
+    def store(self, call: Call) -> Generator[Step, None, None]:
+        """Read a call's stored text. Its slots are where a process that is killed leaves them."""
+        if call.keys:
+            cache, end = yield from self._text(call, *self._known(call))
+            self.prefixes.write(call.keys[end], cache)
+
+    def read(self, call: Call) -> Generator[Step, None, tuple]:
+        """Read a call's whole prompt, after its longest beginning that is known; returns as `_through`."""
+        prompt = call.whole
+        cache, start = self._known(call)
+        if prompt.text is not None and call.keys:
+            cache, start = yield from self._text(call, cache, start)
+        policy, asks = self._chosen(call.policy, len(prompt.ids)), self._asking(call)
+        cache, logits, plan = yield from self._through(call, policy, cache, prompt.ids[start:], start, asks)
+        end = max(call.keys, default=0)
+        if self.parts and end - start >= FURTHER and self._fits(end):
+            self.prefixes.put(call.keys, end, cache.recalled().first(end))
+        if prompt.text is not None:
+            self.shares[self._mark(call)] = shares_of(cache, *prompt.text)
+        for layer in cache.layers:
+            layer.archive = None  # no turn follows the answer in this cache
+        return cache, logits, plan
+
+    def _known(self, call: Call) -> tuple:
+        """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without."""
+        for end in reversed(call.keys):
+            cache = self.prefixes.get(call.keys, end)
+            if cache is not None:
+                call.cached_tokens = end
+                if end >= WRITTEN:  # for other servers, and for this one after it was killed
+                    self.prefixes.write(call.keys[end], cache)
+                return cache, end
+        return None, 0
+
+    def _text(self, call: Call, cache: Any, start: int) -> Generator[Step, None, tuple]:
+        """Read a call's stored text without its question; returns the cache and its end. Each piece is stored: if the
+        request ends early, the next one goes on from the last piece."""
+        _, end = call.whole.text or (0, 0)
+        pieces = range(start // PIECE * PIECE + PIECE, end, PIECE) if self.parts else ()
+        for stop in [*pieces, *([end] if start < end else [])]:
+            policy = self._chosen(call.policy, stop)
+            cache, _, _ = yield from self._through(call, policy, cache, call.whole.ids[start:stop], start)
+            whole = cache.recalled()
+            if self._fits(stop):
+                self.prefixes.put(call.keys, stop, whole)
+            cache, start = whole.fork(), stop
+            if stop == end:
+                self.prefixes.write(call.keys[end], whole)
+        return cache, start
+
+    def _mark(self, call: Call) -> str:
+        return mark_of(call.owner, call.text or "")
+
+    def _fits(self, tokens: int) -> bool:
+        """Tell whether memory holds the slots of so many tokens."""
+        return tokens * self.slot <= self.prefixes.memory
+
+    def _place(self, cache: Any) -> None:
+        """Move a prefix's slots into the pools of the answers, if both store the same kind of numbers."""
+        layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
+        for layer in layers:
+            layer.storage = layer.storage.gathered().as_prefix()
+        if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
+            self.pools.hold(cache)
+
+    def _through(
+        self, call: Call, policy: Any, cache: Any, ids: list, start: int, question: Any = None
+    ) -> Generator[Step, None, tuple]:
+        """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, the policy's
+        `Plan`). Answers that run go on between the layers, too."""
+
+        def pause() -> None:
+            chunk = current().chunk
+            call.reads(start if chunk is None else start + chunk.start)
+            self.scheduler.pause()
+
+        tokens = torch.tensor([ids], device=self.device)
+        with contextlib.ExitStack() as inside:
+            with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
+                inside.enter_context(evicting(self.model, policy, tokenizer=False))
+            inside.enter_context(within(question=question, pause=pause, learns=False))
+            into = self.pools.cache() if cache is None else cache
+            out = yield from reading(base_model(self.model), tokens, into)
+            return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
+
+    def _asking(self, call: Call) -> Any:
+        """What finds the tokens that observe."""
+        if call.question is not None:
+            return Asked((call.question,), self.tokenizer)
+        said = [each["content"] for each in call.messages if each["role"] == "user"]
+        return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
+
+    def _chosen(self, policy: Any, tokens: int) -> Any:
+        """The policy, changed to fit a prompt of so many tokens. Raises Refused where no positions are left to repeat
+        them."""
+        if policy.rows.repeats and self.context and (policy.threshold is not None or policy.slots(tokens) < tokens):
+            if self.context - tokens < room_of(policy):
+                raise Refused(
+                    400,
+                    f"after {tokens} tokens too few of the model's {self.context} positions are left to repeat them, "
+                    f"which needs {room_of(policy)}: shorten the prompt, or give a kvevict.policy that reads once",
+                    "context_length_exceeded",
+                )
+            policy = within_positions(policy, self.config, tokens)
+        return told(policy, self.tokenizer)

@@ -1,0 +1,200 @@
+"""A model's response template: it tells reasoning and tool calls from text while an answer is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
+from transformers.utils.chat_parsing import ResponseParser, parse_response
+
+from ..prompts import rendered
+
+CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
+TEXTS = CONTENT, *REASONING
+NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
+
+
+class Token(NamedTuple):
+    """A written token: its bytes, the logarithm of its probability, and (bytes, logarithm) of the likeliest tokens in
+    their order. start: letters of the answer before the token, or before the character that it is a part of."""
+
+    data: bytes
+    log: float
+    others: list[tuple[bytes, float]]
+    start: int
+
+
+Part: TypeAlias = str | ToolCall | Token
+
+
+class Form:
+    """How a model writes: the special tokens, and the response template, a grammar that parts reasoning and tool calls
+    from text. Transformers' template for the model's type counts only if the chat template opens an answer as it
+    expects."""
+
+    def __init__(self, tokenizer: Any, model: Any) -> None:
+        added = tokenizer.added_tokens_decoder
+        self.tokenizer = tokenizer
+        self.special = {at for at, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.template = get_response_template(tokenizer, model) if tokenizer.chat_template else None
+        if self.template is not None and getattr(tokenizer, "response_template", None) is None:
+            opened = rendered(tokenizer, [{"role": "user", "content": "?"}], "a user's turn alone")
+            anchors = self.template["start_anchor"]
+            if not any(each in opened for each in ([anchors] if isinstance(anchors, str) else anchors)):
+                self.template = None
+
+    def parser(self, prompt: list[int], tools: list[Any] | None) -> Parser | None:
+        """Make the parser of an answer to a prompt's ids; None: all is text. Without tools there are no calls."""
+        if self.template is None:
+            return None
+        fields = {name: field for name, field in self.template["fields"].items() if tools or name != CALLS}
+        return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
+
+    def silent(self, parser: object) -> set[int]:
+        """Return the special tokens that are not written: those that the response template does not look for."""
+        if parser is None:
+            return self.special
+        looked_for = "\n".join(_strings(self.template))
+        letters = {at: self.tokenizer.decode([at]) for at in self.special}
+        return {at for at, each in letters.items() if each not in looked_for and re.escape(each) not in looked_for}
+
+
+class Parser:
+    """Transformers' parser without its losses: a tool call that is cut, or cannot be read, is text. No part has letters
+    of the prompt.
+
+    Transformers' parser raises for a region that it cannot read, and loses the region. So the template here makes every
+    region text, and each region is then read alone.
+    """
+
+    def __init__(self, template: dict, prompt: str, tools: list | None) -> None:
+        self._template, self._tools = template, tools
+        whole = {**template, "fields": {name: _whole(name, field) for name, field in template["fields"].items()}}
+        self._parser = ResponseParser(whole, prompt)
+        # Letters of the prompt that are in no event yet: they may begin a delimiter, or are in a region that is open.
+        self._given = sum(len(_letters(event)) for event in ResponseParser(whole, prompt).finalize()[1])
+        self._spoke, self._blank = False, ""  # whether a field has letters, and space after them
+        self._lost = False  # whether the last region could not be read
+
+    def parts(self, text: str) -> list[Part]:
+        """Return the parts that are certain after more text."""
+        return self._told(self._parser.feed(text))
+
+    def close(self, text: str, cut: bool) -> list[Part]:
+        """Return the rest, with the last text. cut: whether the answer could have gone on."""
+        return self.parts(text) + self._told(self._parser.finalize()[1], cut)
+
+    def _told(self, events: list, cut: bool = False) -> list:
+        parts: list = []
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if kind == "region_open" and field in TEXTS:
+                self._spoke, self._blank, self._lost = self._lost and field == CONTENT, "", False
+                if self._template["fields"][field].keys() & {"open", "open_pattern"}:
+                    self._given = 0
+            elif kind == "region_chunk" and field in TEXTS:
+                text = self._stripped(self._new(event["text"]), field)
+                if text:
+                    parts.append(ReasoningText(text) if field in REASONING else text)
+            elif kind == "region_close" and field not in TEXTS:
+                parts.extend(self._region(event, cut))
+        return joined(parts)
+
+    def _region(self, event: dict, cut: bool) -> list:
+        """Return the calls of a region that is not text, or the letters of a region that cannot be read."""
+        letters = _letters(event)
+        said = self._new(letters)
+        try:
+            if cut and not event["value"].get("end"):
+                raise ValueError("its end did not come")
+            calls = self._calls(event["field"], letters)
+            self._blank = ""
+            return calls
+        except NOT_READ:
+            said, self._lost, self._blank = self._blank + said, True, ""
+            return [said]
+
+    def _calls(self, field: str, letters: str) -> list:
+        alone = {**self._template, "fields": {field: self._template["fields"][field]}}
+        message = parse_response(letters, alone, prefix="", tools=self._tools)
+        return [call_of(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
+
+    def _new(self, text: str) -> str:
+        """Cut the letters of the prompt from a text."""
+        new = text[self._given :]
+        self._given = max(self._given - len(text), 0)
+        return new
+
+    def _stripped(self, text: str, field: str) -> str:
+        """Strip the space at the ends of a field, as Transformers does for a whole message."""
+        if not self._template["fields"][field].get("content_args", {}).get("strip", True):
+            return text
+        text = self._blank + text if self._spoke else text.lstrip()
+        said = text.rstrip()
+        self._spoke, self._blank = self._spoke or bool(said), text[len(said) :]
+        return said
+
+
+def _whole(name: str, field: dict) -> dict:
+    """Change a field of a response template so that it is never missing, and that its value is all of its letters."""
+    if name in TEXTS:
+        return {**field, "content": "text", "optional": True}
+    start, end = _pattern(field, "open"), _pattern(field, "close")
+    made: dict = dict(content="text", content_args=dict(strip=False), repeats=True, transform=dict(content="{content}"))
+    if start is not None:
+        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second is the end of a region that has none
+        made["transform"] = dict(start="{start_}", content="{content}", end="{end_}")
+    if end is not None:
+        made["close_pattern"] = f"(?P<end_>{end})"
+    return made
+
+
+def _pattern(field: dict, key: str) -> str | None:
+    """Return the pattern of a delimiter, which is one text or several."""
+    if key not in field:
+        return field.get(f"{key}_pattern")
+    texts = [field[key]] if isinstance(field[key], str) else sorted(field[key], key=len, reverse=True)
+    return "|".join(map(re.escape, texts))
+
+
+def _letters(event: dict) -> str:
+    """Return the letters of an event: a chunk of a text, or all of another region that ends."""
+    if event["field"] in TEXTS:
+        return event.get("text", "")
+    return "".join(event["value"].values()) if event["type"] == "region_close" else ""
+
+
+def joined(parts: Iterable[Part]) -> list[Any]:
+    """Join texts of one kind that follow each other."""
+    found: list = []
+    for part in parts:
+        if found and isinstance(part, str) and type(found[-1][0]) is type(part):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return [type(each[0])("".join(each)) if isinstance(each[0], str) else each[0] for each in found]
+
+
+def _listed(value: object) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def call_of(value: Any) -> ToolCall:
+    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call."""
+    function = value["function"]
+    name, arguments = function["name"], function["arguments"]
+    if not (isinstance(name, str) and name):
+        raise ValueError("a call needs a name")
+    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def _strings(value: object) -> Any:
+    """Iterate over the texts in a value of JSON."""
+    if isinstance(value, str):
+        return [value]
+    each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return chain.from_iterable(map(_strings, each))

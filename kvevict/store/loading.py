@@ -1,0 +1,195 @@
+"""Loads a cache from its file, in place where it can stay there."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from .. import families, sealed
+from ..engine.slots.adopt import EvictionCache, adopt
+from ..engine.slots.cache import EvictionLayer
+from ..engine.slots.carried import of_layer as carried_of
+from ..engine.slots.latent import LatentLayer
+from ..engine.slots.mapped import Lent
+from ..engine.slots.ranks import of
+from ..engine.slots.storage import Storage
+from ..files import is_remote
+from ..policy.checks import parsed
+from ..policy.policy import Policy
+from ..version import VERSION
+from ..weights import Identity, Owner, identity
+from .form import FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer
+
+
+def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
+    """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
+
+    verify   whether to compare the file's checksum with its content: all of the file is read, a second per GB
+
+    The slots of a cache that was read with recall=True stay in the file, on the CPU (`stays`): pages are read when they
+    are needed, count as no memory of the process, and all processes that load the file share them. The file may be
+    replaced or deleted meanwhile. If it is written to or cut short in place, slots change, or the process ends. Of any
+    other cache all is copied.
+
+    Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
+    covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
+    of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
+    weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
+    those that change no number a model computes (`kvevict.weights.SILENT`).
+    """
+    from ..patch import base_model, find_decoder
+
+    decoder = find_decoder(model)
+    config, path = decoder.config, os.fsdecode(path)
+    try:
+        meta = sealed.texts(path)
+        facts, common = parsed(meta.get("layers", "null")), parsed(meta.get("cache", "null"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
+    if not str(meta.get("format")).startswith(FORMAT.rstrip("0123456789")) or not isinstance(facts, list):
+        raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
+    if meta["format"] != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of kvevict: its format is {meta['format']!r}, kvevict {VERSION} "
+            f"reads {FORMAT!r}; read the prompt again and save the cache anew"
+        )
+    try:
+        tensors = sealed.tensors(path, verify)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
+    kinds = families.layer_kinds(config)
+    if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
+        raise ValueError(
+            f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
+            "the one that read it"
+        )
+    ranks = of(base_model(model))
+    try:
+        check(tensors, facts, common)
+        weights, configuration = common["weights"], common["configuration"]
+        known = None if configuration is None else Identity(weights, dict(configuration))
+        policy = _policy_of(common["policy"])
+    except WRONG as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    differs = known and known.difference(identity(decoder))
+    if differs:
+        raise ValueError(
+            f"{path} was written for another model: {differs}; give the one that read it, with the same PEFT adapters "
+            "on, or read the prompt again"
+        )
+    cache: Any = DynamicCache(config=config)
+    dtype = base_model(model).dtype
+    adopt(cache, kinds, config, ranks)
+    heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
+    heads = (heads[0], 1) if families.is_latent(config) else heads
+    for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
+        if fact["kind"] == families.NOTHING:
+            continue
+        module = families.attention_of(families.layers_of(decoder)[index], index)
+        device, shape = families.device_of(module), (*heads, *families.widths(module, config))
+        if isinstance(layer, LatentLayer):
+            layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
+        whole = of_layer(tensors, index)
+        try:
+            in_place = FLAT if ranks.size == 1 and stays(path, policy, device) else ()
+            mine = {n: t if n in in_place else t.to(device, copy=True) for n, t in _part(whole, ranks).items()}
+            fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
+            fill(layer, mine, fact, shape, dtype)
+            if in_place and isinstance(layer, EvictionLayer):  # what is read from here on goes after these slots
+                slots = layer.storage
+                file = Lent(slots.buffers, len(slots.pos))
+                layer.storage = replace(slots, regions=(file,) * len(slots.counts)).as_prefix()
+            if ranks.size > 1 and "len" in whole:
+                ranks.note(layer, np.array(whole["len"].tolist()))
+                layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
+        except WRONG as error:
+            raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
+    try:
+        _fill_cache(cache, common, policy)
+    except WRONG as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    cache.owner = Owner(decoder, known)
+    return cache
+
+
+def stays(path: str | os.PathLike, policy: Policy | None, device: torch.device) -> bool:
+    """Whether `load_cache` leaves the slots of a cache, read by a policy, in its file: only where no other machine can
+    remove the file, as reading it would then end the process."""
+    return policy is not None and bool(policy.recall) and device.type == "cpu" and not is_remote(path)
+
+
+def _part(tensors: dict, ranks: Any) -> dict:
+    """This rank's part of a layer's tensors."""
+    if ranks.size == 1:
+        return tensors
+    part = {n: t if n in (*FLAT, *OF_ROWS) else ranks.mine(t).contiguous() for n, t in tensors.items()}
+    if "len" in tensors:
+        batch, heads = tensors["len"].shape
+        of_head = torch.arange(batch * heads).view(batch, heads)
+        for name in FLAT:
+            rows = tensors[name].split(tensors["len"].flatten().tolist())
+            part[name] = torch.cat([rows[i] for i in ranks.mine(of_head).flatten().tolist()])
+    if "carry" in part:
+        part["carry"] = part["carry"][..., : int(part["len"].max())]
+    return part
+
+
+def _policy_of(text: str) -> Any:
+    """The policy that `_text_of` wrote; None for None, and where a part of it is not registered here."""
+    if not isinstance(text, (str, type(None))):
+        raise TypeError(f"policy is {text!r}, not a text")
+    try:
+        return None if text is None else Policy.from_json(text)
+    except ValueError:
+        return None
+
+
+def _fill_cache(cache: EvictionCache, fact: dict, policy: Any) -> None:
+    """Set the parts of a cache that concern all layers."""
+    sequence = cache.sequence
+    sequence.policy, sequence.packed = policy, tuple(map(tuple, fact["packed"]))
+    sequence.floor = sequence.columns
+    if fact["next_position"] is not None:
+        first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
+        sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
+
+
+def _fill_sliding(layer: Any, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
+    """A sliding layer may have another number of heads than the layers that evict."""
+    if fact["window"] != layer.sliding_window:
+        raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
+    keys, values = tensors["keys"], tensors["values"]
+    expect("keys", keys, (*keys.shape[:3], shape[2]), dtype)
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
+
+
+def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
+    (query_heads, heads, dim, read), length = shape, tensors["len"]
+    batch = len(length)
+    expect("len", length, (batch, heads), torch.int32)
+    kinds, rows = kinds_of(fact), int(length.sum())
+    for name, kind in zip("kv", kinds, strict=True):
+        expect_rows(name, tensors[name], rows, dim, dtype, kind)
+    if "prompt" in tensors:
+        layer.prompt = np.array(tensors["prompt"].tolist())
+    if "moments" in tensors:
+        expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
+    if "decode_queries" in tensors:
+        *_, rows, width = tensors["decode_queries"].shape  # queries, or queries and outputs
+        expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
+        if width not in (read, 2 * read):
+            raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
+    layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim, dtype=dtype))
+    slots, counts = (tensors["k"], tensors["v"], tensors["pos"]), np.array(length.tolist())
+    layer.kinds = kinds
+    layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"), kinds)
+    layer.sequence.columns, layer.sequence.seen = fact["columns"], np.array(tensors["seen"].tolist())
+    layer.budget = np.array(tensors["budget"].tolist())
+    for name in OPTIONAL:
+        setattr(layer, name, tensors.get(name))
+    layer.memory = {"moments": tensors["moments"]} if "moments" in tensors else {}
+    layer.carry = carried_of(layer.carry, layer)

@@ -1,0 +1,182 @@
+"""Saves a cache to a file, from where its slots lie: they are not copied in memory."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import families, sealed
+from ..engine.slots.adopt import EvictionCache
+from ..engine.slots.archive import Apart
+from ..engine.slots.cache import HALF_READ, EvictionLayer
+from ..engine.slots.carried import wide
+from ..engine.slots.layers import StatefulLayer
+from ..engine.slots.storage import Storage
+from ..policy.kv import KINDS
+from ..policy.policy import Policy
+from ..version import VERSION
+from .form import FLAT, FORMAT, OF_ROWS, OPTIONAL, WORDS, WRONG, check, steps_of
+
+
+def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "") -> None:
+    """Write a cache that a patched model filled to `path` (safetensors, 0600).
+
+    cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it. Of a cache
+            that was read with recall=True the slots of all tokens are written
+    name    a text for the file's metadata, under `name`; the checksum covers it
+
+    In tensor parallel all ranks call this: the first rank writes one file with the heads of all, and any number of
+    ranks can load it. Raises OSError, and leaves `path` unchanged, if the file cannot be written.
+    """
+    if not isinstance(cache, EvictionCache):
+        raise ValueError(
+            f"a {type(cache).__name__} that was not filled by kvevict: read a prompt with a patched model first"
+        )
+    sequence, ranks, failed = cache.sequence, cache.ranks, None
+    if sequence.half_read:
+        raise ValueError(HALF_READ)
+    tensors, facts = _contents(cache)
+    following = None if sequence.next_position is None else sequence.next_position.tolist()
+    common: dict[str, Any] = dict(packed=sequence.packed, next_position=following, kvevict=VERSION)
+    weights, configuration = cache.owner.identity() or (None, None)
+    common |= dict(weights=weights, configuration=configuration, policy=_text_of(sequence.policy))
+    if ranks.size > 1:
+        tensors = {name: sealed.whole(t).clone() for name, t in tensors.items()}
+    parts = ranks.to_first(tensors)
+    if parts is not None:
+        try:
+            all_heads = tensors if len(parts) == 1 else _joined(parts)
+            for index, fact in enumerate(facts):
+                if fact["kind"] == families.FULL_ATTENTION:
+                    fact |= _positions_fact(index, all_heads, max([cache.get_seq_length(), *(following or ())]))
+            try:
+                check(all_heads, facts, common)
+            except WRONG as error:
+                raise ValueError(f"this cache cannot be saved, no file of it could be loaded: {error}") from None
+            metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common), "name": name}
+            sealed.write(path, all_heads, metadata)
+        except Exception as error:
+            failed = error
+    failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
+    if failed is not None:
+        raise failed
+
+
+def _contents(cache: EvictionCache) -> tuple[dict, list]:
+    """The tensors of a cache, by layer and name, and a fact of each layer."""
+    sequence, tensors, facts = cache.sequence, {}, []
+    for index, layer in enumerate(cache.layers):
+        if type(layer).__name__ == "DummyLayer":
+            facts.append(dict(kind=families.NOTHING, columns=cache.get_seq_length()))
+            continue
+        if isinstance(layer, StatefulLayer) or not isinstance(layer, CacheLayerMixin):
+            raise ValueError(
+                f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
+            )
+        if isinstance(layer, EvictionLayer) and layer.is_initialized:
+            values = _slots(layer) | {name: getattr(layer, name) for name in OPTIONAL}
+            values["seen"] = torch.tensor(sequence.seen, dtype=torch.int32, device=layer.device)
+            values["centre"] = layer.centre
+            values["moments"] = _moments(layer, index)
+            values["carry"] = None if layer.carry is None else wide(layer.carry, int(values["len"].max()))
+            values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
+            own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
+            values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
+            fact, kinds = dict(kind=families.FULL_ATTENTION, columns=sequence.columns), layer.storage.kinds
+            packed_as = dict(bits=[WORDS[kind] for kind in kinds])
+            facts.append(fact if kinds == KINDS["model"] else fact | packed_as)
+        elif getattr(layer, "is_sliding", False) and layer.is_initialized:
+            window = layer.sliding_window  # type: ignore[attr-defined]
+            start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
+            values = {name: getattr(layer, name)[:, :, start:] for name in ("keys", "values")}
+            facts.append(dict(kind=families.SLIDING, columns=layer.cumulative_length, window=window))
+        else:
+            raise ValueError(f"layer {index}, a {layer!r}, was not filled by kvevict; read with a patched model first")
+        tensors |= {f"{index}.{name}": t for name, t in values.items() if t is not None}
+    return tensors, facts
+
+
+def _slots(layer: EvictionLayer) -> dict[str, Any]:
+    """`len`, and each slot's k, v and pos where they lie: of all tokens, if the layer has an archive."""
+    counts, places = torch.zeros_like(layer.len, device="cpu"), []
+    for b, h, storage, rows in _places(layer):
+        counts[b, h] += rows.stop - rows.start
+        places.append((storage, rows))
+
+    def pieces(name: str) -> sealed.Pieces:
+        like = getattr(layer.storage, name)
+        shape = int(counts.sum()), *like.shape[1:]
+        return sealed.Pieces(shape, like.dtype, lambda: (getattr(storage, name)[rows] for storage, rows in places))
+
+    return dict(len=counts.to(layer.device)) | {name: pieces(name) for name in FLAT}
+
+
+def _places(layer: EvictionLayer) -> Iterator[tuple[int, int, Storage, slice]]:
+    """(b, h, storage, rows) of a head's slots, in order and head after head."""
+    archive, heads = layer.archive, layer.counts.shape[1]
+    whole: Any = layer.storage if archive is None else archive
+    since = layer.sequence.columns - layer.sequence.archived
+    last = layer.storage.last(since) if archive is not None and since else None
+    for b in range(len(layer.counts)):
+        own, row = (archive.each[b], 0) if isinstance(archive, Apart) else (whole, b)
+        for h in range(heads):
+            for storage, at in ((own.prefix, row), (own, row), (last, b)):
+                if storage is not None:
+                    start = int(storage.starts[at, h])
+                    yield b, h, storage, slice(start, start + int(storage.counts[at, h]))
+
+
+def _moments(layer: EvictionLayer, index: int) -> Any:
+    """The one memory of a quantity that a file has room for."""
+    others = sorted(layer.memory.keys() - {"moments"})
+    if others:
+        raise ValueError(
+            f"layer {index} remembers {', '.join(others)} for a quantity, which save_cache cannot write; keep the "
+            "cache in memory"
+        )
+    return layer.memory.get("moments")
+
+
+def _positions_fact(index: int, tensors: dict, end: int) -> dict:
+    """The file's facts about a layer's positions. `end`: all positions are below it; it is at least the argument `end`.
+    `ties`: positions may repeat within a head, as those of a picture's tokens."""
+    pos = sealed.whole(tensors[f"{index}.pos"])
+    steps = steps_of(pos, tensors[f"{index}.len"])
+    if bool((steps < 0).any()) or bool((pos < 0).any()):
+        raise ValueError(f"layer {index} has positions that do not ascend; read with ascending position_ids to save")
+    return dict(end=max(end, int(pos.max()) + 1 if pos.numel() else 0), ties=bool((steps == 0).any()))
+
+
+def _joined(parts: Any) -> dict:
+    """The tensors of a whole cache, out of those of every rank."""
+    whole = {}
+    for name in parts[0]:
+        index, kind = name.split(".", 1)
+        each = [part[name].cpu() for part in parts]
+        if kind in FLAT:  # a head's slots follow the previous head's, row by row
+            lens = [part[f"{index}.len"] for part in parts]
+            rows = [t.split(n.flatten().tolist()) for t, n in zip(each, lens, strict=True)]
+            batch, heads = lens[0].shape
+            whole[name] = torch.cat([r[b * heads + h] for b in range(batch) for r in rows for h in range(heads)])
+        elif kind in OF_ROWS:
+            whole[name] = each[0]
+        else:
+            longest = max(t.shape[2] for t in each) if kind == "carry" else 0
+            if longest:
+                each = [wide(t, longest) for t in each]
+            whole[name] = torch.cat(each, 1)
+    return whole
+
+
+def _text_of(policy: Policy) -> Any:
+    """A policy as JSON; None if it is unknown or JSON cannot hold it."""
+    try:
+        if policy is not None and policy.recall:
+            policy = replace(policy, recall=True)  # a folder is this machine's
+        return None if policy is None else policy.to_json()
+    except ValueError:
+        return None
