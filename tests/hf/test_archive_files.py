@@ -241,7 +241,7 @@ def test_files_take_no_memory(tmp_path):
         for each in (one, two):
             grown, got, second_turn = said(each)
             assert grown < 0.02 * size and abs(got - want) < 1e-3
-            assert second_turn < 0.5 * size  # a copy of one layer of four, and room for more
+            assert second_turn < 0.8 * size  # copies of four layers, one at a time: not all are returned at once
         for each in (one, two):
             print(file=each.stdin, flush=True)
             resident, *private = said(each)

@@ -52,8 +52,8 @@ class Files:
             file = _mapped(self.folder, end)
         except OSError as error:
             warnings.warn(
-                f"recall: {self.folder} cannot hold a file of {end} bytes ({error.strerror}): this layer's archive lies "
-                "in memory from here on. Give a folder with room for it, or read shorter texts",
+                f"recall: {self.folder} cannot hold a file of {end} bytes ({error.strerror}): this layer's archive "
+                "lies in memory from here on. Give a folder with room for it, or read shorter texts",
                 stacklevel=2,
             )
             return None
