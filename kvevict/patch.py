@@ -78,8 +78,7 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
     check_kv(chosen.kv, model)
-    if isinstance(chosen.recall, str):
-        check_folder(chosen.recall, model)
+    mapped.check(chosen.recall)
     made = Plan(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, rotary.rope_depends_on_length(decoder))
     modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
@@ -119,14 +118,6 @@ def check_kv(kind: str, model: Any) -> None:
             f"kv={kind!r} and {type(decoder).__name__}: its heads share latents (MLA), which are stored in the model's "
             "dtype only; give kv='model'"
         )
-
-
-def check_folder(recall: str, model: Any) -> None:
-    """Raise ValueError unless an archive can lie in a folder's files."""
-    device = families.device_of(find_decoder(model))
-    if device.type != "cpu":
-        raise ValueError(f"recall={recall!r}: files are for a model on the CPU, this one is on {device}: recall=True")
-    mapped.check(recall)
 
 
 def unpatch(model: Any) -> Any:

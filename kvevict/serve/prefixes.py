@@ -218,11 +218,13 @@ class Prefixes:
             self._tidy()
         if self._is_gone(key):  # since it is written
             _unlink(self._path(key))
-        elif key in self._live and stays(self.folder, cache.sequence.policy, device_of(self.model)):
+        elif key in self._live and stays(self.folder, cache.sequence.policy):
             self._leave(key)
 
     def _leave(self, key: str) -> None:
         """Let the slots of a cache in memory lie in its file instead."""
+        if device_of(self.model).type != "cpu":  # whose memory the slots are to be in
+            return
         with contextlib.suppress(ValueError, OSError):  # another server has removed it
             cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
             self.place(cache)

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from .. import families, sealed
+from ..engine.slots import host
 from ..engine.slots.adopt import EvictionCache, adopt
 from ..engine.slots.cache import EvictionLayer
 from ..engine.slots.carried import of_layer as carried_of
@@ -94,14 +95,17 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
         whole = of_layer(tensors, index)
         try:
-            in_place = FLAT if ranks.size == 1 and stays(path, policy, device) else ()
-            mine = {n: t if n in in_place else t.to(device, copy=True) for n, t in _part(whole, ranks).items()}
+            here, file = device, ranks.size == 1 and stays(path, policy)
+            if host.is_away(device) and policy is not None and policy.recall:
+                here = torch.device("cpu")  # all slots may be more than the device holds: they come as they are read
+            mine = {
+                n: t if n in FLAT and file else t.to(here if n in FLAT else device, copy=True)
+                for n, t in _part(whole, ranks).items()
+            }
             fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
             fill(layer, mine, fact, shape, dtype)
-            if in_place and isinstance(layer, EvictionLayer):  # what is read from here on goes after these slots
-                slots = layer.storage
-                file = Lent(slots.buffers, len(slots.pos))
-                layer.storage = replace(slots, regions=(file,) * len(slots.counts)).as_prefix()
+            if isinstance(layer, EvictionLayer) and layer.is_initialized and (file or here is not device):
+                layer.storage = _before(layer.storage, file, device if here is not device else None)
             if ranks.size > 1 and "len" in whole:
                 ranks.note(layer, np.array(whole["len"].tolist()))
                 layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
@@ -115,10 +119,23 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
     return cache
 
 
-def stays(path: str | os.PathLike, policy: Policy | None, device: torch.device) -> bool:
+def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
     """Whether `load_cache` leaves the slots of a cache, read by a policy, in its file: only where no other machine can
     remove the file, as reading it would then end the process."""
-    return policy is not None and bool(policy.recall) and device.type == "cpu" and not is_remote(path)
+    return policy is not None and bool(policy.recall) and not is_remote(path)
+
+
+def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
+    """The slots as a prefix of what is read from here on. file: they stay in it; device: of the layer, if they stay in
+    the host's memory and it is another."""
+    if file:
+        lent = Lent(slots.buffers, len(slots.pos))
+        slots = replace(slots, regions=(lent,) * len(slots.counts))
+    if device is None:
+        return slots.as_prefix()
+    centre = None if slots.centre is None else slots.centre.cpu()
+    there = replace(slots, like=slots.like.cpu(), centre=centre, on_host=True)
+    return host.elsewhere(there, device, False, prefix=there)
 
 
 def _part(tensors: dict, ranks: Any) -> dict:
@@ -183,7 +200,7 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
         expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
-    layer.lazy_initialization(tensors["k"].new_empty(batch, heads, 0, dim, dtype=dtype))
+    layer.lazy_initialization(length.new_empty(batch, heads, 0, dim, dtype=dtype))
     slots, counts = (tensors["k"], tensors["v"], tensors["pos"]), np.array(length.tolist())
     layer.kinds = kinds
     layer.storage = Storage.packed(*slots, counts, layer.storage.like, tensors.get("centre"), kinds)

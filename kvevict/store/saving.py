@@ -11,10 +11,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import families, sealed
 from ..engine.slots.adopt import EvictionCache
-from ..engine.slots.archive import Apart
 from ..engine.slots.cache import HALF_READ, EvictionLayer
 from ..engine.slots.carried import wide
 from ..engine.slots.layers import StatefulLayer
+from ..engine.slots.mapped import is_folder
 from ..engine.slots.storage import Storage
 from ..policy.kv import KINDS
 from ..policy.policy import Policy
@@ -122,12 +122,9 @@ def _places(layer: EvictionLayer) -> Iterator[tuple[int, int, Storage, slice]]:
     since = layer.sequence.columns - layer.sequence.archived
     last = layer.storage.last(since) if archive is not None and since else None
     for b in range(len(layer.counts)):
-        own, row = (archive.each[b], 0) if isinstance(archive, Apart) else (whole, b)
         for h in range(heads):
-            for storage, at in ((own.prefix, row), (own, row), (last, b)):
-                if storage is not None:
-                    start = int(storage.starts[at, h])
-                    yield b, h, storage, slice(start, start + int(storage.counts[at, h]))
+            for storage, rows in [*whole.places(b, h), *([] if last is None else last.places(b, h))]:
+                yield b, h, storage, rows
 
 
 def _moments(layer: EvictionLayer, index: int) -> Any:
@@ -175,7 +172,7 @@ def _joined(parts: Any) -> dict:
 def _text_of(policy: Policy) -> Any:
     """A policy as JSON; None if it is unknown or JSON cannot hold it."""
     try:
-        if policy is not None and policy.recall:
+        if policy is not None and is_folder(policy.recall):
             policy = replace(policy, recall=True)  # a folder is this machine's
         return None if policy is None else policy.to_json()
     except ValueError:

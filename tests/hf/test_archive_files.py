@@ -105,9 +105,6 @@ def test_refusals(tmp_path):
     for folder in (tmp_path / "missing", Path("/proc")):
         with pytest.raises(ValueError, match=r"recall='.*': no file can be made there"):
             kvevict.patch(model, "snapkv", budget=64, recall=str(folder))
-    here = mock.patch("kvevict.families.device_of", lambda module: torch.device("cuda"))
-    with here, pytest.raises(ValueError, match="files are for a model on the CPU"):
-        sys.modules["kvevict.patch"].check_folder(str(tmp_path), model)
 
 
 KILLED = """

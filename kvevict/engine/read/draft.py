@@ -56,7 +56,7 @@ class Drafting(Chooser):
         while calls:
             call = calls.pop(0)
             drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.slots.index), strict=True))
-            with call.step.meter.clock("evict"):
+            with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
 
     def _drafted(self, spans: Any, step: Step, hidden: torch.Tensor, calls: list) -> dict:
@@ -65,7 +65,11 @@ class Drafting(Chooser):
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             plan = Plan(policy, step.decoder, step.plan.ranks)
-            cache = step.cache.with_storages({call.slots.index: _cut(call, plan, n_d) for call in calls})
+            cuts = {}
+            for call in calls:
+                with call.layer.storage.here():
+                    cuts[call.slots.index] = _cut(call, plan, n_d)
+            cache = step.cache.with_storages(cuts)
             self._write(spans, step, hidden, plan, cache, noting, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
             meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))

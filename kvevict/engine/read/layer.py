@@ -17,6 +17,7 @@ from ..measure.inputs import given, rope_of
 from ..measure.quantities import measured
 from ..slots import archive
 from ..slots.carried import carry_newest
+from ..slots.host import Away
 from . import unseen
 from .schedule import observes
 
@@ -62,14 +63,23 @@ def attend(seen: Attended) -> Attended:
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
-    if layer.storage.prefix is not None and layer.storage.counts.any():  # the cut and the ops want one place
-        layer.storage = layer.storage.whole()
+    _fetch(step, plan.order[module.layer_idx])
+    if layer.storage.prefix is not None and layer.storage.counts.any() and not layer.storage.far:
+        layer.storage = layer.storage.whole()  # the cut and the ops want one place
     held = layer.slots(module)
     with step.meter.clock("attend"):
         out, lse = unseen.attend(step, q, k, v, held, layer.longest(), options)
     if step.seen[0] != seen.rows_to_store:
         layer.sequence.fix()  # slots are fewer than columns
     return seen._replace(out=out, lse=lse, held=held)
+
+
+def _fetch(step: Any, order: int) -> None:
+    """Begin to copy a layer's slots from the host's memory, if they lie there, and those of the next layer, which come
+    while this one computes. Layers that wait are to be copied once more, each beside this one: then the next is not."""
+    following = order + (1 if step.chooser.held else 2)
+    for index in [*step.plan.order][order:following]:
+        step.cache.layers[index].storage.fetch()
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +174,11 @@ class LayerCall:
 
     def _unread(self) -> Slots:
         """The slots, without the keys and values that this call has expanded from latents."""
-        kv: Any = self.slots.kv
-        return replace(self.slots, kv=replace(kv, stored=self.layer.slots(self.module)))
+        kv, layer, module = self.slots.kv, self.layer, self.module
+        if layer.storage.far:
+            stored = Away(lambda: layer.storage.gathered())
+            return replace(self.slots, stored=stored, kv=replace(kv, stored=Away(lambda: layer.slots(module))))
+        return replace(self.slots, kv=replace(kv, stored=layer.slots(module)))
 
     def stored(self) -> "LayerCall":
         """This call once its survivors are in the layer: the same slots are protected, and there are no new slots."""
@@ -216,8 +229,10 @@ def decide(seen: Attended) -> None:
     if index in step.plan.last_reader:
         step.unread[index] = call
         return
+    storage = call.layer.storage
     with step.meter.clock("evict"):
         step.chooser.layer(call)
+    storage.coming = None
 
 
 def layer_call(seen: Attended) -> LayerCall:

@@ -14,8 +14,7 @@ import torch
 from ... import cautions, rotary
 from ...context import context
 from ...weights import Owner
-from ..slots import archive
-from ..slots.mapped import Files
+from ..slots import archive, host
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
 from . import budgets, propagate, replay, schedule
@@ -90,6 +89,7 @@ class Spans:
         output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
+            host.wait()
         if step.chooser is not None:
             step.chooser.end(self, step, output.last_hidden_state[:, -1:])
         return output
@@ -200,7 +200,6 @@ class Spans:
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
             layer.archive_expected = max(seen) if policy.recall else 0
-            layer.archive_files = Files(policy.recall) if isinstance(policy.recall, str) else None
             if policy.schedule == "prompt" and len(chunks) > 1:
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read

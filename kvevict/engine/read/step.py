@@ -143,7 +143,8 @@ class Step(CallRows):
         in the layer that attends, one after the other."""
         if self.plan.readers or self.plan.policy.layers.cascades:
             return True
-        return self.decoding and (self.chooser is not None or not layer.decodes_after_prefix)
+        alone = self.chooser is not None or not layer.decodes_after_prefix or layer.storage.far
+        return self.decoding and alone
 
     @property
     def rows(self) -> Any:

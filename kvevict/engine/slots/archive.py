@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from . import host
+from .mapped import Files, is_folder
 from .storage import Storage
 
 
@@ -22,6 +24,8 @@ class Apart:
 
     total_counts = property(lambda self: np.concatenate([one.total_counts for one in self.each]))
     device = property(lambda self: self.each[0].device)
+    kinds = property(lambda self: self.each[0].kinds)
+    on_host = property(lambda self: self.each[0].on_host)
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
         """As `Storage.append`; nothing is expected of a row alone."""
@@ -34,8 +38,8 @@ class Apart:
         """As `Storage.centred_as`."""
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
-    def with_all(self, other: Storage) -> Apart:
-        """As `Storage.with_all`."""
+    def with_all(self, other: Storage, expected: int = 0) -> Apart:
+        """As `Storage.with_all`; nothing is expected of a row alone."""
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 
     def as_prefix(self) -> Apart:
@@ -59,6 +63,10 @@ class Apart:
         """All slots in one place, for reading."""
         return Storage.joined(self.each).gathered()
 
+    def places(self, b: int, h: int) -> list[tuple[Storage, slice]]:
+        """As `Storage.places`."""
+        return self.each[b].places(0, h)
+
     def tensors(self) -> tuple:
         return tuple(tensor for one in self.each for tensor in one.tensors())
 
@@ -81,22 +89,42 @@ def append(layer: Any, *new: Any) -> None:
     """Write new columns to a layer's archive, as the layer stores them. new: k, v, pos, first, padding of
     `Storage.append`."""
     if layer.archive is None:
-        layer.archive = layer.storage.blank(layer.archive_files)
-    layer.archive = layer.archive.centred_as(layer.storage).append(*new, layer.archive_expected)
+        layer.archive = _empty(layer)
+    archive, expected = layer.archive.centred_as(layer.storage), layer.archive_expected
+    if archive.on_host:  # the op that packs rows writes them where they were computed
+        like = layer.storage if layer.storage.kinds == archive.kinds else Storage.empty(new[0])
+        layer.archive = archive.with_all(like.blank(None).append(*new), expected)
+    else:
+        layer.archive = archive.append(*new, expected)
+
+
+def _empty(layer: Any) -> Storage:
+    """An archive without slots; a prefix of the layer's slots that lies in the host's memory is that of the archive."""
+    place, storage = layer.archive_place, layer.storage
+    files = Files(place) if is_folder(place) else None
+    if place is True or not host.is_away(storage.device):
+        return storage.blank(files)
+    return host.elsewhere(storage, torch.device("cpu"), True, files, storage.prefix if storage.far else None)
 
 
 def append_last(layer: Any) -> None:
     """Write the slots that came since to the archive. Without one it begins with all slots."""
-    if layer.archive is None:
-        layer.storage = layer.storage.as_prefix()
-        layer.archive = layer.storage.forked()
-    else:
+    if layer.archive is not None:
         layer.archive = _with_last(layer, layer.archive)
+        return
+    empty, storage = _empty(layer), layer.storage
+    if empty.on_host:
+        layer.archive = empty.with_all(replace(storage, prefix=None) if storage.far else storage.gathered())
+        host.wait()  # for later tokens these slots may move
+    else:
+        layer.storage = storage.as_prefix()
+        layer.archive = layer.storage.forked()
 
 
 def begin(sequence: Any, layers: Sequence[Any], recall: bool | str) -> None:
     """Before tokens are read: those since the last ones, which were decoded, go to the archives of a cache's layers."""
     for layer in layers:
+        layer.archive_place = recall
         if not recall:
             layer.archive = None  # this read will not add to it
         elif layer.is_initialized:
@@ -113,7 +141,7 @@ def crop(layer: Any, count: int) -> None:
 
 def whole(layer: Any) -> Storage:
     """The slots of all tokens, for a fork: those of the archive, and those that came since."""
-    return _with_last(layer, _forked(layer.archive))
+    return _here(layer, _with_last(layer, _forked(layer.archive)))
 
 
 def _forked(archive: Storage | Apart) -> Storage:
@@ -122,20 +150,31 @@ def _forked(archive: Storage | Apart) -> Storage:
 
 def _with_last(layer: Any, archive: Any) -> Any:
     count = layer.sequence.columns - layer.sequence.archived
-    return archive.centred_as(layer.storage).with_all(layer.storage.last(count)) if count else archive
+    if not count:
+        return archive
+    archive = archive.centred_as(layer.storage).with_all(layer.storage.last(count))
+    if archive.on_host:
+        host.wait()  # the layer's slots may move, and the host may read its own
+    return archive
+
+
+def _here(layer: Any, archive: Storage) -> Storage:
+    """The archive on the layer's device: a far storage, if it lies in another memory."""
+    return host.elsewhere(archive, layer.device, False, layer.pool, archive) if archive.on_host else archive
 
 
 def recall(layer: Any, due: np.ndarray) -> None:
     """The slots of all tokens take the place of the kept ones in the rows that are due [B], until the next cut."""
     every = layer.archive
-    if not due.all():
+    if not due.all() or isinstance(every, Apart):
         rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
-        every = Storage.joined([archived if recalls else kept for recalls, archived, kept in rows])
-    _restore(layer, every.gathered())
+        every = Storage.joined([_here(layer, archived) if recalls else kept for recalls, archived, kept in rows])
+    _restore(layer, every if every.on_host else every.gathered())
+    layer.storage.fetch()
 
 
 def _restore(layer: Any, archive: Storage | Apart) -> None:
-    layer.storage, layer.head_offsets = _forked(archive), None
+    layer.storage, layer.head_offsets = _here(layer, _forked(archive)), None
 
 
 def recall_all(layers: Sequence[Any], meter: Any) -> bool:

@@ -17,7 +17,6 @@ from ...policy import kv
 from . import archive
 from .archive import Apart
 from .carried import of_layer
-from .mapped import Files
 from .ranks import Ranks
 from .sequence import Sequence
 from .storage import ROOM, Storage
@@ -77,7 +76,7 @@ class EvictionLayer(CacheLayerMixin):
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         self.archive_expected = 0  # slots per head that a read is going to archive
-        self.archive_files: Files | None = None  # that the archive lies in; None: in memory
+        self.archive_place: bool | str = True  # where an archive that begins lies: `Policy.recall` of the last read
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
         # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown

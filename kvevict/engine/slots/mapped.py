@@ -25,8 +25,15 @@ class Lent(NamedTuple):
 
 
 def in_file(storage: Storage) -> bool:
-    """Whether slots lie in a file."""
+    """Whether slots lie in a file: those of the prefix, if there are no others."""
+    if storage.prefix is not None and not storage.counts.any():
+        return in_file(storage.prefix)
     return any(isinstance(region, Lent) for region in storage.regions)
+
+
+def is_folder(recall: bool | str) -> bool:
+    """Whether a `Policy.recall` names a folder for files."""
+    return isinstance(recall, str) and recall != "memory"
 
 
 class Files:
@@ -82,12 +89,12 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
 
 def check(recall: bool | str) -> None:
     """Raise ValueError for a `Policy.recall` that is a folder in which no files can be made."""
-    if isinstance(recall, bool):
+    if not is_folder(recall):
         return
     try:
-        _mapped(recall, ALIGNED)
+        _mapped(str(recall), ALIGNED)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"recall={recall!r}: no file can be made there ({error}); give a folder that can be written to, or True "
-            "for an archive in memory"
+            f"recall={recall!r}: no file can be made there ({error}); give a folder that can be written to, 'memory' "
+            "for an archive in the host's memory, or True for one in the memory of the model's device"
         ) from None

@@ -10,6 +10,7 @@ import torch
 
 from ...policy import kv
 from .layers import archived, tensors_of
+from .mapped import in_file
 
 
 class _Clock:
@@ -80,6 +81,7 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
+            archive_in=_place(own[0].archive),
             recalled=recalled,
             overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
             positions=positions,
@@ -89,10 +91,16 @@ class Meter:
 def _recalled(kept: list, whole: list, now: list) -> list:
     """[row][head] how many slots came back. All three: positions [row][head]."""
     each = [
-        (torch.isin(has, every) & ~torch.isin(has, before)).sum()
+        (torch.isin(has.to(every.device), every) & ~torch.isin(has, before).to(every.device)).sum()
         for before, every, has in zip(chain(*kept), chain(*whole), chain(*now), strict=True)
     ]
     return torch.stack(each).view(len(now), -1).tolist()
+
+
+def _place(archive: Any) -> str | None:
+    """Where an archive lies."""
+    one = getattr(archive, "each", [archive])[0]
+    return None if one is None else "files" if in_file(one) else str(one.device)
 
 
 def _new_bytes(like: torch.Tensor) -> int:

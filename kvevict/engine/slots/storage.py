@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from ... import _ops
 from ..._ops import Held
 from ...policy import kv
+from .host import Coming, transfer
 from .mapped import Files
 from .pool import Pool
 
@@ -30,6 +32,9 @@ class Storage(Held):
 
     A fork's slots begin with a `prefix`, in buffers that other storages read too and none writes to; the other fields
     are of the slots after it. Several batch rows may share one row of a prefix.
+
+    A storage is `far` if its prefix lies in the host's memory and the slots after it on another device. It is read as a
+    copy of all slots on that device, which lies there inside `here`, and elsewhere for one use.
     """
 
     counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
@@ -39,9 +44,11 @@ class Storage(Held):
     regions: tuple = ()  # the `Region` (`Lent`) of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
-    prefix: Any = None  # a `Storage` without prefix, of the slots before these, or None
+    prefix: Any = None  # a `Storage` of the slots before these, or None; it has a prefix itself only if this one is far
+    on_host: bool = False  # in the host's memory, for a layer on another device; pinned there if that is a GPU
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
     table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
+    coming: Coming | None = field(default=None, init=False)  # the copy of all slots, of a far storage
 
     @classmethod
     def empty(cls, keys: Tensor, pool: Pool | Files | None = None, kinds: kv.Kinds = kv.KINDS["model"]) -> Storage:
@@ -56,6 +63,7 @@ class Storage(Held):
     @classmethod
     def joined(cls, storages: Sequence[Storage]) -> Storage:
         """Concatenate batch rows: without a copy if all lie in one pool, else in new buffers."""
+        storages = [each.whole() if each.far else each for each in storages]
         first, prefix = storages[0], None
         if any(each.prefix is not None for each in storages):
             prefix = cls.joined([each._no_slots() if each.prefix is None else each.prefix for each in storages])
@@ -83,7 +91,7 @@ class Storage(Held):
         return object.__reduce_ex__(self._alone(), protocol)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | dict(before=None, table=None)
+        return self.__dict__ | dict(before=None, table=None, coming=None)
 
     @classmethod
     def packed(
@@ -105,16 +113,19 @@ class Storage(Held):
     device = property(lambda self: self.k.device)
     dim = property(lambda self: self.like.shape[1])
     kinds = property(lambda self: (self.k_kind, self.v_kind))
+    far = property(lambda self: self.prefix is not None and self.prefix.on_host and not self.on_host)
     is_centred = property(lambda self: self.centre is None or bool(self.centred.all()))
 
     @property
     def total_counts(self) -> np.ndarray:
         """[B, Hkv] on the host: the prefix's slots too."""
-        return self.counts if self.prefix is None else self.prefix.counts + self.counts
+        return self.counts if self.prefix is None else self.prefix.total_counts + self.counts
 
     @property
     def total_len(self) -> Tensor:
         """`total_counts`, int32 on the device."""
+        if self.far:
+            return _ops.upload(self.total_counts, self.device, torch.int32)
         return self.len if self.prefix is None else self.prefix.len + self.len
 
     @property
@@ -184,7 +195,7 @@ class Storage(Held):
         """A storage with batch rows chosen [N], in any order, repeats allowed. Rows of a prefix stay in place, and
         those of a pool, unless they are repeated; so do at least half of the rows of other buffers."""
         at = chosen.tolist()
-        rows = self.aliased(chosen, at)
+        rows = self.aliased(chosen.to(self.device), at)
         stays = len(set(at)) == len(at) and (self.regions or 2 * len(at) >= len(self.counts))
         return rows._holding(rows.len, rows.counts) if stays else rows.moved(rows.capacity)
 
@@ -195,7 +206,8 @@ class Storage(Held):
         centre = None if self.centre is None else self.centre[chosen]
         return replace(
             rows, capacity=self.capacity[at], starts=self.starts[at], regions=regions, centre=centre,
-            centred=self.centred[at], prefix=None if self.prefix is None else self.prefix.aliased(chosen, at),
+            centred=self.centred[at],
+            prefix=None if self.prefix is None else self.prefix.aliased(chosen.to(self.prefix.device), at),
         )  # fmt: skip
 
     def moved(
@@ -222,10 +234,12 @@ class Storage(Held):
         """A storage with another one's centres: it may have some of rows that have no slot here."""
         if self.centre is None or other.centre is None:
             return self
-        return self._around(other.centre, other.centred)
+        if self.on_host != other.on_host and (self.centred == other.centred).all():
+            return self  # known here: no wait for the device
+        return self._around(other.centre.to(self.device), other.centred)
 
     def _around(self, centre: Tensor | None, centred: np.ndarray) -> Storage:
-        prefix = None if self.prefix is None else self.prefix._around(centre, centred)
+        prefix = self.prefix if self.prefix is None or self.far else self.prefix._around(centre, centred)
         return replace(self, centre=centre, centred=centred, prefix=prefix)
 
     # -- forks ------------------------------------------------------------------------------------------------------
@@ -248,14 +262,30 @@ class Storage(Held):
         none = 0 * self.counts
         return replace(self, pool=pool, prefix=prefix)._blank(none)._holding(torch.zeros_like(self.len), none)
 
+    def fetch(self) -> None:
+        """Begin to copy all slots of a far storage to its device, for `gathered`."""
+        if self.far and self.coming is None:
+            self.coming = Coming(self, self.total_counts)
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside, what reads the slots of a far storage reads one copy of them."""
+        self.fetch()
+        yield
+        self.coming = None
+
     def gathered(self) -> Storage:
         """All slots in one place, for reading: the prefix itself while there are no others."""
+        if self.far:
+            return (self.coming or Coming(self, self.total_counts)).slots()
         return self.whole() if self.prefix is None or self.counts.any() else self.prefix
 
     def whole(self) -> Storage:
         """All slots without a prefix, which is copied."""
         if self.prefix is None:
             return self
+        if self.far:
+            return Coming(self, self.grown(self.total_counts)).slots()
         return self.prefix.moved(self.prefix.grown(self.total_counts)).followed_by(self)
 
     _memory = property(lambda self: None if isinstance(self.pool, Files) else self.pool)
@@ -269,9 +299,9 @@ class Storage(Held):
 
     def followed_by(self, other: Storage) -> Storage:
         """Append the slots of another storage; this one must have room for them."""
-        after = replace(self, offset=self.offset + self.len)
-        after._filled(other, None, other.counts)
-        return self._holding(self.len + other.len, self.counts + other.counts)
+        after = replace(self, offset=self.offset + self.len, starts=self.starts + self.counts)
+        filled = after._filled(other, None, other.counts)
+        return self._holding(self.len + filled.len, self.counts + other.counts)
 
     def last(self, count: int) -> Storage:
         """View the last `count` slots of each head, for reading alone."""
@@ -281,10 +311,10 @@ class Storage(Held):
         starts = self.starts + self.counts - count
         return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, prefix=None)
 
-    def with_all(self, other: Storage) -> Storage:
-        """A storage with the slots of another one after these."""
+    def with_all(self, other: Storage, expected: int = 0) -> Storage:
+        """A storage with the slots of another one, which has no prefix, after these. expected: as in `append`."""
         counts = self.counts + other.counts
-        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts))
+        into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts, expected))
         return into.followed_by(other)
 
     def grown(self, counts: np.ndarray, expected: int = 0, room: int = ROOM) -> np.ndarray:
@@ -302,7 +332,8 @@ class Storage(Held):
         else:
             start, regions = 0, ()
             with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
-                k, v, pos = (t.new_empty(rows, *t.shape[1:]) for t in self.buffers)
+                pinned = self.on_host and torch.cuda.is_available()
+                k, v, pos = (t.new_empty(rows, *t.shape[1:], pin_memory=pinned) for t in self.buffers)
         return _laid_out(replace(self, k=k, v=v, pos=pos, regions=regions), capacity, start)
 
     def _refilled(self, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:
@@ -310,14 +341,19 @@ class Storage(Held):
         filled = self._filled(self, index, counts, *new)
         with torch.inference_mode(self.len.is_inference()):
             self.len.copy_(filled.len)
-        self.counts[...], self.centred = counts, filled.centred
+        self.counts[...], self.centred, self.coming = counts, filled.centred, None
         table = None if self.table is None else self.table()
         if table is not None:
             table.room = min(table.room, self.room)
         return self
 
     def _filled(self, source: Storage, index: Tensor | None, counts: np.ndarray, *new: Any) -> Storage:
-        """Fill these buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]."""
+        """Fill these buffers with counts [B, Hkv] slots `index` (None: the first ones) of [source | new]. From another
+        memory: with all of source."""
+        if source.on_host != self.on_host:
+            transfer(self, source)
+            length = _ops.upload(counts, self.device, torch.int32)
+            return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
         if not new:
             batch, heads = counts.shape
             none = source.like.new_empty(batch, heads, 0, source.dim)
@@ -368,13 +404,18 @@ class Storage(Held):
             for h, start in enumerate(row):
                 yield b, h, slice(start, start + lens[b][h])
 
+    def places(self, b: int, h: int) -> list[tuple[Storage, slice]]:
+        """Where the slots of a head lie, in order: storages, and slices of their flat buffers."""
+        before = [] if self.prefix is None else self.prefix.places(b, h)
+        start = int(self.starts[b, h])
+        return [*before, (self, slice(start, start + int(self.counts[b, h])))]
+
     def positions(self) -> list[list[Tensor]]:
-        """Positions of the slots by row and head: int32 copies."""
-        before = None if self.prefix is None else self.prefix.positions()
-        heads: list[Any] = [[None] * self.len.shape[1] for _ in range(self.len.shape[0])]
-        for b, h, rows in self.segments():
-            heads[b][h] = self.pos[rows].clone() if before is None else torch.cat([before[b][h], self.pos[rows]])
-        return heads
+        """Positions of the slots by row and head: int32 copies, of a far storage in the host's memory."""
+        device = self.prefix.device if self.far else self.device
+        rows, heads = map(range, self.counts.shape)
+        each = [[[one.pos[at].to(device) for one, at in self.places(b, h)] for h in heads] for b in rows]
+        return [[torch.cat(parts) for parts in row] for row in each]
 
     def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
         """The numbers [n, D] of rows of "k" or "v" that belong to head (b, h); fp32 if they are packed."""
