@@ -28,6 +28,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     archive_bytes      bytes of the archive that recall=True chooses from
+    archive_in         where it lies: a device such as "cuda:0", "cpu" for the host's memory, or "files"; None without
     recalled           [layer][row][kv head] the kept slots that had been evicted before this read, and came back with
                        recall=True; None: none could
     overhead_bytes     bytes of all else: free room, positions, carried scores

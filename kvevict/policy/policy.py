@@ -57,10 +57,12 @@ class Policy:
     kv             how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
                    bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
                    error above 1 takes more bits for its keys
-    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive in memory, too.
-                   A further turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose
-                   their slots anew from it; decoding stays within the budget. A folder's path: the archive lies in
-                   files there, mapped into memory (models on the CPU)
+    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive, too. A further
+                   turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose their slots
+                   anew from it; decoding stays within the budget. True: the archive lies in the memory of the model's
+                   device. "memory": in the host's, pinned for a model on a GPU, to which it comes one layer at a
+                   time; on a CPU as True. A folder's path: in files there, mapped into the host's memory ("./memory"
+                   is a folder of that name)
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`
                    and no more than that, which then bounds the chunks before alone; None: `budget` bounds both
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options

@@ -425,6 +425,13 @@ def test_command_of_recall(kind, tmp_path, capsys):
         cache = shared()(prompt(1, 520)["input_ids"], logits_to_keep=1).past_key_values
     size = sum(layer.archive.live_bytes() for layer in cache.layers)
     assert told == [f"Beside that, the archive takes {size / 2**30:.3g} GiB; attention to it is left out."]
+    for place in ("memory", str(tmp_path)):  # of four layers, two are on the GPU at once
+        argv[4] = f"snapkv:recall={place},kv={kind}"
+        assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
+        *lines, last = capsys.readouterr().out.strip().splitlines()
+        assert json.loads(last)["archive"] == {"device_bytes": size // 2, "host_bytes": size}
+        here = f"{size / 2**30:.3g} GiB of the host's, {size / 2**31:.3g} GiB of the GPU's during a recall"
+        assert f"Beside that, the archive takes {here}; attention to it is left out." in lines
 
 
 @pytest.mark.parametrize("options, budget, kept, told", [

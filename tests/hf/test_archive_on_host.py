@@ -1,16 +1,27 @@
-"""Archives in the host's memory, of a model on another device: here the same, with the copies made as between two."""
+"""Archives in the host's memory, of layers on another device: here on the CPU, too, with the copies of two memories."""
 
+import copy
 import weakref
 
 import pytest
 import torch
-from recalling import POLICIES, SNAPKV
+import zoo
+from recalling import POLICIES, SNAPKV, decoded
+from tiny import prompt, shared
+from transformers import DynamicCache
 
+import kvevict
+from kvevict.batch import Batch, Pools
+from kvevict.compat import CACHE, cache_of
+from kvevict.engine.read.budgets import places
 from kvevict.engine.slots import host
+from kvevict.engine.slots.archive import Apart
+from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.slots.joining import join
+from kvevict.families import find_decoder
 
-KINDS = {kind: SNAPKV | dict(kv=kind) for kind in ("int8", "k8v4", "int4")}
-MORE = {"pooled": SNAPKV | dict(policy="adakv", layers="pooled"), "take": dict(POLICIES["take+edie"], policy="take")}
-ALL = POLICIES | KINDS
+POLICIES = POLICIES | {kind: SNAPKV | dict(kv=kind) for kind in ("k8v4", "int4")}
+OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)
@@ -45,47 +56,228 @@ def ours(cache):
     return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
 
 
+def bits(layer):
+    """k, v, pos of every slot in a layer's archive, by row and head."""
+    rows, heads = map(range, layer.archive.total_counts.shape)
+    each = [layer.archive.places(b, h) for b in rows for h in heads]
+    return [torch.cat([getattr(one, name)[at] for place in each for one, at in place]) for name in ("k", "v", "pos")]
+
+
 def same(one, other):
-    """The same kept slots, and the same archives, bit by bit."""
+    """The first one's archives lie on the host; the kept slots and the archives are those of the other, bit by bit."""
     for mine, theirs in zip(ours(one), ours(other), strict=True):
+        assert mine.archive.on_host and not theirs.archive.on_host and not mine.storage.on_host
         assert places(mine, False) == places(theirs, False)
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
-        assert mine.archive.on_host and not theirs.archive.on_host
-        if isinstance(mine.archive, type(theirs.archive)) and hasattr(mine.archive, "places"):
-            rows, heads = mine.counts.shape
-            for b in range(rows):
-                for h in range(heads):
-                    for name in ("k", "v", "pos"):
-                        parts = [
-                            torch.cat([getattr(s, name)[at] for s, at in a.places(b, h)])
-                            for a in (mine.archive, theirs.archive)
-                        ]
-                        assert torch.equal(*parts)
+        assert all(map(torch.equal, bits(mine), bits(theirs)))
 
 
-def conversation(model, options):
+def both(options):
+    """The options with the archive on the "device", and on the host."""
+    return options, options | dict(recall="memory")
+
+
+def conversation(model, options, turn=40):
     """The logits of a text, and of turns on it and on a fork; both caches."""
     outs = []
     with kvevict.evicting(model, **options):
-        cache = model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values
+        cache = cache_of(model(prompt(1, 90)["input_ids"], logits_to_keep=1, use_cache=True))
         fork = cache.fork()
         for seed, each in enumerate([cache, fork, cache, fork, cache], 1):
-            outs.append(model(prompt(1, 40, seed=seed)["input_ids"], **{CACHE: each}, logits_to_keep=1).logits)
+            asked = prompt(1, turn, seed=seed)["input_ids"]
+            outs.append(model(asked, **{CACHE: each}, logits_to_keep=1, use_cache=True).logits)
             outs.append(decoded(model, each).logits)
     return torch.cat(outs), cache, fork
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", POLICIES)
 def test_as_on_the_device(name, dtype, copies):
-    model = shared().to(dtype) if dtype == torch.float32 else copy.deepcopy(shared()).to(dtype)
-    want, *caches = conversation(model, ALL[name])
-    assert not copies.made
-    got, *others = conversation(model, ALL[name] | dict(recall="memory"))
-    assert torch.equal(got, want) and copies.made
-    for one, other in zip(others, caches, strict=True):
+    """A layer has a copy while it attends, and the next one has; nothing else has any."""
+    model = copy.deepcopy(shared()).to(dtype)
+    found = [conversation(model, options, 70) for options in both(POLICIES[name])]
+    assert torch.equal(found[0][0], found[1][0])
+    for one, other in zip(found[1][1:], found[0][1:], strict=True):
         same(one, other)
-    if name != "cake":
-        assert copies.most <= 2
-    assert kvevict.report(others[0])["archive_in"] == "cpu"
-    assert all(each() is None for each in copies.made)
+    assert len(copies.made) >= 20 and all(copied() is None for copied in copies.made)
+    assert copies.most <= 2 or name == "cake"
+    assert [kvevict.report(cache)["archive_in"] for _, _, cache in found] == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
+def test_other_models(name, kind, copies):
+    model = zoo.make(name, kind)
+    found = [conversation(model, options) for options in both(SNAPKV)]
+    assert torch.equal(found[0][0], found[1][0])
+    same(found[1][1], found[0][1])
+    assert copies.made and copies.most <= 2
+
+
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "decode"])
+def test_forks_copies_rows_crops_and_beams(name, copies):
+    model, turn, found = shared(), prompt(1, 20, seed=1)["input_ids"], []
+    for options in both(POLICIES[name]):
+        with kvevict.evicting(model, **options):
+            cache = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
+            if name != "decode":
+                decoded(model, cache)
+                cache.crop(-2)
+            forks = [cache.fork(), copy.deepcopy(cache), cache.fork().fork(), cache.fork(), cache]
+            forks[3].batch_repeat_interleave(2)
+            forks[3].batch_select_indices(torch.tensor([1, 0]))
+            for fork in forks:
+                asked = turn.expand(len(fork.sequence.seen), -1)
+                for _ in range(2):
+                    model(asked, **{CACHE: fork}, logits_to_keep=1)
+                    if name != "decode":
+                        fork.activate_past_recording()
+                        model(asked[:, :4], **{CACHE: fork}, logits_to_keep=4)  # candidates
+                        fork.crop(-2)
+                        fork.record_past = False
+                    decoded(model, fork)
+            found.append(forks)
+            beams = model.generate(
+                turn,
+                num_beams=3,
+                max_new_tokens=6,
+                do_sample=False,
+                return_dict_in_generate=True,
+                **{CACHE: DynamicCache()},
+            )
+            found[-1].append(beams.past_key_values)
+    for other, one in zip(*found, strict=True):
+        same(one, other)
+    assert copies.most <= 2
+
+
+def padded(rows):
+    """Token ids and mask of rows of different lengths."""
+    most = max(map(len, rows))
+    pads = [(most - len(row), 0) for row in rows]
+    each = [
+        [torch.nn.functional.pad(x, at) for x, at in zip(part, pads, strict=True)]
+        for part in (rows, map(torch.ones_like, rows))
+    ]
+    return [torch.stack(part) for part in each]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "k8v4", "decode", "ada"])
+def test_rows_of_different_lengths(name, copies):
+    model, found = shared(), []
+    for options in both(POLICIES[name]):
+        ids, mask = padded([prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61)])
+        with kvevict.evicting(model, **options):
+            cache = model(ids, attention_mask=mask, logits_to_keep=1).past_key_values
+            for seed in (1, 2):
+                more, after = padded([prompt(1, n, seed=n + seed)["input_ids"][0] for n in (20, 17)])
+                mask = torch.cat([mask, after], 1)
+                model(more, attention_mask=mask, **{CACHE: cache}, logits_to_keep=1)
+        found.append(cache)
+    same(found[1], found[0])
+    assert copies.made and copies.most <= 2
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("name", ["snapkv", "int8", "decode"])
+def test_rows_that_decode_together(name, pooled, copies):
+    """They join and leave; one goes on alone, and the joined cache itself reads a turn."""
+    model, turn, found = shared(), prompt(1, 20, seed=1)["input_ids"], []
+    for options in both(POLICIES[name]):
+        with kvevict.evicting(model, **options):
+            pools = Pools(find_decoder(model), 8192) if pooled else None
+            batch, caches = Batch(model), []
+            for length in (120, 61, 90):
+                cache = {} if pools is None else {CACHE: pools.cache()}
+                text = prompt(1, length, seed=length)["input_ids"]
+                caches.append(model(text, **cache, logits_to_keep=1).past_key_values.fork())
+                model(turn[:, :9], **{CACHE: caches[-1]}, logits_to_keep=1)
+                decoded(model, caches[-1], [4] * 4)  # the window of "decode" is full
+            for row, cache in enumerate(caches):
+                batch.add(row, cache)
+                outs = [batch.step([5 + row] * len(batch.rows)) for _ in range(7)]
+            left = [batch.remove(row) for row in (1, 0, 2)]
+            outs += [model(turn, **{CACHE: cache}, logits_to_keep=1).logits for cache in left]
+            whole = join([cache.fork() for cache in left])
+            assert isinstance(whole.layers[0].archive, Apart)
+            at = whole.sequence.next_position[:, None] + torch.arange(20)
+            outs.append(model(turn.expand(3, -1), **{CACHE: whole}, position_ids=at, logits_to_keep=1).logits)
+        found.append((outs[-1], [*left, whole]))
+    assert torch.equal(found[0][0], found[1][0])
+    for one, other in zip(found[1][1], found[0][1], strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize("place", [True, "memory", "folder"])
+@pytest.mark.parametrize("name", ["snapkv", "int4", "take+edie"])
+def test_files(name, place, copies, tmp_path):
+    """Caches that were saved from the host's memory, without a copy on the device, and loaded there."""
+    model, turn, options = shared(), prompt(1, 20, seed=1)["input_ids"], POLICIES[name]
+    where = options | dict(recall=str(tmp_path) if place == "folder" else place)
+    with kvevict.evicting(model, **options):
+        cache = model(prompt(2, 120)["input_ids"], logits_to_keep=1).past_key_values.fork()
+        decoded(model, cache)
+        model(turn.expand(2, -1), **{CACHE: cache}, logits_to_keep=1)
+        want = copy.deepcopy(cache)
+        for _ in range(2):
+            logits = model(turn.expand(2, -1), **{CACHE: want}, logits_to_keep=1).logits
+    with kvevict.evicting(model, **where):
+        mine = model(prompt(2, 120)["input_ids"], logits_to_keep=1).past_key_values.fork()
+        decoded(model, mine)
+        model(turn.expand(2, -1), **{CACHE: mine}, logits_to_keep=1)
+        made = len(copies.made)
+        kvevict.save_cache(mine, tmp_path / "file")
+        kvevict.save_cache(cache, tmp_path / "other")
+        loaded = kvevict.load_cache(tmp_path / "file", model)
+        for layer in loaded.layers:
+            assert layer.storage.far and not layer.storage.counts.any()
+        assert len(copies.made) == made
+        forks = [loaded.fork(), loaded, copy.deepcopy(loaded)]
+        for fork in forks:
+            for _ in range(2):
+                got = model(turn.expand(2, -1), **{CACHE: fork}, logits_to_keep=1).logits
+            assert (got - logits).abs().max() < 1e-4
+            for one, other in zip(fork.layers, want.layers, strict=True):
+                assert places(one, False) == places(other, False)
+                assert all(map(torch.equal, bits(one), bits(other)))
+                assert one.archive.on_host == (place is not True)
+    assert copies.most <= 2
+    alone = kvevict.load_cache(tmp_path / "file", model)
+    with kvevict.evicting(model, **options | dict(recall=False)):
+        decoded(model, alone, (5,))  # over all slots, which then lie on the device
+    assert not any(layer.storage.far for layer in alone.layers)
+    alone.crop(-1)
+    with kvevict.evicting(model, **options):
+        model(turn.expand(2, -1), **{CACHE: alone}, logits_to_keep=1)
+
+
+def test_a_text_longer_than_a_chunk_is_asked(copies):
+    """The turn has several chunks, and a policy that cuts at the end attends to all slots in each."""
+    model, found = shared(), []
+    for options in both(SNAPKV | dict(schedule="prompt")):
+        found.append(conversation(model, options, 100))
+    assert torch.equal(found[0][0], found[1][0])
+    same(found[1][1], found[0][1])
+    assert copies.most <= 2
+
+
+def test_slots_of_a_plain_cache(copies):
+    """Read before patching, then packed: the archive begins with them, as on the device."""
+    model, found = copy.deepcopy(shared()), []
+    for options in both(SNAPKV | dict(kv="int8")):
+        cache = DynamicCache()
+        model(prompt(1, 60)["input_ids"], **{CACHE: cache})
+        with kvevict.evicting(model, **options):
+            for seed in (1, 2, 3):
+                out = model(prompt(1, 50, seed=seed)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+        found.append((out.logits, cache))
+    assert torch.equal(found[0][0], found[1][0])
+    same(found[1][1], found[0][1])
+
+
+def test_where_it_is_the_same_memory(tmp_path):
+    """On a CPU "memory" is as True: nothing is copied. A folder of that name is meant by a path."""
+    model = shared()
+    one, other = (conversation(model, options) for options in both(SNAPKV))
+    assert torch.equal(one[0], other[0]) and not other[1].layers[0].archive.on_host
+    with pytest.raises(ValueError, match=r"recall='\./memory': no file can be made there .*'memory'"):
+        kvevict.patch(model, **SNAPKV | dict(recall="./memory"))

@@ -135,7 +135,7 @@ def test_report(family, policy, options):
         report, full = kvevict.report(model), kvevict.report(model, positions=True)
     assert set(report) == {
         "seen", "kept", "kept_share", "cache_bytes", "padded_bytes", "peak_cache_bytes", "overhead_bytes",
-        "full_cache_bytes", "archive_bytes", "recalled", "bits", "wider_keys", "seconds", "replayed",
+        "full_cache_bytes", "archive_bytes", "archive_in", "recalled", "bits", "wider_keys", "seconds", "replayed",
     }  # fmt: skip
     assert set(full) == {*report, "positions"}
     assert {key: full[key] for key in report} == report

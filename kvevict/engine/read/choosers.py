@@ -107,7 +107,8 @@ class Deciding(Chooser):
         )
         keep = self._pool(decision.cuts) if decision.pooled else {}
         for cut in decision.cuts:
-            self._carry_out(cut, keep.get(cut.layer))
+            with self.pending[cut.layer].call.layer.storage.here():
+                self._carry_out(cut, keep.get(cut.layer))
 
     def _ask(self, call: LayerCall) -> None:
         layers = call.policy.layers
@@ -133,10 +134,6 @@ class Deciding(Chooser):
     def _carry_out(self, cut: Any, keep: Any = None) -> None:
         """Store or cut a layer. After a cut that is not final it stays pending, with its survivors' `ranked` scores."""
         call, carried, ranked = self.pending.pop(cut.layer)
-        with call.layer.storage.here():
-            self._cut(cut, call, carried, ranked, keep)
-
-    def _cut(self, cut: Any, call: LayerCall, carried: Any, ranked: Any, keep: Any) -> None:
         if keep is not None:
             with call.step.meter.clock("select"):
                 self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))

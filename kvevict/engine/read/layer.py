@@ -63,7 +63,7 @@ def attend(seen: Attended) -> Attended:
         if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
-    _fetch(step, plan.order[module.layer_idx])
+    _fetch(seen)
     if layer.storage.prefix is not None and layer.storage.counts.any() and not layer.storage.far:
         layer.storage = layer.storage.whole()  # the cut and the ops want one place
     held = layer.slots(module)
@@ -74,9 +74,10 @@ def attend(seen: Attended) -> Attended:
     return seen._replace(out=out, lse=lse, held=held)
 
 
-def _fetch(step: Any, order: int) -> None:
+def _fetch(seen: Attended) -> None:
     """Begin to copy a layer's slots from the host's memory, if they lie there, and those of the next layer, which come
     while this one computes. Layers that wait are to be copied once more, each beside this one: then the next is not."""
+    step, order = seen.step, seen.step.plan.order[seen.module.layer_idx]
     following = order + (1 if step.chooser.held else 2)
     for index in [*step.plan.order][order:following]:
         step.cache.layers[index].storage.fetch()

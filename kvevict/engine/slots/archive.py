@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from . import host
 from .mapped import Files, is_folder
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from .cache import EvictionLayer
 
 
 @dataclass
@@ -98,7 +101,7 @@ def append(layer: Any, *new: Any) -> None:
         layer.archive = archive.append(*new, expected)
 
 
-def _empty(layer: Any) -> Storage:
+def _empty(layer: EvictionLayer) -> Storage:
     """An archive without slots; a prefix of the layer's slots that lies in the host's memory is that of the archive."""
     place, storage = layer.archive_place, layer.storage
     files = Files(place) if is_folder(place) else None
@@ -158,7 +161,7 @@ def _with_last(layer: Any, archive: Any) -> Any:
     return archive
 
 
-def _here(layer: Any, archive: Storage) -> Storage:
+def _here(layer: EvictionLayer, archive: Storage) -> Storage:
     """The archive on the layer's device: a far storage, if it lies in another memory."""
     return host.elsewhere(archive, layer.device, False, layer.pool, archive) if archive.on_host else archive
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from .mapped import Files
+    from .pool import Pool
     from .storage import Storage
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # one beside the model's, for the copies of a device
@@ -21,7 +23,13 @@ def is_away(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def elsewhere(storage: Storage, device: torch.device, on_host: bool, pool: Any = None, prefix: Any = None) -> Storage:
+def elsewhere(
+    storage: Storage,
+    device: torch.device,
+    on_host: bool,
+    pool: Pool | Files | None = None,
+    prefix: Storage | None = None,
+) -> Storage:
     """As `Storage.blank`, in another memory."""
     k, v, pos = (t[:0].to(device) for t in storage.buffers)
     centre = None if storage.centre is None else storage.centre.to(device)
@@ -101,10 +109,10 @@ class Coming:
 class Away:
     """Slots that are read again later: the attributes are those of what `read` then returns."""
 
-    def __init__(self, read: Callable[[], Any]) -> None:
+    def __init__(self, read: Callable[[], object]) -> None:
         self._read = read
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._read(), name)

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from ...policy import kv
+from .archive import Apart
 from .layers import archived, tensors_of
 from .mapped import in_file
+from .storage import Storage
 
 
 class _Clock:
@@ -97,10 +99,12 @@ def _recalled(kept: list, whole: list, now: list) -> list:
     return torch.stack(each).view(len(now), -1).tolist()
 
 
-def _place(archive: Any) -> str | None:
-    """Where an archive lies."""
-    one = getattr(archive, "each", [archive])[0]
-    return None if one is None else "files" if in_file(one) else str(one.device)
+def _place(archive: Storage | Apart | None) -> str | None:
+    """The memory that an archive lies in."""
+    if archive is None:
+        return None
+    one = archive.each[0] if isinstance(archive, Apart) else archive
+    return "files" if in_file(one) else str(one.device)
 
 
 def _new_bytes(like: torch.Tensor) -> int:

@@ -64,10 +64,14 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     if policy.recall:
         slots = args.batch * (args.tokens + args.new_tokens)
         archive = slots * shape.windows.count(None) * replace(shape, kv=policy.kv).slot_bytes
-        print(f"Beside that, the archive takes {archive / 2**30:.3g} GiB; attention to it is left out.")
+        here = archive if policy.recall is True else 2 * archive // max(shape.windows.count(None), 2)
+        where = "" if policy.recall is True else f" of the host's, {here / 2**30:.3g} GiB of the GPU's during a recall"
+        print(f"Beside that, the archive takes {archive / 2**30:.3g} GiB{where}; attention to it is left out.")
+        archives = {"device_bytes": here, "host_bytes": 0 if policy.recall is True else archive}
     if policy.rows.n_d:
         print("What the policy drafts is left out.")
-    return {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
+    facts = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
+    return facts | ({"archive": archives} if policy.recall else {})
 
 
 def _shape(name: str, dtype: str) -> tuple:
