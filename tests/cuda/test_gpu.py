@@ -16,6 +16,7 @@ from problems import i32, problem
 import kvevict
 from kvevict import _ops as ops
 from kvevict.batch import Batch, Pools
+from kvevict.engine.slots import archive, host
 from kvevict.families import find_decoder
 from kvevict.lookahead import Adapter, train
 from kvevict.lookahead.passes import loss, truth
@@ -289,3 +290,121 @@ def test_recalls_as_on_the_cpu(policy, kind):
         archived.append([[head.tolist() for head in layer.archive.gathered().positions()[0]] for layer in cache.layers])
     assert archived[0] == archived[1] == [[[*range(296)]] * 2] * len(cache.layers)
     assert tiny.relative(torch.cat(logits[3:]), torch.cat(logits[:3])) < (1e-3 if kind == "model" else 0.1)
+
+
+def conversation(model, recall, kind="model", policy="snapkv"):
+    """Logits of a text and of turns on it and on a fork, with decoded tokens between; both caches."""
+    outs = []
+    with kvevict.evicting(model, policy, budget=48, chunk_size=64, recall=recall, kv=kind), torch.no_grad():
+        cache = kvevict.compat.cache_of(model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True))
+        fork = cache.fork()
+        for seed, each in enumerate([cache, fork, cache, fork], 1):
+            turn = tiny.prompt(2, 70, seed=seed)["input_ids"].cuda()
+            outs.append(model(turn, past_key_values=each, logits_to_keep=1).logits)
+            for token in (5, 6, 7):
+                outs.append(model(torch.full((2, 1), token, device="cuda"), past_key_values=each).logits)
+    return torch.cat(outs), cache, fork
+
+
+def kept(cache):
+    return [[[head.tolist() for head in row] for row in layer.positions()] for layer in cache.layers]
+
+
+def archived(cache):
+    """k, v and pos of all slots in the archives, head after head, on the host."""
+    heads = [(layer.archive, b, h) for layer in cache.layers for b in range(2) for h in range(layer.counts.shape[1])]
+    pieces = [piece for archive, b, h in heads for piece in archive.places(b, h)]
+    return [torch.cat([getattr(one, name)[at].cpu() for one, at in pieces]) for name in ("k", "v", "pos")]
+
+
+@pytest.mark.parametrize("slow", [None, "copies", "model"])
+@pytest.mark.parametrize("place", ["memory", "folder"])
+@pytest.mark.parametrize("policy, kind", [("snapkv", "model"), ("take+edie", "model"), ("snapkv", "k8v4")])
+def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path):
+    """As one on the device, bit by bit, also where the copies, or the model, are late: each waits for the other."""
+    model = tiny.model(dtype=torch.bfloat16).cuda()
+    want, *wanted = conversation(model, True, kind, policy)
+    late = {"copies": (host, "_copy"), "model": (archive, "append")}
+    if slow:
+        module, name = late[slow]
+        real = getattr(module, name)
+
+        def delayed(*arguments):
+            torch.cuda._sleep(2 * 10**7)
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, delayed)
+    got, *caches = conversation(model, "memory" if place == "memory" else str(tmp_path), kind, policy)
+    assert torch.equal(got, want)
+    for one, other in zip(caches, wanted, strict=True):
+        assert kept(one) == kept(other)
+        assert all(map(torch.equal, archived(one), archived(other)))
+        for layer in one.layers:
+            assert layer.archive.on_host and layer.archive.device.type == "cpu" and layer.storage.device.type == "cuda"
+            buffers = layer.archive.k, layer.archive.v, layer.archive.pos
+            assert all(x.is_pinned() for x in buffers) == (place == "memory" or one is caches[1])
+    assert kvevict.report(caches[0])["archive_in"] == ("cpu" if place == "memory" else "files")
+    assert kvevict.report(wanted[0])["archive_in"] == "cuda:0"
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "take+edie"])
+def test_the_device_has_two_layers_of_an_archive(policy):
+    """Reading takes no memory for the archive, a question that of two of 16 layers, and the same slots come back."""
+    model = tiny.model(num_hidden_layers=16, head_dim=128, max_position_embeddings=20000, dtype=torch.bfloat16).cuda()
+    ids, turn = tiny.prompt(1, 16384)["input_ids"].cuda(), tiny.prompt(1, 20, seed=1)["input_ids"].cuda()
+    found = []
+    for recall in (True, "memory"):
+        grown = []
+        with kvevict.evicting(model, policy, budget=256, chunk_size=512, recall=recall), torch.no_grad():
+            model(ids[:, :2048], logits_to_keep=1)  # what stays, such as workspaces, is there
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            cache = kvevict.compat.cache_of(model(ids, logits_to_keep=1, use_cache=True))
+            grown.append(torch.cuda.memory_allocated() - before)
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                start = torch.cuda.memory_allocated()
+                logits = model(turn, past_key_values=cache, logits_to_keep=1).logits
+                grown.append(torch.cuda.max_memory_allocated() - start)
+        size = sum(layer.archive.live_bytes() for layer in cache.layers)
+        found.append((grown, logits, kept(cache)))
+    (on_device, *_), (on_host, *_) = found
+    assert torch.equal(found[0][1], found[1][1]) and found[0][2] == found[1][2]
+    assert on_device[0] > size and on_host[0] < 0.1 * size
+    assert all(more < 0.25 * size for more in on_host[1:])  # two layers are an eighth
+
+
+def test_a_file_of_an_archive_on_the_host(tmp_path):
+    """It stays in the file until a turn attends; the answer is that of the cache that was saved."""
+    model = tiny.model(dtype=torch.bfloat16).cuda()
+    turn, outs = tiny.prompt(2, 20, seed=9)["input_ids"].cuda(), []
+    for recall in (True, "memory"):
+        _, cache, _ = conversation(model, recall)
+        with kvevict.evicting(model, "snapkv", budget=48, chunk_size=64, recall=recall), torch.no_grad():
+            kvevict.save_cache(cache, tmp_path / "cache")
+            loaded = kvevict.load_cache(tmp_path / "cache", model)
+            assert all(layer.storage.far and layer.storage.prefix.device.type == "cpu" for layer in loaded.layers)
+            for each in (cache, loaded.fork(), loaded, copy.deepcopy(kvevict.load_cache(tmp_path / "cache", model))):
+                outs.append(model(turn, past_key_values=each, logits_to_keep=1).logits)
+                assert each.layers[0].archive.on_host == (recall == "memory")
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_rows_with_archives_on_the_host():
+    """They join, decode with decode=True, which recalls from them, and part."""
+    model, found = tiny.model().cuda(), []
+    for recall in (True, "memory"):
+        options = dict(budget=48, window=4, chunk_size=64, decode=True, interval=3, recall=recall)
+        with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
+            batch = Batch(model)
+            for row, length in enumerate((200, 150)):
+                ids = tiny.prompt(1, length, seed=row)["input_ids"].cuda()
+                cache = kvevict.compat.cache_of(model(ids, use_cache=True, logits_to_keep=1))
+                for _ in range(4):
+                    model(torch.tensor([[4]], device="cuda"), past_key_values=cache)
+                batch.add(row, cache)
+            steps = [batch.step([5 + number, 6 + number]) for number in range(12)]
+            found.append((steps, [kept(batch.remove(row)) for row in (0, 1)]))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(x, y) for one, other in zip(found[0][0], found[1][0]) for x, y in zip(one, other))
