@@ -169,6 +169,9 @@ def _fill_cache(cache: EvictionCache, fact: dict, policy: Any) -> None:
     sequence = cache.sequence
     sequence.policy, sequence.packed = policy, tuple(map(tuple, fact["packed"]))
     sequence.floor = sequence.columns
+    for layer in cache.layers:
+        if isinstance(layer, EvictionLayer) and policy is not None:
+            layer.archive_place = policy.recall
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)

@@ -20,7 +20,12 @@ from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join
 from kvevict.families import find_decoder
 
-POLICIES = POLICIES | {kind: SNAPKV | dict(kv=kind) for kind in ("k8v4", "int4")}
+POLICIES = POLICIES | {
+    "k8v4": SNAPKV | dict(kv="k8v4"),
+    "int4": SNAPKV | dict(kv="int4"),
+    "pool": dict(policy="defensive", budget=24, window=4, chunk_size=32, layers="pool", heads="flat", recall=True),
+    "diagnosed": POLICIES["take+edie"] | dict(policy="take+caote", diagnose=True),  # looked at when they are cut
+}
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
 
 
@@ -281,3 +286,23 @@ def test_where_it_is_the_same_memory(tmp_path):
     assert torch.equal(one[0], other[0]) and not other[1].layers[0].archive.on_host
     with pytest.raises(ValueError, match=r"recall='\./memory': no file can be made there .*'memory'"):
         kvevict.patch(model, **SNAPKV | dict(recall="./memory"))
+
+
+def test_a_turn_under_another_place(copies, tmp_path):
+    """The archive moves to where it is to lie from then on, with every bit, and so does one that joins others."""
+    model, found = shared(), []
+    for places_of in ([True] * 4, [True, "memory", True, "memory"]):
+        cache = DynamicCache()
+        for seed, place in enumerate(places_of):
+            with kvevict.evicting(model, **SNAPKV | dict(recall=place)):
+                out = model(prompt(1, 60, seed=seed)["input_ids"], **{CACHE: cache}, logits_to_keep=1)
+                decoded(model, cache)
+            assert all(layer.archive.on_host == (place == "memory") for layer in cache.layers)
+        found.append((out.logits, cache))
+    assert torch.equal(found[0][0], found[1][0])
+    same(found[1][1], found[0][1])
+    kvevict.save_cache(found[1][1], tmp_path / "file")
+    for order in (1, -1):
+        loaded = kvevict.load_cache(tmp_path / "file", model)
+        whole = join([found[1][1].fork(), loaded][::order])
+        assert all(one.on_host for layer in whole.layers for one in layer.archive.each)

@@ -101,27 +101,43 @@ def append(layer: Any, *new: Any) -> None:
         layer.archive = archive.append(*new, expected)
 
 
+def _on_host(layer: EvictionLayer) -> bool:
+    """Whether the archive is to lie in another memory than the layer's slots."""
+    return isinstance(layer.archive_place, str) and host.is_away(layer.storage.device)
+
+
 def _empty(layer: EvictionLayer) -> Storage:
     """An archive without slots; a prefix of the layer's slots that lies in the host's memory is that of the archive."""
     place, storage = layer.archive_place, layer.storage
-    files = Files(place) if is_folder(place) else None
-    if place is True or not host.is_away(storage.device):
+    files = Files(str(place)) if is_folder(place) else None
+    if not _on_host(layer):
         return storage.blank(files)
     return host.elsewhere(storage, torch.device("cpu"), True, files, storage.prefix if storage.far else None)
 
 
 def append_last(layer: Any) -> None:
     """Write the slots that came since to the archive. Without one it begins with all slots."""
+    storage = layer.storage
     if layer.archive is not None:
-        layer.archive = _with_last(layer, layer.archive)
-        return
-    empty, storage = _empty(layer), layer.storage
-    if empty.on_host:
-        layer.archive = empty.with_all(replace(storage, prefix=None) if storage.far else storage.gathered())
+        layer.archive = _with_last(layer, _in_place(layer))
+    elif _on_host(layer):
+        layer.archive = _empty(layer).with_all(replace(storage, prefix=None) if storage.far else storage.gathered())
         host.wait()  # for later tokens these slots may move
     else:
         layer.storage = storage.as_prefix()
         layer.archive = layer.storage.forked()
+
+
+def _in_place(layer: Any) -> Storage | Apart:
+    """A layer's archive, moved if it is to lie in the other memory from here on."""
+    if layer.archive.on_host == _on_host(layer):
+        return layer.archive
+    slots = layer.archive.gathered()
+    if slots.on_host:
+        return _here(layer, slots).whole()
+    moved = host.elsewhere(slots, torch.device("cpu"), True).with_all(slots)
+    host.wait()
+    return moved
 
 
 def begin(sequence: Any, layers: Sequence[Any], recall: bool | str) -> None:

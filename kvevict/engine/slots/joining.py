@@ -104,8 +104,9 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
     if any(layer.archive is not None for cache in caches for layer in cache.layers):
         for cache in caches:
-            for layer in cache.layers:  # the rows' archives lack as many columns from here on: none
-                archive.append_last(layer)
+            for layer, like in zip(cache.layers, first.layers, strict=True):
+                layer.archive_place = like.archive_place
+                archive.append_last(layer)  # the rows' archives lack as many columns from here on: none
     device: Any = first.layers[0].device  # of our layers, by `obstacle`
     sequence = Sequence.joined([cache.sequence for cache in caches], device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
