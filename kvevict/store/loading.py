@@ -30,10 +30,10 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
 
     verify   whether to compare the file's checksum with its content: all of the file is read, a second per GB
 
-    The slots of a cache that was read with recall=True stay in the file, on the CPU (`stays`): pages are read when they
-    are needed, count as no memory of the process, and all processes that load the file share them. The file may be
-    replaced or deleted meanwhile. If it is written to or cut short in place, slots change, or the process ends. Of any
-    other cache all is copied.
+    The slots of a cache that was read with recall=True stay in the file (`stays`): pages are read when they are needed,
+    count as no memory of the process, and all processes that load the file share them. A GPU gets a layer's when the
+    layer attends. The file may be replaced or deleted meanwhile. If it is written to or cut short in place, slots
+    change, or the process ends. Of any other cache all is copied.
 
     Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
@@ -95,17 +95,16 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
         whole = of_layer(tensors, index)
         try:
-            here, file = device, ranks.size == 1 and stays(path, policy)
-            if host.is_away(device) and policy is not None and policy.recall:
-                here = torch.device("cpu")  # all slots may be more than the device holds: they come as they are read
-            mine = {
-                n: t if n in FLAT and file else t.to(here if n in FLAT else device, copy=True)
-                for n, t in _part(whole, ranks).items()
-            }
+            file = ranks.size == 1 and stays(path, policy)
+            away = policy is not None and bool(policy.recall) and host.is_away(device)  # more than the device may hold
+            mine = _part(whole, ranks)
+            for name, tensor in mine.items():
+                if name not in FLAT or not file:
+                    mine[name] = tensor.to("cpu" if name in FLAT and away else device, copy=True)
             fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
             fill(layer, mine, fact, shape, dtype)
-            if isinstance(layer, EvictionLayer) and layer.is_initialized and (file or here is not device):
-                layer.storage = _before(layer.storage, file, device if here is not device else None)
+            if isinstance(layer, EvictionLayer) and (file or away):
+                layer.storage = _before(layer.storage, file, device if away else None)
             if ranks.size > 1 and "len" in whole:
                 ranks.note(layer, np.array(whole["len"].tolist()))
                 layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
@@ -126,8 +125,8 @@ def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
 
 
 def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
-    """The slots as a prefix of what is read from here on. file: they stay in it; device: of the layer, if they stay in
-    the host's memory and it is another."""
+    """The slots as a prefix of what is read from here on. file: they lie in it; device: of the layer, if they lie in the
+    host's memory and that is another; else None."""
     if file:
         lent = Lent(slots.buffers, len(slots.pos))
         slots = replace(slots, regions=(lent,) * len(slots.counts))

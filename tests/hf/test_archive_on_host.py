@@ -1,5 +1,6 @@
 """Archives in the host's memory, of layers on another device: here on the CPU, too, with the copies of two memories."""
 
+import contextlib
 import copy
 import weakref
 
@@ -82,14 +83,14 @@ def both(options):
     return options, options | dict(recall="memory")
 
 
-def conversation(model, options, turn=40):
+def conversation(model, options, turn=40, rows=1):
     """The logits of a text, and of turns on it and on a fork; both caches."""
     outs = []
     with kvevict.evicting(model, **options):
-        cache = cache_of(model(prompt(1, 90)["input_ids"], logits_to_keep=1, use_cache=True))
+        cache = cache_of(model(prompt(rows, 90)["input_ids"], logits_to_keep=1, use_cache=True))
         fork = cache.fork()
         for seed, each in enumerate([cache, fork, cache, fork, cache], 1):
-            asked = prompt(1, turn, seed=seed)["input_ids"]
+            asked = prompt(rows, turn, seed=seed)["input_ids"]
             outs.append(model(asked, **{CACHE: each}, logits_to_keep=1, use_cache=True).logits)
             outs.append(decoded(model, each).logits)
     return torch.cat(outs), cache, fork
@@ -286,6 +287,50 @@ def test_where_it_is_the_same_memory(tmp_path):
     assert torch.equal(one[0], other[0]) and not other[1].layers[0].archive.on_host
     with pytest.raises(ValueError, match=r"recall='\./memory': no file can be made there .*'memory'"):
         kvevict.patch(model, **SNAPKV | dict(recall="./memory"))
+
+
+class Late:
+    """A stream whose copies are made only when something waits for them: for an event of it, or for all."""
+
+    def __init__(self, *device):
+        self.queue: list = []
+
+    def wait_stream(self, other):
+        """Nothing is queued on the other stream: it is the CPU."""
+
+    def wait_event(self, event):
+        stream, stop = event
+        while stream.done < stop:
+            to, rows = stream.queue[stream.done]
+            to.copy_(rows)
+            stream.queue[stream.done] = None
+            stream.done += 1
+
+    done = 0
+
+    def record_event(self):
+        return self, len(self.queue)
+
+    def synchronize(self):
+        self.wait_event(self.record_event())
+
+
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "laq", "decode", "ada"])
+def test_nothing_is_read_before_it_is_there(name, copies, monkeypatch):
+    """On a GPU the copies are made while the model goes on. Here they are made as late as they may be."""
+    want, *caches = conversation(shared(), POLICIES[name], 70, 2)
+    late, here = Late(), Late()
+    monkeypatch.setattr(host, "_has_streams", lambda device: True)
+    monkeypatch.setattr(host, "_streams", {torch.device("cpu"): late})
+    monkeypatch.setattr(host, "_copy", lambda into, source: late.queue.extend(host._pairs(into, source)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    got, *others = conversation(shared(), POLICIES[name] | dict(recall="memory"), 70, 2)
+    assert torch.equal(got, want)
+    assert late.queue and late.done == len(late.queue)
+    for one, other in zip(others, caches, strict=True):
+        same(one, other)
 
 
 def test_a_turn_under_another_place(copies, tmp_path):

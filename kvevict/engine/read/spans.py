@@ -89,9 +89,10 @@ class Spans:
         output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
-            host.wait()
         if step.chooser is not None:
             step.chooser.end(self, step, output.last_hidden_state[:, -1:])
+        if self.policy.decode or not step.decoding:
+            host.wait()  # between steps the host may read and move what was archived
         return output
 
     def _following(self) -> Iterator[Step]:

@@ -185,6 +185,8 @@ def _here(layer: EvictionLayer, archive: Storage) -> Storage:
 def recall(layer: Any, due: np.ndarray) -> None:
     """The slots of all tokens take the place of the kept ones in the rows that are due [B], until the next cut."""
     every = layer.archive
+    if every.on_host:
+        host.wait()  # for this step's row: the host may move it
     if not due.all() or isinstance(every, Apart):
         rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
         every = Storage.joined([_here(layer, archived) if recalls else kept for recalls, archived, kept in rows])

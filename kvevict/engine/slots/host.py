@@ -3,12 +3,13 @@ come back to be read. On a GPU a stream beside the model's copies them, while th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .mapped import Files
@@ -21,6 +22,10 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}  # one beside the model's, 
 def is_away(device: torch.device) -> bool:
     """Whether the host's memory is another one than that of a layer's slots."""
     return device.type != "cpu"
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def elsewhere(
@@ -48,7 +53,7 @@ def transfer(into: Storage, source: Storage) -> torch.cuda.Event | None:
     """Copy all slots of `source` to the start of each head of `into`, bit by bit, from one memory to the other. On a
     GPU they are there after the event that is returned; `wait` before the host reads them."""
     device = (source if into.on_host else into).device
-    if device.type != "cuda":
+    if not _has_streams(device):
         _copy(into, source)
         return None
     if device not in _streams:
@@ -64,14 +69,19 @@ def transfer(into: Storage, source: Storage) -> torch.cuda.Event | None:
 
 
 def _copy(into: Storage, source: Storage) -> None:
+    for to, rows in _pairs(into, source):
+        # A copy to pageable memory (a file) has to end here: nothing else tells when it may be read.
+        to.copy_(rows, non_blocking=not into.on_host or to.is_pinned())
+
+
+def _pairs(into: Storage, source: Storage) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of `into` that are written, and those of `source`."""
     for b, heads in enumerate(into.starts.tolist()):
         for h, start in enumerate(heads):
             for storage, rows in source.places(b, h):
                 stop = start + rows.stop - rows.start
                 for mine, theirs in zip(into.buffers, storage.buffers, strict=True):
-                    to = mine[start:stop]
-                    # A copy to pageable memory (a file) has to end here: nothing else tells when it may be read.
-                    to.copy_(theirs[rows], non_blocking=not into.on_host or to.is_pinned())
+                    yield mine[start:stop], theirs[rows]
                 start = stop
 
 
@@ -91,7 +101,7 @@ class Coming:
     def __init__(self, far: Storage, capacity: np.ndarray) -> None:
         self._event: torch.cuda.Event | None = None
         self._slots = beside(far, capacity)
-        if self._slots.device.type == "cuda":
+        if _has_streams(self._slots.device):
             self._stream = torch.cuda.current_stream(self._slots.device)
         self._event = transfer(self._slots, far)
 

@@ -44,7 +44,9 @@ class Storage(Held):
     regions: tuple = ()  # the `Region` (`Lent`) of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
-    prefix: Any = None  # a `Storage` of the slots before these, or None; it has a prefix itself only if this one is far
+    prefix: Any = (
+        None  # a `Storage` of the slots before these, or None; one in the host's memory may have a prefix itself
+    )
     on_host: bool = False  # in the host's memory, for a layer on another device; pinned there if that is a GPU
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
     table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
@@ -126,7 +128,7 @@ class Storage(Held):
         """`total_counts`, int32 on the device."""
         if self.far:
             return _ops.upload(self.total_counts, self.device, torch.int32)
-        return self.len if self.prefix is None else self.prefix.len + self.len
+        return self.len if self.prefix is None else self.prefix.total_len + self.len
 
     @property
     def room(self) -> int:
@@ -278,7 +280,7 @@ class Storage(Held):
         """All slots in one place, for reading: the prefix itself while there are no others."""
         if self.far:
             return (self.coming or Coming(self, self.total_counts)).slots()
-        return self.whole() if self.prefix is None or self.counts.any() else self.prefix
+        return self.whole() if self.prefix is None or self.counts.any() else self.prefix.gathered()
 
     def whole(self) -> Storage:
         """All slots without a prefix, which is copied."""
@@ -286,7 +288,8 @@ class Storage(Held):
             return self
         if self.far:
             return Coming(self, self.grown(self.total_counts)).slots()
-        return self.prefix.moved(self.prefix.grown(self.total_counts)).followed_by(self)
+        before = self.prefix.whole()
+        return before.moved(before.grown(self.total_counts)).followed_by(self)
 
     _memory = property(lambda self: None if isinstance(self.pool, Files) else self.pool)
 
