@@ -4,8 +4,8 @@
 
 The unpatched model after 500 tokens as it is and compiled by Inductor with freezing, over a `StaticCache`; and
 `take+edie` with 512 slots with `compiled=True`. First the compiled model must choose the unpatched one's tokens, up to
-near-ties. Then rounds alternate; prints medians in ms a token and one JSON line. Without --model: random weights, 4 layers of an
-8B model's shape.
+near-ties. Then rounds alternate; prints medians in ms a token and one JSON line. Without --model: random weights, four
+layers of an 8B model's shape.
 """
 
 import argparse
