@@ -125,8 +125,8 @@ def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
 
 
 def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
-    """The slots as a prefix of what is read from here on. file: they lie in it; device: of the layer, if they lie in the
-    host's memory and that is another; else None."""
+    """The slots as a prefix of what is read from here on. file: they stay in it; device: of the layer, if theirs is the
+    host's memory and another; else None."""
     if file:
         lent = Lent(slots.buffers, len(slots.pos))
         slots = replace(slots, regions=(lent,) * len(slots.counts))

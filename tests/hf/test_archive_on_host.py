@@ -98,6 +98,7 @@ def conversation(model, options, turn=40, rows=1):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.drawn(8)
 def test_as_on_the_device(name, dtype, copies):
     """A layer has a copy while it attends, and the next one has; nothing else has any."""
     model = copy.deepcopy(shared()).to(dtype)
