@@ -296,7 +296,9 @@ def conversation(model, recall, kind="model", policy="snapkv"):
     """Logits of a text and of turns on it and on a fork, with decoded tokens between; both caches."""
     outs = []
     with kvevict.evicting(model, policy, budget=48, chunk_size=64, recall=recall, kv=kind), torch.no_grad():
-        cache = kvevict.compat.cache_of(model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True))
+        cache = kvevict.compat.cache_of(
+            model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True, logits_to_keep=1)
+        )
         fork = cache.fork()
         for seed, each in enumerate([cache, fork, cache, fork], 1):
             turn = tiny.prompt(2, 70, seed=seed)["input_ids"].cuda()
