@@ -16,7 +16,7 @@ from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
 from .refinements import Refinement
-from .rows import Rows
+from .rows import ROWS, Rows
 from .scores import Score
 from .selections import Selection
 
@@ -63,6 +63,8 @@ class Policy:
                    files there, mapped into memory (models on the CPU)
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`
                    and no more than that, which then bounds the chunks before alone; None: `budget` bounds both
+    recall_drafts  with recall=True: once slots are chosen, this many tokens are drafted over them, and their rows and
+                   the prompt's last 16 choose again from all slots; 0: nothing is drafted
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -98,6 +100,7 @@ class Policy:
     kv: str = "model"
     recall: bool | str = False
     recall_slots: int | float | None = None
+    recall_drafts: int = 0
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -137,6 +140,8 @@ class Policy:
         rules.check(self)
         if self.recall_slots is not None:
             values.check_recall_slots(self)
+        if self.recall_drafts:
+            values.check_recall_drafts(self)
 
     def to_json(self) -> str:
         """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
@@ -166,6 +171,13 @@ class Policy:
         if self.recall_slots is None:
             return self
         return dataclasses.replace(self, budget=self.recall_slots, recall_slots=None)
+
+    @functools.cached_property
+    def redrafting(self) -> "Policy":
+        """The policy of the second cut after slots came back, for which tokens are drafted."""
+        rows = ROWS["drafted"](n_d=self.recall_drafts, window=16)
+        alone: dict[str, Any] = dict(layers="uniform", n_reuse=1, warmup_layers=None, schedule="prompt", diagnose=False)
+        return dataclasses.replace(self.recalling, rows=rows, recall_drafts=0, **alone)
 
     def slots(self, tokens: int) -> int:
         """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

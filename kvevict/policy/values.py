@@ -86,6 +86,17 @@ def check_recall_slots(policy: Policy) -> None:
         raise ValueError(f"recall_slots={slots} is more than budget={budget}: give fewer")
 
 
+def check_recall_drafts(policy: Policy) -> None:
+    """Raise TypeError or ValueError for `recall_drafts` that are no count, or of a policy whose rows cannot be drafted."""
+    count("recall_drafts", policy.recall_drafts, 1)
+    if not policy.recall:
+        raise ValueError(f"recall_drafts={policy.recall_drafts} is about recall: give recall=True too, or leave it out")
+    try:
+        assert policy.redrafting  # made here, with the checks of a policy
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"recall_drafts: {error}; or recall_drafts=0") from None
+
+
 def as_ranges(entries: Any) -> tuple[Any, ...]:
     """Check `select_by_layer` and return its ranges; no layer may be in two."""
     if not isinstance(entries, (tuple, list)):

@@ -24,6 +24,7 @@ class Chooser:
     errors: Any = None  # the kvevict.engine.read.residual.Errors that the call measures
     onward: propagate.Onward | None = None  # tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
+    looks = True  # at slots, after a decoded token: they are to lie in one place
 
     def takes(self, seen: Attended) -> bool:
         """True if `layer` is to be called after a decoded token. Else the layer keeps all slots."""

@@ -1,8 +1,9 @@
-"""Drafting by the model itself (LAQ): a prompt is read with nothing evicted, a fork of its cache cut by SnapKV writes a
-few tokens, and the rows of these tokens then observe."""
+"""Drafting by the model itself: a fork of the cut cache writes a few tokens, and the rows of these tokens then observe.
+Of LAQ, whose prompt is read with nothing evicted, and of recall."""
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import rotary
+from ... import products, rotary
 from ...compat import CACHE
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
+from ..slots import archive
 from ..slots.meter import Meter
 from ..slots.storage import Storage
 from . import evict
@@ -28,6 +30,8 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
 class _Noting(Chooser):
     """The chooser of a draft's steps keeps all slots, and notes the rows."""
+
+    looks = False
 
     def __init__(self, errors: Any) -> None:
         self.errors = errors  # TADA measures the drafted rows too
@@ -66,27 +70,81 @@ class Drafting(Chooser):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             plan = Plan(policy, step.decoder, step.plan.ranks)
             cache = step.cache.with_storages({call.slots.index: _cut(call, plan, n_d) for call in calls})
-            self._write(spans, step, hidden, plan, cache, noting, n_d)
+            _write(spans, step, hidden, plan, cache, noting, n_d)
             meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
             meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
             del meter.live["draft"]
         return noting.rows
 
-    def _write(
-        self, spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int
-    ) -> None:
-        """Draft greedily over `cache`, also past an end of sequence."""
-        arguments, unseen = spans.arguments, Meter()
-        logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
-        for number in range(1, n_d + 1):
-            ids, at = logits(hidden).argmax(-1), at + 1
-            final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
-            mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
-            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
-            one = Step(
-                plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
-                first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
-            )  # fmt: skip
+
+class Redrafting(Chooser):
+    """After a recall: once `chooser` has cut the layers, tokens are drafted over the slots of all tokens, and their rows
+    choose anew, layer by layer, as many slots as the layer had kept (METHODS section 13)."""
+
+    def __init__(self, chooser: Any) -> None:
+        self.chooser, self.errors = chooser, chooser.errors
+        self.asked: dict[int, Attended] = {}  # layer -> its last rows, without new slots
+
+    held = property(lambda self: self.chooser.held)
+
+    def layer(self, call: LayerCall) -> None:
+        last, kv = (
+            call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs),
+            call.slots.kv,
+        )
+        k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (kv.k, kv.v, *call.new))
+        self.asked[call.slots.index] = Attended(
+            call.step, call.module, last.q, k, v, new, kv.options, last.out, last.lse
+        )  # fmt: skip
+        self.chooser.layer(call)
+
+    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
+        self.chooser.end(spans, step, hidden)
+        policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
+        plan.policy, n_d = policy, policy.rows.n_d
+        with step.meter.clock("draft"):
+            cache = step.cache.with_storages({index: archive.whole(step.cache.layers[index]) for index in self.asked})
+            first = Plan(FIRST_CUT, step.decoder, step.plan.ranks)
+            _write(spans, step, hidden, first, cache, noting, n_d)
+        read = replace(step.read, rows=policy.rows, watchers=())
+        stored = step.positions[:, : step.positions.shape[1] - step.appended]
+        chunk = replace(step.chunk, appended=0)
+        again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None, elsewhere={})
+        for index, seen in self.asked.items():
+            self._choose(seen._replace(step=again), noting.rows[index])
+        self.asked = {}
+
+    def _choose(self, seen: Attended, drafted: list) -> None:
+        """A layer's second cut. drafted: the rows that `_Noting` has noted."""
+        layer, ranks = seen.layer, seen.step.plan.ranks
+        slots = ranks.counts(layer).sum(1)
+        archive.recall(layer, slots >= 0)
+        call = layer_call(seen)
+        if (slots >= call.slots.alive).all():
+            return
+        rows = tuple(torch.cat(part, 2) for part in zip(*drafted, strict=True))
+        # The last rows' columns are stored: counted from the new slots' start, of which there are none.
+        first = seen.step.first - seen.step.positions.shape[1]
+        call = replace(call, rows=replace(call.rows, first=first, drafted=rows))
+        with seen.step.meter.clock("evict"):
+            choice = evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots)
+            evict.store(call, choice)
+
+
+def _write(spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int) -> None:
+    """Draft greedily over `cache`, also past an end of sequence."""
+    arguments, unseen = spans.arguments, Meter()
+    logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
+    for number in range(1, n_d + 1):
+        ids, at = logits(hidden).argmax(-1), at + 1
+        final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
+        mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
+        one = Step(
+            plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
+            first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
+        )  # fmt: skip
+        with products.of_call(step.decoder, ids, None):
             hidden = one.through(spans.run).last_hidden_state
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ... import cautions, rotary
 from ...context import context
+from ...policy.rows.drafted import has_head
 from ...weights import Owner
 from ..slots import archive
 from ..slots.mapped import Files
@@ -21,7 +22,7 @@ from ..slots.storage import ROOM
 from . import budgets, propagate, replay, schedule
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
-from .draft import Drafting
+from .draft import Drafting, Redrafting
 from .residual import Errors
 from .step import Read, Step
 
@@ -136,6 +137,7 @@ class Spans:
         self._note_prompts()
         self.prompts = [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
+        recalls = False
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
@@ -144,8 +146,10 @@ class Spans:
                     and not going_on.any()
                     and archive.recall_all(self.layers, meter)
                 ):
-                    read.budgets.policy = policy.recalling
+                    read.budgets.policy, recalls = policy.recalling, True
                 chooser = self._chooser(read, chunk)
+                if chunk.last and recalls and policy.recall_drafts and has_head(arguments.top):
+                    chooser = Redrafting(chooser)
                 yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets(read)
                 if chooser.errors is not None:

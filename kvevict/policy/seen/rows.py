@@ -212,3 +212,9 @@ class LayerRows:
         """The last `count` rows, copied."""
         out = self.out[:, -count:].clone() if outputs else None
         return replace(self, q=self.q[:, :, -count:].clone(), lse=self.lse[:, :, -count:].clone(), out=out)
+
+    def stored_rows(self, count: int, outputs: bool) -> "LayerRows":
+        """The last `count` of the stored rows, as `last`."""
+        end = self.q.shape[2] - self.appended
+        out = None if self.out is None else self.out[:, :end]
+        return replace(self, q=self.q[:, :, :end], lse=self.lse[:, :, :end], out=out).last(count, outputs)
