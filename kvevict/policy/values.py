@@ -87,10 +87,12 @@ def check_recall_slots(policy: Policy) -> None:
 
 
 def check_recall_drafts(policy: Policy) -> None:
-    """Raise TypeError or ValueError for `recall_drafts` that are no count, or of a policy whose rows cannot be drafted."""
+    """Raise TypeError or ValueError for `recall_drafts` that are no count, or of a policy that cannot draft."""
     count("recall_drafts", policy.recall_drafts, 1)
     if not policy.recall:
         raise ValueError(f"recall_drafts={policy.recall_drafts} is about recall: give recall=True too, or leave it out")
+    if policy.rows.needs_full_prompt or policy.rows.repeats:
+        raise ValueError("recall_drafts: this policy drafts or repeats the prompt already: give 0, or rows='probe'")
     try:
         assert policy.redrafting  # made here, with the checks of a policy
     except (ValueError, TypeError) as error:

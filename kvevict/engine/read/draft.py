@@ -78,8 +78,8 @@ class Drafting(Chooser):
 
 
 class Redrafting(Chooser):
-    """After a recall: once `chooser` has cut the layers, tokens are drafted over the slots of all tokens, and their rows
-    choose anew, layer by layer, as many slots as the layer had kept (METHODS section 13)."""
+    """After a recall: once `chooser` has cut the layers, tokens are drafted over the slots of all tokens. Their rows
+    and the prompt's last ones choose anew, layer by layer, as many slots as the layer had kept (METHODS section 13)."""
 
     def __init__(self, chooser: Any) -> None:
         self.chooser, self.errors = chooser, chooser.errors
@@ -88,13 +88,11 @@ class Redrafting(Chooser):
     held = property(lambda self: self.chooser.held)
 
     def layer(self, call: LayerCall) -> None:
-        last, kv = (
-            call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs),
-            call.slots.kv,
-        )
+        kv, window = call.slots.kv, call.policy.redrafting.rows.window
+        rows = call.rows.stored_rows(window, call.step.plan.wants_outputs)
         k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (kv.k, kv.v, *call.new))
         self.asked[call.slots.index] = Attended(
-            call.step, call.module, last.q, k, v, new, kv.options, last.out, last.lse
+            call.step, call.module, rows.q, k, v, new, kv.options, rows.out, rows.lse
         )  # fmt: skip
         self.chooser.layer(call)
 

@@ -143,7 +143,8 @@ class Step(CallRows):
         in the layer that attends, one after the other."""
         if self.plan.readers or self.plan.policy.layers.cascades:
             return True
-        return self.decoding and (self.chooser is not None and self.chooser.looks or not layer.decodes_after_prefix)
+        looks = self.chooser is not None and self.chooser.looks
+        return self.decoding and (looks or not layer.decodes_after_prefix)
 
     @property
     def rows(self) -> Any:
