@@ -13,6 +13,7 @@ import torch
 
 from ... import products, rotary
 from ...compat import CACHE
+from ...context import within
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
@@ -21,7 +22,7 @@ from ..slots.meter import Meter
 from ..slots.storage import Storage
 from . import evict
 from .choosers import Chooser
-from .layer import Attended, LayerCall, layer_call
+from .layer import LayerCall
 from .plan import Plan
 from .step import Step
 
@@ -37,8 +38,8 @@ class _Noting(Chooser):
         self.errors = errors  # TADA measures the drafted rows too
         self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D], k, v [B, heads, 1, D]) of each row
 
-    def takes(self, seen: Attended) -> bool:
-        self.rows[seen.module.layer_idx].append((seen.q, seen.k, seen.v))
+    def takes(self, call: LayerCall) -> bool:
+        self.rows[call.index].append((call.q, call.k, call.v))
         return False
 
 
@@ -59,9 +60,10 @@ class Drafting(Chooser):
         rows = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
-            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.slots.index), strict=True))
+            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.index), strict=True))
+            call.rows = replace(call.rows, drafted=drafted)
             with call.step.meter.clock("evict"):
-                self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
+                self.chooser.layer(call)
 
     def _drafted(self, spans: Any, step: Step, hidden: torch.Tensor, calls: list) -> dict:
         """The rows, by layers, of tokens that are drafted over an evicted fork of the cache."""
@@ -69,10 +71,10 @@ class Drafting(Chooser):
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             plan = Plan(policy, step.decoder, step.plan.ranks)
-            cache = step.cache.with_storages({call.slots.index: _cut(call, plan, n_d) for call in calls})
+            cache = step.cache.with_storages({call.index: _cut(call, plan, n_d) for call in calls})
             _write(spans, step, hidden, plan, cache, noting, n_d)
-            meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
-            meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
+            meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
+            meter.watch(calls[0].new[0], calls[0].tokens, len(calls))
             del meter.live["draft"]
         return noting.rows
 
@@ -83,50 +85,46 @@ class Redrafting(Chooser):
 
     def __init__(self, chooser: Any) -> None:
         self.chooser, self.errors = chooser, chooser.errors
-        self.asked: dict[int, Attended] = {}  # layer -> its last rows, without new slots
+        self.asked: list = []  # the layers' calls, without new slots
 
     held = property(lambda self: self.chooser.held)
 
     def layer(self, call: LayerCall) -> None:
-        kv, window = call.slots.kv, call.policy.redrafting.rows.window
-        rows = call.rows.stored_rows(window, call.step.plan.wants_outputs)
-        k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (kv.k, kv.v, *call.new))
-        self.asked[call.slots.index] = Attended(
-            call.step, call.module, rows.q, k, v, new, kv.options, rows.out, rows.lse
-        )  # fmt: skip
+        last = call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs)
+        k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (call.k, call.v, *call.new))
+        kept: dict[str, Any] = dict(hidden=None, probs=None, held=None)
+        self.asked.append(replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **kept))
         self.chooser.layer(call)
 
     def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
         self.chooser.end(spans, step, hidden)
-        policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
-        plan.policy, n_d = policy, policy.rows.n_d
+        policy, plan, noting, layers = (
+            step.plan.policy.redrafting,
+            copy.copy(step.plan),
+            _Noting(None),
+            step.cache.layers,
+        )
+        plan.policy = policy
         with step.meter.clock("draft"):
-            cache = step.cache.with_storages({index: archive.whole(step.cache.layers[index]) for index in self.asked})
-            first = Plan(FIRST_CUT, step.decoder, step.plan.ranks)
-            _write(spans, step, hidden, first, cache, noting, n_d)
+            cache = step.cache.with_storages({call.index: archive.whole(layers[call.index]) for call in self.asked})
+            _write(spans, step, hidden, Plan(FIRST_CUT, step.decoder, plan.ranks), cache, noting, policy.rows.n_d)
         read = replace(step.read, rows=policy.rows, watchers=())
-        stored = step.positions[:, : step.positions.shape[1] - step.appended]
-        chunk = replace(step.chunk, appended=0)
-        again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None, elsewhere={})
-        for index, seen in self.asked.items():
-            self._choose(seen._replace(step=again), noting.rows[index])
-        self.asked = {}
+        stored, chunk = step.positions[:, : step.columns], replace(step.chunk, appended=0)
+        again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None)
+        while self.asked:
+            call = replace(self.asked.pop(0), step=again)
+            drafted = tuple(torch.cat(part, 2) for part in zip(*noting.rows.pop(call.index), strict=True))
+            call.rows = replace(call.rows, drafted=drafted)
+            self._choose(call)
 
-    def _choose(self, seen: Attended, drafted: list) -> None:
-        """A layer's second cut. drafted: the rows that `_Noting` has noted."""
-        layer, ranks = seen.layer, seen.step.plan.ranks
-        slots = ranks.counts(layer).sum(1)
-        archive.recall(layer, slots >= 0)
-        call = layer_call(seen)
-        if (slots >= call.slots.alive).all():
-            return
-        rows = tuple(torch.cat(part, 2) for part in zip(*drafted, strict=True))
-        # The last rows' columns are stored: counted from the new slots' start, of which there are none.
-        first = seen.step.first - seen.step.positions.shape[1]
-        call = replace(call, rows=replace(call.rows, first=first, drafted=rows))
-        with seen.step.meter.clock("evict"):
-            choice = evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots)
-            evict.store(call, choice)
+    def _choose(self, call: LayerCall) -> None:
+        """A layer's second cut, among the slots of all tokens."""
+        slots = call.step.plan.ranks.counts(call.layer).sum(1)
+        archive.recall(call.layer, slots >= 0)
+        if (slots < call.slots.alive).any():
+            with call.step.meter.clock("evict"):
+                choice = evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots)
+                evict.store(call, choice)
 
 
 def _write(spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int) -> None:
@@ -142,7 +140,7 @@ def _write(spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any,
             plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
             first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
         )  # fmt: skip
-        with products.of_call(step.decoder, ids, None):
+        with within(pause=None), products.of_call(step.decoder, ids, None):
             hidden = one.through(spans.run).last_hidden_state
 
 
@@ -151,11 +149,11 @@ def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
     head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
-    step = replace(call.step, plan=plan, read=read, meter=Meter(), elsewhere={})  # a draft is not in the report
-    first = layer_call(Attended(step, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse))
+    step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report
+    first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
-    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all
+    slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
     choice = evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)
     storage = call.layer.storage.gathered()
-    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.new, call.slots.pos, kv.first)
+    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

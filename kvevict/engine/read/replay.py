@@ -85,7 +85,7 @@ class Replay:
             if isinstance(x, torch.Tensor):
                 self.inputs[name].copy_(x)
         if self.replay is None:
-            enter(step=replace(step, positions=self.positions, elsewhere={}))
+            enter(step=replace(step, positions=self.positions))
             if not self.plan.replays:
                 return self._watch(step, run)
             self.patience -= 1
