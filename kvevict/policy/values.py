@@ -71,6 +71,9 @@ def _check_budget(policy: Policy) -> None:
         )
 
 
+DRAFTS = 8  # `recall_drafts` of a policy that can draft
+
+
 def check_recall_slots(policy: Policy) -> None:
     """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy, or more than its budget."""
     slots, budget = policy.recall_slots, policy.budget
@@ -86,17 +89,23 @@ def check_recall_slots(policy: Policy) -> None:
         raise ValueError(f"recall_slots={slots} is more than budget={budget}: give fewer")
 
 
-def check_recall_drafts(policy: Policy) -> None:
-    """Raise TypeError or ValueError for `recall_drafts` that are no count, or of a policy that cannot draft."""
-    count("recall_drafts", policy.recall_drafts, 1)
-    if not policy.recall:
-        raise ValueError(f"recall_drafts={policy.recall_drafts} is about recall: give recall=True too, or leave it out")
-    if policy.rows.needs_full_prompt or policy.rows.repeats:
-        raise ValueError("recall_drafts: this policy drafts or repeats the prompt already: give 0, or rows='probe'")
-    try:
-        assert policy.redrafting  # made here, with the checks of a policy
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"recall_drafts: {error}; or recall_drafts=0") from None
+def drafts(policy: Policy) -> int:
+    """`recall_drafts`: as given, or DRAFTS where the policy recalls and can draft. Raises TypeError or ValueError for
+    drafts of a policy that cannot."""
+    given = policy.recall_drafts
+    if given is None:
+        try:
+            return DRAFTS if policy.recall and policy.drafting(DRAFTS) else 0
+        except ValueError:
+            return 0
+    if count("recall_drafts", given, 0):
+        if not policy.recall:
+            raise ValueError(f"recall_drafts={given} is about recall: give recall=True too, or leave it out")
+        try:
+            policy.drafting(given)
+        except ValueError as error:
+            raise ValueError(f"recall_drafts={given}: {error}; or recall_drafts=0") from None
+    return given
 
 
 def as_ranges(entries: Any) -> tuple[Any, ...]:

@@ -85,7 +85,7 @@ def test_questions_of_different_lengths_are_as_alone(name):
             out = model(torch.tensor([turn]), **{CACHE: alone[-1]}, logits_to_keep=1).logits
             torch.testing.assert_close(logits[row, -1], out[0, -1], rtol=1e-4, atol=1e-4)
             assert [layer[row] for layer in kept(batch)] == [layer[0] for layer in kept(alone[-1])]
-    with kvevict.evicting(model, **options):
+    with kvevict.evicting(model, **options, recall_drafts=0):
         for turn, drafted in zip(turns, alone, strict=True):
             plain = cache.fork()
             model(torch.tensor([turn]), **{CACHE: plain}, logits_to_keep=1)
@@ -98,11 +98,11 @@ def test_questions_of_different_lengths_are_as_alone(name):
 def test_a_prompt_that_is_known_drafts_at_its_end():
     """Read in chunks; and a text that loses nothing drafts nothing."""
     model, found = shared(), []
-    for options in (dict(), dict(recall_drafts=N)):
-        with kvevict.evicting(model, **SNAPKV | options), Heard() as heard:
+    for drafts in (0, N):
+        with kvevict.evicting(model, **SNAPKV | dict(recall_drafts=drafts)), Heard() as heard:
             found.append(kept(cache_of(model(prompt(2, 150)["input_ids"], logits_to_keep=1, use_cache=True))))
             calls = len(heard.calls[0])
-        assert calls == 5 + options.get("recall_drafts", 0)
+        assert calls == 5 + drafts
     assert found[0] != found[1]
     with kvevict.evicting(model, **DRAFTS), Heard() as heard:
         model(prompt(2, 20)["input_ids"], logits_to_keep=1)
@@ -137,7 +137,18 @@ def test_refusals():
         (dict(recall_drafts=4), ValueError, "recall=True too"),
         (dict(recall_drafts=-1, recall=True), ValueError, "recall_drafts"),
         (dict(recall_drafts=1.5, recall=True), TypeError, "recall_drafts"),
-        (dict(recall_drafts=4, recall=True, policy="laq"), ValueError, "drafts or repeats the prompt already"),
+        (dict(recall_drafts=4, recall=True, policy="laq"), ValueError, "drafts, or repeats the prompt, already"),
+        (dict(recall_drafts=4, recall=True, policy="take"), ValueError, "take another layer's slots"),
+        (dict(recall_drafts=4, recall=True, budget=16, window=4), ValueError, "too small"),
     ):
         with pytest.raises(kind, match=said):
             kvevict.policy.build(**dict(policy="snapkv", budget=64) | options)
+
+
+def test_policies_that_can_draft_do():
+    for options, drafts in (
+        (dict(recall=True), 8), (dict(recall=True, policy="take+edie"), 8), (dict(), 0),
+        (dict(recall=True, policy="laq"), 0), (dict(recall=True, policy="take"), 0),
+        (dict(recall=True, window=4, budget=16), 0),
+    ):  # fmt: skip
+        assert kvevict.policy.build(**dict(policy="snapkv", budget=64) | options).recall_drafts == drafts

@@ -7,10 +7,12 @@ import torch
 from kvevict.compat import CACHE
 from kvevict.engine.hook import attention as hook
 
-SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True)
+SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_drafts=0)
 POLICIES = {
     "snapkv": SNAPKV,
-    "take+edie": dict(policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, tokenizer=False),
+    "take+edie": dict(
+        policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, recall_drafts=0, tokenizer=False
+    ),
     "one pass": SNAPKV | dict(chunk_size=None),
     "int8": SNAPKV | dict(kv="int8"),
     "ada": SNAPKV | dict(policy="adakv"),
