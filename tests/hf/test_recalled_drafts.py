@@ -60,7 +60,7 @@ def test_drafted_rows_choose_from_all_tokens(turn):
         sees = torch.arange(total) <= torch.tensor([*range(total - window, total), *[total] * N])[:, None]
         weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf).softmax(-1)
         number = weights.sum(1).unflatten(0, (2, -1)).mean(1)
-        number[:, -WINDOW:] = torch.inf
+        number[:, -SNAPKV["window"] :] = torch.inf
         for h in range(2):
             now = set(layer.positions()[0][h].tolist())
             best = number[h].topk(24)

@@ -85,7 +85,7 @@ class Redrafting(Chooser):
 
     def __init__(self, chooser: Any) -> None:
         self.chooser, self.errors = chooser, chooser.errors
-        self.asked: list = []  # the layers' calls, without new slots
+        self.asked: list = []  # of each layer the call, without new slots, and its slots that are kept at any score
 
     held = property(lambda self: self.chooser.held)
 
@@ -93,7 +93,8 @@ class Redrafting(Chooser):
         last = call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs)
         k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (call.k, call.v, *call.new))
         kept: dict[str, Any] = dict(hidden=None, probs=None, held=None)
-        self.asked.append(replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **kept))
+        asked = replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **kept)
+        self.asked.append((asked, call.slots.protected, call.slots.bounds))
         self.chooser.layer(call)
 
     def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
@@ -106,21 +107,25 @@ class Redrafting(Chooser):
         )
         plan.policy = policy
         with step.meter.clock("draft"):
-            cache = step.cache.with_storages({call.index: archive.whole(layers[call.index]) for call in self.asked})
+            every = {call.index: archive.whole(layers[call.index]) for call, *_ in self.asked}
+            cache = step.cache.with_storages(every)
             _write(spans, step, hidden, Plan(FIRST_CUT, step.decoder, plan.ranks), cache, noting, policy.rows.n_d)
         read = replace(step.read, rows=policy.rows, watchers=())
         stored, chunk = step.positions[:, : step.columns], replace(step.chunk, appended=0)
         again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None)
         while self.asked:
-            call = replace(self.asked.pop(0), step=again)
+            asked, *always = self.asked.pop(0)
+            call = replace(asked, step=again)
             drafted = tuple(torch.cat(part, 2) for part in zip(*noting.rows.pop(call.index), strict=True))
             call.rows = replace(call.rows, drafted=drafted)
-            self._choose(call)
+            self._choose(call, *always)
 
-    def _choose(self, call: LayerCall) -> None:
+    def _choose(self, call: LayerCall, protected: tuple, bounds: Any) -> None:
         """A layer's second cut, among the slots of all tokens."""
-        slots = call.step.plan.ranks.counts(call.layer).sum(1)
+        counts = call.step.plan.ranks.counts
+        slots = counts(call.layer).sum(1)
         archive.recall(call.layer, slots >= 0)
+        call.slots = call.slots_of(counts(call.layer), protected, bounds)
         if (slots < call.slots.alive).any():
             with call.step.meter.clock("evict"):
                 choice = evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots)

@@ -79,9 +79,9 @@ class LayerCall:
         """Its slots, the new ones included."""
         observers, counts = self.step.rows, self.step.plan.ranks.counts(self.layer) + self.tokens[:, None]
         ends = protected(self.policy, observers, self.select, self.rows, counts.max(1))
-        return self._slots(counts, ends, observers.bounds(self.rows))
+        return self.slots_of(counts, ends, observers.bounds(self.rows))
 
-    def _slots(self, counts: np.ndarray, ends: tuple, bounds: Bounds) -> Slots:
+    def slots_of(self, counts: np.ndarray, ends: tuple, bounds: Bounds) -> Slots:
         step, layer, columns = self.step, self.layer, self.columns
         held = layer.slots(self.module) if self.held is None else self.held
         k, v, first = self.k[:, :, :columns], self.v[:, :, :columns], step.first.clamp_max(columns)
@@ -156,7 +156,7 @@ class LayerCall:
         k, v, *new = (x[:, :, :0] for x in (self.k, self.v, *self.new))
         call = LayerCall(self.step, self.module, None, k, v, new, self.options)
         counts = self.step.plan.ranks.counts(self.layer)
-        call.slots = call._slots(counts, self.slots.protected, self.slots.bounds)
+        call.slots = call.slots_of(counts, self.slots.protected, self.slots.bounds)
         return call
 
     def watched(self, count: int) -> torch.Tensor:
