@@ -111,7 +111,7 @@ class Deciding(Chooser):
 
     def _ask(self, call: LayerCall) -> None:
         layers = call.policy.layers
-        asked = layers.preference(call.slots, *call.measured(layers.needs))
+        asked = layers.preference(call.slots, *evict.measured(call, layers.needs))
         self.decisions.ask(call.order, asked.cpu().numpy())
 
     def _pool(self, cuts: tuple) -> dict:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from ... import _ops
 from ...policy.inputs import Policy
 from ...policy.rows import Rows
-from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
+from ...policy.seen.rows import LayerRows, rolled
 from ...policy.seen.slots import KV, Bounds, Heads, Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given, rope_of
-from ..measure.quantities import measured
 from ..slots import archive
 from ..slots.carried import carry_newest
 from . import unseen
@@ -90,47 +88,9 @@ class LayerCall:
         kv, stored = KV(held, k, v, first, self.options), layer.storage.gathered()
         return Slots(self.index, heads, counts, ends, pos, stored, kv, prompt, bounds)
 
-    def measured(self, needs: Any) -> list:
-        """The quantities that a part of the policy needs, each measured once."""
-        return measured(needs, self.slots, self._observe, self.known, partial(given, self))
-
     def memory(self) -> Any:
         """The layer's rows' memory of the chunks before this one; None at first."""
         return self.step.read.memory.get(self.index)
-
-    def _observe(self) -> Observation:
-        """The policy's rows, with their outputs if those are wanted."""
-        seen = self._decoded() if self.step.decoding else self.step.rows.observe(self.rows, self.memory())
-        return Observation(tuple(map(self._complete, seen.parts)))
-
-    def _decoded(self) -> Observation:
-        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
-        rows, none = self.rows, 0 * self.rows.first
-        if self.policy.rows.newest or self.policy.carry == "sum":
-            return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, self.probs),))
-        q, out = self.layer.decode_queries, None
-        if q.shape[3] > rows.q.shape[3]:
-            q, out = q.split(rows.q.shape[3], 3)
-            out = out.transpose(1, 2)
-        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may be gone
-        until = self.step.positions[:, -1:] if gone else None
-        return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
-
-    def _complete(self, part: Observers) -> Observers:
-        """Observers with their outputs, if those are wanted, and lse over the slots that they see here."""
-        kv = self.slots.kv
-        if part.unseen is not None:
-            out, lse = unseen.observe(part, self.slots)
-            return replace(part, out=out, lse=lse)
-        if part.own is None and (part.out is not None or not self.step.plan.wants_outputs):
-            return part
-        if part.own is not None:
-            k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
-            out, lse = _ops.attend(part.q, kv.stored, k, v, kv.first, **kv.options)
-            return replace(part, out=out, lse=lse)
-        stop = part.stop.to(torch.int32)
-        out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=stop, **kv.options)
-        return replace(part, out=out, lse=lse)
 
     def waiting(self) -> LayerCall:
         """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
