@@ -161,8 +161,7 @@ def cuts(monkeypatch, made, check, rows=5):
 
 def measured_by(call, rows):
     """needs -> the layer's quantities, by the last `rows` rows of its chunk."""
-    own = replace(call)
-    own.known["observation"] = call.rows.chunk(rows)
+    own = replace(call, known=dict(observation=call.rows.chunk(rows)))
     return partial(evict.measured, own)
 
 

@@ -75,7 +75,7 @@ class Deciding(Chooser):
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False
-            if evict.drop(step, layer, call.module, slots, sums):
+            if evict.drop(call, slots, sums):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 

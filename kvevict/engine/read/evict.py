@@ -12,17 +12,15 @@ from ...policy.heads import above
 from ...policy.heads.equal import Equal, shares
 from ...policy.inputs import as_needs
 from ...policy.scores import Score
-from ...policy.seen.rows import LayerRows, Observation, Observers
+from ...policy.seen.rows import Observation, Observers
 from ...policy.seen.slots import Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given
 from ..measure.quantities import quantity
 from ..slots import archive
-from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
 from . import unseen
 from .layer import LayerCall, protected
-from .step import Step
 
 
 class Numbers(NamedTuple):
@@ -211,7 +209,8 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
         layer.carry = of_layer(carried, layer)
         if call.policy.recall and call.columns:
             archive.append(layer, *call.to_store, slots.pos, slots.kv.first, slots.padding)
-    call.step.meter.live[call.index] = layer.live_bytes()
+    if not call.step.decoding:
+        call.step.meter.live[call.index] = layer.live_bytes()
 
 
 def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
@@ -219,26 +218,23 @@ def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
     return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)
 
 
-def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums: torch.Tensor) -> bool:
-    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a `LayerCall`
-    but without one. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
-    counts, policy = layer.counts, step.plan.policy
-    selects: Any = policy.select
+def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
+    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a chooser's
+    way but sooner. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
+    step, layer, policy = call.step, call.layer, call.policy
+    counts = layer.counts
     if not _drops_smallest(policy) or step.plan.ranks.size > 1:
         return False
     keep = shares(slots, np.arange(counts.shape[1]))
     if (keep > counts).any():
         return False
     with step.meter.clock("evict"):
-        budget: Any = layer.budget
-        rows = LayerRows(step, budget // step.plan.kv_heads, None, None, None, None)
-        first, last = protected(policy, step.rows, selects, rows, counts.max(1))
+        first, last = protected(policy, step.rows, policy.select, call.rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
         level = keep.min() == keep.max()  # the index has no -1
         layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
-        step.meter.live[module.layer_idx] = layer.live_bytes()
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,12 +38,13 @@ class LayerCall:
     lse: Any = None  # [B, H, T]
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group; None: nothing needs them
     held: Any = None  # the result of `EvictionLayer.slots`, if attention has read it
+    known: dict = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number
     layer = property(lambda self: self.step.cache.layers[self.module.layer_idx])  # the EvictionLayer
-    policy = cached_property(lambda self: self.step.plan.policy)
-    order = cached_property(lambda self: self.step.plan.order[self.module.layer_idx])  # among the layers that evict
-    select = cached_property(lambda self: self.policy.selection(self.order))  # how it selects
+    policy = property(lambda self: self.step.plan.policy)
+    order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # its number among those that evict
+    select = property(lambda self: self.policy.selection(self.order))  # how it selects
 
     @cached_property
     def columns(self) -> int:
@@ -55,15 +56,10 @@ class LayerCall:
         """int [B] how many of the S rows are no padding, on the host."""
         return self.columns - np.minimum(self.step.padding, self.columns)
 
-    @cached_property
+    @property
     def to_store(self) -> list:
         """k, v [B, Hkv, S, W] of the rows that the cut stores."""
         return [x[:, :, : self.columns] for x in self.new]
-
-    @cached_property
-    def known(self) -> dict:
-        """Quantities measured so far."""
-        return {}
 
     @cached_property
     def rows(self) -> LayerRows:
@@ -104,7 +100,7 @@ class LayerCall:
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:
         """A copy of this call with these rows, and without keys and values that it has expanded from latents."""
-        call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None)
+        call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None, known={})
         kv: Any = replace(self.slots.kv, stored=self.layer.slots(self.module))
         call.rows, call.slots = rows, replace(self.slots, kv=kv)
         return call
@@ -159,7 +155,8 @@ def decide(call: LayerCall) -> None:
     step, index = call.step, call.module.layer_idx
     if step.decoding and (step.chooser is None or not step.chooser.takes(call)):
         return
-    step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
+    if not step.decoding:
+        step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
     if index in step.plan.last_reader:
         step.unread[index] = call
         return
