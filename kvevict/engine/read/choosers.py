@@ -76,7 +76,7 @@ class Deciding(Chooser):
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False
-            if evict.drop(step, layer, call.module, slots, sums):
+            if evict.drop(call, slots, sums):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 
@@ -85,7 +85,8 @@ class Deciding(Chooser):
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.plan.order))
         if observing and not call.step.decoding:
-            call.step.read.memory[call.index] = call.step.rows.accumulate(call.rows, call.memory())
+            memory = call.step.read.memory
+            memory[call.index] = call.step.rows.accumulate(call.rows, memory.get(call.index))
             call.layer.memory = quantities.remembered(call.step.plan.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
             self._ask(call)
@@ -112,7 +113,7 @@ class Deciding(Chooser):
 
     def _ask(self, call: LayerCall) -> None:
         layers = call.policy.layers
-        asked = layers.preference(call.slots, *call.measured(layers.needs))
+        asked = layers.preference(call.slots, *evict.measured(call, layers.needs))
         self.decisions.ask(call.order, asked.cpu().numpy())
 
     def _pool(self, cuts: tuple) -> dict:
