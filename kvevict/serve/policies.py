@@ -17,8 +17,7 @@ class Policies:
     """options  of the server
     context  the model's, in tokens; a request may not keep more of that many than the server's own budget
     fitted   makes a policy that of the model, with its budget in slots
-    records  decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise, and the policy does not
-             evict while decoding
+    records  decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise
     """
 
     options: Options
@@ -36,10 +35,9 @@ class Policies:
         common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv)
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
-        plain = build(name, **common | own)
-        if self.records and not plain.decode and plain.carry != "sum":
+        if self.records:
             common["compiled"] = True
-            plain = build(name, **common | own)
+        plain = build(name, **common | own)
         try:
             return self.fitted(build(name, **common | dict(recall=True) | own))
         except ValueError:

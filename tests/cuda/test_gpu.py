@@ -256,12 +256,13 @@ def test_an_adapter_trains(tmp_path):
 
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_replayed_tokens_as_decoded_ones(kind, rows):
+@pytest.mark.parametrize("policy", ["take+edie", "h2o", "h2o:interval=16", "streaming", "rkv:interval=16", "tova"])
+def test_replayed_tokens_as_decoded_ones(policy, kind, rows):
     """compiled=True: the same bits, over slots that move and a further turn; nearly all tokens are replayed."""
     model = tiny.model(dtype=torch.bfloat16).cuda()
     ids, results = tiny.prompt(rows, 300)["input_ids"].cuda(), []
     for compiled in (False, True):
-        with kvevict.evicting(model, "take+edie", budget=64, compiled=compiled, kv=kind), torch.no_grad():
+        with kvevict.evicting(model, policy, budget=64, compiled=compiled, kv=kind), torch.no_grad():
             cache, each = kvevict.compat.cache_of(model(ids, use_cache=True)), []
             for length in [1] * 150 + [40] + [1] * 20:
                 each.append(model(ids[:, :length], past_key_values=cache).logits[:, -1])

@@ -19,6 +19,8 @@ from kvevict.answer import rows_of
 from kvevict.batch import Batch
 from kvevict.context import within
 from kvevict.engine.read import replay
+from kvevict.engine.read.replay import Replay
+from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -65,6 +67,48 @@ def both(name, work, **options):
     return *results, replayed
 
 
+def slots(cache):
+    """The kept slots' positions and numbers, and the queries that are remembered."""
+    kept = [[each.tolist() for each in row] for layer in cache.layers for row in layer.positions()]
+    others = [each.nan_to_num(-1).tolist() for layer in cache.layers for each in others_of(layer)]
+    return kept, others, cache.sequence.columns, cache.sequence.removable
+
+
+def others_of(layer):
+    return [each for each in (layer.carry, layer.decode_queries) if each is not None]
+
+
+EVICT = {  # while decoding: name -> options
+    "h2o": {}, "h2o every 16": dict(interval=16), "h2o ragged": dict(heads="flat"), "streaming": {},
+    "streaming every 16": dict(interval=16), "tova": {}, "snapkv": dict(decode=True, window=16),
+    "adakv": dict(decode=True, window=16), "take": dict(decode=True, probe=16), "tri": dict(interval=16),
+    "rkv": dict(interval=8), "h2o+caote": {}, "snapkv+caote": dict(window=16), "vatp": {}, "kvzip": dict(chunk_size=60),
+    "snapkv recalls": dict(decode=True, window=16, recall=True), "expected": dict(decode=True, keep_prompt=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", ["model", "int8"])
+@pytest.mark.parametrize("name", EVICT)
+@pytest.mark.drawn(12)
+def test_policies_that_evict_while_decoding(name, kv):
+    """The same logits and slots after tokens, after a turn, and in a fork's rows."""
+
+    def work(model, cache):
+        states = [(decoded(model, cache, 70), slots(cache))]
+        turn(model, cache)
+        states.append((decoded(model, cache, 30, 70), slots(cache)))
+        fork = rows_of(cache, 2)
+        for each in (fork, cache):
+            states.append((decoded(model, each, 25, 100), slots(each)))
+        return states
+
+    want, got, replayed = both(name.split()[0], work, kv=kv, **EVICT[name])
+    for (logits, kept), (other, others) in zip(want, got, strict=True):
+        assert torch.equal(logits, other)
+        assert kept == others
+    assert replayed > 0
+
+
 @pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", ["snapkv", "take+edie", "chunkkv"])
 def test_200_tokens_bit_by_bit(name, kv):
@@ -73,10 +117,14 @@ def test_200_tokens_bit_by_bit(name, kv):
     assert replayed == 200 - 2 - 2 * (PATIENCE + 1)  # the first two are watched; slots move once
 
 
+def turn(model, cache):
+    return model(prompt(1, 30, seed=3)["input_ids"], past_key_values=cache, logits_to_keep=1).logits
+
+
 def turns(model, cache):
     """Tokens, a turn, tokens taken back, and tokens again."""
     first = decoded(model, cache, 20)
-    model(prompt(1, 30, seed=3)["input_ids"], past_key_values=cache)
+    turn(model, cache)
     second = decoded(model, cache, 20)
     cache.crop(-6)
     return torch.cat([first, second, decoded(model, cache, 20)])
@@ -99,9 +147,9 @@ def joined(model, cache):
 
 
 @pytest.mark.parametrize("kv", ["model", "int8"])
-@pytest.mark.parametrize("work", [turns, forked, joined])
-def test_what_moves_slots_is_seen(work, kv, replayed):
-    want, got, _ = both("snapkv", work, kv=kv)
+@pytest.mark.parametrize("name, work", [("snapkv", turns), ("snapkv", forked), ("snapkv", joined), ("h2o", joined)])
+def test_what_moves_slots_is_seen(name, work, kv, replayed):
+    want, got, _ = both(name, work, kv=kv)
     assert torch.equal(got, want)
     assert len(replayed) > 10
 
@@ -154,14 +202,29 @@ def test_on_other_devices_tokens_are_decoded_as_before():
 @pytest.mark.parametrize(
     "family, name, options, reason",
     [
-        ("llama", "h2o", {}, "evicts while decoding"),
-        ("llama", "snapkv", dict(decode=True), "evicts while decoding"),
         ("gemma3", "snapkv", {}, "a window"),
+        ("gemma3", "h2o", {}, "a window"),
     ],
 )
 def test_what_cannot_be_recorded_is_told_once(family, name, options, reason):
     (text,) = told(name, family, **options)
     assert reason in text
+
+
+def test_slots_that_move_with_every_token(replayed):
+    """A policy that evicts while decoding is then watched for `WATCHES` tokens."""
+    watched = []
+
+    def keep(storage, index, keep, *new):
+        return storage.moved(keep + 64, index, keep, *new)
+
+    def watch(replay, step, run):
+        watched.append(1)
+        return run(replay.inputs)
+
+    with mock.patch.object(Storage, "keep", keep), mock.patch.object(Replay, "_watch", watch):
+        (text,) = told("h2o", work=lambda model, cache: decoded(model, cache, 40))
+    assert "moves slots" in text and len(watched) == replay.WATCHES and not replayed
 
 
 def test_a_number_that_differs_from_token_to_token():

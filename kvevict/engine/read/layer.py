@@ -54,13 +54,11 @@ def attend(seen: Attended) -> Attended:
     step, module, q, k, v, new, options = seen[:7]
     plan, layer = step.plan, seen.layer
     if step.decoding:
-        columns = layer.longest() if plan.wants_probs else 0
+        columns = 0
+        if plan.wants_probs:  # a recorded token's columns are those of the next ones, too
+            columns = layer.longest() if step.attended is None else int(layer.storage.capacity.max())
         with step.meter.clock("decode"):
             out, lse, probs = layer.decode(q, *new, step.positions, module, columns=columns, **options)
-        if plan.policy.recall and plan.policy.decode and layer.archive is not None:
-            archive.append(layer, *new, step.positions, step.first, step.padding)
-        if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
-            carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
         return seen._replace(out=out, lse=lse, probs=probs if plan.wants_probs else None)
     if layer.storage.prefix is not None and layer.storage.counts.any():  # the cut and the ops want one place
         layer.storage = layer.storage.whole()
@@ -209,15 +207,48 @@ def decide(seen: Attended) -> None:
     """Let the step's chooser evict slots of a layer that has attended. If other layers read its slots, the choice waits
     for the last of them."""
     step, index = seen.step, seen.module.layer_idx
-    if step.decoding and (step.chooser is None or not step.chooser.takes(seen)):
+    if step.attended is not None:
+        step.attended.append(seen._replace(step=None))
         return
+    call = _due(seen)
+    if call is not None and index in step.plan.last_reader:
+        step.unread[index] = call
+    elif call is not None:
+        _choose(call)
+
+
+def decide_later(step: Any, attended: list) -> None:
+    """The same after all layers have attended with a decoded token's row. The next token overwrites `attended`."""
+    for seen in attended:
+        layer = step.cache.layers[seen.module.layer_idx]
+        q, probs = seen.q, None if seen.probs is None else seen.probs[..., : layer.longest()]
+        if layer.decode_queries is None:  # else they are joined in new memory
+            q = q.clone()
+        if layer.carry is None and probs is not None:
+            probs = probs.clone()
+        call = _due(seen._replace(step=step, q=q, probs=probs))
+        if call is not None:
+            _choose(call)
+
+
+def _due(seen: Attended) -> LayerCall | None:
+    """The input of the cut of a layer that has attended; None: a decoded token does not cut it. It is then noted."""
+    step, layer, plan = seen.step, seen.layer, seen.step.plan
+    if step.decoding:
+        if plan.policy.recall and plan.policy.decode and layer.archive is not None:
+            archive.append(layer, *seen.new, step.positions, step.first, step.padding)
+        if plan.of_tokens is not None and observes(plan.policy, plan.order[seen.module.layer_idx], len(plan.order)):
+            carry_newest(layer, plan.of_tokens.tokens(*given(seen, plan.of_tokens.needs)))
+        if step.chooser is None or not step.chooser.takes(seen):
+            return None
     call = layer_call(seen)
     step.meter.watch(call.new[0], call.slots.kv.padding, 1 + step.chooser.held)
-    if index in step.plan.last_reader:
-        step.unread[index] = call
-        return
-    with step.meter.clock("evict"):
-        step.chooser.layer(call)
+    return call
+
+
+def _choose(call: LayerCall) -> None:
+    with call.step.meter.clock("evict"):
+        call.step.chooser.layer(call)
 
 
 def layer_call(seen: Attended) -> LayerCall:

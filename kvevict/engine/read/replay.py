@@ -20,6 +20,7 @@ from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
 from .calls import Calls
+from .layer import Attended, decide_later
 from .plan import Plan
 from .step import Step
 
@@ -55,6 +56,7 @@ def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[Mode
 
 
 RECORDERS = {"cuda": _graph, "cpu": _program}
+WATCHES = 16  # caches or places of slots after which a policy that evicts while decoding is not watched any more
 PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move before one is recorded: a recording takes time
 
 
@@ -71,6 +73,7 @@ class Replay:
         self.patience = PATIENCE[self.positions.device.type]  # beams, which move slots each time, are never recorded
         self.kind: type = ModelOutput  # of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
+        self.attended: list[Attended] = []  # the layers of the last token, in the recording's memory
         self.replay: Callable[[], None] | None = None
 
     def fits(self, step: Step, inputs: Inputs) -> bool:
@@ -84,8 +87,15 @@ class Replay:
         for name, x in inputs.items():
             if isinstance(x, torch.Tensor):
                 self.inputs[name].copy_(x)
+        output = self._output(step, run)
+        decide_later(step, self.attended)
+        return output
+
+    def _output(self, step: Step, run: Callable[[Inputs], ModelOutput]) -> ModelOutput:
+        """The output of the decoder. Its layers' slots are not evicted yet."""
         if self.replay is None:
-            enter(step=replace(step, positions=self.positions, elsewhere={}))
+            self.attended = []
+            enter(step=replace(step, positions=self.positions, elsewhere={}, attended=self.attended))
             if not self.plan.replays:
                 return self._watch(step, run)
             self.patience -= 1
@@ -96,6 +106,7 @@ class Replay:
                 output, self.replay = recorder(lambda: run(self.inputs), self.positions.device)
             except RuntimeError as error:
                 _refuse(self.plan, f"recording failed ({str(error).splitlines()[0]})")
+                self.attended.clear()
                 return run(self.inputs)
             self.kind = type(output)
             self.fields = {name: None if value is step.cache else value for name, value in output.items()}
@@ -146,17 +157,19 @@ def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> Model
     own = {name: x for name, x in inputs.items() if x is not step.cache}
     kept = step.cache.__dict__
     if "replay" not in kept or not kept["replay"].fits(step, own):
+        step.plan.watches += step.plan.replays is None and step.chooser is not None
+        if step.plan.watches > WATCHES:
+            _refuse(step.plan, "the policy moves slots to other places with every token")
+            return run(**inputs)
         kept["replay"] = Replay(step, own)
     return kept["replay"].step(step, lambda inputs: run(**inputs, **{CACHE: step.cache}), own)
 
 
 def _obstacle(step: Step) -> str | None:
     """Why a decoded token cannot be recorded; None: perhaps it can."""
-    policy, device = step.plan.policy, step.positions.device
+    device = step.positions.device
     if device.type not in RECORDERS:
         return f"the model is on a {device.type.upper()}"
-    if step.chooser is not None:
-        return "the policy evicts while decoding" if policy.decode else "the policy adds up decoded tokens' attention"
     if any(type(layer) is not EvictionLayer for layer in step.cache.layers):
         return "the model has layers with a window, a state or latents"
     if rotary.rope_depends_on_length(step.decoder):

@@ -75,6 +75,7 @@ class Step(CallRows):
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
     elsewhere: dict = field(default_factory=dict)  # device -> this step there
+    attended: list | None = None  # of a token that is recorded: layers that it is noted in later; None: at once
 
     unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # by the extra rows
 
