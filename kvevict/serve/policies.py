@@ -1,7 +1,8 @@
 """The policy that reads a request."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..policy.building import build
@@ -35,13 +36,13 @@ class Policies:
         common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv)
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
-        if self.records:
-            common["compiled"] = True
-        plain = build(name, **common | own)
-        try:
-            return self.fitted(build(name, **common | dict(recall=True) | own))
-        except ValueError:
-            return self.fitted(plain)
+        policy = build(name, **common | own)
+        if self.records and "compiled" not in own:
+            policy = replace(policy, compiled=True)
+        if "recall" not in own:
+            with contextlib.suppress(ValueError):
+                policy = replace(policy, recall=True)
+        return self.fitted(policy)
 
     def of(self, asked: dict[str, Any], opens_text: bool, prefix: str = "kvevict.") -> Policy:
         """Choose by a request's fields, which have this prefix. Raises Refused for a choice that cannot be had."""

@@ -311,8 +311,8 @@ def test_generate_keeps_the_tail_of_the_hidden_states():
     """Inside generate the decoder returns the last chunk's hidden states, not the prompt's; a direct call returns
     all."""
     model, rows = shared(), []
-    hook = model.get_decoder().register_forward_hook(lambda m, a, out: rows.append(out.last_hidden_state.shape[1]))
-    with kvevict.evicting(model, "take", **TAKE):
+    with kvevict.evicting(model, "take", **TAKE):  # a type's first trial runs before the hook
+        hook = model.get_decoder().register_forward_hook(lambda m, a, out: rows.append(out.last_hidden_state.shape[1]))
         generate(model, prompt(2, 50, pad=(0, 9)), 3)
         assert rows == [16, 1, 1]
         assert model(sequence(50)).logits.shape[1] == 50

@@ -105,7 +105,7 @@ class Spans:
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         else:
-            archive.begin(self.layers, self.policy.recall)
+            archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731
@@ -192,7 +192,7 @@ class Spans:
         )  # fmt: skip
         read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
-        archive.begin(self.layers, self.policy.recall)
+        archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self.cache.sequence.policy = policy
         if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
             self.cache.owner = Owner(arguments.decoder)

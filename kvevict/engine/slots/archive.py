@@ -94,15 +94,14 @@ def append_last(layer: Any) -> None:
         layer.archive = _with_last(layer, layer.archive)
 
 
-def begin(layers: Sequence[Any], recall: bool | str) -> None:
+def begin(sequence: Any, layers: Sequence[Any], recall: bool | str) -> None:
     """Before tokens are read: those since the last ones, which were decoded, go to the archives of a cache's layers."""
     for layer in layers:
         if not recall:
             layer.archive = None  # this read will not add to it
         elif layer.is_initialized:
             append_last(layer)
-    for layer in layers:
-        layer.sequence.archived = layer.sequence.columns
+    sequence.archived = sequence.columns
 
 
 def crop(layer: Any, count: int) -> None:
@@ -126,15 +125,17 @@ def _with_last(layer: Any, archive: Any) -> Any:
     return archive.centred_as(layer.storage).with_all(layer.storage.last(count)) if count else archive
 
 
-def recall(layer: Any, due: np.ndarray | None = None) -> None:
-    """The slots of all tokens take the place of the kept ones, until the next cut. due: bool [B] in these rows alone;
-    None: in all."""
+def recall(layer: Any, due: np.ndarray) -> None:
+    """The slots of all tokens take the place of the kept ones in the rows that are due [B], until the next cut."""
     every = layer.archive
-    if due is not None and not due.all():
+    if not due.all():
         rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
         every = Storage.joined([archived if recalls else kept for recalls, archived, kept in rows])
-    layer.storage = every.gathered().forked()
-    layer.head_offsets = None
+    _restore(layer, every.gathered())
+
+
+def _restore(layer: Any, archive: Storage | Apart) -> None:
+    layer.storage, layer.head_offsets = _forked(archive), None
 
 
 def recall_all(layers: Sequence[Any], meter: Any) -> bool:
@@ -146,6 +147,6 @@ def recall_all(layers: Sequence[Any], meter: Any) -> bool:
     kept = [layer.positions() for layer in layers]
     with meter.clock("recall"):
         for layer in layers:
-            layer.storage, layer.head_offsets = _forked(layer.archive), None
+            _restore(layer, layer.archive)
     meter.note_recall(kept, [layer.positions() for layer in layers])
     return True

@@ -36,7 +36,7 @@ class Meter:
         self.peak = 0  # the most of them at once, chunks in flight included
         self.seconds = defaultdict(float)
         self.replayed = 0  # decoded tokens since then that were replayed
-        self.recalls: tuple[list, list] | None = None  # (kept, whole) of `note_recall`; None: nothing was recalled
+        self.recalls: list[tuple[list, list]] | None = None  # (kept, whole) of each layer; None: nothing was recalled
         self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:
@@ -52,7 +52,7 @@ class Meter:
 
     def note_recall(self, kept: list, whole: list) -> None:
         """Positions [layer][row][head] of the slots before all came back, and after; a cut then chooses some."""
-        self.recalls = kept, whole
+        self.recalls = list(zip(kept, whole, strict=True))
 
     def write(self, layers: list[Any], kind: str) -> None:
         """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
@@ -62,15 +62,11 @@ class Meter:
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
         archive = sum(t.nbytes for layer in own for t in archived(layer))
         heads = sum(layer.counts.shape[1] for layer in own)
-        positions = [layer.positions() for layer in own]
-        recalls, self.recalls = self.recalls, None
-        recalled = None if recalls is None else list(map(_recalled, *recalls, positions))
-
-        def of_all(values: list) -> list:
-            """values of our own layers, None for the others."""
-            at = iter(values)
-            return [None if layer is None else next(at) for layer in layers]
-
+        positions = [None if layer is None else layer.positions() for layer in layers]
+        recalled = None
+        if self.recalls is not None:
+            recalls, self.recalls = iter(self.recalls), None
+            recalled = [None if now is None else _recalled(*next(recalls), now) for now in positions]
         self.report = dict(
             seen=seen,
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
@@ -84,9 +80,9 @@ class Meter:
             padded_bytes=sum(layer.padded_bytes() for layer in own),
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
-            recalled=None if recalled is None else of_all(recalled),
+            recalled=recalled,
             overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
-            positions=of_all(positions),
+            positions=positions,
         )
 
 
