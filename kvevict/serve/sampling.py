@@ -108,15 +108,15 @@ class Chooser:
         self._ids: Any = torch.tensor([prompt + [0] * most])
         self._length = len(prompt)
 
-    def __call__(self, logits: torch.Tensor) -> int:
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].float()
         if self.processors:
             self._ids = self._ids.to(scores.device)  # with the first scores
             scores = self.processors(self._ids[:, : self._length], scores)
         if self.noise is None:
-            token = int(scores.argmax())
+            token = scores[0].argmax()
         else:
-            token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self.noise))
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.noise)[0, 0]
         self._ids[0, self._length] = token
         self._length += 1
         return token
