@@ -59,10 +59,12 @@ def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: 
         chances, order = row.softmax(0).sort(descending=True)
         beyond = chances.cumsum(0) - chances >= top_p
         row = row.scatter(0, order, row[order].masked_fill(beyond, float("-inf")))
-    gumbel = torch.rand(row.shape, generator=noise).log().neg().log()
-    if row.is_cuda:
-        gumbel = gumbel.pin_memory().to(row.device, non_blocking=True)
-    return (row - gumbel).argmax()
+    return (row - sent(torch.rand(row.shape, generator=noise).log().neg().log(), row.device)).argmax()
+
+
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the CPU to a device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def ends_of(model: Any, tokenizer: Any) -> set[int]:

@@ -166,7 +166,7 @@ class Generation:
             ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
             custom_generate=take,
         )  # fmt: skip
-        noise = torch.Generator(self.reader.device) if config.do_sample else None
+        noise = torch.Generator() if config.do_sample else None
         if noise is not None:
             noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
         return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
+from ..writing import sent
+
 LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
 LONG = 1024  # tokens of an answer, unless something says how many
 ZERO = 0.01  # a temperature below it draws nothing
@@ -96,7 +98,7 @@ class Chooser:
 
     prompt      ids; `most` of the answer follow at most
     processors  Transformers' `LogitsProcessorList`
-    noise       the generator of the draws; None: the likeliest token is taken
+    noise       the generator of the draws, on the CPU; None: the likeliest token is taken
     """
 
     def __init__(
@@ -115,9 +117,11 @@ class Chooser:
             scores = self.processors(self._ids[:, : self._length], scores)
         if self.noise is None:
             token = scores[0].argmax()
-        else:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self.noise)[0, 0]
-        self._ids[0, self._length] = token
+        else:  # as torch.multinomial, which waits for a GPU
+            noise = torch.empty(scores.shape[1]).exponential_(generator=self.noise)
+            token = (scores[0].softmax(-1) / sent(noise, scores.device)).argmax()
+        if self.processors:
+            self._ids[0, self._length] = token
         self._length += 1
         return token
 

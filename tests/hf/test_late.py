@@ -11,6 +11,8 @@ import kvevict
 from kvevict import writing
 from kvevict.answer import continued, rows_of
 from kvevict.batch import Batch
+from kvevict.engine.read.calls import Calls
+from kvevict.serve.sampling import Chooser, Decoding
 from kvevict.writing import Sampling, written
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -190,3 +192,37 @@ def test_sequences_join_and_leave():
     now, late = both(work)
     assert now == late
     assert [*map(len, now)] == [MOST] * 3
+
+
+ASKED = [{}, dict(frequency_penalty=0.7, presence_penalty=0.3), dict(logit_bias={"5": 2.0}, top_k=20, min_p=0.01)]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_no_choice_reads_a_number(asked, temperature):
+    """The host of a GPU would wait for it. Draws are those of torch.multinomial, by a generator of each answer."""
+    model, made = own(), []
+    decoding = Decoding.of(dict(asked, temperature=temperature, top_p=0.9), {})
+    config, ids = decoding.config(model.generation_config), torch.tensor([QUESTIONS[0]])
+    model.generate(
+        ids, generation_config=config, logits_processor=decoding.processors(3),
+        custom_generate=lambda model, input_ids, logits_processor, **others: made.append(logits_processor) or input_ids,
+    )  # fmt: skip
+    noise = torch.Generator().manual_seed(3) if config.do_sample else None
+    choose, want = Chooser(QUESTIONS[0], 9, made[0], noise), torch.Generator().manual_seed(3)
+    for step in range(9):
+        logits = torch.randn(256, generator=torch.Generator().manual_seed(step))
+        ids = choose._ids[:, : choose._length].clone()
+        with Calls() as calls:
+            token = choose(logits)
+        assert calls.reads is None
+        scores = made[0](ids, logits[None])
+        chosen = torch.multinomial(scores.softmax(-1), 1, generator=want) if noise else scores.argmax()
+        assert int(token) == int(chosen)
+
+
+def test_no_draw_reads_a_number():
+    for sampling in (GREEDY, Sampling(0.7), Sampling(1.5, 0.8)):
+        with Calls() as calls:
+            sampling.chooser()(torch.randn(50))
+        assert calls.reads is None
