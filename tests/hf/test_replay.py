@@ -3,8 +3,10 @@
 import functools
 import gc
 import os
+import re
 import warnings
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,6 +24,7 @@ from kvevict.engine.read import replay
 from kvevict.engine.read.replay import Replay
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
+from kvevict.policy.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 LENGTH, PATIENCE = 120, replay.PATIENCE["cpu"]
@@ -302,6 +305,49 @@ def test_memory_is_free_once_a_cache_is_dropped(compiled):
             assert [each() for each in slots] == [None, None]
     finally:
         gc.enable()
+
+
+DOCUMENTED = {  # a line of the table in docs/usage.md: the model
+    "Llama": ("llama", {}), "Mistral without a window": ("mistral", {}), "Mixtral": ("mixtral", {}),
+    "SmolLM2": ("llama", dict(hidden_size=288, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)),
+    "Qwen2": ("qwen2", {}), "Qwen3": ("qwen3", {}), "Qwen3-MoE": ("qwen3_moe", {}), "Phi-3": ("phi3", {}),
+    "OLMo 2": ("olmo2", {}), "Granite": ("granite", {}), "Gemma 3": ("gemma3", {}), "Gemma 2": ("gemma2", {}),
+    "Gemma 3, global layers alone": ("gemma3", dict(layer_types=["full_attention"] * 4)), "gpt-oss": ("gpt_oss", {}),
+}  # fmt: skip
+PAGE = (Path(__file__).parents[2] / "docs/usage.md").read_text().partition("## Recorded tokens")[2]
+TABLE = [[each.strip() for each in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", PAGE, re.M)]
+CELLS = [(row[0], *cell) for row in TABLE[2:16] for cell in zip(TABLE[0][1:], row[1:], strict=True)]
+
+
+def recorded(model, name, **options):
+    """Whether tokens are recorded; their logits are those without compiled=True."""
+    results = []
+    with mock.patch.dict(replay.PATIENCE, cpu=1):
+        for compiled in (False, True):
+            with kvevict.evicting(model, name, compiled=compiled, **options):
+                cache = model(prompt(1, 300)["input_ids"], use_cache=True, logits_to_keep=1).past_key_values
+                results.append(decoded(model, cache, 7))
+    assert torch.equal(*results)
+    return kvevict.report(cache)["replayed"] == 3
+
+
+@pytest.mark.parametrize("name, column, cell", CELLS)
+@pytest.mark.drawn(12)
+def test_table(name, column, cell):
+    """The table in docs/usage.md says what is recorded."""
+    assert {row[0] for row in TABLE[2:16]} == DOCUMENTED.keys()
+    family, changes = DOCUMENTED[name]
+    model, names = tiny.model(family, **changes), re.findall(r"`([^`]*)`", column)
+    kinds = names[1:] if "kv=" in names else ["model"]
+    for policy in ["snapkv", "h2o"] if "kv=" in names else names:
+        assert {recorded(model, policy, budget=64, kv=kind) for kind in kinds} == {cell == "yes"}
+
+
+@pytest.mark.parametrize("name", sorted({*PRESETS} - {"gate", "lookahead", "oracle", "speckv"}))  # these need files
+@pytest.mark.drawn(8)
+def test_presets(name):
+    with within(learns=False):
+        assert recorded(own(), name, budget=264)
 
 
 ALL = os.environ.get("KVEVICT_TYPES", "sample") != "sample"
