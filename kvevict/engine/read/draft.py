@@ -12,6 +12,7 @@ import torch
 
 from ... import rotary
 from ...compat import CACHE
+from ...context import within
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
@@ -19,7 +20,7 @@ from ..slots.meter import Meter
 from ..slots.storage import Storage
 from . import evict
 from .choosers import Chooser
-from .layer import Attended, LayerCall, layer_call
+from .layer import LayerCall
 from .plan import Plan
 from .step import Step
 
@@ -33,8 +34,8 @@ class _Noting(Chooser):
         self.errors = errors  # TADA measures the drafted rows too
         self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D], k, v [B, heads, 1, D]) of each row
 
-    def takes(self, seen: Attended) -> bool:
-        self.rows[seen.module.layer_idx].append((seen.q, seen.k, seen.v))
+    def takes(self, call: LayerCall) -> bool:
+        self.rows[call.index].append((call.q, call.k, call.v))
         return False
 
 
@@ -55,9 +56,10 @@ class Drafting(Chooser):
         rows = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
-            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.slots.index), strict=True))
+            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.index), strict=True))
+            call.rows = replace(call.rows, drafted=drafted)
             with call.step.meter.clock("evict"):
-                self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
+                self.chooser.layer(call)
 
     def _drafted(self, spans: Any, step: Step, hidden: torch.Tensor, calls: list) -> dict:
         """The rows, by layers, of tokens that are drafted over an evicted fork of the cache."""
@@ -65,10 +67,10 @@ class Drafting(Chooser):
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             plan = Plan(policy, step.decoder, step.plan.ranks)
-            cache = step.cache.with_storages({call.slots.index: _cut(call, plan, n_d) for call in calls})
+            cache = step.cache.with_storages({call.index: _cut(call, plan, n_d) for call in calls})
             self._write(spans, step, hidden, plan, cache, noting, n_d)
-            meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
-            meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
+            meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
+            meter.watch(calls[0].new[0], calls[0].tokens, len(calls))
             del meter.live["draft"]
         return noting.rows
 
@@ -87,7 +89,8 @@ class Drafting(Chooser):
                 plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
                 first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
             )  # fmt: skip
-            hidden = one.through(spans.run).last_hidden_state
+            with within(pause=None):
+                hidden = one.through(spans.run).last_hidden_state
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
@@ -95,11 +98,11 @@ def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
     head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
-    step = replace(call.step, plan=plan, read=read, meter=Meter(), elsewhere={})  # a draft is not in the report
-    first = layer_call(Attended(step, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse))
+    step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report
+    first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
-    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all
+    slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
     choice = evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)
     storage = call.layer.storage.gathered()
-    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.new, call.slots.pos, kv.first)
+    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

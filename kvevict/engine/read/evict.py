@@ -48,7 +48,7 @@ def numbers(call: LayerCall) -> Numbers:
 
 def _of_parts(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     """Each slot's largest number over the prompt's parts so far; NaN: none yet."""
-    known, index = call.step.read.numbers, call.slots.index
+    known, index = call.step.read.numbers, call.index
     known[index] = torch.fmax(known[index], score) if index in known else score
     return known.pop(index) if call.step.chunk.last else known[index]
 
@@ -148,16 +148,16 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
     with call.step.meter.clock("compact"):
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device
-            layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
+            layer.keep(index, choice.keep, *call.to_store, slots.pos, slots.kv.first)
             layer.prompt = slots.prompt  # the prompt was kept
             slots.heads.ranks.note(layer, choice.all_ranks)
             carried = None if carried is None else kept(carried, index, torch.nan)
-        elif slots.kv.k.shape[2]:
-            layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
+        elif call.columns:
+            layer.append(*call.to_store, slots.pos, slots.kv.first, slots.padding)
         layer.carry = of_layer(carried, layer)
-        if call.policy.recall and not call.step.decoding and slots.kv.k.shape[2]:
-            archive.append(layer, *call.new, slots.pos, slots.kv.first, slots.kv.padding)
-    call.step.meter.live[slots.index] = layer.live_bytes()
+        if call.policy.recall and call.columns:
+            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, slots.padding)
+    call.step.meter.live[call.index] = layer.live_bytes()
 
 
 def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
@@ -176,8 +176,8 @@ def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums:
     if (keep > counts).any():
         return False
     with step.meter.clock("evict"):
-        budget, none = (layer.budget, step.plan.kv_heads), step.first.clamp_max(0)
-        rows = LayerRows(step, *budget, None, None, None, None, 0, none)
+        budget: Any = layer.budget
+        rows = LayerRows(step, budget // step.plan.kv_heads, None, None, None, None)
         first, last = protected(policy, step.rows, selects, rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))

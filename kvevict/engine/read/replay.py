@@ -20,7 +20,7 @@ from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
 from .calls import Calls
-from .layer import Attended, decide_later
+from .layer import LayerCall, decide_later
 from .plan import Plan
 from .step import Step
 
@@ -73,7 +73,7 @@ class Replay:
         self.patience = PATIENCE[self.positions.device.type]  # beams, which move slots each time, are never recorded
         self.kind: type = ModelOutput  # of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
-        self.attended: list[Attended] = []  # the layers of the last token, in the recording's memory
+        self.attended: list[LayerCall] = []  # the layers of the last token, in the recording's memory
         self.replay: Callable[[], None] | None = None
 
     def fits(self, step: Step, inputs: Inputs) -> bool:
@@ -95,7 +95,7 @@ class Replay:
         """The output of the decoder. Its layers' slots are not evicted yet."""
         if self.replay is None:
             self.attended = []
-            enter(step=replace(step, positions=self.positions, elsewhere={}, attended=self.attended))
+            enter(step=replace(step, positions=self.positions, attended=self.attended))
             if not self.plan.replays:
                 return self._watch(step, run)
             self.patience -= 1

@@ -1,6 +1,7 @@
 """The loop around the text decoder. A prompt goes through it chunk by chunk, each as [chunk | appended rows]. Tokens
 after a prompt are one span."""
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -175,7 +176,7 @@ class Spans:
         narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
         if question := context().question or plan.question:
             rows = question.rows(arguments, prompt)
-        chunks = list(schedule.chunks(policy, prompt, narrow, tokens.tolist() if evicts else (), rows))
+        chunks = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
         budgets.check_groups(policy, self.cache, layers, plan.ranks)
         if self._scores(evicts):
@@ -186,11 +187,10 @@ class Spans:
                 stacklevel=2,
             )
         cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
-        read = Read(
-            prompt, tokens, seen, evicts, meter, policy, rows,
-            budgets.Budgets(policy, len(layers), plan.kv_heads, seen), watchers=arguments.watchers,
-        )  # fmt: skip
-        read = replace(read, prepared=rows.prepare(arguments, read))
+        planned = budgets.Budgets(policy, narrow, plan.kv_heads, seen)
+        read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
+        with meter.clock("draft") if rows.n_d else contextlib.nullcontext():
+            read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
         archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self.cache.sequence.policy = policy
@@ -234,7 +234,7 @@ class Spans:
         observed &= ~self._decoded(read, stored.sum(0))
         decisions = planned.decide(chunk, tokens, stored, observed)
         self._set_budgets(read)
-        cuts = chunk.evicts and planned.cuts.any()
+        cuts = planned.cuts.any()
         chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
 
@@ -280,7 +280,7 @@ class Spans:
             plan=self.plan, decoder=arguments.decoder, cache=self.cache, meter=meter, positions=positions,
             padding=np.clip(arguments.padding - start, 0, rows), inputs=inputs, read=read, chunk=chunk,
             first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
-            final_position=final, pause=context().pause,
+            final_position=final,
         )  # fmt: skip
 
 

@@ -96,9 +96,8 @@ class Drafted(Rows):
             raise ValueError(
                 f"the prompt has token id {int(ids.max())}, draft_model knows {known}: it must share the tokenizer"
             )
-        with read.meter.clock("draft"):
-            vocabulary = arguments.decoder.get_input_embeddings().num_embeddings
-            return after(arguments, read, follow(model, ids, arguments.first, self.n_d, vocabulary))
+        vocabulary = arguments.decoder.get_input_embeddings().num_embeddings
+        return after(arguments, read, follow(model, ids, arguments.first, self.n_d, vocabulary))
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         drafted = call.drafted_rows if self.needs_full_prompt else call.appended_rows

@@ -149,7 +149,7 @@ def each_head(slots: Slots, of: str) -> Iterator[Any]:
     """Yields (b, h, x [n, D], ..) of every head's alive keys ("k"), values ("v"), or both ("kv")."""
     kv, stored = slots.kv, slots.kv.stored
     for b, h, rows in stored.segments():
-        new = slice(int(kv.padding[b]), None)
+        new = slice(int(slots.padding[b]), None)
         yield b, h, *(torch.cat([stored.numbers(x, b, h, rows), getattr(kv, x)[b, h, new]]) for x in of)
 
 
