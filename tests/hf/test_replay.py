@@ -112,6 +112,31 @@ def test_policies_that_evict_while_decoding(name, kv):
     assert replayed > 0
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kv", ["model", "int4"])
+@pytest.mark.parametrize("name", ["h2o", "streaming", "tova", "h2o+caote", "tova+fastcaote"])
+@pytest.mark.drawn(6)
+def test_equal_cuts_are_recorded(name, kv, rows):
+    """One slot in, one out, until budgets change; then again."""
+
+    def work(model, cache):
+        fork, states = rows_of(cache, rows), []
+        for budget in (96, 80):
+            for layer in fork.layers:
+                layer.budget = 0 * layer.budget + budget
+            states.append((decoded(model, fork, 60), slots(fork)))
+            cuts.append("replay" in fork.__dict__ and fork.replay.cuts.replay is not None)
+        turn(model, fork, rows)
+        return [*states, (decoded(model, fork, 30), slots(fork))]
+
+    cuts = []
+    want, got, _ = both(name, work, kv=kv)
+    for (logits, kept), (other, others) in zip(want, got, strict=True):
+        assert torch.equal(logits, other)
+        assert kept == others
+    assert cuts == [False, False, True, True]
+
+
 @pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", ["snapkv", "take+edie", "chunkkv"])
 def test_200_tokens_bit_by_bit(name, kv):
@@ -120,8 +145,8 @@ def test_200_tokens_bit_by_bit(name, kv):
     assert replayed == 200 - 2 - 2 * (PATIENCE + 1)  # the first two are watched; slots move once
 
 
-def turn(model, cache):
-    return model(prompt(1, 30, seed=3)["input_ids"], past_key_values=cache, logits_to_keep=1).logits
+def turn(model, cache, rows=1):
+    model(prompt(rows, 30, seed=3)["input_ids"], past_key_values=cache, logits_to_keep=1)
 
 
 def turns(model, cache):

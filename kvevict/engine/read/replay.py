@@ -20,6 +20,7 @@ from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
 from .calls import Calls
+from .cuts import Cuts
 from .layer import LayerCall, decide_later
 from .plan import Plan
 from .step import Step
@@ -73,6 +74,7 @@ class Replay:
         self.patience = PATIENCE[self.positions.device.type]  # beams, which move slots each time, are never recorded
         self.kind: type = ModelOutput  # of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
+        self.cuts = Cuts()
         self.attended: list[LayerCall] = []  # the layers of the last token, in the recording's memory
         self.replay: Callable[[], None] | None = None
 
@@ -88,7 +90,10 @@ class Replay:
             if isinstance(x, torch.Tensor):
                 self.inputs[name].copy_(x)
         output = self._output(step, run)
-        decide_later(step, self.attended)
+        if self.replay is None:
+            decide_later(step, self.attended)
+        elif self.attended:
+            self.cuts.after(step, self.attended, self.positions)
         return output
 
     def _output(self, step: Step, run: Callable[[Inputs], ModelOutput]) -> ModelOutput:
