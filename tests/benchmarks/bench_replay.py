@@ -1,5 +1,5 @@
 """Milliseconds of a decoded token without and with compiled=True, medians of turns: of policies that evict while
-decoding, and of one that does not. `python tests/benchmarks/bench_replay.py DIR_OF_MODEL snapkv h2o h2o:interval=16`."""
+decoding, and of one that does not. `python tests/benchmarks/bench_replay.py DIR_OF_MODEL snapkv h2o`."""
 
 import statistics
 import sys
