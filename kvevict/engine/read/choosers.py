@@ -75,7 +75,7 @@ class Deciding(Chooser):
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False
-            if evict.drop(step, layer, call.module, slots, sums):
+            if evict.drop(call, slots, sums):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 
@@ -111,7 +111,7 @@ class Deciding(Chooser):
 
     def _ask(self, call: LayerCall) -> None:
         layers = call.policy.layers
-        asked = layers.preference(call.slots, *call.measured(layers.needs))
+        asked = layers.preference(call.slots, *evict.measured(call, layers.needs))
         self.decisions.ask(call.order, asked.cpu().numpy())
 
     def _pool(self, cuts: tuple) -> dict:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from ... import _ops
 from ...policy.inputs import Policy
 from ...policy.rows import Rows
-from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
+from ...policy.seen.rows import LayerRows, rolled
 from ...policy.seen.slots import KV, Bounds, Heads, Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given, rope_of
-from ..measure.quantities import measured
 from ..slots import archive
 from ..slots.carried import carry_newest
 from . import unseen
@@ -40,12 +38,13 @@ class LayerCall:
     lse: Any = None  # [B, H, T]
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group; None: nothing needs them
     held: Any = None  # the result of `EvictionLayer.slots`, if attention has read it
+    known: dict = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number
     layer = property(lambda self: self.step.cache.layers[self.module.layer_idx])  # the EvictionLayer
-    policy = cached_property(lambda self: self.step.plan.policy)
-    order = cached_property(lambda self: self.step.plan.order[self.module.layer_idx])  # among the layers that evict
-    select = cached_property(lambda self: self.policy.selection(self.order))  # how it selects
+    policy = property(lambda self: self.step.plan.policy)
+    order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # its number among those that evict
+    select = property(lambda self: self.policy.selection(self.order))  # how it selects
 
     @cached_property
     def columns(self) -> int:
@@ -57,15 +56,10 @@ class LayerCall:
         """int [B] how many of the S rows are no padding, on the host."""
         return self.columns - np.minimum(self.step.padding, self.columns)
 
-    @cached_property
+    @property
     def to_store(self) -> list:
         """k, v [B, Hkv, S, W] of the rows that the cut stores."""
         return [x[:, :, : self.columns] for x in self.new]
-
-    @cached_property
-    def known(self) -> dict:
-        """Quantities measured so far."""
-        return {}
 
     @cached_property
     def rows(self) -> LayerRows:
@@ -90,47 +84,9 @@ class LayerCall:
         kv, stored = KV(held, k, v, first, self.options), layer.storage.gathered()
         return Slots(self.index, heads, counts, ends, pos, stored, kv, prompt, bounds)
 
-    def measured(self, needs: Any) -> list:
-        """The quantities that a part of the policy needs, each measured once."""
-        return measured(needs, self.slots, self._observe, self.known, partial(given, self))
-
     def memory(self) -> Any:
         """The layer's rows' memory of the chunks before this one; None at first."""
         return self.step.read.memory.get(self.index)
-
-    def _observe(self) -> Observation:
-        """The policy's rows, with their outputs if those are wanted."""
-        seen = self._decoded() if self.step.decoding else self.step.rows.observe(self.rows, self.memory())
-        return Observation(tuple(map(self._complete, seen.parts)))
-
-    def _decoded(self) -> Observation:
-        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
-        rows, none = self.rows, 0 * self.rows.first
-        if self.policy.rows.newest or self.policy.carry == "sum":
-            return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, self.probs),))
-        q, out = self.layer.decode_queries, None
-        if q.shape[3] > rows.q.shape[3]:
-            q, out = q.split(rows.q.shape[3], 3)
-            out = out.transpose(1, 2)
-        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may be gone
-        until = self.step.positions[:, -1:] if gone else None
-        return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
-
-    def _complete(self, part: Observers) -> Observers:
-        """Observers with their outputs, if those are wanted, and lse over the slots that they see here."""
-        kv = self.slots.kv
-        if part.unseen is not None:
-            out, lse = unseen.observe(part, self.slots)
-            return replace(part, out=out, lse=lse)
-        if part.own is None and (part.out is not None or not self.step.plan.wants_outputs):
-            return part
-        if part.own is not None:
-            k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
-            out, lse = _ops.attend(part.q, kv.stored, k, v, kv.first, **kv.options)
-            return replace(part, out=out, lse=lse)
-        stop = part.stop.to(torch.int32)
-        out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=stop, **kv.options)
-        return replace(part, out=out, lse=lse)
 
     def waiting(self) -> LayerCall:
         """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
@@ -144,7 +100,7 @@ class LayerCall:
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:
         """A copy of this call with these rows, and without keys and values that it has expanded from latents."""
-        call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None)
+        call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None, known={})
         kv: Any = replace(self.slots.kv, stored=self.layer.slots(self.module))
         call.rows, call.slots = rows, replace(self.slots, kv=kv)
         return call
@@ -212,7 +168,7 @@ def decide_later(step: Any, attended: list) -> None:
             probs = probs[..., : layer.longest()]
             probs = probs.clone() if layer.carry is None else probs  # else they are joined in new memory
         q = q.clone() if layer.decode_queries is None else q
-        call = replace(call, step=step, q=q, probs=probs)
+        call = replace(call, step=step, q=q, probs=probs, known={})
         if _is_due(call):
             _choose(call)
 
@@ -225,8 +181,7 @@ def _is_due(call: LayerCall) -> bool:
             archive.append(layer, *call.new, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(call, plan.of_tokens.needs)))
-        if step.chooser is None or not step.chooser.takes(call):
-            return False
+        return step.chooser is not None and step.chooser.takes(call)
     step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
     return True
 
