@@ -84,7 +84,8 @@ class Deciding(Chooser):
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.plan.order))
         if observing and not call.step.decoding:
-            call.step.read.memory[call.index] = call.step.rows.accumulate(call.rows, call.memory())
+            memory = call.step.read.memory
+            memory[call.index] = call.step.rows.accumulate(call.rows, memory.get(call.index))
             call.layer.memory = quantities.remembered(call.step.plan.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
             self._ask(call)

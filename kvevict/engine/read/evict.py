@@ -64,7 +64,10 @@ def measured(call: LayerCall, needs: Any) -> list:
 
 def _observation(call: LayerCall) -> Observation:
     """The policy's rows, with their outputs if those are wanted."""
-    seen = _decoded(call) if call.step.decoding else call.step.rows.observe(call.rows, call.memory())
+    if call.step.decoding:
+        seen = _decoded(call)
+    else:
+        seen = call.step.rows.observe(call.rows, call.step.read.memory.get(call.index))
     return Observation(tuple(_complete(call, part) for part in seen.parts))
 
 
@@ -205,10 +208,10 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
             slots.heads.ranks.note(layer, choice.all_ranks)
             carried = None if carried is None else kept(carried, index, torch.nan)
         elif call.columns:
-            layer.append(*call.to_store, slots.pos, slots.kv.first, slots.padding)
+            layer.append(*call.to_store, slots.pos, slots.kv.first, call.padding)
         layer.carry = of_layer(carried, layer)
         if call.policy.recall and call.columns:
-            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, slots.padding)
+            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, call.padding)
     if not call.step.decoding:
         call.step.meter.live[call.index] = layer.live_bytes()
 

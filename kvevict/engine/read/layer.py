@@ -51,10 +51,12 @@ class LayerCall:
         """S, how many rows the cut stores."""
         return min(self.step.columns, self.k.shape[2])
 
+    padding = property(lambda self: np.minimum(self.step.padding, self.columns))  # int [B] of the S rows, on the host
+
     @cached_property
     def tokens(self) -> np.ndarray:
         """int [B] how many of the S rows are no padding, on the host."""
-        return self.columns - np.minimum(self.step.padding, self.columns)
+        return self.columns - self.padding
 
     @property
     def to_store(self) -> list:
@@ -83,10 +85,6 @@ class LayerCall:
         prompt = layer.prompt if step.decoding and self.policy.keep_prompt else None
         kv, stored = KV(held, k, v, first, self.options), layer.storage.gathered()
         return Slots(self.index, heads, counts, ends, pos, stored, kv, prompt, bounds)
-
-    def memory(self) -> Any:
-        """The layer's rows' memory of the chunks before this one; None at first."""
-        return self.step.read.memory.get(self.index)
 
     def waiting(self) -> LayerCall:
         """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
