@@ -151,7 +151,7 @@ def _is_late(batch: Batch) -> bool:
     return not plan.policy.decode and plan.policy.carry != "sum" and obstacle(batch.cache) is None
 
 
-def _step_late(batch: Batch, logits: torch.Tensor | None) -> None:
+def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
     """The same where the next call looks at the tokens, after it has launched the step that reads them. Where one of
     them ends an answer that step is taken back, and made again for the others."""
     if logits is None:
@@ -171,7 +171,7 @@ def _step_late(batch: Batch, logits: torch.Tensor | None) -> None:
     batch.unseen = Unseen(batch.rows, torch.stack(picked)) if picked else None
 
 
-def _logits(batch: Batch) -> Any:
+def _logits(batch: Batch) -> Iterable[torch.Tensor]:
     """The logits of the answers' last tokens, on their device; of none without an answer."""
     if not batch.rows:
         return ()

@@ -68,7 +68,7 @@ class Penalties(LogitsProcessor):
     def __init__(self, start: int, frequency: float, presence: float) -> None:
         self.start, self.frequency, self.presence = start, frequency, presence
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         written = input_ids[:, self.start :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -80,7 +80,7 @@ class Probabilities(LogitsProcessor):
     def __init__(self, top: int) -> None:
         self.top = top
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.logs = torch.log_softmax(scores[0].float(), -1).clamp_min(LEAST)
         return scores
 

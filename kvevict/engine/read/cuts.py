@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from operator import is_
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,8 +60,9 @@ class Cuts:
 
     def _record(self, calls: Calls, layers: list, carried: list) -> None:
         """Cuts read and write the numbers `carried` from here on, where they lie."""
-        moves = [(old, new) for old, new in zip(carried, _carried(layers), strict=True) if new is not old]
-        if any(old is None or new is None or old.shape != new.shape for old, new in moves):
+        changed = [(old, new) for old, new in zip(carried, _carried(layers), strict=True) if new is not old]
+        moves = [(old, new) for old, new in changed if old is not None and new is not None and old.shape == new.shape]
+        if len(moves) < len(changed):
             return
         again = calls.again()
 
@@ -95,5 +95,5 @@ def _state(layers: list, new: int) -> tuple:
     return (counts - new).tobytes(), budgets.tobytes()
 
 
-def _carried(layers: list) -> list[Any]:
+def _carried(layers: list) -> list[torch.Tensor | None]:
     return [each for layer in layers for each in (layer.carry, layer.decode_queries)]
