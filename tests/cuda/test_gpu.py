@@ -15,11 +15,13 @@ from problems import i32, problem
 
 import kvevict
 from kvevict import _ops as ops
+from kvevict import writing
 from kvevict.batch import Batch, Pools
 from kvevict.families import find_decoder
 from kvevict.lookahead import Adapter, train
 from kvevict.lookahead.passes import loss, truth
 from kvevict.policy.kv import KINDS
+from kvevict.writing import Sampling
 
 pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
 
@@ -256,12 +258,13 @@ def test_an_adapter_trains(tmp_path):
 
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_replayed_tokens_as_decoded_ones(kind, rows):
+@pytest.mark.parametrize("policy", ["take+edie", "h2o", "h2o:interval=16", "streaming", "rkv:interval=16", "tova"])
+def test_replayed_tokens_as_decoded_ones(policy, kind, rows):
     """compiled=True: the same bits, over slots that move and a further turn; nearly all tokens are replayed."""
     model = tiny.model(dtype=torch.bfloat16).cuda()
     ids, results = tiny.prompt(rows, 300)["input_ids"].cuda(), []
     for compiled in (False, True):
-        with kvevict.evicting(model, "take+edie", budget=64, compiled=compiled, kv=kind), torch.no_grad():
+        with kvevict.evicting(model, policy, budget=64, compiled=compiled, kv=kind), torch.no_grad():
             cache, each = kvevict.compat.cache_of(model(ids, use_cache=True)), []
             for length in [1] * 150 + [40] + [1] * 20:
                 each.append(model(ids[:, :length], past_key_values=cache).logits[:, -1])
@@ -269,6 +272,44 @@ def test_replayed_tokens_as_decoded_ones(kind, rows):
             replayed = kvevict.report(cache)["replayed"]
     assert torch.equal(*results)
     assert replayed > 10  # since the further turn
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_p=0.9), dict(one_line=True, temperature=3.0)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_that_are_seen_late(rows, options, tmp_path, monkeypatch):
+    """The same answers as where the host looks at each token before the next step; ends of text in some of them."""
+    folder, _ = tiny.save(tmp_path / "model")
+    model = tiny.transformers.AutoModelForCausalLM.from_pretrained(folder).cuda()
+    tokenizer, asked, seen, see = tiny.byte_tokenizer(), ["How old is it?", "Which?", "Why?"], [], writing.Unseen.see
+    monkeypatch.setattr(writing.Unseen, "see", lambda self, answers: seen.append(1) or see(self, answers))
+    cache = kvevict.read(model, tokenizer, "The river is long. " * 12, "snapkv", budget=64, compiled=True)
+    answers = []
+    for ends in ([], [*range(0, 256, 9)]):
+        model.generation_config.eos_token_id = ends
+        for devices in ((), ("cuda",)):
+            monkeypatch.setattr(writing, "LATE", {*devices})
+            answers.append(
+                kvevict.answer(model, tokenizer, cache, asked, max_new_tokens=40, batch_size=rows, **options)
+            )
+            assert bool(seen) == bool(devices)
+            seen.clear()
+    assert answers[0] == answers[1] and answers[2] == answers[3]
+
+
+def test_a_token_is_chosen_without_waiting():
+    """Neither the choice nor the copy to the host waits for the GPU; the number is there once it is asked for."""
+    logits = torch.randn(3, 32000, device="cuda")
+    for sampling in (Sampling(), Sampling(0.8, 0.9)):
+        choose = sampling.chooser()
+        writing.Unseen([], torch.stack([choose(row) for row in logits]))  # memory of the host is pinned once
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        after = torch.cuda.Event()
+        unseen = writing.Unseen([], torch.stack([choose(row) for row in logits]))
+        after.record()
+        assert not after.query()
+        unseen.arrived.synchronize()
+        assert unseen.copy.tolist() == unseen.tokens.tolist()
 
 
 @pytest.mark.parametrize("kind", ["model", "int8"])

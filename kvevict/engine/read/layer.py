@@ -127,16 +127,14 @@ def attend(call: LayerCall) -> None:
     """Set the results of the layer's attention. A decoded token is stored."""
     step, module, plan, layer = call.step, call.module, call.step.plan, call.layer
     if step.decoding:
-        columns = layer.longest() if plan.wants_probs else 0
+        columns = 0
+        if plan.wants_probs:  # a recorded token's columns are those of the next ones, too
+            columns = layer.longest() if step.attended is None else int(layer.storage.capacity.max())
         with step.meter.clock("decode"):
             call.out, call.lse, probs = layer.decode(
                 call.q, *call.new, step.positions, module, columns=columns, **call.options
             )
         call.probs = probs if plan.wants_probs else None
-        if plan.policy.recall and plan.policy.decode and layer.archive is not None:
-            archive.append(layer, *call.new, step.positions, step.first, step.padding)
-        if plan.of_tokens is not None and observes(plan.policy, plan.order[module.layer_idx], len(plan.order)):
-            carry_newest(layer, plan.of_tokens.tokens(*given(call, plan.of_tokens.needs)))
         return
     if layer.storage.prefix is not None and layer.storage.counts.any():  # the cut and the ops want one place
         layer.storage = layer.storage.whole()
@@ -150,16 +148,45 @@ def attend(call: LayerCall) -> None:
 def decide(call: LayerCall) -> None:
     """Let the step's chooser evict slots of a layer that has attended. If other layers read its slots, the choice waits
     for the last of them."""
-    step, index = call.step, call.module.layer_idx
-    if step.decoding and (step.chooser is None or not step.chooser.takes(call)):
-        return
-    if not step.decoding:
-        step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
-    if index in step.plan.last_reader:
-        step.unread[index] = call
-        return
-    with step.meter.clock("evict"):
-        step.chooser.layer(call)
+    step = call.step
+    if step.attended is not None:
+        step.attended.append(replace(call, step=None))
+    elif _is_due(call):
+        if call.index in step.plan.last_reader:
+            step.unread[call.index] = call
+        else:
+            _choose(call)
+
+
+def decide_later(step: Any, attended: list) -> None:
+    """The same after all layers have attended with a decoded token's row. The next token overwrites `attended`."""
+    for call in attended:
+        layer, q, probs = step.cache.layers[call.index], call.q, call.probs
+        if probs is not None:
+            probs = probs[..., : layer.longest()]
+            probs = probs.clone() if layer.carry is None else probs  # else they are joined in new memory
+        q = q.clone() if layer.decode_queries is None else q
+        call = replace(call, step=step, q=q, probs=probs, known={})
+        if _is_due(call):
+            _choose(call)
+
+
+def _is_due(call: LayerCall) -> bool:
+    """Whether slots of the layer may be evicted. A decoded token is noted."""
+    step, layer, plan = call.step, call.layer, call.step.plan
+    if step.decoding:
+        if plan.policy.recall and plan.policy.decode and layer.archive is not None:
+            archive.append(layer, *call.new, step.positions, step.first, step.padding)
+        if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
+            carry_newest(layer, plan.of_tokens.tokens(*given(call, plan.of_tokens.needs)))
+        return step.chooser is not None and step.chooser.takes(call)
+    step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
+    return True
+
+
+def _choose(call: LayerCall) -> None:
+    with call.step.meter.clock("evict"):
+        call.step.chooser.layer(call)
 
 
 def protected(

@@ -81,6 +81,7 @@ class Step(CallRows):
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
+    attended: list | None = None  # of a token that is recorded: the LayerCalls to decide later; None: at once
 
     unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # by the extra rows
 
