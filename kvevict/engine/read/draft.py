@@ -92,8 +92,8 @@ class Redrafting(Chooser):
     def layer(self, call: LayerCall) -> None:
         last = call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs)
         k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (call.k, call.v, *call.new))
-        kept: dict[str, Any] = dict(hidden=None, probs=None, held=None)
-        asked = replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **kept)
+        later: dict[str, Any] = dict(hidden=None, probs=None, held=None, known={})
+        asked = replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **later)
         self.asked.append((asked, call.slots.protected, call.slots.bounds))
         self.chooser.layer(call)
 
