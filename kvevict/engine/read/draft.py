@@ -111,7 +111,8 @@ class Redrafting(Chooser):
             cache = step.cache.with_storages(every)
             _write(spans, step, hidden, Plan(FIRST_CUT, step.decoder, plan.ranks), cache, noting, policy.rows.n_d)
         read = replace(step.read, rows=policy.rows, watchers=())
-        stored, chunk = step.positions[:, : step.columns], replace(step.chunk, appended=0)
+        of_chunk: Any = step.chunk
+        stored, chunk = step.positions[:, : step.columns], replace(of_chunk, appended=0)
         again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None)
         while self.asked:
             asked, *always = self.asked.pop(0)
