@@ -25,6 +25,7 @@ class Batch:
         """rows, cache: the sequences that are in a cache already, one for each of its batch rows."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
+        self.unseen: Any = None  # the kvevict.writing.Unseen of rows whose next tokens the host does not know
 
     def add(self, row: Any, cache: Any) -> None:
         """Let a sequence decode in the next steps. `cache`: of its tokens so far; it is the batch's from here on.
@@ -52,11 +53,11 @@ class Batch:
         return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
 
     @torch.no_grad()
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits [B, vocabulary] after one more token of each row: a list of ids."""
+    def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocabulary] after one more token of each row: a list of ids, or ids [B] on the model's device."""
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
-        ids = torch.tensor(tokens, device=self.device)[:, None]
+        ids = torch.as_tensor(tokens, device=self.device)[:, None]
         sequence = getattr(self.cache, "sequence", None)
         following = None if sequence is None else sequence.next_position
         place = {} if following is None else dict(position_ids=following[:, None])

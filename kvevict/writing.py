@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from .batch import Batch
+from .engine.hook.installed import plan_of
+from .engine.slots.joining import obstacle
+from .families import find_decoder
 from .policy.checks import at_least_0, count, fraction
 from .prompts import line_ended
 
@@ -38,23 +41,30 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p}: give one above 0, and a temperature, without which text is greedy")
         count("sampling_seed", self.seed, 0)
 
-    def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], int]:
+    def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], torch.Tensor]:
         """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine its noise."""
         temperature = self.temperature
         if temperature is None:
-            return lambda row: int(row.argmax())
+            return torch.argmax
         digest = hashlib.sha256(repr((self.seed, *question)).encode()).digest()
         noise = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         return lambda row: drawn(row, noise, temperature, self.top_p)
 
 
-def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> int:
-    """Draw a token by logits [vocabulary] with Gumbel noise of a generator on the CPU, so on all devices alike."""
-    row = row.float().cpu() / temperature
+def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> torch.Tensor:
+    """Draw a token by logits [vocabulary], on their device, with Gumbel noise of a generator on the CPU: devices draw
+    alike, up to rounding."""
+    row = row.float() / temperature
     if top_p < 1:
         chances, order = row.softmax(0).sort(descending=True)
-        row[order[chances.cumsum(0) - chances >= top_p]] = float("-inf")
-    return int((row - torch.rand(row.shape, generator=noise).log().neg().log()).argmax())
+        beyond = chances.cumsum(0) - chances >= top_p
+        row = row.scatter(0, order, row[order].masked_fill(beyond, float("-inf")))
+    return (row - sent(torch.rand(row.shape, generator=noise).log().neg().log(), row.device)).argmax()
+
+
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the CPU to a device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def ends_of(model: Any, tokenizer: Any) -> set[int]:
@@ -67,24 +77,114 @@ def ends_of(model: Any, tokenizer: Any) -> set[int]:
 class Answer:
     """One answer while the model writes it: a row of a `Batch`."""
 
-    choose: Callable[[torch.Tensor], int]  # from logits [vocabulary] to the next token
+    choose: Callable[[torch.Tensor], torch.Tensor]  # from logits [vocabulary] to the next token, on their device
     ends: Callable[[list[int]], bool]  # True if the last of the ids so far ends the answer; called after each
+    most: int | None = None  # of ids, where that is known before
     ids: list[int] = field(default_factory=list)
     ended: bool = False
 
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token by logits [vocabulary], which the host does not know yet."""
+        return self.choose(logits)
+
+    def see(self, token: int) -> None:
+        """Append a token that was picked."""
+        self.ids.append(token)
+        self.ended = self.ends(self.ids)
+
     def take(self, logits: torch.Tensor) -> None:
         """Choose the next token by logits [vocabulary]."""
-        self.ids.append(self.choose(logits))
-        self.ended = self.ends(self.ids)
+        self.see(int(self.pick(logits)))
+
+
+class Unseen:
+    """The next tokens [B] of answers, chosen on a device, on their way to the host."""
+
+    def __init__(self, answers: list[Answer], tokens: torch.Tensor) -> None:
+        self.answers, self.tokens, self.copy, self.arrived = [*answers], tokens, tokens, None
+        if tokens.is_cuda:
+            self.copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.copy.copy_(tokens, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def of(self, answers: list[Answer]) -> torch.Tensor:
+        """The tokens of these answers, on the device; of others the last that the host knows."""
+        if answers == self.answers:
+            return self.tokens
+        chosen = dict(zip(self.answers, self.tokens, strict=True))
+        for answer in answers:
+            if answer not in chosen:
+                chosen[answer] = self.tokens.new_tensor(answer.ids[-1])
+        return torch.stack([chosen[answer] for answer in answers])
+
+    def see(self, answers: list[Answer]) -> None:
+        """Wait for the tokens, and give them to those of these answers that they are of."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        for answer, token in zip(self.answers, self.copy.tolist(), strict=True):
+            if answer in answers:
+                answer.see(token)
+
+
+LATE = {"cuda"}  # devices where tokens are looked at once the next step is under way
 
 
 def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
     """Write the next token of each `Answer` in a batch; answers that have ended leave it. logits: [B, vocabulary] of
     their last tokens; None: the model reads these."""
+    if _is_late(batch):
+        _step_late(batch, logits)
+        return
     if logits is None:
         logits = batch.step([answer.ids[-1] for answer in batch.rows])
     for answer, row in zip(batch.rows, logits, strict=True):
         answer.take(row)
+    _leave(batch)
+
+
+def _is_late(batch: Batch) -> bool:
+    """Whether the host may launch a step before it knows the tokens: it is recorded, and can be taken back."""
+    plan = plan_of(find_decoder(batch.model))
+    if batch.device.type not in LATE or plan is None or not plan.policy.compiled:
+        return False
+    return not plan.policy.decode and plan.policy.carry != "sum" and obstacle(batch.cache) is None
+
+
+def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
+    """The same where the next call looks at the tokens, after it has launched the step that reads them. Where one of
+    them ends an answer that step is taken back, and made again for the others."""
+    if logits is None:
+        unseen = batch.unseen
+        if unseen is not None and any(answer.most == len(answer.ids) + 1 for answer in unseen.answers):
+            _look(batch)  # an end that is known before
+            _leave(batch)
+            unseen = None
+        logits = _logits(batch)
+        if unseen is not None:
+            _look(batch)
+            if any(answer.ended for answer in batch.rows):
+                batch.cache.crop(-1)
+                _leave(batch)
+                logits = _logits(batch)
+    picked = [answer.pick(row) for answer, row in zip(batch.rows, logits, strict=True)]
+    batch.unseen = Unseen(batch.rows, torch.stack(picked)) if picked else None
+
+
+def _logits(batch: Batch) -> Iterable[torch.Tensor]:
+    """The logits of the answers' last tokens, on their device; of none without an answer."""
+    if not batch.rows:
+        return ()
+    return batch.step([each.ids[-1] for each in batch.rows] if batch.unseen is None else batch.unseen.of(batch.rows))
+
+
+def _look(batch: Batch) -> None:
+    """Wait for the tokens that the host does not know."""
+    unseen, batch.unseen = batch.unseen, None
+    unseen.see(batch.rows)
+
+
+def _leave(batch: Batch) -> None:
     batch.keep([answer for answer in batch.rows if not answer.ended])
 
 
@@ -95,7 +195,7 @@ def written(
     logits: torch.Tensor,
     cache: Any,
     most: list[int],
-    choosers: Sequence[Callable[[torch.Tensor], int]],
+    choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]],
     one_line: bool = False,
 ) -> list[list[int]]:
     """Write an answer after each row of a cache. Returns a list of ids per row, with the one that ends it.
@@ -110,7 +210,7 @@ def written(
     def ends(most: int, ids: list) -> bool:
         return len(ids) >= most or ids[-1] in eos or (one_line and line_ended(tokenizer, ids))
 
-    answers = [Answer(choose, partial(ends, number)) for choose, number in zip(choosers, most, strict=True)]
+    answers = [Answer(choose, partial(ends, number), number) for choose, number in zip(choosers, most, strict=True)]
     batch = Batch(model, answers, cache)
     step(batch, logits[:, -1])
     while batch.rows:

@@ -16,7 +16,7 @@ from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
 from .refinements import Refinement
-from .rows import Rows
+from .rows import ROWS, Rows
 from .scores import Score
 from .selections import Selection
 
@@ -65,6 +65,9 @@ class Policy:
                    is a folder of that name)
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`
                    and no more than that, which then bounds the chunks before alone; None: `budget` bounds both
+    recall_drafts  with recall=True: a turn drafts this many tokens over all slots, and their rows and the prompt's
+                   last 16 choose; 0: rows of the prompt alone; None: 8, or 0 where layers share a choice or rows are
+                   drafted or repeated already
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -100,6 +103,7 @@ class Policy:
     kv: str = "model"
     recall: bool | str = False
     recall_slots: int | float | None = None
+    recall_drafts: int | None = None
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -139,6 +143,7 @@ class Policy:
         rules.check(self)
         if self.recall_slots is not None:
             values.check_recall_slots(self)
+        fill("recall_drafts", values.drafts(self))
 
     def to_json(self) -> str:
         """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
@@ -168,6 +173,21 @@ class Policy:
         if self.recall_slots is None:
             return self
         return dataclasses.replace(self, budget=self.recall_slots, recall_slots=None)
+
+    @functools.cached_property
+    def redrafting(self) -> "Policy":
+        """The policy of the second cut after slots came back, for which `recall_drafts` tokens are drafted."""
+        return self.drafting(self.recall_drafts)  # type: ignore[arg-type]  # filled in
+
+    def drafting(self, tokens: int) -> "Policy":
+        """`redrafting` with other `recall_drafts`. Raises ValueError where a second cut cannot be."""
+        if self.rows.needs_full_prompt or self.rows.repeats:
+            raise ValueError("this policy drafts, or repeats the prompt, already")
+        if self.n_reuse > 1 or self.warmup_layers not in (None, 1):
+            raise ValueError("layers take another layer's slots, and a second cut is each layer's own")
+        rows = ROWS["drafted"](n_d=tokens, window=16)
+        alone: dict[str, Any] = dict(layers="uniform", schedule="prompt", diagnose=False, recall_drafts=0)
+        return dataclasses.replace(self.recalling, rows=rows, **alone)
 
     def slots(self, tokens: int) -> int:
         """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

@@ -18,8 +18,7 @@ class Policies:
     """options  of the server
     context  the model's, in tokens; a request may not keep more of that many than the server's own budget
     fitted   makes a policy that of the model, with its budget in slots
-    records  decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise, and the policy does not
-             evict while decoding
+    records  decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise
     """
 
     options: Options
@@ -38,7 +37,7 @@ class Policies:
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
         policy = build(name, **common | own)
-        if self.records and "compiled" not in own and not policy.decode and policy.carry != "sum":
+        if self.records and "compiled" not in own:
             policy = replace(policy, compiled=True)
         if "recall" not in own:
             with contextlib.suppress(ValueError):

@@ -182,9 +182,9 @@ class Prefixes:
             if mark_in(path.stem) in marks:
                 _unlink(path)
 
-    def flush(self, keys: Iterable[str] | None = None) -> None:
-        """Write caches from memory to disk; keys None: all of them."""
-        for key in list(self._live) if keys is None else keys:
+    def flush(self) -> None:
+        """Write all caches from memory to disk."""
+        for key in list(self._live):
             if key in self._live:
                 self.write(key, self._live[key][0])
 

@@ -26,12 +26,21 @@ class Row(Answer):
                 give((number, None))
             return answer.over
 
-        super().__init__(choose, ends)
+        super().__init__(choose, ends, answer.most)
         self.call, self.give = call, give
 
-    def take(self, logits: torch.Tensor) -> None:
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
         try:
-            super().take(logits)
+            return super().pick(logits)
+        except Exception as error:
+            self.fail(error)
+            return logits.new_zeros((), dtype=torch.int64)
+
+    def see(self, token: int) -> None:
+        if self.ended:  # by an error
+            return
+        try:
+            super().see(token)
         except Exception as error:
             self.fail(error)
 

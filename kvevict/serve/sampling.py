@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
+from ..writing import sent
+
 LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
 LONG = 1024  # tokens of an answer, unless something says how many
 ZERO = 0.01  # a temperature below it draws nothing
@@ -66,7 +68,7 @@ class Penalties(LogitsProcessor):
     def __init__(self, start: int, frequency: float, presence: float) -> None:
         self.start, self.frequency, self.presence = start, frequency, presence
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         written = input_ids[:, self.start :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -78,7 +80,7 @@ class Probabilities(LogitsProcessor):
     def __init__(self, top: int) -> None:
         self.top = top
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.logs = torch.log_softmax(scores[0].float(), -1).clamp_min(LEAST)
         return scores
 
@@ -96,7 +98,7 @@ class Chooser:
 
     prompt      ids; `most` of the answer follow at most
     processors  Transformers' `LogitsProcessorList`
-    noise       the generator of the draws; None: the likeliest token is taken
+    noise       the generator of the draws, on the CPU; None: the likeliest token is taken
     """
 
     def __init__(
@@ -108,16 +110,18 @@ class Chooser:
         self._ids: Any = torch.tensor([prompt + [0] * most])
         self._length = len(prompt)
 
-    def __call__(self, logits: torch.Tensor) -> int:
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].float()
         if self.processors:
             self._ids = self._ids.to(scores.device)  # with the first scores
             scores = self.processors(self._ids[:, : self._length], scores)
         if self.noise is None:
-            token = int(scores.argmax())
-        else:
-            token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self.noise))
-        self._ids[0, self._length] = token
+            token = scores[0].argmax()
+        else:  # as torch.multinomial, which waits for a GPU
+            noise = torch.empty(scores.shape[1]).exponential_(generator=self.noise)
+            token = (scores[0].softmax(-1) / sent(noise, scores.device)).argmax()
+        if self.processors:
+            self._ids[0, self._length] = token
         self._length += 1
         return token
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections import Counter
-from functools import partial
 
 import pytest
 import tiny
@@ -128,11 +127,10 @@ def test_slots_by_hand():
     """Four layers, W = 2, B = 10, B_warmup = 20, Z = 16, 40 tokens: chunks of 8, 16 and 16. The second chunk fills 24
     slots in all layers; 20 and 10 stay; at its peak layer 0 waits and layer 1 reads."""
     policy = build("take", budget=10, probe=4, chunk_size=16, warmup_budget=20)
-    chunk = partial(Chunk, narrow=(False,) * 4)
     assert list(Layers(policy, 40, 4).chunks()) == [
-        Taken(chunk(0, 8, False, True, 4), [8] * 4, [0] * 4, [8] * 4, 32),
-        Taken(chunk(8, 24, False, True, 4), [16] * 4, [8] * 4, [20, 20, 10, 10], 74),
-        Taken(chunk(24, 40, True, True, 0), [16] * 4, [20, 20, 10, 10], [10] * 4, 92),
+        Taken(Chunk(0, 8, False, 4), [8] * 4, [0] * 4, [8] * 4, 32),
+        Taken(Chunk(8, 24, False, 4), [16] * 4, [8] * 4, [20, 20, 10, 10], 74),
+        Taken(Chunk(24, 40, True, 0), [16] * 4, [20, 20, 10, 10], [10] * 4, 92),
     ]
 
 

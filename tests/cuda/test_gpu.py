@@ -15,12 +15,14 @@ from problems import i32, problem
 
 import kvevict
 from kvevict import _ops as ops
+from kvevict import writing
 from kvevict.batch import Batch, Pools
 from kvevict.engine.slots import archive, host
 from kvevict.families import find_decoder
 from kvevict.lookahead import Adapter, train
 from kvevict.lookahead.passes import loss, truth
 from kvevict.policy.kv import KINDS
+from kvevict.writing import Sampling
 
 pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
 
@@ -257,12 +259,13 @@ def test_an_adapter_trains(tmp_path):
 
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_replayed_tokens_as_decoded_ones(kind, rows):
+@pytest.mark.parametrize("policy", ["take+edie", "h2o", "h2o:interval=16", "streaming", "rkv:interval=16", "tova"])
+def test_replayed_tokens_as_decoded_ones(policy, kind, rows):
     """compiled=True: the same bits, over slots that move and a further turn; nearly all tokens are replayed."""
     model = tiny.model(dtype=torch.bfloat16).cuda()
     ids, results = tiny.prompt(rows, 300)["input_ids"].cuda(), []
     for compiled in (False, True):
-        with kvevict.evicting(model, "take+edie", budget=64, compiled=compiled, kv=kind), torch.no_grad():
+        with kvevict.evicting(model, policy, budget=64, compiled=compiled, kv=kind), torch.no_grad():
             cache, each = kvevict.compat.cache_of(model(ids, use_cache=True)), []
             for length in [1] * 150 + [40] + [1] * 20:
                 each.append(model(ids[:, :length], past_key_values=cache).logits[:, -1])
@@ -270,6 +273,44 @@ def test_replayed_tokens_as_decoded_ones(kind, rows):
             replayed = kvevict.report(cache)["replayed"]
     assert torch.equal(*results)
     assert replayed > 10  # since the further turn
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.5, top_p=0.9), dict(one_line=True, temperature=3.0)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_that_are_seen_late(rows, options, tmp_path, monkeypatch):
+    """The same answers as where the host looks at each token before the next step; ends of text in some of them."""
+    folder, _ = tiny.save(tmp_path / "model")
+    model = tiny.transformers.AutoModelForCausalLM.from_pretrained(folder).cuda()
+    tokenizer, asked, seen, see = tiny.byte_tokenizer(), ["How old is it?", "Which?", "Why?"], [], writing.Unseen.see
+    monkeypatch.setattr(writing.Unseen, "see", lambda self, answers: seen.append(1) or see(self, answers))
+    cache = kvevict.read(model, tokenizer, "The river is long. " * 12, "snapkv", budget=64, compiled=True)
+    answers = []
+    for ends in ([], [*range(0, 256, 9)]):
+        model.generation_config.eos_token_id = ends
+        for devices in ((), ("cuda",)):
+            monkeypatch.setattr(writing, "LATE", {*devices})
+            answers.append(
+                kvevict.answer(model, tokenizer, cache, asked, max_new_tokens=40, batch_size=rows, **options)
+            )
+            assert bool(seen) == bool(devices)
+            seen.clear()
+    assert answers[0] == answers[1] and answers[2] == answers[3]
+
+
+def test_a_token_is_chosen_without_waiting():
+    """Neither the choice nor the copy to the host waits for the GPU; the number is there once it is asked for."""
+    logits = torch.randn(3, 32000, device="cuda")
+    for sampling in (Sampling(), Sampling(0.8, 0.9)):
+        choose = sampling.chooser()
+        writing.Unseen([], torch.stack([choose(row) for row in logits]))  # memory of the host is pinned once
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        after = torch.cuda.Event()
+        unseen = writing.Unseen([], torch.stack([choose(row) for row in logits]))
+        after.record()
+        assert not after.query()
+        unseen.arrived.synchronize()
+        assert unseen.copy.tolist() == unseen.tokens.tolist()
 
 
 @pytest.mark.parametrize("kind", ["model", "int8"])
@@ -294,8 +335,8 @@ def test_recalls_as_on_the_cpu(policy, kind):
 
 def conversation(model, recall, kind="model", policy="snapkv"):
     """Logits of a text and of turns on it and on a fork, with decoded tokens between; both caches."""
-    outs = []
-    with kvevict.evicting(model, policy, budget=48, chunk_size=64, recall=recall, kv=kind), torch.no_grad():
+    outs, options = [], dict(budget=48, chunk_size=64, recall=recall, recall_drafts=0, kv=kind)
+    with kvevict.evicting(model, policy, **options), torch.no_grad():
         cache = kvevict.compat.cache_of(
             model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True, logits_to_keep=1)
         )
@@ -350,14 +391,17 @@ def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "take+edie"])
-def test_the_device_has_two_layers_of_an_archive(policy):
-    """Reading takes no memory for the archive, a question that of two of 16 layers, and the same slots come back."""
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_the_device_has_two_layers_of_an_archive(drafts, policy):
+    """Reading takes no memory for the archive, a question that of two of 16 layers, and the same slots come back where
+    nothing is drafted: drafts are over other slots."""
     model = tiny.model(num_hidden_layers=16, head_dim=128, max_position_embeddings=20000, dtype=torch.bfloat16).cuda()
     ids, turn = tiny.prompt(1, 16384)["input_ids"].cuda(), tiny.prompt(1, 20, seed=1)["input_ids"].cuda()
     found = []
     for recall in (True, "memory"):
         grown = []
-        with kvevict.evicting(model, policy, budget=256, chunk_size=512, recall=recall), torch.no_grad():
+        options = dict(budget=256, chunk_size=512, recall=recall, recall_drafts=drafts)
+        with kvevict.evicting(model, policy, **options), torch.no_grad():
             model(ids[:, :2048], logits_to_keep=1)  # what stays, such as workspaces, is there
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
@@ -372,7 +416,8 @@ def test_the_device_has_two_layers_of_an_archive(policy):
         size = sum(layer.archive.live_bytes() for layer in cache.layers)
         found.append((grown, logits, kept(cache)))
     (on_device, *_), (on_host, *_) = found
-    assert torch.equal(found[0][1], found[1][1]) and found[0][2] == found[1][2]
+    if not drafts:
+        assert torch.equal(found[0][1], found[1][1]) and found[0][2] == found[1][2]
     assert on_device[0] > size and on_host[0] < 0.1 * size
     assert all(more < 0.25 * size for more in on_host[1:])  # two layers are an eighth
 
@@ -383,7 +428,8 @@ def test_a_file_of_an_archive_on_the_host(tmp_path):
     turn, outs = tiny.prompt(2, 20, seed=9)["input_ids"].cuda(), []
     for recall in (True, "memory"):
         _, cache, _ = conversation(model, recall)
-        with kvevict.evicting(model, "snapkv", budget=48, chunk_size=64, recall=recall), torch.no_grad():
+        options = dict(budget=48, chunk_size=64, recall=recall, recall_drafts=0)
+        with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
             kvevict.save_cache(cache, tmp_path / "cache")
             loaded = kvevict.load_cache(tmp_path / "cache", model)
             assert all(layer.storage.far and layer.storage.prefix.device.type == "cpu" for layer in loaded.layers)
@@ -397,7 +443,7 @@ def test_rows_with_archives_on_the_host():
     """They join, decode with decode=True, which recalls from them, and part."""
     model, found = tiny.model().cuda(), []
     for recall in (True, "memory"):
-        options = dict(budget=48, window=4, chunk_size=64, decode=True, interval=3, recall=recall)
+        options = dict(budget=48, window=4, chunk_size=64, decode=True, interval=3, recall=recall, recall_drafts=0)
         with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
             batch = Batch(model)
             for row, length in enumerate((200, 150)):

@@ -15,7 +15,7 @@ import kvevict
 from kvevict.batch import Batch, Pools
 from kvevict.compat import CACHE, cache_of
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots import host
+from kvevict.engine.slots import archive, host
 from kvevict.engine.slots.archive import Apart
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join
@@ -24,7 +24,7 @@ from kvevict.families import find_decoder
 POLICIES = POLICIES | {
     "k8v4": SNAPKV | dict(kv="k8v4"),
     "int4": SNAPKV | dict(kv="int4"),
-    "pool": dict(policy="defensive", budget=24, window=4, chunk_size=32, layers="pool", heads="flat", recall=True),
+    "pool": POLICIES["laq"] | dict(policy="defensive", chunk_size=32, layers="pool", heads="flat", recall_drafts=0),
     "diagnosed": POLICIES["take+edie"] | dict(policy="take+caote", diagnose=True),  # looked at when they are cut
 }
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
@@ -83,6 +83,11 @@ def both(options):
     return options, options | dict(recall="memory")
 
 
+def over_kept(monkeypatch, drafts):
+    """Let tokens be drafted over the kept slots, as on the host, where the archive lies on the "device"."""
+    monkeypatch.setattr(archive, "whole", lambda layer: layer.storage.gathered().moved(layer.counts + drafts))
+
+
 def conversation(model, options, turn=40, rows=1):
     """The logits of a text, and of turns on it and on a fork; both caches."""
     outs = []
@@ -99,8 +104,9 @@ def conversation(model, options, turn=40, rows=1):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.drawn(8)
-def test_as_on_the_device(name, dtype, copies):
+def test_as_on_the_device(name, dtype, copies, monkeypatch):
     """A layer has a copy while it attends, and the next one has; nothing else has any."""
+    over_kept(monkeypatch, 3)
     model = copy.deepcopy(shared()).to(dtype)
     found = [conversation(model, options, 70) for options in both(POLICIES[name])]
     assert torch.equal(found[0][0], found[1][0])
@@ -168,9 +174,10 @@ def padded(rows):
     return [torch.stack(part) for part in each]
 
 
-@pytest.mark.parametrize("name", ["snapkv", "take+edie", "k8v4", "decode", "ada"])
-def test_rows_of_different_lengths(name, copies):
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "k8v4", "decode", "ada", "drafts"])
+def test_rows_of_different_lengths(name, copies, monkeypatch):
     model, found = shared(), []
+    over_kept(monkeypatch, 3)
     for options in both(POLICIES[name]):
         ids, mask = padded([prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61)])
         with kvevict.evicting(model, **options):
@@ -185,9 +192,10 @@ def test_rows_of_different_lengths(name, copies):
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("name", ["snapkv", "int8", "decode"])
-def test_rows_that_decode_together(name, pooled, copies):
+@pytest.mark.parametrize("name", ["snapkv", "int8", "decode", "drafts"])
+def test_rows_that_decode_together(name, pooled, copies, monkeypatch):
     """They join and leave; one goes on alone, and the joined cache itself reads a turn."""
+    over_kept(monkeypatch, 3)
     model, turn, found = shared(), prompt(1, 20, seed=1)["input_ids"], []
     for options in both(POLICIES[name]):
         with kvevict.evicting(model, **options):
@@ -316,9 +324,10 @@ class Late:
         self.wait_event(self.record_event())
 
 
-@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "laq", "decode", "ada"])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "laq", "decode", "ada", "drafts"])
 def test_nothing_is_read_before_it_is_there(name, copies, monkeypatch):
     """On a GPU the copies are made while the model goes on. Here they are made as late as they may be."""
+    over_kept(monkeypatch, 3)
     want, *caches = conversation(shared(), POLICIES[name], 70, 2)
     late, here = Late(), Late()
     monkeypatch.setattr(host, "_has_streams", lambda device: True)

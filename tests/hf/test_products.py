@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.engine.hook import products
+from kvevict import products
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),

@@ -3,8 +3,10 @@
 import functools
 import gc
 import os
+import re
 import warnings
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,7 +21,10 @@ from kvevict.answer import rows_of
 from kvevict.batch import Batch
 from kvevict.context import within
 from kvevict.engine.read import replay
+from kvevict.engine.read.replay import Replay
+from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
+from kvevict.policy.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 LENGTH, PATIENCE = 120, replay.PATIENCE["cpu"]
@@ -65,6 +70,73 @@ def both(name, work, **options):
     return *results, replayed
 
 
+def slots(cache):
+    """The kept slots' positions and numbers, and the queries that are remembered."""
+    kept = [[each.tolist() for each in row] for layer in cache.layers for row in layer.positions()]
+    others = [each.nan_to_num(-1).tolist() for layer in cache.layers for each in others_of(layer)]
+    return kept, others, cache.sequence.columns, cache.sequence.removable
+
+
+def others_of(layer):
+    return [each for each in (layer.carry, layer.decode_queries) if each is not None]
+
+
+EVICT = {  # while decoding: name -> options
+    "h2o": {}, "h2o every 16": dict(interval=16), "h2o ragged": dict(heads="flat"), "streaming": {},
+    "streaming every 16": dict(interval=16), "tova": {}, "snapkv": dict(decode=True, window=16),
+    "adakv": dict(decode=True, window=16), "take": dict(decode=True, probe=16), "tri": dict(interval=16),
+    "rkv": dict(interval=8), "h2o+caote": {}, "snapkv+caote": dict(window=16), "vatp": {}, "kvzip": dict(chunk_size=60),
+    "snapkv recalls": dict(decode=True, window=16, recall=True), "expected": dict(decode=True, keep_prompt=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", ["model", "int8"])
+@pytest.mark.parametrize("name", EVICT)
+@pytest.mark.drawn(12)
+def test_policies_that_evict_while_decoding(name, kv):
+    """The same logits and slots after tokens, after a turn, and in a fork's rows."""
+
+    def work(model, cache):
+        states = [(decoded(model, cache, 70), slots(cache))]
+        turn(model, cache)
+        states.append((decoded(model, cache, 30, 70), slots(cache)))
+        fork = rows_of(cache, 2)
+        for each in (fork, cache):
+            states.append((decoded(model, each, 25, 100), slots(each)))
+        return states
+
+    want, got, replayed = both(name.split()[0], work, kv=kv, **EVICT[name])
+    for (logits, kept), (other, others) in zip(want, got, strict=True):
+        assert torch.equal(logits, other)
+        assert kept == others
+    assert replayed > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kv", ["model", "int4"])
+@pytest.mark.parametrize("name", ["h2o", "streaming", "tova", "h2o+caote", "tova+fastcaote"])
+@pytest.mark.drawn(6)
+def test_equal_cuts_are_recorded(name, kv, rows):
+    """One slot in, one out, until budgets change; then again."""
+
+    def work(model, cache):
+        fork, states = rows_of(cache, rows), []
+        for budget in (96, 80):
+            for layer in fork.layers:
+                layer.budget = 0 * layer.budget + budget
+            states.append((decoded(model, fork, 60), slots(fork)))
+            cuts.append("replay" in fork.__dict__ and fork.replay.cuts.replay is not None)
+        turn(model, fork, rows)
+        return [*states, (decoded(model, fork, 30), slots(fork))]
+
+    cuts = []
+    want, got, _ = both(name, work, kv=kv)
+    for (logits, kept), (other, others) in zip(want, got, strict=True):
+        assert torch.equal(logits, other)
+        assert kept == others
+    assert cuts == [False, False, True, True]
+
+
 @pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", ["snapkv", "take+edie", "chunkkv"])
 def test_200_tokens_bit_by_bit(name, kv):
@@ -73,10 +145,14 @@ def test_200_tokens_bit_by_bit(name, kv):
     assert replayed == 200 - 2 - 2 * (PATIENCE + 1)  # the first two are watched; slots move once
 
 
+def turn(model, cache, rows=1):
+    model(prompt(rows, 30, seed=3)["input_ids"], past_key_values=cache, logits_to_keep=1)
+
+
 def turns(model, cache):
     """Tokens, a turn, tokens taken back, and tokens again."""
     first = decoded(model, cache, 20)
-    model(prompt(1, 30, seed=3)["input_ids"], past_key_values=cache)
+    turn(model, cache)
     second = decoded(model, cache, 20)
     cache.crop(-6)
     return torch.cat([first, second, decoded(model, cache, 20)])
@@ -99,9 +175,9 @@ def joined(model, cache):
 
 
 @pytest.mark.parametrize("kv", ["model", "int8"])
-@pytest.mark.parametrize("work", [turns, forked, joined])
-def test_what_moves_slots_is_seen(work, kv, replayed):
-    want, got, _ = both("snapkv", work, kv=kv)
+@pytest.mark.parametrize("name, work", [("snapkv", turns), ("snapkv", forked), ("snapkv", joined), ("h2o", joined)])
+def test_what_moves_slots_is_seen(name, work, kv, replayed):
+    want, got, _ = both(name, work, kv=kv)
     assert torch.equal(got, want)
     assert len(replayed) > 10
 
@@ -154,14 +230,29 @@ def test_on_other_devices_tokens_are_decoded_as_before():
 @pytest.mark.parametrize(
     "family, name, options, reason",
     [
-        ("llama", "h2o", {}, "evicts while decoding"),
-        ("llama", "snapkv", dict(decode=True), "evicts while decoding"),
         ("gemma3", "snapkv", {}, "a window"),
+        ("gemma3", "h2o", {}, "a window"),
     ],
 )
 def test_what_cannot_be_recorded_is_told_once(family, name, options, reason):
     (text,) = told(name, family, **options)
     assert reason in text
+
+
+def test_slots_that_move_with_every_token(replayed):
+    """A policy that evicts while decoding is then watched for `WATCHES` tokens."""
+    watched = []
+
+    def keep(storage, index, keep, *new):
+        return storage.moved(keep + 64, index, keep, *new)
+
+    def watch(replay, step, run):
+        watched.append(1)
+        return run(replay.inputs)
+
+    with mock.patch.object(Storage, "keep", keep), mock.patch.object(Replay, "_watch", watch):
+        (text,) = told("h2o", work=lambda model, cache: decoded(model, cache, 40))
+    assert "moves slots" in text and len(watched) == replay.WATCHES and not replayed
 
 
 def test_a_number_that_differs_from_token_to_token():
@@ -239,6 +330,49 @@ def test_memory_is_free_once_a_cache_is_dropped(compiled):
             assert [each() for each in slots] == [None, None]
     finally:
         gc.enable()
+
+
+DOCUMENTED = {  # a line of the table in docs/usage.md: the model
+    "Llama": ("llama", {}), "Mistral without a window": ("mistral", {}), "Mixtral": ("mixtral", {}),
+    "SmolLM2": ("llama", dict(hidden_size=288, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)),
+    "Qwen2": ("qwen2", {}), "Qwen3": ("qwen3", {}), "Qwen3-MoE": ("qwen3_moe", {}), "Phi-3": ("phi3", {}),
+    "OLMo 2": ("olmo2", {}), "Granite": ("granite", {}), "Gemma 3": ("gemma3", {}), "Gemma 2": ("gemma2", {}),
+    "Gemma 3, global layers alone": ("gemma3", dict(layer_types=["full_attention"] * 4)), "gpt-oss": ("gpt_oss", {}),
+}  # fmt: skip
+PAGE = (Path(__file__).parents[2] / "docs/usage.md").read_text().partition("## Recorded tokens")[2]
+TABLE = [[each.strip() for each in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", PAGE, re.M)]
+CELLS = [(row[0], *cell) for row in TABLE[2:16] for cell in zip(TABLE[0][1:], row[1:], strict=True)]
+
+
+def recorded(model, name, **options):
+    """Whether tokens are recorded; their logits are those without compiled=True."""
+    results = []
+    with mock.patch.dict(replay.PATIENCE, cpu=1):
+        for compiled in (False, True):
+            with kvevict.evicting(model, name, compiled=compiled, **options):
+                cache = model(prompt(1, 300)["input_ids"], use_cache=True, logits_to_keep=1).past_key_values
+                results.append(decoded(model, cache, 7))
+    assert torch.equal(*results)
+    return kvevict.report(cache)["replayed"] == 3
+
+
+@pytest.mark.parametrize("name, column, cell", CELLS)
+@pytest.mark.drawn(12)
+def test_table(name, column, cell):
+    """The table in docs/usage.md says what is recorded."""
+    assert {row[0] for row in TABLE[2:16]} == DOCUMENTED.keys()
+    family, changes = DOCUMENTED[name]
+    model, names = tiny.model(family, **changes), re.findall(r"`([^`]*)`", column)
+    kinds = names[1:] if "kv=" in names else ["model"]
+    for policy in ["snapkv", "h2o"] if "kv=" in names else names:
+        assert {recorded(model, policy, budget=64, kv=kind) for kind in kinds} == {cell == "yes"}
+
+
+@pytest.mark.parametrize("name", sorted({*PRESETS} - {"gate", "lookahead", "oracle", "speckv"}))  # these need files
+@pytest.mark.drawn(8)
+def test_presets(name):
+    with within(learns=False):
+        assert recorded(own(), name, budget=264)
 
 
 ALL = os.environ.get("KVEVICT_TYPES", "sample") != "sample"

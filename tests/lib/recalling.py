@@ -1,18 +1,24 @@
-"""Policies that recall."""
+"""Policies that recall, and what their layers attend with."""
+
+from unittest import mock
 
 import torch
 
 from kvevict.compat import CACHE
+from kvevict.engine.hook import attention as hook
 
-SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True)
+SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_drafts=0)
 POLICIES = {
     "snapkv": SNAPKV,
-    "take+edie": dict(policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, tokenizer=False),
+    "take+edie": dict(
+        policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, recall_drafts=0, tokenizer=False
+    ),
     "one pass": SNAPKV | dict(chunk_size=None),
     "int8": SNAPKV | dict(kv="int8"),
     "ada": SNAPKV | dict(policy="adakv"),
     "cake": SNAPKV | dict(policy="cake"),
     "laq": dict(policy="laq", budget=24, window=4, recall=True),
+    "drafts": SNAPKV | dict(recall_drafts=3),
     "decode": SNAPKV | dict(decode=True, interval=3),
 }
 
@@ -21,3 +27,27 @@ def decoded(model, cache, tokens=(5, 6, 7)):
     for token in tokens:
         out = model(torch.full((len(cache.sequence.seen), 1), token), **{CACHE: cache})
     return out
+
+
+class Heard:
+    """Inside, what each layer of a call attends with, as it was computed: {layer: [(q, k, v), ..]}."""
+
+    def __enter__(self):
+        self.calls: dict = {}
+        attend = hook.attend
+
+        def heard(seen):
+            stop = seen.k.shape[2] - seen.step.appended
+            parts = seen.q, seen.k[:, :, :stop], seen.v[:, :, :stop]
+            self.calls.setdefault(seen.module.layer_idx, []).append([x.clone() for x in parts])
+            return attend(seen)
+
+        self.patch = mock.patch.object(hook, "attend", heard)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error):
+        self.patch.stop()
+
+    def all(self, layer, part):
+        return torch.cat([call[part] for call in self.calls[layer]], 2)

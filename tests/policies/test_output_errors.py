@@ -16,9 +16,8 @@ from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens, truth
 
 import kvevict
 from kvevict import ROWS, SCORES
-from kvevict.engine.measure.inputs import given
-from kvevict.engine.measure.quantities import measured, quantity
-from kvevict.engine.read.layer import LayerCall
+from kvevict.engine.measure.quantities import quantity
+from kvevict.engine.read import evict
 from kvevict.policy import build
 from kvevict.policy.inputs import need
 from kvevict.policy.refinements import REFINEMENTS
@@ -162,7 +161,8 @@ def cuts(monkeypatch, made, check, rows=5):
 
 def measured_by(call, rows):
     """needs -> the layer's quantities, by the last `rows` rows of its chunk."""
-    return lambda needs: measured(needs, call.slots, lambda: call.rows.chunk(rows), {}, partial(given, call))
+    own = replace(call, known=dict(observation=call.rows.chunk(rows)))
+    return partial(evict.measured, own)
 
 
 def scored(score, call, measure):
@@ -234,13 +234,13 @@ def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     policy, chosen = "snapkv", dict(window=4, reduce="max", pool="none", decode=True, interval=1, **CHUNKED)
     rows = [[29, *[1] * 9], [20, *[1] * 9]]
     want = ours(model(), policy, rows, 3, **chosen)
-    decoded = LayerCall._decoded
+    decoded = evict._decoded
 
-    def one_by_one(self):
-        (part,) = decoded(self).parts
-        return Observation((replace(part, until=self.step.positions[:, -1:]),))
+    def one_by_one(call):
+        (part,) = decoded(call).parts
+        return Observation((replace(part, until=call.step.positions[:, -1:]),))
 
-    monkeypatch.setattr(LayerCall, "_decoded", one_by_one)
+    monkeypatch.setattr(evict, "_decoded", one_by_one)
     got = ours(model(), policy, rows, 3, **chosen)
     assert [[x[1] for x in call] for call in got] == [[x[1] for x in call] for call in want]
 

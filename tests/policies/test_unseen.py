@@ -11,8 +11,9 @@ import kvevict
 from kvevict import _ops
 from kvevict.engine.read.step import Step
 from kvevict.engine.read.unseen import attend, observe
+from kvevict.engine.slots.ranks import Ranks
 from kvevict.policy.rows import AppendedRows
-from kvevict.policy.seen.slots import Slots
+from kvevict.policy.seen.slots import Heads, Slots
 
 B, H, HKV, D, S, P = 3, 6, 2, 16, 9, 4
 
@@ -90,8 +91,8 @@ def test_observers_against_a_dense_attention(dtype, near, softcap, sinks):
     options = dict(scale=0.3, softcap=softcap, sinks=torch.randn(H) if sinks else None)
     sees = (torch.arange(S) < stop[:, None])[:, None].expand(-1, P, -1)
     kv = types.SimpleNamespace(k=k, v=v, stored=held, first=first, options=options)
-    n = counts + (S - first)[:, None]
-    slots = Slots(0, None, n, n.numpy(), n.numpy(), (), positions.int(), held, kv)
+    heads = Heads(Ranks(), HKV)
+    slots = Slots(0, heads, (counts + (S - first)[:, None]).numpy(), (first, first), positions.int(), held, kv)
     for unseen in ((3, 12), (22, 24), (15, 23), (27, 29), (40, 44), (7, 7)):
         part = types.SimpleNamespace(q=q, stop=stop, unseen=torch.tensor([unseen] * B))
         out, lse = observe(part, slots)

@@ -10,7 +10,7 @@ import torch
 from serving import FILLER, TEXT, Client, asks, events, model, server, unpatched  # noqa: F401
 
 import kvevict
-from kvevict import _ops
+from kvevict import _ops, writing
 from kvevict.batch import Batch
 from kvevict.context import within
 from kvevict.engine.read.replay import Replay
@@ -65,6 +65,19 @@ def test_alone_and_together():
     assert [choices(each) for each in together(client, MIXED[::-1])] == alone[::-1]
     client.server.scheduler.stall = 0.0
     assert [choices(each) for each in together(client, MIXED)] == alone
+
+
+def test_tokens_that_are_seen_late(monkeypatch):
+    """As on a GPU: once the next step is under way. Stop strings, probabilities and streams are the same."""
+    client, late = Client(server(policy="take:compiled=true")), []
+    want, see = [choices(client.ask("POST", PATH, each)) for each in MIXED], writing.Unseen.see
+    monkeypatch.setattr(writing, "LATE", {"cpu"})
+    monkeypatch.setattr(writing.Unseen, "see", lambda self, answers: late.append(1) or see(self, answers))
+    assert [choices(client.ask("POST", PATH, each)) for each in MIXED] == want
+    assert [choices(each) for each in together(client, MIXED)] == want
+    client.server.scheduler.stall = 0.0
+    assert [choices(each) for each in together(client, MIXED[::-1])] == want[::-1]
+    assert len(late) > 100
 
 
 def test_a_prompt_is_read_once_for_all_its_answers(monkeypatch):
@@ -339,7 +352,7 @@ def test_a_server_on_a_cpu_records():
     """Its answers are those of a server that does not."""
     client, plain = (Client(server_of(policy=policy, budget=256)) for policy in ("take", "take:compiled=false"))
     policies = client.server.policies
-    assert [policies.built(text).compiled for text in (None, "h2o", "take:compiled=false")] == [True, False, False]
+    assert [policies.built(text).compiled for text in (None, "h2o", "take:compiled=false")] == [True, True, False]
     asked = dict(prompt="Once upon a time", max_tokens=24)
     one, other = (each.post("/v1/completions", **asked).json()["choices"] for each in (client, plain))
     assert one == other and one[0]["text"]

@@ -69,8 +69,9 @@ class Served:
 
         def noted(scores):
             logits.append(scores.float().clone())
-            tokens.append(choose(scores))
-            return tokens[-1]
+            token = choose(scores)
+            tokens.append(int(token))
+            return token
 
         row.choose = noted
         self._answers.append((row.call.whole.ids, logits, tokens))

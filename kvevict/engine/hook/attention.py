@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from ... import compat
-from ...context import context, current
+from ...context import context
 from ..read import unseen
-from ..read.layer import Attended, attend, decide
+from ..read.layer import LayerCall, attend, decide
+from ..read.step import paused
 from ..slots.cache import fit
 
 NAME = "kvevict"
@@ -31,14 +32,14 @@ def attention(
 
     The model's original function runs outside a call of the patched decoder with a cache (training, use_cache=False).
     """
-    step = current()
-    if step is None:
+    here = context()
+    if here.step is None:
         return _unpatched(
             module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
-    step = step.on(query.device)
-    if step.pause is not None:
-        step.paused()
+    step = here.step.on(query.device)
+    if here.pause is not None:
+        paused(here.pause)
     hidden = step.hidden.pop(module.layer_idx, None)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float())
     if module.layer_idx in step.plan.readers:
@@ -58,9 +59,10 @@ def attention(
         layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
         if step.decoding:  # `Step.through` has counted the token in the others
             layer.tick()
-    seen = attend(Attended(step, module, query, key, value, new, options, hidden=hidden))
-    decide(seen)
-    return seen.out[..., :width], None
+    call = LayerCall(step, module, query, key, value, new, options, hidden)
+    attend(call)
+    decide(call)
+    return call.out[..., :width], None
 
 
 def _stored_form(layer: Any, *tensors: Any) -> list:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from ... import cautions, compat, rotary
+from ... import cautions, compat, products, rotary
 from ...compat import STATE
 from ...context import context, current, enter, within
 from ...families import find_decoder
 from ..read.spans import Spans
 from ..read.step import OuterCall, Step
-from . import products
 from .arguments import Arguments
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward

@@ -45,7 +45,8 @@ def _forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     chunk = run(**_part(kwargs, step, 0, stop, rows)) if stop else None
     if stop == rows:
         return chunk
-    states = _states(step.cache.layers[self.layer_idx])
+    layer = step.cache.layers[self.layer_idx]
+    states = layer.conv_states, layer.recurrent_states
     before = [(held, {i: None if t is None else t.clone() for i, t in held.items()}) for held in states]
     appended = run(**_part(kwargs, step, stop, rows, rows))
     for held, values in before:
@@ -55,10 +56,6 @@ def _forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(chunk, tuple):
         return torch.cat([chunk[0], appended[0]], 1), *chunk[1:]
     return torch.cat([chunk, appended], 1)
-
-
-def _states(layer: Any) -> tuple:
-    return layer.conv_states, layer.recurrent_states
 
 
 def _by_name(module: torch.nn.Module, args: tuple, kwargs: dict) -> dict:

@@ -17,7 +17,7 @@ INPUTS = Registry("input of a quantity", listed=True)
 
 
 def given(at: Any, needs: Any) -> list:
-    """The values of names and `Need`s at a `LayerCall` or an `Attended` of kvevict/engine/read/layer.py."""
+    """The values of names and `Need`s at a kvevict.engine.read.layer.LayerCall."""
     return [INPUTS[each.name](at, **dict(each.options)) for each in as_needs(needs)]
 
 
@@ -35,6 +35,12 @@ def _rope(at: Any) -> Rope:
 def _hidden(at: Any) -> Any:
     """[B, T, E] the input of the layer's attention block, all rows."""
     return at.hidden
+
+
+@INPUTS.add("appended")
+def _appended(at: Any) -> tuple:
+    """k, v [B, heads, p, D] of the rows that are read with the call and not stored."""
+    return at.k[:, :, at.columns :], at.v[:, :, at.columns :]
 
 
 @INPUTS.add("output_weight")

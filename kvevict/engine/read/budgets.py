@@ -20,10 +20,12 @@ if TYPE_CHECKING:  # these import Transformers, which counts do without
 
 
 class Budgets:
-    """Slots of `layers` layers of `heads` kv heads, chunk by chunk of a read of `seen` tokens [B]."""
+    """Slots of layers of `heads` kv heads, chunk by chunk of a read of `seen` tokens [B]. narrow: of `schedule.narrow`,
+    for each layer."""
 
-    def __init__(self, policy: Policy, layers: int, heads: int, seen: list) -> None:
-        self.policy, self.layers, self.heads, self.seen = policy, layers, heads, seen
+    def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list) -> None:
+        self.policy, self.narrow, self.heads, self.seen = policy, narrow, heads, seen
+        self.layers = layers = len(narrow)
         self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
         self.budgets: Any = None  # like `targets`; for a batch row that is not cut now, the later limit
         self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that chunk
@@ -34,9 +36,9 @@ class Budgets:
         """Decisions for the layers after a chunk that adds tokens [B] to stored [layers, B] slots. observed: bool [B]
         batch rows with observing tokens."""
         policy = self.policy
-        if not chunk.evicts:
+        if not chunk.last and policy.schedule != "chunk":
             return Decisions(policy, self.layers, lambda layer, alive: None)
-        alive = stored + self.heads * schedule.read(policy, chunk.narrow, tokens)
+        alive = stored + self.heads * schedule.read(policy, self.narrow, tokens)
         total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
         over = (alive.sum(0) > total) & observed
         self.cuts = over if policy.threshold is None else observed

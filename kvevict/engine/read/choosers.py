@@ -13,7 +13,7 @@ from ..measure import quantities
 from ..slots import archive
 from ..slots.carried import join, of_layer
 from . import evict, propagate
-from .layer import Attended, LayerCall
+from .layer import LayerCall
 from .schedule import observes
 from .step import Step
 
@@ -24,8 +24,9 @@ class Chooser:
     errors: Any = None  # the kvevict.engine.read.residual.Errors that the call measures
     onward: propagate.Onward | None = None  # tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
+    looks = True  # at slots, after a decoded token: they are to lie in one place
 
-    def takes(self, seen: Attended) -> bool:
+    def takes(self, call: LayerCall) -> bool:
         """True if `layer` is to be called after a decoded token. Else the layer keeps all slots."""
         return False
 
@@ -56,26 +57,26 @@ class Deciding(Chooser):
 
     @property
     def held(self) -> int:  # type: ignore[override]  # the base class has a constant
-        return sum(each.call.new[0].shape[2] > 0 for each in self.pending.values())
+        return sum(each.call.columns > 0 for each in self.pending.values())
 
-    def takes(self, seen: Attended) -> bool:
+    def takes(self, call: LayerCall) -> bool:
         """Only layers that are due are scored. Every layer remembers the row, or adds up its attention."""
-        step, layer, policy = seen.step, seen.layer, seen.step.plan.policy
-        order = step.plan.order[seen.module.layer_idx]
+        step, layer, policy = call.step, call.layer, call.step.plan.policy
+        order = step.plan.order[call.module.layer_idx]
         observing = observes(policy, order, len(step.plan.order))
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
-            row = torch.cat([seen.q, seen.out.transpose(1, 2)], 3) if step.plan.wants_outputs else seen.q
+            row = torch.cat([call.q, call.out.transpose(1, 2)], 3) if step.plan.wants_outputs else call.q
             layer.remember(row, policy.rows.decoded)
         alive = step.plan.ranks.counts(layer).sum(1)
         slots = self.decisions.kept(order, alive)
         if slots is not None and policy.recall and layer.archive is not None:
             archive.recall(layer, slots < alive)
         if policy.carry == "sum" and observing and policy.score.adds_attention:
-            sums: Any = join("sum", seen.probs, layer.carry)
+            sums: Any = join("sum", call.probs, layer.carry)
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False
-            if evict.drop(step, layer, seen.module, slots, sums):
+            if evict.drop(call, slots, sums):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 
@@ -84,7 +85,8 @@ class Deciding(Chooser):
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.plan.order))
         if observing and not call.step.decoding:
-            call.step.read.memory[call.slots.index] = call.step.rows.accumulate(call.rows, call.memory())
+            memory = call.step.read.memory
+            memory[call.index] = call.step.rows.accumulate(call.rows, memory.get(call.index))
             call.layer.memory = quantities.remembered(call.step.plan.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
             self._ask(call)
@@ -112,7 +114,7 @@ class Deciding(Chooser):
 
     def _ask(self, call: LayerCall) -> None:
         layers = call.policy.layers
-        asked = layers.preference(call.slots, *call.measured(layers.needs))
+        asked = layers.preference(call.slots, *evict.measured(call, layers.needs))
         self.decisions.ask(call.order, asked.cpu().numpy())
 
     def _pool(self, cuts: tuple) -> dict:
@@ -143,7 +145,7 @@ class Deciding(Chooser):
             cuts = slots is not None and (bar is not None or (slots < call.slots.alive).any())
             self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final, bar) if cuts else None
         choice = self.choices[cut.by]
-        if choice is not None or call.new[0].shape[2] or carried is not None or call.step.decoding:
+        if choice is not None or call.columns or carried is not None or call.step.decoding:
             evict.store(call, choice, carried)
         if not cut.final:
             ranked = ranked if choice is None else evict.kept(ranked, choice.index)

@@ -1,8 +1,9 @@
-"""Drafting by the model itself (LAQ): a prompt is read with nothing evicted, a fork of its cache cut by SnapKV writes a
-few tokens, and the rows of these tokens then observe."""
+"""Drafting by the model itself: a fork of the cut cache writes a few tokens, and the rows of these tokens then observe.
+Of LAQ, whose prompt is read with nothing evicted, and of recall."""
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -10,16 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import rotary
+from ... import products, rotary
 from ...compat import CACHE
+from ...context import within
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
+from ..slots import archive
 from ..slots.meter import Meter
 from ..slots.storage import Storage
 from . import evict
 from .choosers import Chooser
-from .layer import Attended, LayerCall, layer_call
+from .layer import LayerCall
 from .plan import Plan
 from .step import Step
 
@@ -29,12 +32,14 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 class _Noting(Chooser):
     """The chooser of a draft's steps keeps all slots, and notes the rows."""
 
+    looks = False
+
     def __init__(self, errors: Any) -> None:
         self.errors = errors  # TADA measures the drafted rows too
         self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D], k, v [B, heads, 1, D]) of each row
 
-    def takes(self, seen: Attended) -> bool:
-        self.rows[seen.module.layer_idx].append((seen.q, seen.k, seen.v))
+    def takes(self, call: LayerCall) -> bool:
+        self.rows[call.index].append((call.q, call.k, call.v))
         return False
 
 
@@ -55,9 +60,10 @@ class Drafting(Chooser):
         rows = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
-            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.slots.index), strict=True))
+            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.index), strict=True))
+            call.rows = replace(call.rows, drafted=drafted)
             with call.step.meter.clock("evict"), call.layer.storage.here():
-                self.chooser.layer(replace(call, rows=replace(call.rows, drafted=drafted)))
+                self.chooser.layer(call)
 
     def _drafted(self, spans: Any, step: Step, hidden: torch.Tensor, calls: list) -> dict:
         """The rows, by layers, of tokens that are drafted over an evicted fork of the cache."""
@@ -68,29 +74,90 @@ class Drafting(Chooser):
             cuts = {}
             for call in calls:
                 with call.layer.storage.here():
-                    cuts[call.slots.index] = _cut(call, plan, n_d)
+                    cuts[call.index] = _cut(call, plan, n_d)
             cache = step.cache.with_storages(cuts)
-            self._write(spans, step, hidden, plan, cache, noting, n_d)
-            meter.live["draft"] = sum(cache.layers[call.slots.index].live_bytes() for call in calls)
-            meter.watch(calls[0].new[0], calls[0].slots.kv.padding, len(calls))
+            _write(spans, step, hidden, plan, cache, noting, n_d)
+            meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
+            meter.watch(calls[0].new[0], calls[0].tokens, len(calls))
             del meter.live["draft"]
         return noting.rows
 
-    def _write(
-        self, spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int
-    ) -> None:
-        """Draft greedily over `cache`, also past an end of sequence."""
-        arguments, unseen = spans.arguments, Meter()
-        logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
-        for number in range(1, n_d + 1):
-            ids, at = logits(hidden).argmax(-1), at + 1
-            final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
-            mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
-            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
-            one = Step(
-                plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
-                first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
-            )  # fmt: skip
+
+class Redrafting(Chooser):
+    """After a recall: once `chooser` has cut the layers, tokens are drafted over the slots of all tokens, or the kept
+    ones where the archive lies on the host. Their rows and the prompt's last ones choose anew, layer by layer, as many
+    slots as the layer had kept (METHODS section 13)."""
+
+    def __init__(self, chooser: Any) -> None:
+        self.chooser, self.errors = chooser, chooser.errors
+        self.asked: list = []  # of each layer the call, without new slots, and its slots that are kept at any score
+
+    held = property(lambda self: self.chooser.held)
+
+    def layer(self, call: LayerCall) -> None:
+        last = call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs)
+        k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (call.k, call.v, *call.new))
+        later: dict[str, Any] = dict(hidden=None, probs=None, held=None, known={})
+        asked = replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **later)
+        self.asked.append((asked, call.slots.protected, call.slots.bounds))
+        self.chooser.layer(call)
+
+    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
+        self.chooser.end(spans, step, hidden)
+        policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
+        plan.policy = policy
+        on_host = any(call.layer.archive.on_host for call, *_ in self.asked)
+        with step.meter.clock("draft"):
+            over = {call.index: _to_draft_over(call.layer, policy.rows.n_d) for call, *_ in self.asked}
+            cache = step.cache.with_storages(over)
+            _write(spans, step, hidden, Plan(FIRST_CUT, step.decoder, plan.ranks), cache, noting, policy.rows.n_d)
+        read = replace(step.read, rows=policy.rows, watchers=())
+        of_chunk: Any = step.chunk
+        stored, chunk = step.positions[:, : step.columns], replace(of_chunk, appended=0)
+        again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None)
+        kept: dict[int, np.ndarray] = {}
+        while self.asked:
+            for call, *_ in self.asked[: 1 + on_host]:  # the next layer's come while this one chooses
+                if call.index not in kept:
+                    kept[call.index] = plan.ranks.counts(call.layer).sum(1)
+                    archive.recall(call.layer, kept[call.index] >= 0)
+            asked, *always = self.asked.pop(0)
+            drafted = tuple(torch.cat(part, 2) for part in zip(*noting.rows.pop(asked.index), strict=True))
+            with asked.layer.storage.here():
+                self._choose(replace(asked, step=again), drafted, kept[asked.index], *always)
+
+    def _choose(self, call: LayerCall, drafted: tuple, slots: np.ndarray, protected: tuple, bounds: Any) -> None:
+        """A layer's second cut to slots [B], among those of all tokens."""
+        call.rows = replace(call.rows, drafted=drafted)
+        call.slots = call.slots_of(call.step.plan.ranks.counts(call.layer), protected, bounds)
+        if (slots < call.slots.alive).any():
+            with call.step.meter.clock("evict"):
+                choice = evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots)
+                evict.store(call, choice)
+
+
+def _to_draft_over(layer: Any, room: int) -> Storage:
+    """A fork of the slots of all tokens; of the kept ones, with room for more, if the layer's device would have to hold
+    all layers' archives."""
+    if layer.archive.on_host:
+        return layer.storage.gathered().moved(layer.counts + room)
+    return archive.whole(layer)
+
+
+def _write(spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int) -> None:
+    """Draft greedily over `cache`, also past an end of sequence."""
+    arguments, unseen = spans.arguments, Meter()
+    logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
+    for number in range(1, n_d + 1):
+        ids, at = logits(hidden).argmax(-1), at + 1
+        final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
+        mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
+        one = Step(
+            plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
+            first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
+        )  # fmt: skip
+        with within(pause=None), products.of_call(step.decoder, ids, None):
             hidden = one.through(spans.run).last_hidden_state
 
 
@@ -99,11 +166,11 @@ def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
     head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
-    step = replace(call.step, plan=plan, read=read, meter=Meter(), elsewhere={})  # a draft is not in the report
-    first = layer_call(Attended(step, call.module, rows.q, kv.k, kv.v, call.new, kv.options, rows.out, rows.lse))
+    step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report
+    first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
-    slots = np.where(kv.padding < kv.k.shape[2], slots, alive)  # a row with only padding in this chunk keeps all
+    slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
     choice = evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)
     storage = call.layer.storage.gathered()
-    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.new, call.slots.pos, kv.first)
+    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

@@ -1,6 +1,7 @@
 """The idea on one screen: after a layer's attention over a chunk, score the alive slots, give every head its number,
 select, and move the survivors of [stored | new] together. `call` is a `kvevict.engine.read.layer.LayerCall`."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,15 +10,17 @@ import torch
 from ... import _ops
 from ...policy.heads import above
 from ...policy.heads.equal import Equal, shares
+from ...policy.inputs import as_needs
 from ...policy.scores import Score
-from ...policy.seen.rows import LayerRows
+from ...policy.seen.rows import Observation, Observers
 from ...policy.seen.slots import Slots
 from ...policy.selections import Selection
+from ..measure.inputs import given
+from ..measure.quantities import quantity
 from ..slots import archive
-from ..slots.cache import EvictionLayer
 from ..slots.carried import join, of_layer
+from . import unseen
 from .layer import LayerCall, protected
-from .step import Step
 
 
 class Numbers(NamedTuple):
@@ -31,7 +34,7 @@ def numbers(call: LayerCall) -> Numbers:
     """The policy's score of the alive slots, joined with the stored slots' carried numbers (METHODS section 9)."""
     policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
-        score = policy.score.score(call.slots, *call.measured(policy.score.needs))
+        score = policy.score.score(call.slots, *measured(call, policy.score.needs))
         if chunk is not None and chunk.again is not None:
             score = _of_parts(call, score)
             if not chunk.last:
@@ -39,16 +42,70 @@ def numbers(call: LayerCall) -> Numbers:
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
         carried = join(policy.carry, score, call.layer.carry)
-        factors = call.measured(policy.score.factors)
+        factors = measured(call, policy.score.factors)
     score = score if carried is None else carried
     for factor in factors:
         score = score * factor
     return Numbers(carried, score)
 
 
+def measured(call: LayerCall, needs: Any) -> list:
+    """The quantities that a part of the policy needs, each measured once."""
+    named, known = as_needs(needs), call.known
+    for need in named:
+        if need not in known:
+            wanted = quantity(need)
+            if wanted.observes and "observation" not in known:
+                known["observation"] = _observation(call)
+            inputs = given(call, wanted.needs) if wanted.needs else ()
+            known[need] = wanted.measure(call.slots, known.get("observation"), *inputs)
+    return [known[need] for need in named]
+
+
+def _observation(call: LayerCall) -> Observation:
+    """The policy's rows, with their outputs if those are wanted."""
+    if call.step.decoding:
+        seen = _decoded(call)
+    else:
+        seen = call.step.rows.observe(call.rows, call.step.read.memory.get(call.index))
+    if call.columns < call.rows.columns:  # the rows' own slots are stored already
+        seen = Observation(tuple(replace(part, stop=part.stop.clamp_max(call.columns)) for part in seen.parts))
+    return Observation(tuple(_complete(call, part) for part in seen.parts))
+
+
+def _decoded(call: LayerCall) -> Observation:
+    """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
+    rows, none = call.rows, 0 * call.rows.first
+    if call.policy.rows.newest or call.policy.carry == "sum":
+        return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, call.probs),))
+    q: Any = call.layer.decode_queries
+    out = None
+    if q.shape[3] > rows.q.shape[3]:
+        q, out = q.split(rows.q.shape[3], 3)
+        out = out.transpose(1, 2)
+    gone = int(call.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may be gone
+    until = call.step.positions[:, -1:] if gone else None
+    return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
+
+
+def _complete(call: LayerCall, part: Observers) -> Observers:
+    """Observers with their outputs, if those are wanted, and lse over the slots that they see here."""
+    kv = call.slots.kv
+    if part.unseen is not None:
+        out, lse = unseen.observe(part, call.slots)
+    elif part.own is not None:
+        k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
+        out, lse = _ops.attend(part.q, kv.stored, k, v, kv.first, **kv.options)
+    elif part.out is not None or not call.step.plan.wants_outputs:
+        return part
+    else:
+        out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=part.stop.to(torch.int32), **kv.options)
+    return replace(part, out=out, lse=lse)
+
+
 def _of_parts(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     """Each slot's largest number over the prompt's parts so far; NaN: none yet."""
-    known, index = call.step.read.numbers, call.slots.index
+    known, index = call.step.read.numbers, call.index
     known[index] = torch.fmax(known[index], score) if index in known else score
     return known.pop(index) if call.step.chunk.last else known[index]
 
@@ -130,7 +187,7 @@ def take(call: LayerCall, score: torch.Tensor, keep: torch.Tensor, counts: np.nd
     counts = np.array(keep.tolist()) if counts is None else counts
     keep, mine, slots = ranks.mine(keep).contiguous(), ranks.mine(counts), call.slots
     if refine.picks:
-        score = refine.pick(slots, score, keep, *call.measured(refine.picks_by)).contiguous()
+        score = refine.pick(slots, score, keep, *measured(call, refine.picks_by)).contiguous()
     (first, last), n, shape = slots.protected, slots.n, slots.n.shape
     if slots.prompt is not None:  # heads differ in their first slots: each becomes a batch row
         score, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (score, n, keep))
@@ -148,16 +205,17 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
     with call.step.meter.clock("compact"):
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer may have chosen, on its device
-            layer.keep(index, choice.keep, *call.new, slots.pos, slots.kv.first)
+            layer.keep(index, choice.keep, *call.to_store, slots.pos, slots.kv.first)
             layer.prompt = slots.prompt  # the prompt was kept
             slots.heads.ranks.note(layer, choice.all_ranks)
             carried = None if carried is None else kept(carried, index, torch.nan)
-        elif slots.kv.k.shape[2]:
-            layer.append(*call.new, slots.pos, slots.kv.first, slots.kv.padding)
+        elif call.columns:
+            layer.append(*call.to_store, slots.pos, slots.kv.first, call.padding)
         layer.carry = of_layer(carried, layer)
-        if call.policy.recall and not call.step.decoding and slots.kv.k.shape[2]:
-            archive.append(layer, *call.new, slots.pos, slots.kv.first, slots.kv.padding)
-    call.step.meter.live[slots.index] = layer.live_bytes()
+        if call.policy.recall and call.columns:
+            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, call.padding)
+    if not call.step.decoding:
+        call.step.meter.live[call.index] = layer.live_bytes()
 
 
 def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
@@ -165,26 +223,23 @@ def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
     return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)
 
 
-def drop(step: Step, layer: EvictionLayer, module: Any, slots: np.ndarray, sums: torch.Tensor) -> bool:
-    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a `LayerCall`
-    but without one. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
-    counts, policy = layer.counts, step.plan.policy
-    selects: Any = policy.select
+def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
+    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a chooser's
+    way but sooner. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
+    step, layer, policy = call.step, call.layer, call.policy
+    counts = layer.counts
     if not _drops_smallest(policy) or step.plan.ranks.size > 1:
         return False
     keep = shares(slots, np.arange(counts.shape[1]))
     if (keep > counts).any():
         return False
     with step.meter.clock("evict"):
-        budget, none = (layer.budget, step.plan.kv_heads), step.first.clamp_max(0)
-        rows = LayerRows(step, *budget, None, None, None, None, 0, none)
-        first, last = protected(policy, step.rows, selects, rows, counts.max(1))
+        first, last = protected(policy, step.rows, policy.select, call.rows, counts.max(1))
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
         level = keep.min() == keep.max()  # the index has no -1
         layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
-        step.meter.live[module.layer_idx] = layer.live_bytes()
     return True
 
 

@@ -40,6 +40,7 @@ class Plan:
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether a decoded token can be recorded (replay.py); None: not known yet
+        self.watches = 0  # how often that was to be found out
         self._forget()
 
     def _forget(self) -> None:

@@ -11,6 +11,7 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,8 +52,8 @@ def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:
 
 def due(call: LayerCall) -> bool:
     """True if the layer has to choose the chunk's tokens that go on."""
-    step, tokens = call.step, call.longest
-    return step.read is not None and call.slots.index == step.plan.tsp and tokens > call.policy.propagated(tokens)
+    step, tokens = call.step, int(call.tokens.max())
+    return step.read is not None and call.index == step.plan.tsp and tokens > call.policy.propagated(tokens)
 
 
 def choose(call: LayerCall, score: torch.Tensor) -> Onward:
@@ -60,7 +61,7 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     policy, slots, kv = call.policy, call.slots, call.slots.kv
     rows, device = kv.k.shape[2], call.slots.device
     tokens = rows - kv.first
-    kept = policy.propagated(rows - kv.padding)
+    kept = policy.propagated(call.tokens)
     most, keep = int(kept.max()), _ops.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
     before = _ops.upload(call.layer.sequence.seen, device, torch.int32)
@@ -101,7 +102,8 @@ def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: Any = None)
     if index == step.plan.tsp + 1:
         args = (_taken(args[0], onward.columns), *args[1:])
         positions = _taken(step.positions, onward.columns)
-        enter(step=step.narrowed(positions, onward.first.to(step.first.device), onward.padding))
+        first = onward.first.to(step.first.device)
+        enter(step=replace(step, positions=positions, first=first, padding=onward.padding))
     return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
 
 

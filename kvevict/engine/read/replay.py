@@ -20,6 +20,8 @@ from ...compat import CACHE
 from ...context import enter
 from ..slots.cache import EvictionLayer
 from .calls import Calls
+from .cuts import Cuts
+from .layer import LayerCall, decide_later
 from .plan import Plan
 from .step import Step
 
@@ -55,6 +57,7 @@ def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[Mode
 
 
 RECORDERS = {"cuda": _graph, "cpu": _program}
+WATCHES = 16  # caches or places of slots after which a policy that evicts while decoding is not watched any more
 PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move before one is recorded: a recording takes time
 
 
@@ -71,6 +74,8 @@ class Replay:
         self.patience = PATIENCE[self.positions.device.type]  # beams, which move slots each time, are never recorded
         self.kind: type = ModelOutput  # of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
+        self.cuts = Cuts()
+        self.attended: list[LayerCall] = []  # the layers of the last token, in the recording's memory
         self.replay: Callable[[], None] | None = None
 
     def fits(self, step: Step, inputs: Inputs) -> bool:
@@ -84,8 +89,18 @@ class Replay:
         for name, x in inputs.items():
             if isinstance(x, torch.Tensor):
                 self.inputs[name].copy_(x)
+        output = self._output(step, run)
         if self.replay is None:
-            enter(step=replace(step, positions=self.positions, elsewhere={}))
+            decide_later(step, self.attended)
+        elif self.attended:
+            self.cuts.after(step, self.attended, self.positions)
+        return output
+
+    def _output(self, step: Step, run: Callable[[Inputs], ModelOutput]) -> ModelOutput:
+        """The output of the decoder. Its layers' slots are not evicted yet."""
+        if self.replay is None:
+            self.attended = []
+            enter(step=replace(step, positions=self.positions, attended=self.attended))
             if not self.plan.replays:
                 return self._watch(step, run)
             self.patience -= 1
@@ -96,6 +111,7 @@ class Replay:
                 output, self.replay = recorder(lambda: run(self.inputs), self.positions.device)
             except RuntimeError as error:
                 _refuse(self.plan, f"recording failed ({str(error).splitlines()[0]})")
+                self.attended.clear()
                 return run(self.inputs)
             self.kind = type(output)
             self.fields = {name: None if value is step.cache else value for name, value in output.items()}
@@ -146,17 +162,19 @@ def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> Model
     own = {name: x for name, x in inputs.items() if x is not step.cache}
     kept = step.cache.__dict__
     if "replay" not in kept or not kept["replay"].fits(step, own):
+        step.plan.watches += step.plan.replays is None and step.chooser is not None
+        if step.plan.watches > WATCHES:
+            _refuse(step.plan, "the policy moves slots to other places with every token")
+            return run(**inputs)
         kept["replay"] = Replay(step, own)
     return kept["replay"].step(step, lambda inputs: run(**inputs, **{CACHE: step.cache}), own)
 
 
 def _obstacle(step: Step) -> str | None:
     """Why a decoded token cannot be recorded; None: perhaps it can."""
-    policy, device = step.plan.policy, step.positions.device
+    device = step.positions.device
     if device.type not in RECORDERS:
         return f"the model is on a {device.type.upper()}"
-    if step.chooser is not None:
-        return "the policy evicts while decoding" if policy.decode else "the policy adds up decoded tokens' attention"
     if any(type(layer) is not EvictionLayer for layer in step.cache.layers):
         return "the model has layers with a window, a state or latents"
     if rotary.rope_depends_on_length(step.decoder):

@@ -17,9 +17,7 @@ def evicts(policy: Policy, seen: list[int]) -> bool:
     return policy.tsp is not None and any(policy.propagated(n) < n for n in chunks)
 
 
-def chunks(
-    policy: Policy, columns: int, narrow: tuple[bool, ...], tokens: Iterable[int] = (), observers: Any = None
-) -> Iterator[Chunk]:
+def chunks(policy: Policy, columns: int, tokens: Iterable[int] = (), observers: Any = None) -> Iterator[Chunk]:
     """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then chunks
     without columns that repeat its parts. tokens: token count of each batch row, given if the read `evicts`;
     `observers` (None: the policy's rows) are then appended to the chunks."""
@@ -28,10 +26,10 @@ def chunks(
     for end in range((columns - 1) % size + 1, columns + 1, size):
         start, last = max(0, end - size), end == columns and not parts
         rows = 0 if parts else max((observers.appended(n, end - start, last) for n in tokens), default=0)
-        yield Chunk(start, end, last, last or policy.schedule == "chunk", rows, narrow, not parts)
+        yield Chunk(start, end, last, rows, not parts)
     for again in parts:
         last, rows = again is parts[-1], max(policy.rows.appended(n, len(again), False) for n in tokens)
-        yield Chunk(columns, columns, last, last, rows, narrow, again=again)
+        yield Chunk(columns, columns, last, rows, again=again)
 
 
 def repeated(policy: Policy, tokens: int) -> list[range]:

@@ -1,6 +1,7 @@
 """The loop around the text decoder. A prompt goes through it chunk by chunk, each as [chunk | appended rows]. Tokens
 after a prompt are one span."""
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from ... import cautions, rotary
 from ...context import context
+from ...policy.rows.drafted import has_head
 from ...weights import Owner
 from ..slots import archive, host
 from ..slots.meter import Meter
@@ -20,7 +22,7 @@ from ..slots.storage import ROOM
 from . import budgets, propagate, replay, schedule
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
-from .draft import Drafting
+from .draft import Drafting, Redrafting
 from .residual import Errors
 from .step import Read, Step
 
@@ -137,6 +139,7 @@ class Spans:
         self._note_prompts()
         self.prompts = [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
+        recalls = False
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
@@ -145,8 +148,10 @@ class Spans:
                     and not going_on.any()
                     and archive.recall_all(self.layers, meter)
                 ):
-                    read.budgets.policy = policy.recalling
+                    read.budgets.policy, recalls = policy.recalling, True
                 chooser = self._chooser(read, chunk)
+                if chunk.last and recalls and policy.recall_drafts and has_head(arguments.top):
+                    chooser = Redrafting(chooser)
                 yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets(read)
                 if chooser.errors is not None:
@@ -176,7 +181,7 @@ class Spans:
         narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
         if question := context().question or plan.question:
             rows = question.rows(arguments, prompt)
-        chunks = list(schedule.chunks(policy, prompt, narrow, tokens.tolist() if evicts else (), rows))
+        chunks = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
         budgets.check_groups(policy, self.cache, layers, plan.ranks)
         if self._scores(evicts):
@@ -187,11 +192,10 @@ class Spans:
                 stacklevel=2,
             )
         cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
-        read = Read(
-            prompt, tokens, seen, evicts, meter, policy, rows,
-            budgets.Budgets(policy, len(layers), plan.kv_heads, seen), watchers=arguments.watchers,
-        )  # fmt: skip
-        read = replace(read, prepared=rows.prepare(arguments, read))
+        planned = budgets.Budgets(policy, narrow, plan.kv_heads, seen)
+        read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
+        with meter.clock("draft") if rows.n_d else contextlib.nullcontext():
+            read = replace(read, prepared=rows.prepare(arguments, read))
         self.begin()
         archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self.cache.sequence.policy = policy
@@ -234,7 +238,7 @@ class Spans:
         observed &= ~self._decoded(read, stored.sum(0))
         decisions = planned.decide(chunk, tokens, stored, observed)
         self._set_budgets(read)
-        cuts = chunk.evicts and planned.cuts.any()
+        cuts = planned.cuts.any()
         chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
 
@@ -280,7 +284,7 @@ class Spans:
             plan=self.plan, decoder=arguments.decoder, cache=self.cache, meter=meter, positions=positions,
             padding=np.clip(arguments.padding - start, 0, rows), inputs=inputs, read=read, chunk=chunk,
             first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
-            final_position=final, pause=context().pause,
+            final_position=final,
         )  # fmt: skip
 
 

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from ...context import enter
-from ...policy.inputs import Policy
-from ...policy.rows import AppendedRows
+from ...policy.rows import AppendedRows, Rows
 from ...policy.seen.rows import CallRows
 from ..slots.meter import Meter
 from ..slots.storage import ROOM, ROOM_TO_REPLAY
+from . import schedule
+from .budgets import Budgets
 from .plan import Plan
 
 
@@ -26,6 +27,15 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def paused(pause: Callable[[], None]) -> None:
+    """Let the driver go on with others' tokens, before a layer."""
+    _thread.paused = True
+    try:
+        pause()
+    finally:
+        _thread.paused = False
 
 
 @dataclass
@@ -44,16 +54,16 @@ class Read:
 
     prompt: int  # columns of the prompt, padding included
     tokens: np.ndarray  # [B] valid tokens of the prompt
-    seen: list  # per row token count after the read, over all prompts
-    evicts: bool  # the read drops slots or tokens, or scores need every row from the start
-    meter: Meter  # that measures it
-    policy: Policy  # that it is read with
-    rows: Any = None  # the policy's rows, or those for tokens chosen by the caller
-    budgets: Any = None  # the kvevict.engine.read.budgets.Budgets of its layers
+    rows: Rows  # the policy's rows, or those for tokens chosen by the caller
+    budgets: Budgets  # of its layers
     prepared: Any = None  # result of `Rows.prepare` for the prompt
     watchers: tuple = ()  # of kvevict.engine.watch.watcher
     memory: dict = field(default_factory=dict)  # layer -> memory of its rows from chunk to chunk
     numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts repeated so far
+
+    policy = property(lambda self: self.budgets.policy)
+    seen = property(lambda self: self.budgets.seen)  # per row token count after the read, over all prompts
+    evicts = property(lambda self: schedule.evicts(self.policy, self.seen))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,25 +74,16 @@ class Step(CallRows):
     decoder: Any  # the text decoder that runs
     cache: Any
     meter: Meter
-    first: torch.Tensor  # [B] int32 left padding in this call; `padding` is the same on the host
     inputs: dict  # of the decoder's forward
     chooser: Any = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
     extra: AppendedRows | None = None  # the rows that are read with the chunk and not stored
     ahead: int = 0  # rows of the prompt's later chunks, appended ones included
     final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
-    pause: Callable[[], None] | None = None  # called before each layer; it may decode tokens of other caches
-    counted: tuple = ()  # `seen` of a narrowed step, whose layers read fewer rows
     hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
     unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
-    elsewhere: dict = field(default_factory=dict)  # device -> this step there
+    attended: list | None = None  # of a token that is recorded: the LayerCalls to decide later; None: at once
 
     unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # by the extra rows
-
-    @cached_property
-    def seen(self) -> tuple:
-        """(columns, tokens [B]) that count as seen, however few of them a layer reads."""
-        columns = self.positions.shape[1] - self.appended
-        return self.counted or (columns, columns - np.minimum(self.padding, columns))
 
     @cached_property
     def unseen_columns(self) -> torch.Tensor:
@@ -95,16 +96,17 @@ class Step(CallRows):
         """This step for layers that compute on `device`, with `positions` and `first` there."""
         if self.positions.device == device:
             return self
-        if device not in self.elsewhere:
-            there: dict[str, Any] = dict(positions=self.positions.to(device), first=self.first.to(device), elsewhere={})
+        if device not in self._elsewhere:
+            there: dict[str, Any] = dict(positions=self.positions.to(device), first=self.first.to(device))
             if self.extra is not None and self.extra.unseen is not None:
                 there["extra"] = replace(self.extra, unseen=self.extra.unseen.to(device))
-            self.elsewhere[device] = replace(self, **there)
-        return self.elsewhere[device]
+            self._elsewhere[device] = replace(self, **there)
+        return self._elsewhere[device]
 
-    def narrowed(self, positions: torch.Tensor, first: torch.Tensor, padding: np.ndarray) -> Step:
-        """This step for layers that read fewer of its rows; all rows count as seen."""
-        return replace(self, positions=positions, first=first, padding=padding, counted=self.seen, elsewhere={})
+    @cached_property
+    def _elsewhere(self) -> dict:
+        """Results of `on`."""
+        return {}
 
     def through(self, run: Callable[..., Any]) -> Any:
         """The decoder's output, of its forward `run`, for this step without the extra rows; its columns then count as
@@ -112,21 +114,14 @@ class Step(CallRows):
         assert self.decoding or not _thread.paused, "a prompt is read inside another's forward"
         enter(step=self)
         self._ready()
-        self.cache.sequence.coming = self.seen
+        columns = self.positions.shape[1] - self.appended
+        self.cache.sequence.coming = columns, columns - np.minimum(self.padding, columns)
         with contextlib.nullcontext() if self.extra is None else self.extra.adapted(self.decoder):
             output = run(**self.inputs)
         self.cache.sequence.advance()
         if self.appended:
             output.last_hidden_state = output.last_hidden_state[:, : -self.appended]
         return output
-
-    def paused(self) -> None:
-        """Let the driver go on with others' tokens, before a layer."""
-        _thread.paused = True
-        try:
-            self.pause()
-        finally:
-            _thread.paused = False
 
     def _ready(self) -> None:
         """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
@@ -143,8 +138,8 @@ class Step(CallRows):
         in the layer that attends, one after the other."""
         if self.plan.readers or self.plan.policy.layers.cascades:
             return True
-        alone = self.chooser is not None or not layer.decodes_after_prefix or layer.storage.far
-        return self.decoding and alone
+        looks = self.chooser is not None and self.chooser.looks
+        return self.decoding and (looks or not layer.decodes_after_prefix or layer.storage.far)
 
     @property
     def rows(self) -> Any:

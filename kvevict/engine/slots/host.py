@@ -117,10 +117,11 @@ class Coming:
 
 
 class Away:
-    """Slots that are read again later: the attributes are those of what `read` then returns."""
+    """Slots that are read again later: the attributes are those of what `read` then returns, but the `known` ones."""
 
-    def __init__(self, read: Callable[[], object]) -> None:
+    def __init__(self, read: Callable[[], object], **known: object) -> None:
         self._read = read
+        self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("_"):

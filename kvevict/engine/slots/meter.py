@@ -46,12 +46,11 @@ class Meter:
         """A context whose time counts as the stage's."""
         return _Clock(self.seconds, stage)
 
-    def watch(self, new: torch.Tensor, padding: np.ndarray, layers: int) -> None:
+    def watch(self, new: torch.Tensor, tokens: np.ndarray, layers: int) -> None:
         """Live KV bytes right now: all stored slots, and the chunks of `layers` layers (this one, those that wait).
-        new: keys [B, Hkv, S, W] of a layer's chunk with padding [B]."""
+        new: keys [B, Hkv, *, W] of a layer's chunk of tokens [B]."""
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
-        chunk = int((new.shape[2] - padding).sum())
-        self.peak = max(self.peak, sum(self.live.values()) + layers * row * chunk)
+        self.peak = max(self.peak, sum(self.live.values()) + layers * row * int(tokens.sum()))
 
     def note_recall(self, kept: list, whole: list) -> None:
         """Positions [layer][row][head] of the slots before all came back, and after; a cut then chooses some."""

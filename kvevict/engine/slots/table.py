@@ -46,8 +46,10 @@ class Table:
 
     def holds(self, storages: Items[Storage]) -> bool:
         """True if `tick` can go on at once."""
-        same = self.room > 0 and len(storages) == len(self.storages)
-        return same and all(map(is_, storages, self.storages))
+        return self.room > 0 and self._same(storages)
+
+    def _same(self, storages: Items[Storage]) -> bool:
+        return len(storages) == len(self.storages) and all(map(is_, storages, self.storages))
 
     def take(self, storages: Items[Storage]) -> None:
         """Hold the counts of these storages, which all have room."""
@@ -62,7 +64,8 @@ class Table:
                 self.groups[key].hold(at, storage)
                 storage.table = weakref.ref(self)  # so that a dropped cache's memory is free at once
         self.groups = {key: self.groups[key] for key in groups}
-        self.storages = list(storages)
+        if not self._same(storages):  # another list tells that slots moved
+            self.storages = list(storages)
         self.room = min((storage.room for storage in storages), default=0)
 
     def tick(self) -> None:

@@ -115,7 +115,7 @@ def _head(call: LayerCall, b: int, h: int, index: torch.Tensor, q: torch.Tensor,
     question's copies do not see the question before the text.
     """
     kv, slots = call.slots.kv, call.slots.kv.stored
-    stored, first = int(slots.counts[b, h]), int(kv.padding[b])
+    stored, first = int(slots.counts[b, h]), int(call.slots.padding[b])
     old = slice(int(slots.offset[b, h]), int(slots.offset[b, h]) + stored)
     k, v = (torch.cat([slots.numbers(x, b, h, old), getattr(kv, x)[b, h, first:]]) for x in "kv")
     columns = call.step.positions.shape[1]

@@ -38,7 +38,7 @@ class Layers:
         self.tsp = tsp_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
         self.slots = np.zeros((count, 1), np.int64)  # of each layer, over its heads
-        self.planned = Budgets(policy, count, kv_heads, [tokens])
+        self.planned = Budgets(policy, schedule.narrow(range(count), self.tsp), kv_heads, [tokens])
 
     @property
     def kept(self) -> list:
@@ -52,18 +52,16 @@ class Layers:
         return self._per_head(self.planned.split(None, [None]) if decided is None else decided)
 
     def chunks(self) -> Iterator[Taken]:
-        narrow = schedule.narrow(range(self.count), self.tsp)
         tokens = [self.tokens] if self.evicts else ()
-        return map(self.take, schedule.chunks(self.policy, self.tokens, narrow, tokens))
+        return map(self.take, schedule.chunks(self.policy, self.tokens, tokens))
 
     def take(self, chunk: Chunk) -> Taken:
         """Read one chunk into the layers."""
         policy, stored = self.policy, self.kept
-        read = schedule.read(policy, chunk.narrow, np.array([chunk.rows]))[:, 0].tolist()
+        read = schedule.read(policy, self.planned.narrow, np.array([chunk.rows]))[:, 0].tolist()
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
-        cuts = chunk.evicts and bool(self.planned.cuts.any())
         peak = self._carry_out(decisions, read)
-        if chunk.last and cuts and policy.rows.needs_full_prompt:
+        if chunk.last and self.planned.cuts.any() and policy.rows.needs_full_prompt:
             # The chunk waits in every layer while the model drafts over a copy, cut to the budgets.
             most = zip(stored, read, self._per_head(self.planned.targets), strict=True)
             copy = sum(min(n + rows, target) + policy.rows.n_d for n, rows, target in most)

@@ -52,14 +52,13 @@ class Asked:
         """Ids that a run scores; None: it generates."""
         return self.response if self.case.metric == FIDELITY and run != FULL else self.prompt.answer
 
-    def chooser(self) -> Callable[[torch.Tensor], int]:
+    def chooser(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from logits [vocabulary] to the next token."""
         key = "/".join(map(str, (self.case.task, self.case.id, self.seed)))
         noise = torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
-        def choose(row: torch.Tensor) -> int:
-            row = row.float().cpu()
-            return int(row.argmax()) if self.temperature is None else drawn(row, noise, self.temperature)
+        def choose(row: torch.Tensor) -> torch.Tensor:
+            return row.argmax() if self.temperature is None else drawn(row, noise, self.temperature)
 
         return choose
 

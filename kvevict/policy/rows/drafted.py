@@ -96,9 +96,8 @@ class Drafted(Rows):
             raise ValueError(
                 f"the prompt has token id {int(ids.max())}, draft_model knows {known}: it must share the tokenizer"
             )
-        with read.meter.clock("draft"):
-            vocabulary = arguments.decoder.get_input_embeddings().num_embeddings
-            return after(arguments, read, follow(model, ids, arguments.first, self.n_d, vocabulary))
+        vocabulary = arguments.decoder.get_input_embeddings().num_embeddings
+        return after(arguments, read, follow(model, ids, arguments.first, self.n_d, vocabulary))
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         drafted = call.drafted_rows if self.needs_full_prompt else call.appended_rows
@@ -112,16 +111,20 @@ class Drafted(Rows):
         return self.decoded if call.decoding else self.window
 
 
+def has_head(top: Any) -> bool:
+    """Whether a module makes logits of a decoder's last hidden state."""
+    return getattr(top, "get_output_embeddings", lambda: None)() is not None
+
+
 def head(top: Any) -> Any:
     """Return the module that makes logits of a decoder's last hidden state. Raises ValueError for a model without
     one."""
-    found = getattr(top, "get_output_embeddings", lambda: None)()
-    if found is None:
+    if not has_head(top):
         raise ValueError(
             "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, "
             "not its decoder, or choose another policy"
         )
-    return found
+    return top.get_output_embeddings()
 
 
 @functools.lru_cache(maxsize=1)

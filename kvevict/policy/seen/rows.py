@@ -57,9 +57,7 @@ class Chunk:
     start: int  # columns of the prompt before the chunk
     end: int
     last: bool  # the chunk ends the prompt
-    evicts: bool  # layers are cut back after it
     appended: int  # rows that are read with the chunk and not stored
-    narrow: tuple[Any, ...]  # per evicting layer, True: it reads only `policy.propagated` of the tokens
     observed: bool = True  # rows observe; False: they observe after all chunks were read
     again: range | None = None  # tokens of every row, counted from 0, to repeat; such a chunk has no columns
 
@@ -73,7 +71,8 @@ class CallRows:
     """The rows of a call, the same in every layer."""
 
     positions: torch.Tensor  # [B, T] int32, appended rows included
-    padding: np.ndarray  # [B] columns of left padding, on the host
+    first: torch.Tensor  # [B] int32 columns of left padding
+    padding: np.ndarray  # the same on the host
     read: Any = None  # the kvevict.engine.read.step.Read of the prompt; None: of tokens after it
     chunk: Chunk | None = None  # of the read
 
@@ -87,6 +86,11 @@ class CallRows:
         """int [B] rows without padding, appended ones included; on the host."""
         return self.positions.shape[1] - self.padding
 
+    @cached_property
+    def columns(self) -> int:
+        """Number of rows that a layer's cut stores. A decoded token's row is stored before it."""
+        return 0 if self.decoding else self.positions.shape[1] - self.appended
+
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
@@ -96,25 +100,26 @@ class LayerRows:
     """
 
     rows: CallRows
-    slots: Any  # [B] slots over all heads that the layer may keep, on the host; None: nothing evicted yet
-    heads: int  # of all ranks, that choose
+    host_budget: np.ndarray  # [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts
     rope: Any  # the layer's kvevict.engine.measure.rope.Rope
     q: Any  # [B, H, T, D]
     out: Any  # [B, T, H, D]
     lse: Any  # [B, H, T]
-    columns: int  # S, the call's stored rows
-    first: torch.Tensor  # [B] int32 columns of left padding
-    probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group
-    aligned: bool = False  # q ends with the observers of each batch row
     drafted: tuple[Any, ...] | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
 
     positions = property(lambda self: self.rows.positions)
+    columns = property(lambda self: self.rows.columns)  # S, the call's stored rows
     decoding = property(lambda self: self.rows.decoding)
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
     read = property(lambda self: self.rows.read)
     left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call's
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """int32 [B] columns of left padding among the stored rows."""
+        return self.rows.first.clamp_max(self.columns)
 
     @property
     def next_position(self) -> torch.Tensor:
@@ -127,18 +132,13 @@ class LayerRows:
         return self.first < self.columns
 
     @property
-    def host_budget(self) -> np.ndarray:
-        """int [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts; on the host."""
-        return 0 * self.rows.padding if self.slots is None else self.slots // self.heads
-
-    @property
     def budget(self) -> torch.Tensor:
         """`host_budget` as an int32 tensor on the layer's device."""
         return self.upload(self.host_budget)
 
     def upload(self, numbers: Any) -> torch.Tensor:
         """The host's numbers [B] as an int32 tensor on the layer's device."""
-        return _ops.upload(numbers, self.first.device, torch.int32)
+        return _ops.upload(numbers, self.rows.first.device, torch.int32)
 
     def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
         """Queries [B, H, p, D] rotated by the model's rotary angle between two positions [B]. Only for rows with
@@ -212,3 +212,9 @@ class LayerRows:
         """The last `count` rows, copied."""
         out = self.out[:, -count:].clone() if outputs else None
         return replace(self, q=self.q[:, :, -count:].clone(), lse=self.lse[:, :, -count:].clone(), out=out)
+
+    def stored_rows(self, count: int, outputs: bool) -> "LayerRows":
+        """The last `count` of the stored rows, as `last`."""
+        end = self.q.shape[2] - self.appended
+        out = None if self.out is None else self.out[:, :end]
+        return replace(self, q=self.q[:, :, :end], lse=self.lse[:, :, :end], out=out).last(count, outputs)

@@ -1,6 +1,6 @@
 """One layer's alive slots before a cut, and their heads."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -59,9 +59,7 @@ class KV:
     k: torch.Tensor  # [B, heads, S, D] new ones
     v: torch.Tensor
     first: torch.Tensor  # [B] int32 columns of left padding
-    padding: np.ndarray  # the same on the host
     options: dict[str, Any]  # scale, softcap, sinks of attention
-    appended: tuple[Any, ...] = ()  # k, v [B, heads, p, D] of rows that are read with the call and not stored
 
     @property
     def end(self) -> torch.Tensor:
@@ -80,22 +78,34 @@ class Slots:
 
     index: int  # the decoder layer's number
     heads: Heads
-    n: torch.Tensor  # int32 [B, Hkv]
-    counts: np.ndarray  # n on the host
-    all_counts: np.ndarray  # [B, heads of all ranks]
+    all_counts: np.ndarray  # [B, heads of all ranks] slot counts, on the host
     protected: tuple[Any, ...]  # (first, last) int32 [B]: how many slots at either end are kept at any score
     pos: Any = None  # int32 [B, S] of the new columns
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: Any = None  # None for all ranks' heads: no rank holds all of them
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
     bounds: Bounds = FREE  # positions that stay at any score too, and those that a head keeps few of
-    _around: dict[Any, Any] = field(default_factory=dict, init=False)  # span -> `around`
+
+    device = property(lambda self: self.protected[0].device)
+
+    @cached_property
+    def n(self) -> torch.Tensor:
+        """int32 [B, Hkv] slot counts."""
+        return self.stored.len + (self.kv.k.shape[2] - self.kv.first)[:, None]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """`n` on the host."""
+        return self.heads.ranks.mine(self.all_counts)
 
     @cached_property
     def columns(self) -> int:
         return int(self.counts.max()) if self.counts.size else 0
 
-    device = property(lambda self: self.n.device)
+    @cached_property
+    def padding(self) -> np.ndarray:
+        """`kv.first` on the host: int [B] columns of left padding. Like `n`, to be read before the slots are cut."""
+        return self.kv.k.shape[2] - (self.counts - self.stored.counts)[:, 0]
 
     @cached_property
     def past(self) -> torch.Tensor:
@@ -142,6 +152,11 @@ class Slots:
             self._around[span] = self.below(span).unbind()
         return self._around[span]
 
+    @cached_property
+    def _around(self) -> dict[Any, Any]:
+        """Results of `around`."""
+        return {}
+
     def of_head(self, x: torch.Tensor, b: int, h: int) -> torch.Tensor:
         """x [B, Hkv, C] at the alive slots of kv head h, of which latents have one."""
         h = min(h, self.n.shape[1] - 1)
@@ -182,9 +197,8 @@ class Slots:
         """The slots of all ranks' heads, for parts that compare heads. shared: all heads hold the same slots."""
         if self.heads.ranks.size == 1:
             return self
-        n, counts = _ops.upload(self.all_counts, self.device, torch.int32), self.all_counts
         return _AllRanks(
-            self.index, self.heads, n, counts, counts, self.protected, prompt=self.prompt, bounds=self.bounds, own=self,
+            self.index, self.heads, self.all_counts, self.protected, prompt=self.prompt, bounds=self.bounds, own=self,
             shared=shared,
         )  # fmt: skip
 
@@ -203,6 +217,12 @@ class _AllRanks(Slots):
 
     own: Any = None  # the slots of this rank's heads
     shared: bool = False
+
+    counts = property(lambda self: self.all_counts)
+
+    @cached_property
+    def n(self) -> torch.Tensor:
+        return _ops.upload(self.all_counts, self.device, torch.int32)
 
     @cached_property
     def past(self) -> torch.Tensor:

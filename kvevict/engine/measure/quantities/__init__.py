@@ -107,24 +107,6 @@ def remembered(needed: Any, rows: LayerRows, memory: dict[str, Any]) -> dict[str
     return memory | {name: quantity.accumulate(rows, memory.get(name)) for name, quantity in each.items()}
 
 
-def measured(needs: Any, slots: Slots, observe: Any, known: dict[str, Any], given: Any = None) -> list[Any]:
-    """The needed quantities of a layer's slots.
-
-    observe   () -> the layer's `Observation`, called once at most
-    known     quantities measured before; these are added to it
-    given     needs -> the inputs of a quantity
-    """
-    named = as_needs(needs)
-    for need in named:
-        wanted = quantity(need)
-        if need not in known:
-            if wanted.observes and "observation" not in known:
-                known["observation"] = observe()
-            inputs = given(wanted.needs) if wanted.needs else ()
-            known[need] = wanted.measure(slots, known.get("observation"), *inputs)
-    return [known[need] for need in named]
-
-
 def observed(op: Any, slots: Slots, part: Observers, more: Any = (), group: str | None = None, **options: Any) -> Any:
     """An op (`kvevict._ops`.score, peak or error) of observers over the alive slots."""
     kv = slots.kv
@@ -149,7 +131,7 @@ def each_head(slots: Slots, of: str) -> Iterator[Any]:
     """Yields (b, h, x [n, D], ..) of every head's alive keys ("k"), values ("v"), or both ("kv")."""
     kv, stored = slots.kv, slots.kv.stored
     for b, h, rows in stored.segments():
-        new = slice(int(kv.padding[b]), None)
+        new = slice(int(slots.padding[b]), None)
         yield b, h, *(torch.cat([stored.numbers(x, b, h, rows), getattr(kv, x)[b, h, new]]) for x in of)
 
 

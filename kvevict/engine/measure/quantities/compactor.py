@@ -34,7 +34,7 @@ class Fresh(NamedTuple):
 def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, ends: bool) -> Iterator[Fresh]:
     """Yields the `Fresh` slots of every batch row. Statistics exclude a prompt's last `recent` slots."""
     kv, stored = slots.kv, slots.kv.stored
-    for b, first in enumerate(kv.padding.tolist()):
+    for b, first in enumerate(slots.padding.tolist()):
         first += int((slots.pos[b, first:] < sink).sum())
         decoded = _unnumbered(slots.stored, carried, b)
         old = stored.offset[b] + stored.len[b] - decoded  # [H]
@@ -43,7 +43,7 @@ def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, e
         k = torch.cat([k, kv.k[b, :, first:]], 1)
         pos = torch.cat([stored.pos[old[0]], slots.pos[b, first:]])
         length = k.shape[1]
-        alive = stored.len[b] + kv.k.shape[2] - int(kv.padding[b])
+        alive = stored.len[b] + kv.k.shape[2] - int(slots.padding[b])
         columns = (alive - length)[:, None] + torch.arange(length, device=slots.device)
         yield Fresh(b, columns, k.float(), pos, decoded, max(length - recent * ends, 0))
 

@@ -6,6 +6,7 @@ import torch
 from .... import _ops
 from ....policy.inputs import Observation, Observers, Slots
 from ....policy.seen.rows import rolled
+from ....policy.seen.slots import KV
 from .. import projection
 from . import QUANTITIES, Quantity, observed
 
@@ -21,10 +22,11 @@ class Repetition(Quantity):
     """
 
     sink: int = 4
+    needs: ClassVar[tuple[Any, ...]] = ("appended",)
 
-    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
+    def measure(self, slots: Slots, observation: Observation, appended: tuple[Any, ...]) -> torch.Tensor:
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
-        part = self.spanning(slots, part)
+        part = self.spanning(slots, part, appended)
         if part.of is None:
             everything = kv.within(0 * stored.len, stored.len)
             return _largest(replace(slots, kv=everything), part, slots.columns)
@@ -38,19 +40,21 @@ class Repetition(Quantity):
                 found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
         return found
 
-    def spanning(self, slots: Slots, part: Observers) -> Observers:
+    def spanning(self, slots: Slots, part: Observers, appended: tuple[Any, ...]) -> Observers:
         """Observers with lse over the slots of their softmax."""
         kv, stored = slots.kv, slots.kv.stored
         if part.of is None:
-            return self._spanning(part, kv, 0 * stored.len, stored.len.clamp_max(self.sink))
+            return self._spanning(part, kv, appended, 0 * stored.len, stored.len.clamp_max(self.sink))
         prompt, start, count = (x[:, None].expand_as(stored.len) for x in part.of)
-        return self._spanning(part, kv, stored.len - prompt + start, count)
+        return self._spanning(part, kv, appended, stored.len - prompt + start, count)
 
-    def _spanning(self, part: Observers, kv: Any, begin: torch.Tensor, count: torch.Tensor) -> Observers:
+    def _spanning(
+        self, part: Observers, kv: KV, appended: tuple[Any, ...], begin: torch.Tensor, count: torch.Tensor
+    ) -> Observers:
         """The observers, with the log-sum-exp over stored slots begin .. begin + count - 1 [B, heads], the chunk, the
         repetition, and the first `sink` slots as far as they come earlier."""
         within, options = kv.within(begin, count).stored, kv.options
-        k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), kv.appended, strict=True))
+        k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), appended, strict=True))
         moved = bool(part.skip.any())
         q = rolled(part.q, -part.skip) if moved else part.q  # in the order of their keys
         _, lse = _ops.attend(q, within, k, v, kv.first, **options)
@@ -79,15 +83,22 @@ class RepeatedOutput(Repetition):
     """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
     and Jeblick 2026, section 2.2): slot i's contribution at row j, relative to the attention block's input there."""
 
-    needs: ClassVar[tuple[Any, ...]] = ("hidden", "output_gram")
+    needs: ClassVar[tuple[Any, ...]] = ("appended", "hidden", "output_gram")
 
     def ready(self, decoder: Any, modules: Any) -> None:
         for module in modules:
             projection.check(module)
 
-    def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    def measure(
+        self,
+        slots: Slots,
+        observation: Observation,
+        appended: tuple[Any, ...],
+        hidden: torch.Tensor,
+        gram: torch.Tensor,
+    ) -> torch.Tensor:
         (part,) = observation.parts
-        part = self.spanning(slots, part)
+        part = self.spanning(slots, part, appended)
         size = hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
         size = rolled(size[:, None], part.skip)  # [B, 1, R], in the observers' order
         counts = torch.arange(size.shape[2], device=size.device) >= part.skip[:, None, None]
