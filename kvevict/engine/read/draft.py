@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,14 +17,20 @@ from ...context import within
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
+from ...policy.seen.slots import Bounds
 from ..slots import archive
+from ..slots.adopt import EvictionCache
 from ..slots.meter import Meter
 from ..slots.storage import Storage
 from . import evict
 from .choosers import Chooser
 from .layer import LayerCall
 from .plan import Plan
+from .residual import Errors
 from .step import Step
+
+if TYPE_CHECKING:
+    from .spans import Spans
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
@@ -34,7 +40,7 @@ class _Noting(Chooser):
 
     looks = False
 
-    def __init__(self, errors: Any) -> None:
+    def __init__(self, errors: Errors | None) -> None:
         self.errors = errors  # TADA measures the drafted rows too
         self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D], k, v [B, heads, 1, D]) of each row
 
@@ -46,7 +52,7 @@ class _Noting(Chooser):
 class Drafting(Chooser):
     """Layers wait until tokens were drafted; then `chooser` sees them in order."""
 
-    def __init__(self, chooser: Any) -> None:
+    def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors, self.calls = chooser, chooser.errors, []
 
     held = property(lambda self: len(self.calls))
@@ -55,7 +61,7 @@ class Drafting(Chooser):
         """Wait, holding only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
-    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
+    def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
         calls, self.calls = self.calls, []
         rows = self._drafted(spans, step, hidden, calls)
         while calls:
@@ -65,7 +71,7 @@ class Drafting(Chooser):
             with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(call)
 
-    def _drafted(self, spans: Any, step: Step, hidden: torch.Tensor, calls: list) -> dict:
+    def _drafted(self, spans: Spans, step: Step, hidden: torch.Tensor, calls: list) -> dict:
         """The rows, by layers, of tokens that are drafted over an evicted fork of the cache."""
         meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
@@ -88,7 +94,7 @@ class Redrafting(Chooser):
     ones where the archive lies on the host. Their rows and the prompt's last ones choose anew, layer by layer, as many
     slots as the layer had kept (METHODS section 13)."""
 
-    def __init__(self, chooser: Any) -> None:
+    def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors = chooser, chooser.errors
         self.asked: list = []  # of each layer the call, without new slots, and its slots that are kept at any score
 
@@ -102,7 +108,7 @@ class Redrafting(Chooser):
         self.asked.append((asked, call.slots.protected, call.slots.bounds))
         self.chooser.layer(call)
 
-    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
+    def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
         self.chooser.end(spans, step, hidden)
         policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
         plan.policy = policy
@@ -126,7 +132,7 @@ class Redrafting(Chooser):
             with asked.layer.storage.here():
                 self._choose(replace(asked, step=again), drafted, kept[asked.index], *always)
 
-    def _choose(self, call: LayerCall, drafted: tuple, slots: np.ndarray, protected: tuple, bounds: Any) -> None:
+    def _choose(self, call: LayerCall, drafted: tuple, slots: np.ndarray, protected: tuple, bounds: Bounds) -> None:
         """A layer's second cut to slots [B], among those of all tokens."""
         call.rows = replace(call.rows, drafted=drafted)
         call.slots = call.slots_of(call.step.plan.ranks.counts(call.layer), protected, bounds)
@@ -137,14 +143,16 @@ class Redrafting(Chooser):
 
 
 def _to_draft_over(layer: Any, room: int) -> Storage:
-    """A fork of the slots of all tokens; of the kept ones, with room for more, if the layer's device would have to hold
+    """The slots of all tokens, for a fork; the kept ones, with room for more, if the layer's device would have to hold
     all layers' archives."""
     if layer.archive.on_host:
         return layer.storage.gathered().moved(layer.counts + room)
     return archive.whole(layer)
 
 
-def _write(spans: Any, step: Step, hidden: torch.Tensor, plan: Plan, cache: Any, noting: _Noting, n_d: int) -> None:
+def _write(
+    spans: Spans, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting, n_d: int
+) -> None:
     """Draft greedily over `cache`, also past an end of sequence."""
     arguments, unseen = spans.arguments, Meter()
     logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
