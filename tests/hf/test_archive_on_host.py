@@ -118,9 +118,11 @@ def test_as_on_the_device(name, dtype, copies, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
-def test_other_models(name, kind, copies):
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_other_models(drafts, name, kind, copies, monkeypatch):
     model = zoo.make(name, kind)
-    found = [conversation(model, options) for options in both(SNAPKV)]
+    over_kept(monkeypatch, drafts)
+    found = [conversation(model, options) for options in both(SNAPKV | dict(recall_drafts=drafts))]
     assert torch.equal(found[0][0], found[1][0])
     same(found[1][1], found[0][1])
     assert copies.made and copies.most <= 2
