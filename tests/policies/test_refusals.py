@@ -9,7 +9,7 @@ POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected", "g
 REFUSED = [  # (text, reason); a budget of 64 where it names none
     # values
     ("snapkv:n_reuse=0", "n_reuse must be at least 1"), ("snapkv:progress=1", "progress must be True or False"),
-    ("snapkv:recall=2", "recall must be True, False or a"), ("snapkv:compiled=1", "compiled must be True or"),
+    ("snapkv:recall=2", "recall must be True, False, 'memory' or a"), ("snapkv:compiled=1", "compiled must be True or"),
     ("snapkv:heads=7", "heads must be a name or a kvevict HeadBudget"), ("adakv:f=1.5", "f must be"),
     ("adakv:floor=min", "unknown floor 'min'"), ("pyramidkv:beta=0", "beta must be at least 1"),
     ("chunkkv:c=0", "c must be at least 1"), ("chunkkv:exact=1", "exact must be"),
