@@ -14,6 +14,7 @@ from .engine.hook.installed import plan_of
 from .engine.slots.joining import obstacle
 from .families import find_decoder
 from .policy.checks import at_least_0, count, fraction
+from .policy.rows.drafted import end_tokens
 from .prompts import line_ended
 
 
@@ -69,8 +70,7 @@ def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def ends_of(model: Any, tokenizer: Any) -> set[int]:
     """The tokens that end an answer."""
-    ends = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    return {tokenizer.eos_token_id, *end_tokens(model)} - {None}
 
 
 @dataclass(eq=False)

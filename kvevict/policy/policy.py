@@ -185,7 +185,7 @@ class Policy:
             raise ValueError("this policy drafts, or repeats the prompt, already")
         if self.n_reuse > 1 or self.warmup_layers not in (None, 1):
             raise ValueError("layers take another layer's slots, and a second cut is each layer's own")
-        rows = ROWS["drafted"](n_d=tokens, window=16)
+        rows = ROWS["drafted"](n_d=tokens, window=values.DRAFTING)
         alone: dict[str, Any] = dict(layers="uniform", schedule="prompt", diagnose=False, recall_drafts=0)
         return dataclasses.replace(self.recalling, rows=rows, **alone)
 

@@ -71,7 +71,7 @@ def _check_budget(policy: Policy) -> None:
         )
 
 
-DRAFTS = 8  # `recall_drafts` of a policy that can draft
+DRAFTS, DRAFTING = 8, 16  # `recall_drafts` of a policy that can draft; rows of the prompt that choose beside them
 
 
 def check_recall_slots(policy: Policy) -> None:

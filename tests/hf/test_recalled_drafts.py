@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from recalling import SNAPKV, Heard, decoded
+from recalling import OTHERS, SNAPKV, Heard, decoded
 from tiny import prompt, shared
 
 import kvevict
@@ -13,14 +13,10 @@ from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.families import find_decoder
 
 N, WINDOW = 5, 16  # drafted tokens, and the prompt's last rows that observe with them
+END = 63
 DRAFTS = SNAPKV | dict(recall_drafts=N)
-OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def kept(cache):
@@ -28,36 +24,50 @@ def kept(cache):
     return [[[head.tolist() for head in row] for row in layer.positions()] for layer in own]
 
 
-@pytest.mark.parametrize("turn", [20, 9])
-def test_drafted_rows_choose_from_all_tokens(turn):
+def written(model, cache, turn):
+    """The logits after a turn [1, S] over all slots, and the N tokens that follow greedily."""
+    with kvevict.evicting(model, **DRAFTS | dict(budget=4096, recall_drafts=0)):
+        logits = out = model(turn, **{CACHE: cache}, logits_to_keep=1).logits
+        drafts = []
+        for _ in range(N):
+            drafts.append(out[0, -1].argmax().item())
+            out = model(torch.tensor([drafts[-1:]]), **{CACHE: cache}).logits
+    return logits, drafts
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """A token that the shared model writes often ends its answers."""
+    monkeypatch.setattr(shared().generation_config, "eos_token_id", END)
+
+
+@pytest.mark.parametrize("turn, seed, count", [(20, 1, 1), (9, 1, 1), (20, 3, 2), (20, 7, 1), (20, 4, N)])
+def test_drafted_rows_choose_from_all_tokens(turn, seed, count, ends):
     """The best of all tokens by the drafted rows and the turn's last ones, in float64; the drafts are what the model
-    writes greedily over all slots."""
+    writes greedily over all slots, before an end of sequence."""
     model, total = shared(), 150 + turn
-    ids, more = prompt(1, 150)["input_ids"], prompt(1, turn, seed=1)["input_ids"]
+    ids, more = prompt(1, 150)["input_ids"], prompt(1, turn, seed=seed)["input_ids"]
     with kvevict.evicting(model, **DRAFTS):
         with Heard() as before:
             cache = model(ids, logits_to_keep=1).past_key_values
         lost = [set(range(150)) - set(layer.positions()[0][0].tolist()) for layer in cache.layers]
         every = cache.recalled()
-        with Heard() as heard:
-            logits = model(more, **{CACHE: cache}, logits_to_keep=1).logits
-    with kvevict.evicting(model, **DRAFTS | dict(budget=4096, recall_drafts=0)), Heard() as free:
-        out = model(more, **{CACHE: every}, logits_to_keep=1).logits
-        assert torch.equal(out, logits)
-        for _ in range(N):
-            out = model(out[:, -1:].argmax(-1), **{CACHE: every}).logits
+    with Heard() as free:
+        expected, drafts = written(model, every, more)
+    assert count == max(1, [*drafts, END].index(END))
+    with kvevict.evicting(model, **DRAFTS), Heard() as heard:
+        assert torch.equal(model(more, **{CACHE: cache}, logits_to_keep=1).logits, expected)
     back = 0
     for at, layer in enumerate(cache.layers):
-        assert len(heard.calls[at]) == 1 + N
+        assert len(heard.calls[at]) == 1 + count
         own, drafted = heard.calls[at][0], torch.cat([call[0] for call in heard.calls[at][1:]], 2)
-        torch.testing.assert_close(
-            drafted, torch.cat([call[0] for call in free.calls[at][1:]], 2), rtol=1e-4, atol=1e-5
-        )
+        alone = torch.cat([call[0] for call in free.calls[at][1 : 1 + count]], 2)
+        torch.testing.assert_close(drafted, alone, rtol=1e-4, atol=1e-5)
         window = min(WINDOW, turn)
         q = torch.cat([own[0][:, :, -window:], drafted], 2)[0].double()
         k = torch.cat([before.all(at, 1)[:, :, :150], own[1]], 2)[0].double()  # without that read's drafts
         k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
-        sees = torch.arange(total) <= torch.tensor([*range(total - window, total), *[total] * N])[:, None]
+        sees = torch.arange(total) <= torch.tensor([*range(total - window, total), *[total] * count])[:, None]
         weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf).softmax(-1)
         number = weights.sum(1).unflatten(0, (2, -1)).mean(1)
         number[:, -SNAPKV["window"] :] = torch.inf
@@ -78,13 +88,7 @@ def test_questions_of_different_lengths_are_as_alone(name):
     options = dict(policy=name, budget=48, chunk_size=64, recall=True, tokenizer=False)
     with kvevict.evicting(model, **options, recall_drafts=N):
         cache = model(ids, logits_to_keep=1).past_key_values
-        batch, alone = rows_of(cache, 3), []
-        logits = continued(model, batch, turns)
-        for row, turn in enumerate(turns):
-            alone.append(cache.fork())
-            out = model(torch.tensor([turn]), **{CACHE: alone[-1]}, logits_to_keep=1).logits
-            torch.testing.assert_close(logits[row, -1], out[0, -1], rtol=1e-4, atol=1e-4)
-            assert [layer[row] for layer in kept(batch)] == [layer[0] for layer in kept(alone[-1])]
+        alone = as_alone(model, cache, turns)
     with kvevict.evicting(model, **options, recall_drafts=0):
         for turn, drafted in zip(turns, alone, strict=True):
             plain = cache.fork()
@@ -93,6 +97,30 @@ def test_questions_of_different_lengths_are_as_alone(name):
             assert counts[0] == counts[1] and kept(plain) != kept(drafted)
             assert plain.sequence.columns == drafted.sequence.columns
             decoded(model, drafted)
+
+
+def test_drafts_of_a_batch_end_apart(ends):
+    model, turns = (
+        shared(),
+        [prompt(1, n, seed=seed)["input_ids"][0].tolist() for n, seed in ((9, 0), (40, 8), (23, 2))],
+    )
+    with kvevict.evicting(model, **DRAFTS):
+        cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        counts = [max(1, [*written(model, cache.recalled(), torch.tensor([t]))[1], END].index(END)) for t in turns]
+        assert counts == [1, 3, N]
+        as_alone(model, cache, turns)
+
+
+def as_alone(model, cache, turns):
+    """Forks of a cache, each after its turn, whose slots are those of the turns in one batch."""
+    batch, alone = rows_of(cache, len(turns)), []
+    logits = continued(model, batch, turns)
+    for row, turn in enumerate(turns):
+        alone.append(cache.fork())
+        out = model(torch.tensor([turn]), **{CACHE: alone[-1]}, logits_to_keep=1).logits
+        torch.testing.assert_close(logits[row, -1], out[0, -1], rtol=1e-4, atol=1e-4)
+        assert [layer[row] for layer in kept(batch)] == [layer[0] for layer in kept(alone[-1])]
+    return alone
 
 
 def test_a_prompt_that_is_known_drafts_at_its_end():

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import zoo
-from recalling import POLICIES, SNAPKV, Heard, decoded
+from recalling import OTHERS, POLICIES, SNAPKV, Heard, decoded
 from tiny import prompt, relative, shared
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -21,13 +21,7 @@ from kvevict.engine.slots.joining import join
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
 
-OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def ours(cache):

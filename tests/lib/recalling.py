@@ -21,6 +21,7 @@ POLICIES = {
     "drafts": SNAPKV | dict(recall_drafts=3),
     "decode": SNAPKV | dict(decode=True, interval=3),
 }
+OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")  # windows, states, latents, sinks
 
 
 def decoded(model, cache, tokens=(5, 6, 7)):

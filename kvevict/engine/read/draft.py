@@ -1,10 +1,11 @@
-"""Drafting by the model itself: a fork of the cut cache writes a few tokens, and the rows of these tokens then observe.
-Of LAQ, whose prompt is read with nothing evicted, and of recall."""
+"""Drafting by the model itself: a fork of the cache writes a few tokens, and the rows of these tokens then observe. LAQ
+drafts over a cut of a prompt that was read with nothing evicted (`Drafting`), recall over all tokens (`Redrafting`)."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ from ... import products, rotary
 from ...compat import CACHE
 from ...context import within
 from ...policy.policy import Policy
-from ...policy.rows.drafted import head
+from ...policy.rows.drafted import end_tokens, head
 from ...policy.rows.window import FirstWindow
+from ...policy.seen.rows import rolled
 from ...policy.seen.slots import Bounds
 from ..slots import archive
 from ..slots.adopt import EvictionCache
@@ -48,6 +50,10 @@ class _Noting(Chooser):
         self.rows[call.index].append((call.q, call.k, call.v))
         return False
 
+    def drafted(self, index: int) -> list[torch.Tensor]:
+        """q, k, v of all rows of a layer, which are forgotten here."""
+        return [torch.cat(part, 2) for part in zip(*self.rows.pop(index), strict=True)]
+
 
 class Drafting(Chooser):
     """Layers wait until tokens were drafted; then `chooser` sees them in order."""
@@ -63,16 +69,15 @@ class Drafting(Chooser):
 
     def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
         calls, self.calls = self.calls, []
-        rows = self._drafted(spans, step, hidden, calls)
+        noting = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
-            drafted = tuple(torch.cat(part, 2) for part in zip(*rows.pop(call.index), strict=True))
-            call.rows = replace(call.rows, drafted=drafted)
+            call.rows = replace(call.rows, drafted=(*noting.drafted(call.index), torch.zeros_like(step.first)))
             with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(call)
 
-    def _drafted(self, spans: Spans, step: Step, hidden: torch.Tensor, calls: list) -> dict:
-        """The rows, by layers, of tokens that are drafted over an evicted fork of the cache."""
+    def _drafted(self, spans: Spans, step: Step, hidden: torch.Tensor, calls: list) -> _Noting:
+        """What noted the rows of tokens that are drafted over an evicted fork of the cache."""
         meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
@@ -86,13 +91,13 @@ class Drafting(Chooser):
             meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
             meter.watch(calls[0].new[0], calls[0].tokens, len(calls))
             del meter.live["draft"]
-        return noting.rows
+        return noting
 
 
 class Redrafting(Chooser):
     """After a recall: once `chooser` has cut the layers, tokens are drafted over the slots of all tokens, or the kept
-    ones where the archive lies on the host. Their rows and the prompt's last ones choose anew, layer by layer, as many
-    slots as the layer had kept (METHODS section 13)."""
+    ones where the archive lies on the host. Their rows, up to an end of sequence, and the prompt's last ones choose
+    anew, layer by layer, as many slots as the layer had kept (METHODS section 13)."""
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors = chooser, chooser.errors
@@ -116,7 +121,8 @@ class Redrafting(Chooser):
         with step.meter.clock("draft"):
             over = {call.index: _to_draft_over(call.layer, policy.rows.n_d) for call, *_ in self.asked}
             cache = step.cache.with_storages(over)
-            _write(spans, step, hidden, Plan(FIRST_CUT, step.decoder, plan.ranks), cache, noting, policy.rows.n_d)
+            first, ends = Plan(FIRST_CUT, step.decoder, plan.ranks), end_tokens(spans.arguments.top)
+            after = _write(spans, step, hidden, first, cache, noting, policy.rows.n_d, ends)
         read = replace(step.read, rows=policy.rows, watchers=())
         of_chunk: Any = step.chunk
         stored, chunk = step.positions[:, : step.columns], replace(of_chunk, appended=0)
@@ -128,9 +134,9 @@ class Redrafting(Chooser):
                     kept[call.index] = plan.ranks.counts(call.layer).sum(1)
                     archive.recall(call.layer, kept[call.index] >= 0)
             asked, *always = self.asked.pop(0)
-            drafted = tuple(torch.cat(part, 2) for part in zip(*noting.rows.pop(asked.index), strict=True))
+            q, k, v = noting.drafted(asked.index)
             with asked.layer.storage.here():
-                self._choose(replace(asked, step=again), drafted, kept[asked.index], *always)
+                self._choose(replace(asked, step=again), (rolled(q, after), k, v, after), kept[asked.index], *always)
 
     def _choose(self, call: LayerCall, drafted: tuple, slots: np.ndarray, protected: tuple, bounds: Bounds) -> None:
         """A layer's second cut to slots [B], among those of all tokens."""
@@ -151,13 +157,28 @@ def _to_draft_over(layer: Any, room: int) -> Storage:
 
 
 def _write(
-    spans: Spans, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting, n_d: int
-) -> None:
-    """Draft greedily over `cache`, also past an end of sequence."""
+    spans: Spans,
+    step: Step,
+    hidden: torch.Tensor,
+    plan: Plan,
+    cache: EvictionCache,
+    noting: _Noting,
+    n_d: int,
+    ends: Sequence[int] = (),
+) -> torch.Tensor:
+    """Draft up to n_d tokens greedily over `cache`, fewer where all rows come to one of the tokens `ends`. Returns [B]
+    the number of a row's drafts from its first end on; the first draft is none of them."""
     arguments, unseen = spans.arguments, Meter()
     logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
+    ended, after = none > 0, none
     for number in range(1, n_d + 1):
         ids, at = logits(hidden).argmax(-1), at + 1
+        for end in ends:
+            ended = ended | (ids[:, 0] == end)
+        if number > 1:
+            if ends and ended.all():
+                break
+            after = after + ended
         final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
         mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
         inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
@@ -167,6 +188,7 @@ def _write(
         )  # fmt: skip
         with within(pause=None), products.of_call(step.decoder, ids, None):
             hidden = one.through(spans.run).last_hidden_state
+    return after
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:

@@ -44,9 +44,7 @@ class Storage(Held):
     regions: tuple = ()  # the `Region` (`Lent`) of each batch row; none outside a pool
     like: Tensor = None  # type: ignore[assignment]  # [0, D] of the dtype of new keys and values
     centred: Any = None  # bool [B] rows with a centre, if keys are packed
-    prefix: Any = (
-        None  # a `Storage` of the slots before these, or None; one in the host's memory may have a prefix itself
-    )
+    prefix: Any = None  # the `Storage` of the slots before these; one in the host's memory may have a prefix itself
     on_host: bool = False  # in the host's memory, for a layer on another device; pinned there if that is a GPU
     before: Any = field(default=None, init=False)  # these slots without the one that was counted last
     table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts
@@ -273,8 +271,10 @@ class Storage(Held):
     def here(self) -> Iterator[None]:
         """Inside, what reads the slots of a far storage reads one copy of them."""
         self.fetch()
-        yield
-        self.coming = None
+        try:
+            yield
+        finally:
+            self.coming = None
 
     def gathered(self) -> Storage:
         """All slots in one place, for reading: the prefix itself while there are no others."""

@@ -127,6 +127,12 @@ def head(top: Any) -> Any:
     return top.get_output_embeddings()
 
 
+def end_tokens(top: Any) -> list[int]:
+    """The tokens that end a model's answers, by its generation config."""
+    ends = getattr(getattr(top, "generation_config", None), "eos_token_id", None)
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
 @functools.lru_cache(maxsize=1)
 def load(name: str) -> Any:
     """Load a causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
