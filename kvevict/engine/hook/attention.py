@@ -2,12 +2,14 @@
 
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from ... import compat
-from ...context import context
+from ... import compat, families
+from ...context import context, current
 from ..read import unseen
 from ..read.layer import LayerCall, attend, decide
 from ..read.step import paused
@@ -98,22 +100,25 @@ class _WithConfig:
         return getattr(self.module, name)
 
 
-def _unpatched(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    **options: Any,
-) -> tuple:
+def _unpatched(module: Any, query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> tuple:
     note = context().note
     if note is not None:
         note(module, query, key)
     config = module.config.__dict__.get(ORIGINAL, module.config)  # the call may have begun before `divert`
     options = {name: value for name, value in options.items() if value is not None}
-    return compat.base_attention(module, config)(
-        _WithConfig(module, config), query, key, value, attention_mask, **options
-    )
+    return compat.base_attention(module, config)(_WithConfig(module, config), query, key, *more, **options)
+
+
+def note_inputs(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHandle]:
+    """Hooks that put the input of a layer's attention block into `Step.hidden`, where a policy needs it; the layer's
+    call takes it from there."""
+    return [m.register_forward_pre_hook(_note, with_kwargs=True) for m in families.attentions(decoder, order)]
+
+
+def _note(module: Any, args: Any, kwargs: Any = None) -> None:
+    step = current()
+    if step is not None and step.plan.wants_hidden:
+        step.hidden[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 
 def divert(module: Any) -> None:

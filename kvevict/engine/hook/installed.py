@@ -20,7 +20,7 @@ from ...compat import STATE
 from ...context import context, within
 from ..read import propagate, residual
 from ..read.plan import Plan
-from . import attention, forward, hidden, states
+from . import attention, forward, states
 
 _installing = threading.RLock()  # guards the installation of models; each `Installed` has another lock for its users
 
@@ -32,9 +32,9 @@ class Installed:
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
-        kinds = families.layer_kinds(decoder.config)
-        self.kinds, self.readers = kinds, families.readers(decoder, kinds)
-        self.order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
+        config = decoder.config
+        self.kinds, self.readers = families.layer_kinds(config), families.readers(config)
+        self.order = families.evicting(config)
         self.own: Plan | None = None  # the kvevict.engine.read.plan.Plan of the model's default policy
         self.hooks: dict = {}  # purpose of the hooks -> their handles
         self._forget()
@@ -56,10 +56,9 @@ class Installed:
         """The `Plan` of calls in this thread and context; None: they run unpatched."""
         return context().plans.get(self, self.own)
 
-    def modules(self, decoder: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    def modules(self, decoder: torch.nn.Module) -> list[torch.nn.Module]:
         """The attention modules of the layers that evict, and of the layers that read their keys and values."""
-        for index in (*self.order, *self.readers):
-            yield families.attention_of(families.layers_of(decoder)[index], index)
+        return families.attentions(decoder, (*self.order, *self.readers))
 
     # -- users -------------------------------------------------------------------------------------------------------
 
@@ -76,19 +75,9 @@ class Installed:
             if self.users == 0 and self.own is None:
                 self._remove(decoder)
 
-    def set_own(self, top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> None:
-        """Set the model's default policy; None: remove it."""
-        with _installing, self.lock:
-            self.own = plan
-            self._around(top, decoder)
-            if plan is not None:
-                self._hook(decoder, plan)
-            elif self.users == 0:
-                self._remove(decoder)
-
     # -- the modules -------------------------------------------------------------------------------------------------
 
-    def _hook(self, decoder: torch.nn.Module, plan: Plan | None) -> None:
+    def _hook(self, decoder: torch.nn.Module, plan: Plan) -> None:
         """Install the hooks that a policy needs; they do nothing for other policies' calls.
 
         If another thread adds or removes a hook during a forward, torch may call this one without kwargs.
@@ -96,7 +85,7 @@ class Installed:
         if plan.tsp is not None and "tsp" not in self.hooks:
             self.hooks["tsp"] = propagate.install(decoder)
         if plan.wants_hidden and "hidden" not in self.hooks:
-            self.hooks["hidden"] = hidden.install(decoder, self.order)
+            self.hooks["hidden"] = attention.note_inputs(decoder, self.order)
         until = plan.policy.layers.residual
         if until != "off" and until not in self.hooks:
             self.hooks[until] = residual.install(decoder, until, self.order, plan.after_attention)
@@ -153,10 +142,13 @@ def _held(top: torch.nn.Module, decoder: torch.nn.Module) -> Installed:
 
 
 def set_own(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> None:
-    """Set or replace a model's default policy."""
+    """Set or replace a model's default policy; None: remove it."""
     installed = _held(top, decoder)
     try:
-        installed.set_own(top, decoder, plan)
+        with installed.lock:
+            installed.own = plan
+            if plan is not None:
+                installed._hook(decoder, plan)
     finally:
         installed.leave(decoder)
 

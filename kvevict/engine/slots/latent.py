@@ -7,8 +7,6 @@ of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,36 +14,17 @@ import torch
 from torch import Tensor
 
 from ... import _ops
-from ..._ops import Held
 from .cache import EvictionLayer, fit
 from .storage import Storage
-
-
-@dataclass(eq=False)
-class Expanded(Held):
-    """Slots of a layer with keys and values for every head: H heads instead of one."""
-
-    counts: np.ndarray = None  # type: ignore[assignment]  # len on the host
-
-    longest, device = Storage.longest, Storage.device
-
-    def numbers(self, name: str, b: int, h: int, rows: slice) -> Tensor:
-        """The rows [n, D] of "k" or "v" that belong to head (b, h)."""
-        return getattr(self, name)[rows]
-
-    def segments(self) -> Iterator[tuple[int, int, slice]]:
-        """(b, h, slice of the flat buffers) of every head's slots."""
-        for b, row in enumerate(self.offset.tolist()):
-            for h, start in enumerate(row):
-                yield b, h, slice(start, start + int(self.counts[b, h]))
+from .stored import Stored
 
 
 class Latents:
-    """A layer's `Expanded` slots, made when one of their attributes is first read: most decoded tokens need none."""
+    """A layer's `expanded` slots, made when one of their attributes is first read: most decoded tokens need none."""
 
     def __init__(self, layer: LatentLayer, module: torch.nn.Module) -> None:
         self._of = layer, layer.storage.gathered(), module
-        self._expanded: Expanded | None = None
+        self._expanded: Stored | None = None
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("_"):
@@ -98,7 +77,7 @@ class LatentLayer(EvictionLayer):
         """The stored slots with every head's keys and values."""
         return Latents(self, module)
 
-    def expanded(self, storage: Storage, module: Any) -> Expanded:
+    def expanded(self, storage: Storage, module: Any) -> Stored:
         """The slots of a storage with every head's keys and values."""
         rows = torch.cat([torch.arange(s.start, s.stop, device=storage.device) for _, _, s in storage.segments()])
         both = torch.cat([storage.k[rows], storage.v[rows]], -1)[None, None, :, : sum(self.widths)]
@@ -106,18 +85,21 @@ class LatentLayer(EvictionLayer):
             both = both.new_zeros(1, 1, 1, both.shape[3])
         key, value = module.expand_kv(*both.split(self.widths, -1))  # [1, H, n, D]
         key, value = (x.to(storage.k.dtype) for x in fit(key, value))
-        heads = torch.arange(key.shape[1], device=storage.device)
-        start = storage.len[:, 0].cumsum(0) - storage.len[:, 0]
-        return Expanded(
-            key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), storage.pos[rows].repeat(len(heads)),
-            start[:, None].long() + heads * both.shape[2], storage.len.expand(-1, len(heads)).contiguous(),
-            counts=storage.counts.repeat(len(heads), 1),
+        heads = key.shape[1]
+        starts = storage.counts.cumsum(0) - storage.counts + np.arange(heads) * both.shape[2]
+        return Stored(
+            key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), storage.pos[rows].repeat(heads),
+            _ops.upload(starts, storage.device), storage.len.expand(-1, heads).contiguous(),
+            counts=storage.counts.repeat(heads, 1), starts=starts, like=key[0, 0, :0],
         )  # fmt: skip
 
     def decode(  # type: ignore[override]  # it needs the module
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any, columns: int = 0, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        self.storage.write(k, v, pos)
+        stored = self.storage
+        at = (stored.offset + stored.before.len).flatten()  # the slots that were counted last
+        stored.k[at], stored.v[at] = k.flatten(0, 2).to(stored.k.dtype), v.flatten(0, 2).to(stored.v.dtype)
+        stored.pos[at] = pos.expand(-1, stored.len.shape[1]).flatten()
         weights = up_projection(module)
         if weights is not None:
             return self._absorbed(*weights, q, columns, **options)
