@@ -2,6 +2,7 @@
 calls Transformers' attention interface. Facts about whole model types are in `known.py`."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,6 +71,16 @@ def layers_of(decoder: torch.nn.Module) -> Any:
     return next((each for each in lists if isinstance(each, torch.nn.ModuleList)), None)
 
 
+def evicting(config: Any) -> list[int]:
+    """The numbers of the layers that we evict from."""
+    return [index for index, kind in enumerate(layer_kinds(config)) if kind in EVICTS]
+
+
+def attentions(decoder: Any, layers: Iterable[int]) -> list[Any]:
+    """`attention_of` each of the decoder's layers of these numbers."""
+    return [attention_of(layers_of(decoder)[index], index) for index in layers]
+
+
 def attention_of(layer: torch.nn.Module, index: int) -> Any:
     """The one module of layer `index` that calls the attention interface; None where there is none, or several."""
     found = [m for m in layer.modules() if getattr(m, "layer_idx", None) == index and _calls_interface(type(m))]
@@ -125,9 +136,9 @@ def layer_kinds(config: Any) -> list[str]:
     return [kind(layer) for layer in cache_utils.DynamicCache(config=config).layers]
 
 
-def heads(decoder: Any, kinds: list[str]) -> tuple[Any, Any]:
+def heads(config: Any) -> tuple[Any, Any]:
     """(query heads, kv heads) of the layers that we evict from; None where they differ."""
-    config = decoder.config
+    kinds = layer_kinds(config)
     every = setting(config, "num_attention_heads_per_layer")  # Laguna's
     queries = _alike(every or setting(config, "num_attention_heads"), kinds)
     if is_latent(config):
@@ -140,10 +151,10 @@ def heads(decoder: Any, kinds: list[str]) -> tuple[Any, Any]:
     return queries, queries if keys is None else _alike(keys, kinds)
 
 
-def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
+def readers(config: Any) -> dict[int, int | None]:
     """Find {layer without keys and values: the layer that it reads from}: the last storing layer of its type before
     it; None: not found. A layer that reads from one that we do not evict from is left out."""
-    config, found = decoder.config, {}
+    kinds, found = layer_kinds(config), {}
     modes, types = setting(config, "kv_sharing_modes") or (), setting(config, "layer_types") or ()
     for index, mode in enumerate(modes):
         if mode == "reuse" and kinds[index] == NOTHING:
@@ -151,6 +162,11 @@ def readers(decoder: Any, kinds: list[str]) -> dict[int, int | None]:
             if producer is None or kinds[producer] in EVICTS:
                 found[index] = producer
     return found
+
+
+def slot_heads(config: Any) -> int:
+    """How many kv heads of a layer choose and store slots; all heads share latents (MLA), which count as one."""
+    return 1 if is_latent(config) else heads(config)[1]
 
 
 def _alike(value: object, kinds: list) -> Any:

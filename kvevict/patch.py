@@ -81,17 +81,17 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     mapped.check(chosen.recall)
     made = Plan(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, rotary.rope_depends_on_length(decoder))
-    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in made.order]
+    modules = families.attentions(decoder, made.order)
     for each in made.needed:
         each.ready(decoder, modules)
     if not is_patched(decoder):
         check_type(model, decoder)
     top = base_model(model)
     if chosen.rows.rotates or rotates:
-        made.rotates = dict(trial.rotating(top, decoder, made.order))
+        made.rotates = dict(trial.rotating(top, decoder))
         made.rotates |= {reader: made.rotates[producer] for reader, producer in made.readers.items()}
     if chosen.layers.residual == "attention":
-        made.after_attention = trial.after_attention(top, decoder, made.order)
+        made.after_attention = trial.after_attention(top, decoder)
     return made
 
 
@@ -103,11 +103,9 @@ def in_slots(policy: Policy, model: Any) -> Policy:
 def slot_bytes(model: Any, kind: str = "model") -> int:
     """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
-    kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
-    heads = 1 if families.is_latent(decoder.config) else families.heads(decoder, kinds)[1]
-    evicts = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-    widths = [families.widths(families.attention_of(layers[index], index), decoder.config)[0] for index in evicts]
-    return heads * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
+    config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
+    widths = [families.widths(module, config)[0] for module in modules]
+    return families.slot_heads(config) * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
 
 
 def check_kv(kind: str, model: Any) -> None:
@@ -130,9 +128,8 @@ def unpatch(model: Any) -> Any:
         decoder = find_decoder(model)
     except ValueError:  # no decoder that patch() would take
         return model
-    here = installed.of(decoder)
-    if here is not None:
-        here.set_own(base_model(model), decoder, None)
+    if installed.of(decoder) is not None:
+        installed.set_own(base_model(model), decoder, None)
     return model
 
 
@@ -152,7 +149,8 @@ def evicting(model: Any, policy: str | Policy = DEFAULT, **options: Any) -> Iter
 
 
 def _warn_of_learned_tokens(model: torch.nn.Module, made: Any, stacklevel: int) -> None:
-    learned, policy = _learned_tokens(model), made.policy
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
+    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # before every prompt
     most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
@@ -161,12 +159,6 @@ def _warn_of_learned_tokens(model: torch.nn.Module, made: Any, stacklevel: int) 
             f"keep_first={learned} keeps them",
             stacklevel=stacklevel,
         )
-
-
-def _learned_tokens(model: torch.nn.Module) -> int:
-    """How many learned tokens a PEFT adapter puts before every prompt."""
-    config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
-    return getattr(config, "num_virtual_tokens", None) or 0
 
 
 def is_patched(decoder: torch.nn.Module) -> bool:

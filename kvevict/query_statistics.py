@@ -12,6 +12,7 @@ from .engine.measure.rope import Rope
 from .families import base_model, find_decoder
 from .patch import is_patched
 from .policy.checks import count
+from .progress import bar
 from .refusals import check_model
 
 SINK = 4  # rows at a part's first positions, left out
@@ -42,11 +43,8 @@ def measure_queries(
     known = decoder.config.vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= known:
         raise ValueError(f"ids must be below {known}, the model's vocabulary, and not negative, got {int(ids.max())}")
-    kinds = families.layer_kinds(decoder.config)
-    order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-    top = base_model(model)
-    rotates = trial.rotating(top, decoder, order)
-    found: dict = {}
+    top, found = base_model(model), {}
+    rotates = trial.rotating(top, decoder)
 
     def note(module: Any, query: torch.Tensor, key: torch.Tensor) -> None:
         index, positions = module.layer_idx, torch.arange(query.shape[2], device=query.device)[None]
@@ -54,17 +52,8 @@ def measure_queries(
         found[index] = moments.accumulated(found.get(index), rope, query, positions, positions >= SINK)
 
     with trial.quiet(top), installed.overheard(top, decoder, note):
-        for part in _parts(ids, length, progress):
+        for part in bar(ids.split(length), "measuring", "part", progress):
             decoder(input_ids=part[None].to(families.device_of(decoder)), use_cache=False)
     about = dict(tokens=len(ids), length=length)
     moments.save(path, decoder, {index: each[0].cpu() for index, each in found.items()}, **about)
     return moments.model_of(decoder) | about
-
-
-def _parts(ids: Any, length: int, progress: bool) -> Any:
-    parts = ids.split(length)
-    if not progress or len(parts) < 2:
-        return parts
-    from tqdm import tqdm
-
-    return tqdm(parts, desc="measuring", unit="part")

@@ -41,24 +41,22 @@ def _of_structure(decoder: Any) -> list[str]:
             return [f"layer {index} keeps a state in an unknown module"]
     if not rotary.axes(decoder) and "mrope_section" in (families.setting(decoder.config, "rope_parameters") or ()):
         return ["attention joins the axes of its positions (M-RoPE) itself; install a newer version of Transformers"]
-    for index, producer in families.readers(decoder, kinds).items():
-        last = max(i for i, kind in enumerate(kinds) if kind in families.EVICTS)
+    for index, producer in families.readers(decoder.config).items():
+        last = families.evicting(decoder.config)[-1]
         if families.attention_of(layers[index], index) is None or producer != last:
             return [f"layer {index} reads the keys and values of an unknown other layer"]
-    if None in families.heads(decoder, kinds):
+    if None in families.heads(decoder.config):
         return ["its full-attention layers differ in their number of heads"]
     return []
 
 
 def _of_loaded(model: Any, decoder: Any) -> list[str]:
     """Why this loaded model cannot be patched, although its type can."""
-    reasons, layers = [], families.layers_of(decoder)
-    kinds = families.layer_kinds(decoder.config)
-    own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
+    reasons, own = [], families.attentions(decoder, families.evicting(decoder.config))
     implementation = own[0].config._attn_implementation
     if "flex" in implementation or "paged" in implementation:
         reasons.append(f"attention implementation {implementation!r} is not supported; load with 'sdpa'")
-    size, heads = ranks.of(base_model(model)).size, families.heads(decoder, kinds)[1]
+    size, heads = ranks.of(base_model(model)).size, families.heads(decoder.config)[1]
     if (getattr(base_model(model), "tp_size", None) or 1) > 1 and families.is_latent(decoder.config):
         reasons.append("its heads share latents, which cannot be split over ranks (tensor parallel); load it unsplit")
     elif heads % size:

@@ -3,7 +3,7 @@ layers rotate queries as expected, and in which submodule attention's output joi
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,20 +63,18 @@ def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractCont
         if not isinstance(cache, EvictionCache):
             return "its cache is not filled by its text decoder"
         got = said[valid]
-        prompt = _place(valid)[:, :SEEN][part]
+        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # of each valid token among them
+        prompt = place[:, :SEEN][part]
         errors = {"rows appended to a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    limit = ROUNDED if _quantised(model) else TOLERANCE.get(want.dtype, ROUNDED)
+    # Of quantised weights rounding depends on the number of rows.
+    quantised = any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
+    limit = ROUNDED if quantised else TOLERANCE.get(want.dtype, ROUNDED)
     wrong = [f"{what} change its output by {error:.0e}" for what, error in errors.items() if not error < limit]
     if not wrong:
         return None
     return itself(model, ids, mask, want, limit) or "; ".join(wrong)
-
-
-def _quantised(model: torch.nn.Module) -> bool:
-    """Whether weights are quantised: then rounding depends on the number of rows."""
-    return any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
 
 
 def itself(
@@ -121,11 +119,6 @@ def _rows(out: Any) -> torch.Tensor:
     return out.logits if getattr(out, "logits", None) is not None else out[0]
 
 
-def _place(valid: torch.Tensor) -> torch.Tensor:
-    """The index of every valid token among the valid ones."""
-    return (valid.flatten().cumsum(0) - 1).view(valid.shape)
-
-
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
@@ -133,14 +126,14 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def rotating(model: Any, decoder: Any, order: Collection[int]) -> dict[int, bool]:
-    """Whether each of the layers `order` rotates queries and keys by their positions: {layer: True or False}.
+def rotating(model: Any, decoder: Any) -> dict[int, bool]:
+    """Whether each of the layers that evict rotates queries and keys by their positions: {layer: True or False}.
 
     Every attention module gets two equal rows at two positions, so their queries differ by the rotation only. Raises
     ValueError if they differ and `rotary.rotate` does not turn one into the other.
     """
     if decoder not in _rotates:
-        _rotates[decoder] = _rotating(model, decoder, order)
+        _rotates[decoder] = _rotating(model, decoder)
     found = _rotates[decoder]
     if isinstance(found, str):
         raise ValueError(
@@ -160,13 +153,13 @@ def _here(hook: Any) -> Any:
     return own
 
 
-def _rotating(model: torch.nn.Module, decoder: torch.nn.Module, order: Any) -> Any:
+def _rotating(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:
     config, seen = decoder.config, {}
     last = min(FAR, *(getattr(config, name, None) or FAR for name in (
         "max_position_embeddings", "original_max_position_embeddings"))) - 1  # fmt: skip
     device = families.device_of(decoder)
     positions = torch.tensor([[min(5, last - 1), last]], device=device)
-    modules = [families.attention_of(families.layers_of(decoder)[index], index) for index in order]
+    modules = families.attentions(decoder, families.evicting(config))
 
     def alike(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple:
         if args:
@@ -211,21 +204,21 @@ def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: to
 # -- residual stream ---------------------------------------------------------------------------------------------------
 
 
-def after_attention(model: Any, decoder: Any, order: Collection[int]) -> dict[int, str]:
-    """For each of the layers `order`, the submodule that takes the residual stream with attention's output added:
+def after_attention(model: Any, decoder: Any) -> dict[int, str]:
+    """For each of the layers that evict, the submodule that takes the residual stream with attention's output added:
     {layer: name of the submodule}. Its input equals the layer's input only if attention's output is set to 0. Raises
     ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""
     if decoder not in _residual:
-        _residual[decoder] = _after_attention(model, decoder, order)
+        _residual[decoder] = _after_attention(model, decoder)
     found = _residual[decoder]
     if isinstance(found, str):
         raise ValueError(f"{found}: give the layer budget cd='layer' or cd='off'")
     return found
 
 
-def _after_attention(model: torch.nn.Module, decoder: torch.nn.Module, order: Any) -> Any:
+def _after_attention(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:
     ids = plain_ids(decoder.config, 2, 4).to(families.device_of(decoder))
-    layers = families.layers_of(decoder)
+    layers, order = families.layers_of(decoder), families.evicting(decoder.config)
     entered, inputs = {}, {}
 
     def enter(index: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from .. import families
-from ..engine.measure.gates import Gates, outputs
+from ..engine.measure.gates import Gates
 from ..engine.measure.moments import model_of
 from ..policy.checks import parsed
 
@@ -33,10 +33,10 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
     if place.resolve() == Path(out).resolve():
         raise ValueError(f"out is the folder {name} that is converted: give another")
     config = _config(_file(source, CONFIG, name), name)
-    inner, kinds = config.get("hidden_dim"), families.layer_kinds(decoder.config)
-    wide, narrow = decoder.config.hidden_size, outputs(decoder)
+    inner, count = config.get("hidden_dim"), len(families.layer_kinds(decoder.config))
+    wide, narrow = decoder.config.hidden_size, families.slot_heads(decoder.config)
     for key, what, size in (("input_dim", "hidden size", wide), ("output_dim", "number of kv heads", narrow),
-                            ("n_modules", "number of layers", len(kinds))):  # fmt: skip
+                            ("n_modules", "number of layers", count)):  # fmt: skip
         if config.get(key) != size:
             raise ValueError(
                 f"{name} is of another model: its {key} is {config.get(key)}, this model's {what} is {size}; give "
@@ -45,7 +45,7 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
     tensors = _tensors(_file(source, WEIGHTS, name), name)
     kind, sizes = ("linear", (wide, narrow)) if inner is None else ("mlp", (wide, inner, narrow))
     layers = {}
-    for layer in (i for i, each in enumerate(kinds) if each in families.EVICTS):
+    for layer in families.evicting(decoder.config):
         pairs = zip(PARTS[kind], pairwise(sizes), strict=True)
         layers[layer] = tuple(_affine(tensors, f"layers.{layer}.{part}", *pair, name) for part, pair in pairs)
     about = dict(kind=kind, label="kvzip+", source=os.fspath(source), base=model_of(decoder))

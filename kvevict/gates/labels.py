@@ -66,14 +66,12 @@ def each_layer(
 ) -> None:
     """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
     the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
-    decoder = families.find_decoder(model)
-    kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
-    inputs: dict = {}
+    decoder, inputs = families.find_decoder(model), {}
 
     def note(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         inputs[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
-    own = [families.attention_of(layers[i], i) for i, kind in enumerate(kinds) if kind in families.EVICTS]
+    own = families.attentions(decoder, families.evicting(decoder.config))
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
 
     def told(index: int, score: torch.Tensor) -> None:

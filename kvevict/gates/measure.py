@@ -1,25 +1,19 @@
 """How well gates foretell KVzip's numbers on text that they were not trained on."""
 
 import importlib.util
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ..engine.measure.gates import Gates
 from ..lookahead.validation import recall, tau
+from ..progress import bar
 from .labels import each_layer
 
 SHARES = (0.125, 0.25, 0.5)
 
 
-def measure(
-    model: Any,
-    label: str,
-    known: list[torch.Tensor],
-    gates: Gates,
-    show: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] = lambda pieces: pieces,
-) -> dict[str, Any]:
+def measure(model: Any, label: str, known: list[torch.Tensor], gates: Gates, progress: bool = False) -> dict[str, Any]:
     """Compare gates with the numbers of pieces `known` of token ids.
 
     r2            of the logarithms of all layers and heads together, as one ranking sees them
@@ -29,7 +23,7 @@ def measure(
     """
     sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
     recalls, taus = [], []
-    for ids in show(known):
+    for ids in bar(known, "measuring", "piece", progress):
         logs, labels = [], []
 
         def take(layer: int, x: torch.Tensor, y: torch.Tensor) -> None:

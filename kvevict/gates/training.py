@@ -21,9 +21,9 @@ from ..files import write
 from ..patch import is_patched
 from ..policy.checks import at_least_0, count, one_of
 from ..processes import Processes
+from ..progress import bar
 from ..refusals import check_model
 from ..repeated import LABELS
-from .fits import Fit
 from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
@@ -97,12 +97,44 @@ def train(
         made = run.go(progress and first)
         if first and last:
             held = known[len(known) - last :]
-            made.about["held_out"] = measure(model, label, held, made, lambda each: _bar(each, "measuring", progress))
+            made.about["held_out"] = measure(model, label, held, made, progress)
         if first:
             made.save(folder)
         made.about = processes.broadcast(made.about)
     run.checkpoint.unlink(missing_ok=True)
     return made
+
+
+class Fit:
+    """Ridge regression in closed form on sums of products in float64; inputs count in standard deviations.
+
+    ridge   added to each input's variance, as a share of it
+    """
+
+    def __init__(self, ridge: float) -> None:
+        self.ridge = ridge
+        self.products: Any = None  # float64 [1 + E, 1 + E + heads]
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add rows x [T, E], y [T, heads]."""
+        rows = torch.cat([torch.ones_like(x[:, :1]), x, y], 1).double()
+        product = torch.cat([torch.ones_like(x[:, :1]), x], 1).double().T @ rows
+        self.products = product if self.products is None else self.products.add_(product)
+
+    def join(self, processes: Processes) -> None:
+        """Add the rows of other processes' fits of the same layer."""
+        self.products = processes.sum(self.products)
+
+    def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weight [heads, E], bias [heads]) fp32."""
+        own = len(self.products)
+        mean = self.products[0] / self.products[0, 0]
+        centred = self.products[1:] / self.products[0, 0] - mean[1:own, None] * mean
+        covariance, both = centred[:, 1:own], centred[:, own:]
+        variance = covariance.diagonal()
+        most = variance.max().clamp_min(1e-30)
+        weight = torch.linalg.solve(covariance + torch.diag(self.ridge * variance + 1e-9 * most), both)
+        return weight.T.float(), (mean[own:] - mean[1:own] @ weight).float()
 
 
 class Run:
@@ -115,9 +147,7 @@ class Run:
         self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)
         number = f".{processes.rank}" if processes.rank else ""
         self.checkpoint = (folder / CHECKPOINT).with_suffix(f"{number}.pt")
-        kinds = families.layer_kinds(decoder.config)
-        order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.fits = {index: Fit(settings.ridge) for index in order}
+        self.fits = {index: Fit(settings.ridge) for index in families.evicting(decoder.config)}
         digest = hashlib.sha256(repr([ids.tolist() for ids in known]).encode()).hexdigest()[:16]
         self.base = model_of(decoder)
         self.about = vars(settings) | dict(data=digest, base=self.base, processes=processes.size)
@@ -126,7 +156,7 @@ class Run:
     def go(self, progress: bool) -> Gates:
         self._resume()
         saved, first = time.monotonic(), self.done
-        for ids in _bar(self.pieces[first:], "training", progress):
+        for ids in bar(self.pieces[first:], "training", "piece", progress):
             each_layer(self.model, self.settings.label, ids, lambda i, x, y: self.fits[i].add(x, y))
             self.done += 1
             if time.monotonic() - saved >= MINUTE and self.done < len(self.pieces):
@@ -163,11 +193,3 @@ class Run:
         for index, fit in self.fits.items():
             fit.products = state["fits"][index]
         self.done = state["done"]
-
-
-def _bar(known: list, what: str, progress: bool) -> Any:
-    if not progress or len(known) < 2:
-        return known
-    from tqdm import tqdm
-
-    return tqdm(known, desc=what, unit="piece")

@@ -84,8 +84,8 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
     cache: Any = DynamicCache(config=config)
     dtype = base_model(model).dtype
     adopt(cache, kinds, config, ranks)
-    heads = tuple(n // ranks.size for n in families.heads(decoder, kinds))
-    heads = (heads[0], 1) if families.is_latent(config) else heads
+    latent, heads = families.is_latent(config), families.heads(config)
+    heads = heads[0] // ranks.size, 1 if latent else heads[1] // ranks.size
     for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
         if fact["kind"] == families.NOTHING:
             continue

@@ -10,7 +10,7 @@ from imports import imported
 
 PACKAGE = Path(__file__).parents[2] / "kvevict"
 LAYERS = (
-    "_C _native _ops cautions context version compat families files known models processes products prompts "
+    "_C _native _ops cautions context version compat families files known models processes products progress prompts "
     "rotary sealed sentences tokens turns weights",
     "policy",
     "engine",

@@ -8,6 +8,7 @@ from tiny import generate, prompt, relative, shared
 from transformers import DynamicCache, StaticCache
 
 import kvevict
+from kvevict.policy.building import build
 
 TAKE = dict(budget=16, probe=6, chunk_size=16)
 
@@ -138,7 +139,7 @@ def test_odd_json(text, error):
 
 @pytest.mark.parametrize("budget, kind", [(np.int64(64), int), (np.int8(64), int), (np.float32(0.25), float)])
 def test_numbers_of_numpy(budget, kind):
-    policy = kvevict.policy.build("snapkv", budget=budget, window=np.int16(8), chunk_size=np.int64(99))
+    policy = build("snapkv", budget=budget, window=np.int16(8), chunk_size=np.int64(99))
     assert type(policy.budget) is kind
     assert kvevict.Policy.from_json(policy.to_json()) == policy
 

@@ -11,6 +11,7 @@ from kvevict.answer import continued, rows_of
 from kvevict.compat import CACHE, cache_of
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.families import find_decoder
+from kvevict.policy.building import build
 
 N, WINDOW = 5, 16  # drafted tokens, and the prompt's last rows that observe with them
 END = 63
@@ -170,7 +171,7 @@ def test_refusals():
         (dict(recall_drafts=4, recall=True, budget=16, window=4), ValueError, "too small"),
     ):
         with pytest.raises(kind, match=said):
-            kvevict.policy.build(**dict(policy="snapkv", budget=64) | options)
+            build(**dict(policy="snapkv", budget=64) | options)
 
 
 def test_policies_that_can_draft_do():
@@ -179,4 +180,4 @@ def test_policies_that_can_draft_do():
         (dict(recall=True, policy="laq"), 0), (dict(recall=True, policy="take"), 0),
         (dict(recall=True, window=4, budget=16), 0),
     ):  # fmt: skip
-        assert kvevict.policy.build(**dict(policy="snapkv", budget=64) | options).recall_drafts == drafts
+        assert build(**dict(policy="snapkv", budget=64) | options).recall_drafts == drafts

@@ -20,6 +20,7 @@ from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
+from kvevict.policy.building import build
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -291,10 +292,10 @@ def test_refusals():
         (dict(policy="kvzip"), "carry='none'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"recall=True: .*{said}"):
-            kvevict.policy.build(**options | dict(budget=24, recall=True))
+            build(**options | dict(budget=24, recall=True))
     for wrong in (1, "", None):
         with pytest.raises(TypeError, match="recall must be"):
-            kvevict.policy.build("snapkv", budget=64, recall=wrong)
+            build("snapkv", budget=64, recall=wrong)
     for options, kind, said in (
         (dict(recall_slots=64), ValueError, "recall=True too"),
         (dict(recall_slots=32, recall=True), ValueError, "recall_slots: budget=32 is too small"),
@@ -303,7 +304,7 @@ def test_refusals():
         (dict(recall_slots=65, recall=True), ValueError, "recall_slots=65 is more than budget=64"),
     ):
         with pytest.raises(kind, match=said):
-            kvevict.policy.build("snapkv", budget=64, **options)
+            build("snapkv", budget=64, **options)
 
 
 def same_archives(one, other, name, row=slice(None)):

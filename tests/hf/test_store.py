@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import kvevict
 from kvevict import sealed
+from kvevict.policy.building import build
 
 CASES = {
     "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
@@ -231,8 +232,8 @@ def test_what_a_file_says(saved):
     with safe_open(saved["llama"], framework="pt") as file:
         said = json.loads(file.metadata()["cache"])
     assert said["kvevict"] == kvevict.__version__
-    assert kvevict.Policy.from_json(said["policy"]) == kvevict.policy.build("h2o", budget=10)
-    assert kvevict.load_cache(saved["llama"], shared()).sequence.policy == kvevict.policy.build("h2o", budget=10)
+    assert kvevict.Policy.from_json(said["policy"]) == build("h2o", budget=10)
+    assert kvevict.load_cache(saved["llama"], shared()).sequence.policy == build("h2o", budget=10)
 
 
 def test_another_version(saved, tmp_path):

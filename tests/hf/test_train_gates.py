@@ -14,7 +14,7 @@ from policy_cases import VOCAB, model
 
 import kvevict
 from kvevict import sealed
-from kvevict.gates import fits, labels, measure, training
+from kvevict.gates import labels, measure, training
 from kvevict.models import load_model
 
 TEXTS = [(torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(i)) + 3)[:130] for i in range(3)]
@@ -48,7 +48,7 @@ def test_ridge_is_the_minimum():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(200, 7, generator=generator) * torch.logspace(-1, 2, 7) + 5
     y = torch.randn(200, 3, generator=generator) + x[:, :3] / 10
-    whole, parted = (fits.Fit(RIDGE) for _ in range(2))
+    whole, parted = (training.Fit(RIDGE) for _ in range(2))
     whole.add(x, y)
     for rows in (slice(0, 1), slice(1, 90), slice(90, 200)):
         parted.add(x[rows], y[rows])

@@ -8,6 +8,7 @@ from caches import ids, kept, tokens_of
 from tiny import model, prompt, relative
 
 import kvevict
+from kvevict.policy.building import build
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -214,7 +215,7 @@ def test_which_policies_may_follow_which():
     names = [*FOLLOW, "streaming", "snapkv", "take+edie", "kvzip", "h2o"]
 
     def options(name):
-        small = kvevict.policy.build(name, budget=300).rows.__dataclass_fields__
+        small = build(name, budget=300).rows.__dataclass_fields__
         return dict(budget=20, chunk_size=30) | {own: 4 for own in ("window", "probe") if own in small}
 
     for name in names:

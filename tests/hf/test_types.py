@@ -157,7 +157,7 @@ def test_layers_without_rope():
     """They are found not to rotate; the others are found to rotate."""
     model = zoo.make("smollm3", "SmolLM3ForCausalLM")
     wanted = {index: bool(rope) for index, rope in enumerate(model.config.no_rope_layers)}
-    assert trial.rotating(model, model.model, list(wanted)) == wanted
+    assert trial.rotating(model, model.model) == wanted
     assert set(wanted.values()) == {True, False}
 
 
@@ -185,7 +185,7 @@ def test_after_attention(family):
     model = tiny.model(family)
     name = {"llama": "post_attention_layernorm", "gemma2": "pre_feedforward_layernorm", "olmo2": "mlp"}[family]
     order = [i for i, kind in enumerate(families.layer_kinds(model.config)) if kind == families.FULL_ATTENTION]
-    assert trial.after_attention(model, model.model, order) == dict.fromkeys(order, name)
+    assert trial.after_attention(model, model.model) == dict.fromkeys(order, name)
 
 
 @pytest.mark.parametrize("family", ["phi3", "mistral"])

@@ -184,13 +184,11 @@ def _masks(config, mask):
 def layers_that_turn(model, decoder, inputs, want) -> str:
     """The type's limits under policies that rotate queries; `rotary.rotate` is compared at other positions than
     `trial`'s."""
-    kinds = families.layer_kinds(decoder.config)
-    order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     try:
-        turns = trial.rotating(model, decoder, order)
+        turns = trial.rotating(model, decoder)
     except ValueError as error:
         return "no rotation: " + str(error).split(";")[0]
-    modules = {index: families.attention_of(families.layers_of(decoder)[index], index) for index in order}
+    modules = dict(zip(turns, families.attentions(decoder, turns), strict=True))
     first, then, seen = torch.tensor([2]), torch.tensor([37]), {}
 
     def alike(module, args, kwargs):
@@ -220,10 +218,8 @@ def drafts(model, inputs, want) -> str:
 
 def residual(model, decoder, inputs, want) -> str:
     """The type's limits under policies that measure the residual stream."""
-    kinds = families.layer_kinds(decoder.config)
-    order = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
     try:
-        trial.after_attention(model, decoder, order)
+        trial.after_attention(model, decoder)
     except ValueError as error:
         return str(error).replace(": give the layer budget", ": tada needs")
     kvevict.history().reset()

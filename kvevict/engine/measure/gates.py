@@ -80,26 +80,26 @@ class LayerGates:
 def load(folder: str | Path, model: Any) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
     ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
-    decoder = families.find_decoder(model)
-    return _read(folder, decoder, _layers(decoder))
+    return _read(folder, families.find_decoder(model))
 
 
 def use(folder: str | Path, model: Any) -> None:
     """Make a folder's gates those of a model, for every policy that names none. Raises ValueError as `load`."""
-    decoder = families.find_decoder(model)
-    loaded(folder, decoder, _layers(decoder))
+    loaded(folder, families.find_decoder(model))
 
 
-def _layers(decoder: Any) -> list[int]:
-    """The layers that have gates."""
-    return [i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind in families.EVICTS]
-
-
-def loaded(folder: Any, decoder: Any, order: Any) -> Gates:
-    """Load gates once per decoder. folder None: the one that `own` finds; after a named folder, `own` finds that."""
-    known = _loaded.get(decoder)
+def loaded(folder: Any, decoder: Any, anew: bool = False) -> Gates:
+    """Load gates once per decoder, or anew: the folder may hold others now. folder None: the one that `own` finds;
+    after a named folder, `own` finds that."""
+    known = None if anew else _loaded.get(decoder)
     if known is None or known[0] != folder:
-        known = _loaded[decoder] = folder, _read(_own(decoder) if folder is None else folder, decoder, order)
+        found = own(decoder) if folder is None else folder
+        if found is None:
+            raise ValueError(
+                "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
+                f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
+            )
+        known = _loaded[decoder] = folder, _read(found, decoder)
         if folder is not None:
             _named[decoder] = folder
     return known[1]
@@ -112,21 +112,6 @@ def own(decoder: Any) -> Path | None:
         return Path(named)
     name = getattr(decoder.config, "_name_or_path", "")
     return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
-
-
-def _own(decoder: Any) -> Any:
-    folder = own(decoder)
-    if folder is None:
-        raise ValueError(
-            "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
-            f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
-        )
-    return folder
-
-
-def forget(decoder: Any) -> None:
-    """Forget a decoder's loaded gates: the folder may hold others now."""
-    _loaded.pop(decoder, None)
 
 
 def mark_of(folder: str | Path | None, decoder: Any) -> str:
@@ -142,13 +127,7 @@ def _of_config(folder: str | Path, stamp: Any, name: str, default: Any) -> Any:
     return _config(folder, repr(os.fspath(folder))).get(name, default)
 
 
-def outputs(decoder: Any) -> int:
-    """Numbers of a token in one layer: one per kv head, or a single one for latents (MLA)."""
-    config = decoder.config
-    return 1 if families.is_latent(config) else families.heads(decoder, families.layer_kinds(config))[1]
-
-
-def _read(folder: str | Path, decoder: Any, order: Any) -> Any:
+def _read(folder: str | Path, decoder: Any) -> Any:
     name = repr(os.fspath(folder))
     config = _config(Path(folder), name)
     if other := other_model(config["base"], decoder):
@@ -158,9 +137,9 @@ def _read(folder: str | Path, decoder: Any, order: Any) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"gates: {WEIGHTS} in {name} is missing or damaged ({error}); {AGAIN}") from None
     wide, narrow, count = decoder.config.hidden_size, config.get("inner"), KINDS[config["kind"]]
-    sizes = [wide, *[narrow] * (count - 1), outputs(decoder)]
+    sizes = [wide, *[narrow] * (count - 1), families.slot_heads(decoder.config)]
     layers = {}
-    for layer in order:
+    for layer in families.evicting(decoder.config):
         affines = []
         for number in range(count):
             pair = [tensors.get(f"{layer}.{number}.{part}") for part in ("weight", "bias")]

@@ -59,8 +59,7 @@ def _output_gram(at: Any) -> Any:
 @INPUTS.add("gates")
 def _gates(at: Any, folder: str | None) -> gates.LayerGates:
     """The layer's trained gates in a folder; None: the model's own."""
-    plan = at.step.plan
-    return gates.LayerGates(gates.loaded(folder, at.step.decoder, plan.order), at.module.layer_idx, plan.ranks)
+    return gates.LayerGates(gates.loaded(folder, at.step.decoder), at.module.layer_idx, at.step.plan.ranks)
 
 
 @INPUTS.add("moments")
@@ -74,7 +73,7 @@ def _moments(at: Any, stats: Any = None) -> tuple:
         none = like.new_zeros(batch, heads, 1 + width, 1 + width).float()
         each = list(moments.summed(none if past is None else past))
     else:
-        known = moments.loaded(stats, at.step.decoder, plan.order)[at.module.layer_idx]
+        known = moments.loaded(stats, at.step.decoder)[at.module.layer_idx]
         each = [plan.ranks.mine(x[None]).expand(batch, *(-1,) * x.ndim) for x in known]
         pad = width - each[0].shape[-1]
         each = [torch.nn.functional.pad(x, (0, pad) * (x.ndim - 2)) for x in each]

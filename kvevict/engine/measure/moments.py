@@ -74,10 +74,10 @@ def summed(moments: torch.Tensor) -> tuple:
 
 def model_of(decoder: Any) -> dict:
     """The facts of a model that determine its queries, as a file has them."""
-    config, kinds = decoder.config, families.layer_kinds(decoder.config)
+    config = decoder.config
     rope = getattr(config, "rope_parameters", None)
     facts = dict(
-        model_type=config.model_type, layers=len(kinds), heads=families.heads(decoder, kinds),
+        model_type=config.model_type, layers=len(families.layer_kinds(config)), heads=families.heads(config),
         hidden_size=config.hidden_size, rope=rope, weights=fingerprint(decoder),
     )  # fmt: skip
     return json.loads(json.dumps(facts, default=str))
@@ -101,8 +101,8 @@ def save(path: str | os.PathLike, decoder: Any, moments: dict, **about: Any) -> 
     sealed.write(path, tensors, dict(format=FORMAT, config=json.dumps(facts)))
 
 
-def load(path: str | Path, decoder: Any, order: Any) -> dict:
-    """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers `order`, from a file. Raises
+def load(path: str | Path, decoder: Any) -> dict:
+    """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers that evict, from a file. Raises
     ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
     if not Path(path).is_file():
@@ -117,8 +117,8 @@ def load(path: str | Path, decoder: Any, order: Any) -> dict:
         raise ValueError(f"stats: {path!r} cannot be read ({error}); {again}") from None
     if other := other_model(config, decoder):
         raise ValueError(f"stats: {path!r} is of another model: {other}; {again}")
-    heads, found = families.heads(decoder, families.layer_kinds(decoder.config))[0], {}
-    for index in order:
+    heads, found = families.heads(decoder.config)[0], {}
+    for index in families.evicting(decoder.config):
         each = [tensors.get(f"{index}.{name}") for name in NAMES]
         width = None if each[0] is None or each[0].ndim != 2 else each[0].shape[1]
         shapes = [None if x is None else (x.dtype, tuple(x.shape)) for x in each]
@@ -128,14 +128,11 @@ def load(path: str | Path, decoder: Any, order: Any) -> dict:
     return found
 
 
-def loaded(path: str | Path, decoder: Any, order: Any) -> dict:
-    """`load`, once for a decoder."""
+def loaded(path: str | Path, decoder: Any, anew: bool = False) -> dict:
+    """`load`, once for a decoder, or anew: the decoder's files may have changed."""
+    if anew:
+        _loaded.pop(decoder, None)
     known = _loaded.setdefault(decoder, {})
     if path not in known:
-        known[path] = load(path, decoder, order)
+        known[path] = load(path, decoder)
     return known[path]
-
-
-def forget(decoder: Any) -> None:
-    """Forget a decoder's loaded files: their contents may have changed."""
-    _loaded.pop(decoder, None)

@@ -8,13 +8,14 @@ from ... import _ops, families
 from ...policy.inputs import Slots
 
 
-def check(module: Any) -> None:
-    """Raise ValueError for an attention module whose output projection is not found."""
-    if families.output_of(module) is None:
-        raise ValueError(
-            f"{type(module).__name__} has no output projection by a known name ({', '.join(families.OUTPUTS)}), whose "
-            "weights this policy needs: take another score or refinement"
-        )
+def check(modules: Any) -> None:
+    """Raise ValueError for attention modules of which one's output projection is not found."""
+    for module in modules:
+        if families.output_of(module) is None:
+            raise ValueError(
+                f"{type(module).__name__} has no output projection by a known name ({', '.join(families.OUTPUTS)}), "
+                "whose weights this policy needs: take another score or refinement"
+            )
 
 
 def norms(slots: Slots, gram: torch.Tensor) -> torch.Tensor:

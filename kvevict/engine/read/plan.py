@@ -18,16 +18,15 @@ class Plan:
     def __init__(self, policy: Policy, decoder: Any, ranks: Any, question: Any = None) -> None:
         self.policy, self.ranks, self.question = policy, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
-        heads = families.heads(decoder, kinds)
+        heads = families.heads(decoder.config)
         self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
-        self.kv_heads = 1 if families.is_latent(decoder.config) else heads[1]  # of all ranks, that choose and store
-        own = [index for index, kind in enumerate(kinds) if kind in families.EVICTS]
-        self.order = {index: order for order, index in enumerate(own)}
-        self.readers = families.readers(decoder, kinds)
+        self.kv_heads = families.slot_heads(decoder.config)  # of all ranks
+        self.order = {index: order for order, index in enumerate(families.evicting(decoder.config))}
+        self.readers = families.readers(decoder.config)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
         self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, as far as the policy needs them
-        policy.check_layers(len(own))
-        policy.waiting_layers(len(own))  # or an error
+        policy.check_layers(len(self.order))
+        policy.waiting_layers(len(self.order))  # or an error
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
         # The last layer that reads all tokens; None: all do.

@@ -15,6 +15,7 @@ import torch
 from ... import cautions, rotary
 from ...context import context
 from ...policy.rows.drafted import has_head
+from ...progress import bar
 from ...weights import Owner
 from ..slots import archive, host
 from ..slots.meter import Meter
@@ -111,8 +112,7 @@ class Spans:
             archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
-            most = lambda order: self._most(layers[order])  # noqa: E731
-            chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, most))
+            chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
         elif decodes:
             chooser = None
         yield self._span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
@@ -123,8 +123,9 @@ class Spans:
             if layer.prompt is None and layer.counts is not None:
                 layer.prompt = self.plan.ranks.counts(layer).copy()
 
-    def _most(self, layer: Any) -> np.ndarray:
+    def _most(self, order: int) -> np.ndarray:
         """[B] slots over all heads that a layer is cut to while decoding."""
+        layer = self.layers[order]
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
     def _prompt(self) -> Iterator[Step]:
@@ -142,7 +143,7 @@ class Spans:
         recalls = False
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
-            for at, chunk in enumerate(_progress(chunks, policy.progress)):
+            for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
                 if (
                     (chunk.last or policy.schedule == "prompt")
                     and not going_on.any()
@@ -218,7 +219,7 @@ class Spans:
             raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
         longest = min(self.policy.chunk_size or prompt, prompt - int(arguments.padding.min()))
         propagate.check(self.plan, longest, wanted, flags)
-        name = arguments.unsplittable() if calls > 1 else None
+        name = arguments.given.unsplittable() if calls > 1 else None
         if name is not None:
             raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
         if calls > 1 and flags:
@@ -278,7 +279,7 @@ class Spans:
             positions = torch.cat([positions, after], 1)
         rows, positions = positions.shape[1], positions.to(torch.int32).contiguous()
         inputs = arguments.inputs(start, end, extra)
-        inputs["position_ids"] = arguments.position_ids_of(start, end, positions.long())
+        inputs["position_ids"] = arguments.places.chunk(start, end, positions.long())
         final = int(arguments.positions().max()) if rotary.rope_depends_on_length(arguments.decoder) else None
         return Step(
             plan=self.plan, decoder=arguments.decoder, cache=self.cache, meter=meter, positions=positions,
@@ -294,11 +295,3 @@ def _last_rows(hidden: list, wanted: int) -> list:
         while sum(h.shape[1] for h in hidden[1:]) >= wanted:
             hidden = hidden[1:]
     return hidden
-
-
-def _progress(chunks: list, show: bool) -> list:
-    if not show or len(chunks) < 2:
-        return chunks
-    from tqdm import tqdm
-
-    return tqdm(chunks, desc="reading", unit="chunk")

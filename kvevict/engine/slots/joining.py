@@ -27,7 +27,7 @@ class Pools:
 
     def __init__(self, decoder: Any, rows: int) -> None:
         self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
-        self.of = {index: Pool(rows) for index, kind in enumerate(self.kinds) if kind in families.EVICTS}
+        self.of = {index: Pool(rows) for index in families.evicting(self.config)}
 
     def cache(self) -> DynamicCache:
         """An empty cache, with its slots in the pools."""

@@ -96,7 +96,7 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
         hidden=config.hidden_size,
         mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),
         heads=config.num_attention_heads,
-        kv_heads=families.heads(decoder, kinds)[1],
+        kv_heads=families.heads(config)[1],
         head_dim=families.head_dim(families.attention_of(layers[own], own), config),
         windows=tuple(config.sliding_window if kind == families.SLIDING else None for kind in kinds),
         products=sum(w.numel() * taken // len(w) if w.ndim == 3 else w.numel() for w in matrices.values()),

@@ -34,8 +34,7 @@ class OfQueries(Quantity):
 
     def ready(self, decoder: Any, modules: Any) -> None:
         if self.stats is not None:
-            moments.forget(decoder)
-            moments.loaded(self.stats, decoder, [module.layer_idx for module in modules])
+            moments.loaded(self.stats, decoder, anew=True)
 
     def accumulate(self, rows: LayerRows, past: Any) -> Any:
         at = rows.positions[:, : rows.columns]

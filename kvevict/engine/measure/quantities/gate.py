@@ -26,25 +26,19 @@ class Gate(Quantity):
         return "hidden", need("gates", folder=self.gates)
 
     def ready(self, decoder: Any, modules: Any) -> None:
-        gates.forget(decoder)
-        gates.loaded(self.gates, decoder, [module.layer_idx for module in modules])
+        gates.loaded(self.gates, decoder, anew=True)
 
     def tokens(self, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
         return of_layer.numbers(hidden)
 
     def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
-        kv, columns = slots.kv, _new_columns(slots)
-        new = kv.k.shape[2]
+        kv, new = slots.kv, slots.kv.k.shape[2]
         if not new:
             return torch.ones(*slots.n.shape, slots.columns, device=slots.device)
+        # The new column of each alive slot; less than the row's padding for slots stored before.
+        columns = torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()
         numbers = of_layer.numbers(hidden[:, :new])
         padding = torch.arange(new, device=slots.device) < kv.first[:, None, None]
         mean = numbers.masked_fill(padding, 0).sum(2, keepdim=True) / (new - kv.first).clamp_min(1)[:, None, None]
         placed = numbers.gather(2, columns.clamp(0, new - 1))
         return torch.where(columns >= kv.first[:, None, None], placed, mean)
-
-
-def _new_columns(slots: Slots) -> torch.Tensor:
-    """int64 [B, Hkv, C] the new column of each alive slot; less than the row's padding for slots stored before."""
-    new = slots.kv.k.shape[2]
-    return torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()

@@ -14,10 +14,11 @@ from . import QUANTITIES, Quantity, per_head
 @dataclass(frozen=True)
 class Norm(Quantity):
     p: int = 2  # 1 or 2
+    of: ClassVar[str]  # "k" or "v"
     observes: ClassVar[bool] = False
 
-    def _of(self, slots: Slots, of: str) -> torch.Tensor:
-        kv = slots.kv
+    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
+        kv, of = slots.kv, self.of
         norms = _ops.norm(kv.stored.of(of), getattr(kv, of), kv.first, kv.end, p=self.p, columns=slots.columns)
         return slots.heads.merge(norms)
 
@@ -27,8 +28,7 @@ class Norm(Quantity):
 class KeyNorm(Norm):
     """||k_i||_p: [B, Hkv, C]."""
 
-    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
-        return self._of(slots, "k")
+    of: ClassVar[str] = "k"
 
 
 @QUANTITIES.add("value_norm")
@@ -37,9 +37,7 @@ class ValueNorm(Norm):
     """||v_i||_p: [B, Hkv, C]."""
 
     p: int = 1
-
-    def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
-        return self._of(slots, "v")
+    of: ClassVar[str] = "v"
 
 
 @QUANTITIES.add("key_cosine")

@@ -20,8 +20,7 @@ class OutputNorm(Quantity):
     needs: ClassVar[tuple[Any, ...]] = ("output_weight",)
 
     def ready(self, decoder: Any, modules: Any) -> None:
-        for module in modules:
-            projection.check(module)
+        projection.check(modules)
 
     def measure(self, slots: Slots, observation: Observation, weight: torch.Tensor) -> torch.Tensor:
         kv = slots.kv

@@ -86,8 +86,7 @@ class RepeatedOutput(Repetition):
     needs: ClassVar[tuple[Any, ...]] = ("appended", "hidden", "output_gram")
 
     def ready(self, decoder: Any, modules: Any) -> None:
-        for module in modules:
-            projection.check(module)
+        projection.check(modules)
 
     def measure(
         self,
