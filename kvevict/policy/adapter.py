@@ -110,7 +110,10 @@ class Adapter(nn.Module):
         config.json. Raises OSError if they cannot be written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {_name_in_file(name): _plain(value, dtype) for name, value in self.state_dict().items()}
+        tensors = {
+            _name_in_file(name): value.detach().to("cpu", dtype or value.dtype).contiguous()
+            for name, value in self.state_dict().items()
+        }
         config = dict(format=FORMAT, version=VERSION, tokens=self.tokens, rank=self.rank, alpha=self.alpha)
         config |= dict(targets=list(self.targets), base=self.base, weights=self.weights, **about)
         sealed.write_pair(folder / WEIGHTS, folder / CONFIG, tensors, config)
@@ -263,7 +266,3 @@ def _inner(modules: Any, name: str) -> Any:
 
 def _name_in_file(name: str) -> str:
     return EMBEDDINGS if name == "embeddings" else PREFIX + name
-
-
-def _plain(value: Any, dtype: Any) -> torch.Tensor:
-    return value.detach().to("cpu", dtype or value.dtype).contiguous()

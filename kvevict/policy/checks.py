@@ -59,10 +59,13 @@ def builtin(value: object) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def hold_text(part: object, name: str) -> None:
-    """Replace a path in a field of a frozen part by its text, which JSON can hold."""
+def hold_text(part: object, name: str, only: str = "") -> None:
+    """Replace a path in a field of a frozen part by its text, which JSON can hold. only: what a path is of, where the
+    field takes nothing else but None; then raises TypeError for other values."""
     if isinstance(path := getattr(part, name), os.PathLike):
         object.__setattr__(part, name, os.fspath(path))
+    elif only and not isinstance(path, (str, type(None))):
+        raise TypeError(f"{name} must be {only}, got {path!r}")
 
 
 def flag(name: str, value: object) -> None:

@@ -64,12 +64,7 @@ MODEL, INT8, INT4 = range(len(LAYOUTS))
 Kinds = tuple[int, int]  # of a layer's keys and of its values
 
 # What a policy's kv stands for.
-KINDS: dict[str, Kinds] = {
-    "model": (MODEL, MODEL),
-    "int8": (INT8, INT8),
-    "k8v4": (INT8, INT4),
-    "int4": (INT4, INT4),
-}
+KINDS: dict[str, Kinds] = {"model": (MODEL, MODEL), "int8": (INT8, INT8), "k8v4": (INT8, INT4), "int4": (INT4, INT4)}
 
 
 def row_bytes(kind: int, dim: int, element: int) -> int:

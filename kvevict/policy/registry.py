@@ -41,6 +41,13 @@ class Registry(dict[str, Any]):
         raise ValueError(f"{self.kind} {value!r} is not registered, so it has no name")
 
 
+class Part:
+    """A part of a policy: a frozen dataclass, its fields are its options."""
+
+    def check(self, policy: Any) -> None:
+        """Raise ValueError when the options do not fit each other or the policy."""
+
+
 def load_folder(package: Any) -> None:
     """Import every module of a package folder, so that each registers itself."""
     for module in pkgutil.iter_modules(package.__path__):

@@ -9,7 +9,7 @@ from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
 from kvevict.lab.evaluate.tasks import MARGIN, TASKS, Case, Settings
-from kvevict.policy import build
+from kvevict.policy.building import build
 from kvevict.prompts import frame, line_ended
 
 QUESTION, OPENING = "\n\nQuestion: What?\nAnswer: It is", "Answer: It is"

@@ -4,7 +4,7 @@ import tiny
 from policy_cases import BUDGET, CHUNK, VOCAB
 
 import kvevict
-from kvevict.policy import build
+from kvevict.policy.building import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK)
 DRAFT = tiny.model("llama", vocab_size=VOCAB, seed=3, num_hidden_layers=2, hidden_size=32, head_dim=16)

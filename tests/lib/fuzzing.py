@@ -11,7 +11,7 @@ import random
 import string
 from collections import Counter
 
-import kvevict
+from kvevict.policy.building import build
 
 FACTOR = float(os.environ.get("KVEVICT_FUZZ", 1))
 SEED = int(os.environ.get("KVEVICT_SEED", 1))
@@ -187,7 +187,7 @@ def policy_of(name, options):
         options.setdefault(option, least)
     for _ in range(most):
         try:
-            return kvevict.policy.build(name, **options)
+            return build(name, **options)
         except ValueError as error:
             unknown = str(error).split("'")[1] if str(error).startswith("unknown option") else None
             if unknown not in options:

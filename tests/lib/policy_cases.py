@@ -13,7 +13,7 @@ import torch
 from caches import kept
 
 import kvevict
-from kvevict.policy import PARTS
+from kvevict.policy.parts import PARTS
 
 NEAR = 1e-5  # float32 scores are off by about 1e-6
 VOCAB = 400

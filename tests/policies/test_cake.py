@@ -11,7 +11,7 @@ from policy_cases import BUDGET, CHUNK, compare, model, ours
 import kvevict
 from kvevict.engine.read.choosers import Deciding
 from kvevict.engine.slots.storage import ROOM
-from kvevict.policy import build
+from kvevict.policy.building import build
 from kvevict.policy.layers import layer_slots
 
 # -- against the oracle ---------------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ from policy_cases import VOCAB, Slots, model, ours, pyramid, read, tokens, truth
 from tiny import snapshot
 
 import kvevict
-from kvevict.policy import PARTS, Policy, build
 from kvevict.policy.apportion import apportion
+from kvevict.policy.building import build
 from kvevict.policy.layers import layer_slots
-from kvevict.policy.parts import as_part
+from kvevict.policy.parts import PARTS, as_part
+from kvevict.policy.policy import Policy
 
 
 def keep(budget, score, slots, window=0):

@@ -12,7 +12,8 @@ from policy_cases import VOCAB, compare, model, ours, tokens
 import kvevict
 from kvevict.engine.hook.installed import plan_of
 from kvevict.patch import is_patched
-from kvevict.policy import Policy, build
+from kvevict.policy.building import build
+from kvevict.policy.policy import Policy
 
 ITSELF = [name for name, chosen in DRAFTS.items() if name.startswith("laq") and "draft_model" not in chosen]
 GEOMETRIES = {

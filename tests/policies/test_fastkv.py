@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 import kvevict
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.shape import shape_of
-from kvevict.policy import build
+from kvevict.policy.building import build
 
 W = 4  # window
 pytestmark = pytest.mark.usefixtures("no_grad")

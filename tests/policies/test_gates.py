@@ -15,7 +15,7 @@ import kvevict
 from kvevict import sealed
 from kvevict.answer import unasked
 from kvevict.families import find_decoder
-from kvevict.policy import build
+from kvevict.policy.building import build
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK, recent=2)
 

@@ -14,7 +14,7 @@ from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, model, tokens
 import kvevict
 from kvevict.answer import room_of, within_positions
 from kvevict.engine.slots.carried import join
-from kvevict.policy import build
+from kvevict.policy.building import build
 from kvevict.prompts import ids_of
 
 WHOLE = {

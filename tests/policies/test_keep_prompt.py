@@ -7,7 +7,8 @@ from choices import ANSWERS
 from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens
 
 import kvevict
-from kvevict.policy import Policy, build
+from kvevict.policy.building import build
+from kvevict.policy.policy import Policy
 
 DECODED = dict(budget=BUDGET, chunk_size=CHUNK, decode=True, keep_prompt=True)
 

@@ -20,6 +20,7 @@ from kvevict.lab.evaluate.ask import encode
 from kvevict.lab.evaluate.tasks import Settings, find
 from kvevict.lookahead import Adapter, load
 from kvevict.models import load_model
+from kvevict.policy.building import build
 
 families = pytest.mark.parametrize("family", FAMILIES)
 ALL = 4096
@@ -275,7 +276,7 @@ def test_every_combination():
         options = {k: v for part in parts for k, v in part.items()}
         options |= dict(rows=kvevict.ROWS["lookahead"](made, probe=4), budget=9)
         try:
-            kvevict.policy.build("snapkv", **options)
+            build("snapkv", **options)
         except ValueError as error:
             refused += 1
             assert str(error).count(": ") and "rows='lookahead'" in str(error)
@@ -301,9 +302,7 @@ def test_saved_and_loaded(tmp_path):
         assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in file.keys()  # noqa: SIM118
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (config["tokens"], config["rank"], config["base"]["model_type"]) == (6, 2, "phi3")
-    policy = kvevict.Policy.from_json(
-        kvevict.policy.build("lookahead", adapter=str(tmp_path / "a"), budget=9).to_json()
-    )
+    policy = kvevict.Policy.from_json(build("lookahead", adapter=str(tmp_path / "a"), budget=9).to_json())
     assert policy.rows.most == 6
 
 

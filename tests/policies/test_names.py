@@ -11,7 +11,10 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.policy import PARTS, Policy, build, peers
+from kvevict.policy import peers
+from kvevict.policy.building import build
+from kvevict.policy.parts import PARTS
+from kvevict.policy.policy import Policy
 from kvevict.policy.scores import SCORES
 from kvevict.policy.seen.rows import Observation
 

@@ -18,7 +18,7 @@ import kvevict
 from kvevict import ROWS, SCORES
 from kvevict.engine.measure.quantities import quantity
 from kvevict.engine.read import evict
-from kvevict.policy import build
+from kvevict.policy.building import build
 from kvevict.policy.inputs import need
 from kvevict.policy.refinements import REFINEMENTS
 from kvevict.policy.seen.rows import Observation

@@ -3,7 +3,7 @@
 import pytest
 
 import kvevict
-from kvevict.policy import build
+from kvevict.policy.building import build
 
 POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected", "gate", "tri")
 REFUSED = [  # (text, reason); a budget of 64 where it names none

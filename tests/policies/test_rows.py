@@ -9,7 +9,8 @@ from choices import ANSWERS, DRAFT, DRAFTS, GATES, TABLES
 from policy_cases import BUDGET, CHUNK, POLICIES, compare, model, ours, tokens, truth
 
 import kvevict
-from kvevict.policy import PARTS, build
+from kvevict.policy.building import build
+from kvevict.policy.parts import PARTS
 
 ROWS = {
     "last": {},

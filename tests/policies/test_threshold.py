@@ -7,8 +7,9 @@ from policy_cases import BUDGET, CHUNK, Slots, compare, model, tokens
 
 import kvevict
 from kvevict.lab.analysis.slots import Layers
-from kvevict.policy import Policy, build
+from kvevict.policy.building import build
 from kvevict.policy.heads import above
+from kvevict.policy.policy import Policy
 
 CHOICES = {  # "preset, remark": options in chunks, the threshold of a whole prompt
     "kvzip": (dict(threshold=0.1), 0.04),

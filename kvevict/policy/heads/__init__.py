@@ -12,19 +12,16 @@ from typing import ClassVar
 
 import torch
 
-from ..inputs import Policy, Slots
-from ..registry import Registry, load_folder
+from ..inputs import Slots
+from ..registry import Part, Registry, load_folder
 
 HEADS: Registry = Registry("head budget")
 LOWEST = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class HeadBudget:
+class HeadBudget(Part):
     ragged: ClassVar[bool] = True  # heads compete, so they end up with different numbers of slots
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
 
     def keep(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
         raise NotImplementedError

@@ -14,14 +14,14 @@ import torch
 from ..apportion import apportion
 from ..checks import PLENTY
 from ..inputs import Policy, Slots
-from ..registry import Registry, load_folder
+from ..registry import Part, Registry, load_folder
 
 LAYERS: Registry = Registry("layer budget")
 
 
 @LAYERS.add("uniform")
 @dataclass(frozen=True)
-class LayerBudget:
+class LayerBudget(Part):
     """Every layer gets B."""
 
     needs: ClassVar[tuple[Any, ...]] = ()  # quantities that `preference` gets, as a score's
@@ -30,9 +30,6 @@ class LayerBudget:
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
     pools: ClassVar[bool] = False  # one ranking of all layers' slots, by `keep`, once the last layer was read
     residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
 
     def shares(self, policy: Policy, layers: int, tokens: int, measured: Any = None) -> list[Any]:
         """Return each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured:

@@ -8,23 +8,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..inputs import Policy, Slots
-from ..registry import Registry, load_folder
+from ..inputs import Slots
+from ..registry import Part, Registry, load_folder
 
 REFINEMENTS: Registry = Registry("refinement")
 
 
 @REFINEMENTS.add("none")
 @dataclass(frozen=True)
-class Refinement:
+class Refinement(Part):
     """The score as it is."""
 
     picks_by: ClassVar[tuple[Any, ...]] = ()  # quantities that `pick` gets, as a score's
     refines: ClassVar[bool] = False  # `refine` changes the numbers that are ranked
     picks: ClassVar[bool] = False  # `pick` changes the numbers that a head's slots are taken by
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
 
     def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return score

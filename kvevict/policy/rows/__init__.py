@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
-from ..registry import Registry, load_folder
+from ..inputs import CallRows, Chunk, LayerRows, Observation
+from ..registry import Part, Registry, load_folder
 from ..seen.slots import FREE, Bounds
 
 ROWS: Registry = Registry("rows")
@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Part):
     needs_full_prompt: ClassVar[bool] = False  # they exist once all of the prompt was read, so layers wait for that
     rotates: ClassVar[bool] = False  # they rotate queries from one position to another: `LayerRows.rotate`
     supports_tensor_parallel: ClassVar[bool] = True  # a rank's part of a model is enough for them
@@ -82,9 +82,6 @@ class Rows:
     def decoded(self) -> int:
         """Number of decoded rows that are remembered to observe while decoding."""
         return 0
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
 
     def ready(self, decoder: Any) -> None:
         """Raise ValueError when an option without a default is missing, or does not fit this decoder; called when a

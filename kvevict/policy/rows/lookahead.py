@@ -9,7 +9,7 @@ import torch
 
 from ... import families
 from ...weights import differ, fingerprint
-from ..adapter import Adapter, base_of, bundled, config_of, load
+from ..adapter import CONFIG, Adapter, base_of, bundled, config_of, load
 from ..checks import count, hold_text
 from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Rows
@@ -41,9 +41,10 @@ class Lookahead(Rows):
 
     @property
     def most(self) -> Any:
-        if self.adapter is None:
-            return USUAL
-        return tokens_in(self.adapter) if isinstance(self.adapter, str) else self.adapter.tokens
+        if isinstance(self.adapter, str):
+            path = Path(self.adapter) / CONFIG
+            return _tokens(self.adapter, path.stat().st_mtime_ns if path.is_file() else None)
+        return USUAL if self.adapter is None else self.adapter.tokens
 
     decoded = most
 
@@ -102,10 +103,5 @@ class Lookahead(Rows):
 
 @functools.lru_cache
 def _tokens(folder: str | Path, stamp: Any) -> Any:
+    """Count the lookahead rows of a saved adapter, with a config.json of that time."""
     return config_of(folder)["tokens"]
-
-
-def tokens_in(folder: str | Path) -> int:
-    """Count the lookahead rows of a saved adapter."""
-    path = Path(folder) / "config.json"
-    return _tokens(folder, path.stat().st_mtime_ns if path.is_file() else None)

@@ -145,12 +145,8 @@ class Probe(Rows):
         if not self.append:
             return call.chunk(self.most, lengths)
         queries = past[0].to(call.q.dtype)
-        unseen = lengths if self._ends(call) else 0
+        unseen = lengths if call.ends_prompt and not self.span else 0  # the chunk ends with the probe
         return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
-
-    def _ends(self, call: LayerRows) -> bool:
-        """Return whether the chunk ends with the probe."""
-        return call.ends_prompt and not self.span
 
     def observing(self, rows: CallRows) -> Any:
         return np.minimum(self.lengths(rows.read.tokens), rows.tokens)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..checks import count, one_of
 from ..inputs import LayerRows, Policy, Slots, need
-from ..registry import Registry, load_folder
+from ..registry import Part, Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
 
@@ -22,7 +22,7 @@ SCORES: Registry = Registry("score")
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Part):
     rows: ClassVar[Rows] = NoRows()  # the method's rows, where a policy names none
     needs: ClassVar[tuple[Any, ...]] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
     factors: ClassVar[tuple[Any, ...]] = ()  # quantities of the slots that numbers are multiplied by, carried or not
@@ -56,14 +56,15 @@ class Score:
         return tuple(self.needs) == ("attention",) and not self.shared
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
         if hasattr(self, "sink"):
             count("sink", self.sink, 0)
 
     def score(self, slots: Slots, *quantities: Any) -> torch.Tensor:
-        """Return the importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: as in
-        `needs`."""
-        raise NotImplementedError
+        """Return the importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: as in `needs`.
+        By default it is the only one."""
+        if len(quantities) != 1:
+            raise NotImplementedError
+        return quantities[0]
 
     def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         """Return the score of kv heads, not pooled."""
@@ -118,9 +119,6 @@ class Attention(Pooled):
     def needs(self) -> tuple[Any, ...]:
         usual = (self.reduce, self.group) == ("sum", "mean")
         return ("attention",) if usual else (need("attention", reduce=self.reduce, group=self.group),)
-
-    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
-        return attention
 
 
 load_folder(sys.modules[__name__])

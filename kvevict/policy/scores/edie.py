@@ -1,10 +1,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from ..checks import at_least_0, one_of
-from ..inputs import Policy, Slots, need
+from ..inputs import Policy, need
 from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
@@ -33,9 +31,6 @@ class Edie(Pooled):
     @property
     def needs(self) -> tuple[Any, ...]:
         return (need("output_error", kind=self.kind, alpha=self.alpha, weight=self.weight),)
-
-    def score(self, slots: Slots, error: torch.Tensor) -> torch.Tensor:
-        return error
 
 
 @SCORES.add("edie-exact")

@@ -25,13 +25,11 @@ class Expected(Score):
     comparable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        hold_text(self, "stats")
+        hold_text(self, "stats", "the file that `kvevict statistics` wrote, or None")
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
         at_least_0("eps", self.eps)
-        if not isinstance(self.stats, (str, type(None))):
-            raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
 
     @property
     def needs(self) -> tuple[Any, ...]:

@@ -1,10 +1,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from ..checks import count, hold_text
-from ..inputs import Policy, Slots, need
+from ..inputs import Policy, need
 from . import SCORES, Score
 
 
@@ -26,7 +24,7 @@ class Gate(Score):
     comparable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        hold_text(self, "gates")
+        hold_text(self, "gates", "the folder that `kvevict train --kind gates` wrote")
 
     @property
     def protected(self) -> Any:
@@ -35,12 +33,7 @@ class Gate(Score):
     def check(self, policy: Policy) -> None:
         super().check(policy)
         count("recent", self.recent, 0)
-        if not isinstance(self.gates, (str, type(None))):
-            raise TypeError(f"gates must be the folder that `kvevict train --kind gates` wrote, got {self.gates!r}")
 
     @property
     def needs(self) -> tuple[Any, ...]:
         return (need("gate", gates=self.gates),)
-
-    def score(self, slots: Slots, gate: torch.Tensor) -> torch.Tensor:
-        return gate

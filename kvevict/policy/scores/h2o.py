@@ -1,10 +1,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from ..checks import count
-from ..inputs import LayerRows, Policy, Slots
+from ..inputs import LayerRows, Policy
 from ..rows.window import All
 from . import SCORES, Score
 
@@ -37,6 +35,3 @@ class H2O(Score):
         super().check(policy)
         if self.recent is not None:
             count("recent", self.recent, 0)
-
-    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
-        return attention

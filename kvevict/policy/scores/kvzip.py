@@ -1,9 +1,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from ..inputs import Slots, need
+from ..inputs import need
 from ..rows.repeat import Repeat
 from . import SCORES, Score
 
@@ -24,13 +22,11 @@ class KVzip(Score):
     carry: ClassVar[str] = "keep"
     comparable: ClassVar[bool] = True
     largest: ClassVar[bool] = True
+    quantity: ClassVar[str] = "repetition"
 
     @property
     def needs(self) -> tuple[Any, ...]:
-        return (need("repetition", sink=self.sink),)
-
-    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
-        return attention
+        return (need(self.quantity, sink=self.sink),)
 
 
 @SCORES.add("kvzip+")
@@ -42,6 +38,4 @@ class KVzipPlus(KVzip):
     block at repeated row j: max over j and h of a_ji ||W_O,h v_i||_2 / ||x_j||_2.
     """
 
-    @property
-    def needs(self) -> tuple[Any, ...]:
-        return (need("repeated_output", sink=self.sink),)
+    quantity: ClassVar[str] = "repeated_output"

@@ -1,9 +1,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from ..inputs import LayerRows, Slots, need
+from ..inputs import LayerRows, need
 from . import SCORES, Score
 
 
@@ -33,6 +31,3 @@ class LagKV(Score):
     @property
     def needs(self) -> tuple[Any, ...]:
         return (need("lag", part=self.lag, sink=self.sink),)
-
-    def score(self, slots: Slots, lag: torch.Tensor) -> torch.Tensor:
-        return lag

@@ -1,10 +1,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from ..checks import hold_text
-from ..inputs import Policy, Slots, need
+from ..inputs import need
 from . import SCORES, Score
 
 
@@ -24,16 +22,8 @@ class Tri(Score):
     own_interval: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
-        hold_text(self, "stats")
-
-    def check(self, policy: Policy) -> None:
-        super().check(policy)
-        if not isinstance(self.stats, (str, type(None))):
-            raise TypeError(f"stats must be the file that `kvevict statistics` wrote, or None, got {self.stats!r}")
+        hold_text(self, "stats", "the file that `kvevict statistics` wrote, or None")
 
     @property
     def needs(self) -> tuple[Any, ...]:
         return (need("trigonometric", sink=self.sink, stats=self.stats),)
-
-    def score(self, slots: Slots, product: torch.Tensor) -> torch.Tensor:
-        return product

@@ -10,23 +10,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..inputs import LayerRows, Policy, Slots
-from ..registry import Registry, load_folder
+from ..inputs import LayerRows, Slots
+from ..registry import Part, Registry, load_folder
 
 SELECTIONS: Registry = Registry("selection")
 
 
 @SELECTIONS.add("token")
 @dataclass(frozen=True)
-class Selection:
+class Selection(Part):
     """The best slots per kv head."""
 
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     run: ClassVar[int] = 1  # tokens that stay together
     spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
 
     def unfinished(self, call: LayerRows) -> Any:
         """Count the last slots that are kept because their run is not complete yet, by a

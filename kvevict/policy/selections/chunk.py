@@ -53,7 +53,8 @@ class Chunk(Selection):
         if self.shared:
             score = score.mean(1, keepdim=True).expand_as(score)
         runs, column = self._runs(slots), torch.arange(slots.columns, device=slots.device)
-        start = column.masked_fill(~_starts(runs), 0).cummax(-1).values
+        starts = torch.cat([torch.ones_like(runs[..., :1], dtype=torch.bool), runs[..., 1:] != runs[..., :-1]], -1)
+        start = column.masked_fill(~starts, 0).cummax(-1).values
         total, size = torch.zeros_like(score), torch.zeros_like(score)
         score = score.masked_fill(~slots.competing, 0)
         for ahead in range(min(self.c, slots.columns)):  # in slot order: the same sum on every machine
@@ -77,8 +78,3 @@ class Chunk(Selection):
     def _runs(self, slots: Slots) -> torch.Tensor:
         """Return the run of every slot that competes: [B, Hkv, C]; -1 elsewhere."""
         return (slots.positions // self.c).masked_fill(~slots.competing, -1)
-
-
-def _starts(runs: torch.Tensor) -> torch.Tensor:
-    """Mark the slots that are the first of their run: [B, Hkv, C]."""
-    return torch.cat([torch.ones_like(runs[..., :1], dtype=torch.bool), runs[..., 1:] != runs[..., :-1]], -1)
