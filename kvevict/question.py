@@ -260,18 +260,14 @@ def fitting(spans: tuple, most: int) -> tuple:
 
 
 def asking(arguments: Arguments, questions: list[Question], tokens: list[int]) -> Any:
-    """The policy's rows where the `Question`s of a call's rows, of so many tokens, observe."""
-    policy = arguments.policy
-    return policy.rows.asked(questions, near_end(policy, questions, tokens, arguments.columns))
-
-
-def near_end(policy: Policy, questions: list[Question], tokens: list[int], before: int = 0) -> bool:
-    """Whether all questions are close enough to the prompt's end to observe in place, one in each row; `before` tokens
-    of the text were read earlier. Otherwise they are appended to the last chunk too. Never if the last rows are
-    measured, or for questions that start before the tokens that every layer reads (tsp)."""
+    """The policy's rows where the `Question`s of a call's rows, of so many tokens, observe. If all are close enough to
+    the prompt's end they observe in place, one in each row; otherwise they are appended to the last chunk too. So they
+    are if the last rows are measured, and where one starts before the tokens that every layer reads (tsp)."""
+    policy, before = arguments.policy, arguments.columns
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
     ends = ((n - each.spans[0][0], n) for each, n in zip(questions, tokens, strict=True))
-    return not reads_last_rows(policy) and all(end <= min(most, (before + n) // 4) for end, n in ends)
+    near = not reads_last_rows(policy) and all(end <= min(most, (before + n) // 4) for end, n in ends)
+    return policy.rows.asked(questions, near)
 
 
 def reads_last_rows(policy: Policy) -> bool:

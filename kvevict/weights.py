@@ -83,7 +83,8 @@ def identity(model: Any) -> Identity:
 def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
     """What may change a number that a model computes, beside its weights, as JSON: the fields of its configuration but
     those of SILENT, also in the configurations within it, and the scales of the active adapters of PEFT's modules."""
-    scales = [_written(each.scaling[name]) for each in adapted for name in _active(each) if name in _scales(each)]
+    scaled = [each for each in adapted if isinstance(getattr(each, "scaling", None), dict)]  # a kind may have none
+    scales = [_written(each.scaling[name]) for each in scaled for name in _active(each) if name in each.scaling]
     return json.dumps(_written(config) | (dict(scaling=scales) if scales else {}), sort_keys=True)
 
 
@@ -207,24 +208,14 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_adapted(module: torch.nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper of one of the model's modules."""
-    return "base_layer" in module._modules and hasattr(module, "active_adapters")
-
-
 def _adapted(model: torch.nn.Module) -> list:
-    return [module for module in model.modules() if _is_adapted(module)]
+    """PEFT's wrappers of the model's modules."""
+    return [m for m in model.modules() if "base_layer" in m._modules and hasattr(m, "active_adapters")]
 
 
 def _active(module: torch.nn.Module) -> Any:
     """The names of a PEFT module's adapters that are on, beside its own weights."""
     return () if module.disable_adapters or module.merged else module.active_adapters
-
-
-def _scales(module: torch.nn.Module) -> dict:
-    """The scale of each adapter of a PEFT module; empty for a kind that has none."""
-    found = getattr(module, "scaling", None)
-    return found if isinstance(found, dict) else {}
 
 
 def _adapters(module: torch.nn.Module) -> Iterator[Any]:

@@ -36,10 +36,9 @@ def command(function: Command) -> Command:
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
-    )
+def add_model(parser: argparse.ArgumentParser, name: str = "--model", **how: Any) -> None:
+    told = "folder, .gguf file or hub id of a causal language model; default: the bundled one"
+    parser.add_argument(name, help=told, **how)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: as it is stored (default)")  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
@@ -50,6 +49,14 @@ def model_name(args: argparse.Namespace) -> str:
     from ..models import small_llama
 
     return args.model or small_llama()
+
+
+def loaded(args: argparse.Namespace) -> tuple[str, Any, Any]:
+    """(name, model, tokenizer) by the arguments of `add_model`."""
+    from ..models import load_model
+
+    name = model_name(args)
+    return (name, *load_model(name, args.dtype, args.device))
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 from argparse import ArgumentParser
 from typing import Any
 
-from . import add_model, check_folder, command, model_name
+from . import add_model, check_folder, command, loaded
 
 
 @command
@@ -12,11 +12,10 @@ def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--out", required=True, help="folder for the gates")
     args = parser.parse_args(argv)
     from ..gates import convert
-    from ..models import load_model
 
     check_folder("--out", args.out)
-    name = model_name(args)
-    made = convert(args.source, load_model(name, args.dtype, args.device)[0], args.out)
+    name, model, _ = loaded(args)
+    made = convert(args.source, model, args.out)
     kind, layers = made.about["kind"], len(made.layers)
     print(f"{args.out}: {kind} gates of {layers} layers; their source does not name the model they were trained on")
     return {"model": name, "out": args.out, "kind": kind, "layers": layers}

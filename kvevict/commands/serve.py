@@ -3,7 +3,7 @@ from argparse import ArgumentParser
 from dataclasses import fields
 
 from ..serve.options import Options
-from . import add_budget, build_policies, check_complete, check_folder, command, number
+from . import add_budget, add_model, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -12,12 +12,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 @command
 def serve(parser: ArgumentParser, argv: list[str]) -> None:
     """Answer OpenAI's clients over HTTP, with bounded memory: questions about a text share its stored slots."""
-    parser.add_argument(
-        "model", nargs="?", help="folder, .gguf file or hub id of a causal language model; default: the bundled one"
-    )
-    parser.add_argument("--dtype", default=Options.dtype, choices=["auto", "float32", "bfloat16", "float16"],
-                        help="of the model; auto: as it is stored (default)")  # fmt: skip
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
+    add_model(parser, "model", nargs="?")
     parser.add_argument("--name", help="the model's name in requests; default: a folder's name, or the hub id")
     parser.add_argument(
         "--policy",

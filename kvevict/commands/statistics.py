@@ -1,7 +1,7 @@
 from argparse import ArgumentParser
 from typing import Any
 
-from . import add_model, check_file, command, model_name, read_text
+from . import add_model, check_file, command, loaded, read_text
 
 
 @command
@@ -13,14 +13,13 @@ def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--length", type=int, default=1000, help="tokens of a part that is read at once; default 1000")
     parser.add_argument("--limit", type=int, default=100_000, help="tokens of the text at most; default 100000")
     args = parser.parse_args(argv)
-    from ..models import load_model
     from ..policy.checks import count
     from ..query_statistics import measure_queries
 
     count("--limit", args.limit, 1)
     check_file("--out", args.out)
-    text, name = read_text(args.data), model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    text = read_text(args.data)
+    name, model, tokenizer = loaded(args)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.limit]
     about = measure_queries(model, ids, args.out, length=args.length, progress=True)
     print(f"{args.out}: the queries of {about['tokens']} tokens in {about['layers']} layers")

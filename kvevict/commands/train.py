@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import add_model, check_folder, command, model_name, read_text
+from . import add_model, check_folder, command, loaded, read_text
 
 
 @command
@@ -60,15 +60,13 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
 def _lookahead(args: Any, options: dict) -> dict | None:
     from ..lookahead import train
     from ..lookahead.training import check_installed
-    from ..models import load_model
 
     held_out, targets = args.held_out or 0, options.pop("targets", ["all"])
     check_installed(held_out)
     if not Path(args.data).is_file():
         raise ValueError(f"--data {args.data} does not exist; give JSON lines with a prompt each")
     check_folder("--out", args.out)
-    name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     targets = targets[0] if len(targets) == 1 and "_" not in targets[0] else targets
     options |= dict(tokenizer=tokenizer, targets=targets, held_out=held_out)
     with _resumable(args.out):
@@ -78,12 +76,11 @@ def _lookahead(args: Any, options: dict) -> dict | None:
 
 def _gates(args: Any, options: dict) -> dict | None:
     from ..gates import train
-    from ..models import load_model
     from ..processes import Processes
 
-    text, name = read_text(args.data), model_name(args)
+    text = read_text(args.data)
     check_folder("--out", args.out)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     options |= dict(tokenizer=tokenizer, held_out=args.held_out)
     with _resumable(args.out):
         about = train(model, [text], args.out, **options).about

@@ -96,32 +96,19 @@ def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None]
     return torch.stack(each).mean()
 
 
-def _logits(q: Any, k: Any, scale: float, softcap: float) -> Any:
-    """[B, H, R, S] of queries at the last R of the S keys' positions, -inf where a row does not see a key."""
-    rows, columns = q.shape[2], k.shape[2]
-    logits = (q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
-    logits = _ops.softcapped(logits, softcap)
-    hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
-    return logits.masked_fill(hidden, -torch.inf)
-
-
-def _softmax(logits: Tensor, sinks: Any) -> Any:
-    if sinks is None:
-        return logits.softmax(-1)
-    column = sinks[None, :, None, None].to(logits).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
-
-
 def _sliding_attention(
     q: Any, k: Any, v: Any, keys: Tensor, values: Any, window: Any, *, scale: float, softcap: float, sinks: Any
 ) -> Any:
     """Attention [1, n, H, D] of a sliding layer's rows: its matrix is at most as wide as the window."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
-    logits = _logits(q.float(), k.float(), scale, softcap)
+    logits = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float()[:, :, None].mT).flatten(1, 2) * scale
     at = torch.arange(columns, device=q.device)
-    outside = at[None] <= at[columns - rows :, None] - window
-    weights = _softmax(logits.masked_fill(outside, -torch.inf), sinks).to(v.dtype)
+    row = at[columns - rows :, None]
+    logits = _ops.softcapped(logits, softcap).masked_fill((at > row) | (at <= row - window), -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[None, :, None, None].to(logits).expand(*logits.shape[:3], 1)], -1)
+    weights = logits.softmax(-1)[..., :columns].to(v.dtype)
     return (weights.unflatten(1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2).transpose(1, 2)
 
 
@@ -132,15 +119,7 @@ class _Attend(torch.autograd.Function):
     BLOCK = 4096  # columns of the prompt with attention weights in memory at once
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        options: dict,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, options: dict) -> Tensor:
         none = torch.zeros(1, dtype=torch.int32, device=q.device)
         out, lse = _ops.attend(q, slots_of(keys, values), k, v, none, **options)
         ctx.save_for_backward(q, k, v, keys, values, out, lse)
@@ -210,15 +189,8 @@ def _op_options(options: dict) -> dict:
     )
 
 
-def _call(
-    module: Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    **options: Any,
-) -> tuple:
-    return context().training_attention(module, query, key, value, mask, **options)
+def _call(*tensors: Any, **options: Any) -> tuple:
+    return context().training_attention(*tensors, **options)
 
 
 @contextlib.contextmanager

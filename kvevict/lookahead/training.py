@@ -134,18 +134,13 @@ class Run:
     """One training: made anew or continued from the folder's checkpoint."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        decoder: Any,
-        adapter: Adapter,
-        known: list,
-        held_out: int,
-        folder: Path,
-        settings: Settings,
-        most: int,
-    ) -> None:
+        self, model: torch.nn.Module, decoder: Any, adapter: Adapter, known: list, held_out: int, folder: Path,
+        settings: Settings, most: int,
+    ) -> None:  # fmt: skip
+        from accelerate import Accelerator
+
         self.decoder, self.adapter, self.folder, self.settings = decoder, adapter, folder, settings
-        self.accelerator = _accelerator(decoder)
+        self.accelerator = Accelerator(cpu=device_of(decoder.get_input_embeddings()).type == "cpu")
         self.pairs, self.held = known[: len(known) - held_out], known[len(known) - held_out :]
         self.responses = Responses(model, folder, most, self.accelerator.process_index)
         self.module = self.accelerator.prepare_model(_Loss(decoder, adapter, settings.target))
@@ -253,12 +248,6 @@ class Run:
 def check_installed(held_out: int) -> None:
     """Raise ValueError where a package that training needs is missing: accelerate, and scipy to validate."""
     installed("train", "training a lookahead adapter", "accelerate", *(["scipy"] if held_out else []))
-
-
-def _accelerator(decoder: Any) -> Any:
-    import accelerate
-
-    return accelerate.Accelerator(cpu=device_of(decoder.get_input_embeddings()).type == "cpu")
 
 
 @contextlib.contextmanager

@@ -65,21 +65,12 @@ def place(device: str | None = None) -> str:
     one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that cannot be used."""
     import torch
 
-    from .._ops import build_info
+    from .._ops import DEVICES, build_info
 
-    if device:
-        return _usable(device)
-    if not (build_info()["cuda"] and torch.cuda.is_available()):
-        return "cpu"
-    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
-
-
-def _usable(device: str) -> str:
-    """The device, if it exists and has kernels; else ValueError."""
-    import torch
-
-    from .._ops import DEVICES
-
+    if not device:
+        if not (build_info()["cuda"] and torch.cuda.is_available()):
+            return "cpu"
+        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     reason = f"this build has kernels for {' and '.join(DEVICES)} only"
     if device.partition(":")[0] in DEVICES:
         try:

@@ -21,6 +21,7 @@ import kvevict
 from kvevict import sealed
 from kvevict.lab.evaluate import table
 from kvevict.lab.evaluate.results import Results, read
+from kvevict.policy.building import build
 
 REFUSED = (ValueError, TypeError, OSError)
 READERS = {
@@ -234,9 +235,9 @@ def policies(rng):
     name = rng.choice([name for name in kvevict.PRESETS if name not in ("lookahead", "gate")])
     options = dict(budget=rng.choice((0.3, 40)), chunk_size=rng.choice((None, 16)))
     with contextlib.suppress(ValueError):
-        small = {"window": 4} if "window" in kvevict.policy.build(name, budget=500).rows.__dataclass_fields__ else {}
-        return kvevict.policy.build(name, **options, **small)
-    return kvevict.policy.build(name, budget=500)
+        small = {"window": 4} if "window" in build(name, budget=500).rows.__dataclass_fields__ else {}
+        return build(name, **options, **small)
+    return build(name, budget=500)
 
 
 def test_policies():
@@ -268,7 +269,7 @@ def test_policies():
 def test_histories(tmp_path):
     """A parsed history splits a budget exactly."""
     path, history = tmp_path / "history", kvevict.history("attacked")
-    policy = kvevict.policy.build("edie+tada", budget=50, task="attacked")
+    policy = build("edie+tada", budget=50, task="attacked")
 
     def case(rng):
         errors = [rng.choice((0.0, 1.0, 1e-320, 5e-324, 1e300, rng.random())) for _ in range(4)]

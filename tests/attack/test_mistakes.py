@@ -30,6 +30,7 @@ from kvevict.lab.analysis.run import encode
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.lab.evaluate.results import Results, read
 from kvevict.policy.apportion import apportion
+from kvevict.policy.building import build
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy
 from kvevict.prompts import MARGIN, first_ids, ids_of
@@ -248,13 +249,13 @@ NUMBERS = dict(
 @pytest.mark.parametrize("value", [PLENTY + 2, BEYOND + 1, -BEYOND - 1])  # a kernel is odd
 def test_numbers_beyond_32_bits(preset, option, value):
     with pytest.raises(ValueError, match=f"{option}.* must be at (most|least)|budget=.*too small"):
-        kvevict.policy.build(preset, **dict(budget=PLENTY) | {option: value})
+        build(preset, **dict(budget=PLENTY) | {option: value})
 
 
 @pytest.mark.parametrize("probe", [(0, BEYOND), (-BEYOND, 0), (BEYOND, BEYOND + 1)])
 def test_spans_beyond_32_bits(probe):
     with pytest.raises(ValueError, match="probe"):
-        kvevict.policy.build("take", budget=PLENTY, probe=probe)
+        build("take", budget=PLENTY, probe=probe)
 
 
 def test_the_largest_budget_reads():
@@ -421,7 +422,7 @@ def test_plan_refuses_what_patch_refuses():
     dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
     for changes, name in ((dict(head_dim=12), "streaming"), (dict(rope_parameters=dynamic), "expected")):
         made = tiny.model(**changes)
-        policy = kvevict.policy.build(name, budget=40)
+        policy = build(name, budget=40)
         with pytest.raises(ValueError) as patched:
             kvevict.patch(made, policy)
         with pytest.raises(ValueError) as planned:

@@ -12,7 +12,7 @@ import kvevict
 from kvevict.cli import main
 from kvevict.lab.analysis import speed
 from kvevict.lab.commands.bench import cells
-from kvevict.policy import build
+from kvevict.policy.building import build
 
 SLOT = 2 * 4 * 32  # bytes of a key and a value of one head: fp32, head_dim 32
 

@@ -13,7 +13,7 @@ from tiny import byte_tokenizer, generate, save
 import kvevict
 from kvevict.cli import COMMANDS, main
 from kvevict.commands import grid, options_of
-from kvevict.policy import build
+from kvevict.policy.building import build
 from kvevict.policy.text import parse_policy
 
 

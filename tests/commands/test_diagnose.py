@@ -14,6 +14,7 @@ import kvevict
 from kvevict.cli import main
 from kvevict.engine.watch import diagnostics
 from kvevict.lab.analysis import compare
+from kvevict.policy.building import build
 
 MODEL = 1e-5  # relative, fp32's error over the layers of a tiny model; 3e-7 was measured
 
@@ -320,7 +321,7 @@ def test_compare(preset, family):
             break
         except oracle.NearTie:
             continue
-    left = compare.left(made, prompt[None], kvevict.policy.build(preset, **given))
+    left = compare.left(made, prompt[None], build(preset, **given))
     assert compare.positions(left) == [[set(head) for head in layer] for layer in positions if layer]
     for got, numbers in zip(compare.compare(full, left), want, strict=True):
         assert list(got.values()) == pytest.approx([float(x) for x in numbers], rel=MODEL)
@@ -333,7 +334,7 @@ def test_compare_when_nothing_goes(budget):
     full = compare.truth(made, prompt[None], max_new_tokens=70)
     assert len(full.response) == 70
     assert full.layers[0][0].shape[1] == diagnostics.ROWS
-    left = compare.left(made, prompt[None], kvevict.policy.build("h2o", budget=budget, chunk_size=12))
+    left = compare.left(made, prompt[None], build("h2o", budget=budget, chunk_size=12))
     for got in compare.compare(full, left):
         want = dict(joint_error=0.0, output_error=0.0, recall=1.0, top16=1.0)
         assert got == pytest.approx(want, abs=MODEL)
@@ -354,7 +355,7 @@ def test_command(tmp_path, capsys):
     assert result["tokens"] == ids.shape[1] == 126
     full = compare.truth(made, ids, 32)
     made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(ids=tuple(full.response)))
-    left = [compare.left(made, ids, kvevict.policy.build(p, budget=24, **given)) for p, given in made_of.items()]
+    left = [compare.left(made, ids, build(p, budget=24, **given)) for p, given in made_of.items()]
     kept = [compare.positions(one) for one in left]
     for a, name in enumerate(policies):
         run = result["runs"][name]

@@ -21,7 +21,8 @@ from kvevict import cli
 from kvevict.lab.analysis.cost import Hardware, pairs, plan, work
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.lab.analysis.slots import Layers, Taken
-from kvevict.policy import PRESETS, build
+from kvevict.policy.building import build
+from kvevict.policy.presets import PRESETS
 from kvevict.policy.scores import SCORES
 from kvevict.policy.seen.rows import Chunk
 

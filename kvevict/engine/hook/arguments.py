@@ -56,10 +56,10 @@ class Arguments:
         new = None if mask is None else mask[:, self.columns :]
         self.packing = packing = Packing(new, self.batch, self.device)
         self.first, self.padding = packing.first, packing.padding
-        self._positions = Positions(decoder, position_ids, packing, mask, self.columns, self.tokens)
+        self.places = Positions(decoder, position_ids, packing, mask, self.columns, self.tokens)
         self._mask = None if mask is None else torch.cat([mask[:, : self.columns], packing.pack(new)], 1)
-        self._inputs = inputs.packed(packing)
-        self.ids = self._inputs.ids
+        self.given = inputs.packed(packing)
+        self.ids = self.given.ids
         if self.asks("output_attentions"):
             raise ValueError(
                 "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
@@ -71,38 +71,30 @@ class Arguments:
         make_ours(self.cache, plan, decoder.config, mask, self.columns)
         self.layers = [self.cache.layers[index] for index in plan.order]  # the layers that evict
         if self.cache.sequence.next_position is not None:
-            self._positions.follow(self.cache.sequence.next_position)
+            self.places.follow(self.cache.sequence.next_position)
         self.rolls_back = self.cache.record_past
         check_roll_back(self)
 
     def asks(self, flag: str) -> bool:
-        return bool(self._inputs.more.get(flag, getattr(self.decoder.config, flag, False)))
-
-    def unsplittable(self) -> str | None:
-        """The name of an argument that cannot be cut into chunks, if there is one."""
-        return self._inputs.unsplittable()
+        return bool(self.given.more.get(flag, getattr(self.decoder.config, flag, False)))
 
     def positions(self) -> torch.Tensor:
         """[B, N] of the new tokens."""
-        return self._positions.tokens()
-
-    def position_ids_of(self, start: int, end: int, positions: torch.Tensor) -> torch.Tensor:
-        """The decoder's position_ids for columns start..end-1 and the rows after them, at positions [B, S] in all."""
-        return self._positions.chunk(start, end, positions)
+        return self.places.tokens()
 
     def tokens_at(self, columns: torch.Tensor) -> torch.Tensor:
         """Ids or embeddings at columns [B, p]."""
-        return self._inputs.at(columns)
+        return self.given.at(columns)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
-        return self._inputs.embedded(ids)
+        return self.given.embedded(ids)
 
     def inputs(self, start: int, end: int, appended: AppendedRows | None = None) -> dict[str, Any]:
         """The decoder's arguments for columns start..end-1 and, after them, the appended rows."""
         mask = self.mask_for(end, 0 if appended is None else appended.tokens.shape[1])
         cached = dict(attention_mask=mask, use_cache=True, return_dict=True) | {CACHE: self.cache}
-        return self._inputs.chunk(start, end, appended, self.wanted) | cached
+        return self.given.chunk(start, end, appended, self.wanted) | cached
 
     def mask_for(self, end: int, appended: int = 0) -> torch.Tensor | None:
         """The mask that Transformers makes its masks of, for the columns up to `end` and `appended` rows. Our layers

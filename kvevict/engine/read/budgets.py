@@ -50,12 +50,10 @@ class Budgets:
             return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)
         if self.cuts.any() and policy.layers.pools:
             return Pooled(policy, self.layers, targets, over, bar)
-        warmup = np.array([policy.warmup_slots(n) for n in self.seen]) * self.heads
-
-        def limit(layer: int, _: np.ndarray) -> np.ndarray:
-            return warmup if schedule.relaxed(policy, layer, self.layers, chunk) else targets[layer]
-
-        return Decisions(policy, self.layers, limit, observed, bar)
+        most = targets.copy()
+        if policy.warmup_layers is not None and not chunk.last:  # TAKE eq. 8
+            most[: policy.waiting_layers(self.layers)] = [policy.warmup_slots(n) * self.heads for n in self.seen]
+        return Decisions(policy, self.layers, lambda layer, alive: most[layer], observed, bar)
 
     def split(self, alive: np.ndarray | None, measured: list) -> np.ndarray:
         """Slots int [layers, B] that each layer may keep, by `layer_slots`."""

@@ -89,7 +89,8 @@ class Deciding(Chooser):
             memory[call.index] = call.step.rows.accumulate(call.rows, memory.get(call.index))
             call.layer.memory = quantities.remembered(call.step.plan.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
-            self._ask(call)
+            asked = policy.layers.preference(call.slots, *evict.measured(call, policy.layers.needs))
+            self.decisions.ask(order, asked.cpu().numpy())
         decision = self.decisions.at(order, call.slots.alive)
         narrows = propagate.due(call)
         carries = observing and (policy.carry != "none" or (chunk is not None and chunk.again is not None))
@@ -111,11 +112,6 @@ class Deciding(Chooser):
         for cut in decision.cuts:
             with self.pending[cut.layer].call.layer.storage.here():
                 self._carry_out(cut, keep.get(cut.layer))
-
-    def _ask(self, call: LayerCall) -> None:
-        layers = call.policy.layers
-        asked = layers.preference(call.slots, *evict.measured(call, layers.needs))
-        self.decisions.ask(call.order, asked.cpu().numpy())
 
     def _pool(self, cuts: tuple) -> dict:
         """Number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""

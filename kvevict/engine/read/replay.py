@@ -8,7 +8,7 @@ is found out from two tokens, once for a plan.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -183,17 +183,8 @@ def _obstacle(step: Step) -> str | None:
         return "the model is spread over devices"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    if any(map(_is_foreign, _hooks(step.decoder))):
+    held = (each for m in step.decoder.modules() for each in (m._forward_hooks, m._forward_pre_hooks))
+    hooks = (hook for each in held for hook in each.values())
+    if not all(getattr(hook, "func", hook).__module__.startswith("kvevict.") for hook in hooks):  # ours are for prompts
         return "modules of the model have hooks, which a recorded token would not call"
     return None
-
-
-def _hooks(decoder: torch.nn.Module) -> Iterator[Callable]:
-    for module in decoder.modules():
-        yield from module._forward_hooks.values()
-        yield from module._forward_pre_hooks.values()
-
-
-def _is_foreign(hook: Callable) -> bool:
-    """True unless it is one of ours, which are for prompts."""
-    return not getattr(hook, "func", hook).__module__.startswith("kvevict.")

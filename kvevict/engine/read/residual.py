@@ -76,9 +76,9 @@ def install(
         hooks.append(layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True))
         if until == "attention":
             module = layer.get_submodule(after_attention[index])
-            hooks.append(module.register_forward_pre_hook(partial(_after_attention, index)))
+            hooks.append(module.register_forward_pre_hook(partial(_after, index, until)))
         else:
-            hooks.append(layer.register_forward_hook(partial(_after_layer, index)))
+            hooks.append(layer.register_forward_hook(partial(_after, index, until)))
     return hooks
 
 
@@ -96,17 +96,11 @@ def _enter(index: int, module: torch.nn.Module, args: Any, kwargs: Any = None) -
         step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
 
 
-def _after_attention(index: int, module: torch.nn.Module, args: tuple) -> None:
-    _note(index, args[0], "attention")
-
-
-def _after_layer(index: int, module: torch.nn.Module, args: Any, output: Any) -> None:
-    _note(index, output[0] if isinstance(output, tuple) else output, "layer")
-
-
-def _note(index: int, after: torch.Tensor, until: str) -> None:
-    """If the running step measures there, note the residual stream after a layer's attention, or after the layer."""
+def _after(index: int, until: str, module: torch.nn.Module, args: tuple, output: Any = None) -> None:
+    """If the running step measures there, note the residual stream after a layer's attention, the first argument of
+    the submodule that follows it, or after the layer, its output."""
     step = _measuring(until)
     if step is not None:
+        after = args[0] if output is None else output[0] if isinstance(output, tuple) else output
         with step.meter.clock("evict"):
             step.chooser.errors.note_rotation(step, index, after)

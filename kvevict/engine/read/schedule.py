@@ -69,8 +69,3 @@ def observes(policy: Policy, order: int, layers: int) -> bool:
 def overfull(policy: Any, slots: Any, budget: Any, heads: int = 1) -> Any:
     """True if decoding cuts a layer back to its budget. slots, budget: sums over its heads, numbers or arrays."""
     return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0
-
-
-def relaxed(policy: Policy, order: int, layers: int, chunk: Chunk) -> bool:
-    """True if a layer may hold B_warmup slots after a chunk (TAKE eq. 8)."""
-    return policy.warmup_layers is not None and order < policy.waiting_layers(layers) and not chunk.last

@@ -127,7 +127,10 @@ class EvictionCache(DynamicCache):
         """Remove the last -tokens_to_remove tokens of every layer: of those read since the last eviction. If one layer
         cannot, raise and change none."""
         count = self.sequence.count_to_remove(tokens_to_remove)
-        layers = [_attributes(layer) for layer in self.layers]
+        layers = [  # a crop writes to the dicts of a layer's states, never to a tensor
+            {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
+            for layer in self.layers
+        ]
         self.sequence.removing = count
         try:
             super().crop(tokens_to_remove)
@@ -179,11 +182,6 @@ def _kind(plain: Any) -> type:
 
 def _blank(plain: Any) -> EvictionCache:
     return object.__new__(_kind(plain))
-
-
-def _attributes(layer: Any) -> dict:
-    """The attributes that a crop replaces. A crop writes to the dicts of a layer's states, never to a tensor."""
-    return {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
 
 
 def _forked(layer: Any, storage: Storage | None) -> EvictionLayer:

@@ -208,5 +208,5 @@ def recall_all(layers: Sequence[Any], meter: Any) -> bool:
     with meter.clock("recall"):
         for layer in layers:
             _restore(layer, layer.archive)
-    meter.note_recall(kept, [layer.positions() for layer in layers])
+    meter.recalls = [(before, layer.positions()) for before, layer in zip(kept, layers, strict=True)]
     return True

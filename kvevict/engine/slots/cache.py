@@ -34,16 +34,8 @@ def _stored(name: str) -> Any:
     return property(attrgetter(f"storage.{name}"))
 
 
-def _unbounded(layer: Any) -> int:
-    return -1
-
-
 def _of_the_cache(layer: Any, *args: Any) -> None:
     raise ValueError("a layer has no rows or tokens of its own: crop, reorder or select its EvictionCache")
-
-
-def _offload(layer: EvictionLayer) -> None:
-    raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
 
 
 class EvictionLayer(CacheLayerMixin):
@@ -53,7 +45,6 @@ class EvictionLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
-    offload = prefetch = _offload
     decodes_after_prefix = True  # `decode` attends to a storage's prefix too
 
     k, v, pos, offset, centre = _stored("k"), _stored("v"), _stored("pos"), _stored("offset"), _stored("centre")
@@ -130,8 +121,15 @@ class EvictionLayer(CacheLayerMixin):
         """Tokens seen, never slots kept: the next token's position depends on it."""
         return self.sequence.columns
 
-    get_max_length = get_max_cache_shape = _unbounded
+    def get_max_length(self) -> int:
+        return -1
 
+    get_max_cache_shape = get_max_length
+
+    def offload(self) -> None:
+        raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
+
+    prefetch = offload
     reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -39,7 +39,8 @@ class Meter:
         self.peak = 0  # the most of them at once, chunks in flight included
         self.seconds = defaultdict(float)
         self.replayed = 0  # decoded tokens since then that were replayed
-        self.recalls: list[tuple[list, list]] | None = None  # (kept, whole) of each layer; None: nothing was recalled
+        # Of each layer the positions [row][head] of its slots before all came back, and after; None: nothing came back.
+        self.recalls: list[tuple[list, list]] | None = None
         self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:
@@ -52,10 +53,6 @@ class Meter:
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * int(tokens.sum()))
 
-    def note_recall(self, kept: list, whole: list) -> None:
-        """Positions [layer][row][head] of the slots before all came back, and after; a cut then chooses some."""
-        self.recalls = list(zip(kept, whole, strict=True))
-
     def write(self, layers: list[Any], kind: str) -> None:
         """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
         `kv.KINDS`."""
@@ -64,6 +61,7 @@ class Meter:
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
         archive = sum(t.nbytes for layer in own for t in archived(layer))
         heads = sum(layer.counts.shape[1] for layer in own)
+        computed = [2 * like.element_size() * like.shape[1] for like in (layer.storage.like for layer in own)]
         positions = [None if layer is None else layer.positions() for layer in layers]
         recalled = None
         if self.recalls is not None:
@@ -74,7 +72,8 @@ class Meter:
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
             kept_share=[n / (heads * tokens) if tokens else 1.0 for n, tokens in zip(slots, seen, strict=True)],
             cache_bytes=live,
-            full_cache_bytes=sum(seen) * sum(layer.counts.shape[1] * _new_bytes(layer.storage.like) for layer in own),
+            full_cache_bytes=sum(seen)
+            * sum(layer.counts.shape[1] * new for layer, new in zip(own, computed, strict=True)),
             bits=[None if layer is None else _bits(layer) for layer in layers],
             wider_keys=[
                 index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.kinds, kind)
@@ -104,11 +103,6 @@ def _place(archive: Storage | Apart | None) -> str | None:
         return None
     one = archive.each[0] if isinstance(archive, Apart) else archive
     return "files" if in_file(one) else str(one.device)
-
-
-def _new_bytes(like: torch.Tensor) -> int:
-    """Bytes of a key and a value as they are computed."""
-    return 2 * like.element_size() * like.shape[1]
 
 
 def _bits(layer: Any) -> list:

@@ -87,8 +87,9 @@ class Diagnostics(Watcher):
                 index = [choice.index[b, h, :n] for h, n in enumerate(choice.keep[b])]
                 index *= slots.kv.k.shape[1] // len(index)
                 heads = [_head(call, b, h, *one) for h, one in enumerate(zip(index, *zip(*queries, strict=True)))]
-                parts = (slots.heads.gather(torch.cat(part)[None])[0] for part in zip(*heads))
-                sums[:, b] += torch.tensor([1, *_errors(*parts)], **exact)
+                before, after, mass, kept = (slots.heads.gather(torch.cat(part)[None])[0] for part in zip(*heads))
+                errors = joint_error(before, after).mean(), output_error(before, after).mean(), kept.sum() / mass.sum()
+                sums[:, b] += torch.tensor([1, *errors], **exact)
 
     def report(self, rows: int, own: list[bool]) -> dict[str, Any]:
         """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not ours."""
@@ -128,7 +129,3 @@ def _head(call: LayerCall, b: int, h: int, index: torch.Tensor, q: torch.Tensor,
     a, before = attention(q, k, v, sees, **options)
     _, after = attention(q, k, v, sees & kept, **options)
     return before, after, a.sum(2), (a * kept).sum(2)
-
-
-def _errors(before: torch.Tensor, after: torch.Tensor, mass: torch.Tensor, kept: torch.Tensor) -> tuple:
-    return joint_error(before, after).mean(), output_error(before, after).mean(), kept.sum() / mass.sum()

@@ -18,14 +18,10 @@ from .run import measure
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
-def _counts(seen: dict) -> list:
-    """Slots of every kv head of the full-attention layers, from the report of a batch of one row."""
-    return [count for layer in seen["kept"] if layer is not None for count in layer[0]]
-
-
 def slots(seen: dict) -> str:
-    """Kept slots per kv head, the range over layers and heads."""
-    least, most = min(_counts(seen)), max(_counts(seen))
+    """Kept slots per kv head, the range over layers and heads, from the report of a batch of one row."""
+    counts = [count for layer in seen["kept"] if layer is not None for count in layer[0]]
+    least, most = min(counts), max(counts)
     return str(least) if least == most else f"{least}..{most}"
 
 

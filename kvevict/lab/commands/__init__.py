@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ...commands import model_name, read_text, words
+from ...commands import loaded, read_text, words
 from ...policy.registry import load_folder
 
 if TYPE_CHECKING:
@@ -40,16 +40,15 @@ def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
 def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[Prompt]]:
     """(name, model, tokenizer, `Prompt` of each question) of a command with the arguments of `add_model` and
     `add_question`."""
-    from ...models import load_model
     from ...policy.checks import count
     from ..analysis.run import encode
 
     count("--max-new-tokens", args.max_new_tokens, 1)
-    text, name = read_text(args.file), model_name(args)
+    text = read_text(args.file)
     if args.model is None:
         print("the bundled model finds names and numbers such as \"The code of Naislet is 364735.\" and little else; "
               "give --model for other texts and questions", file=sys.stderr)  # fmt: skip
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     limit = room(model, args.max_new_tokens, args.limit)
     return name, model, tokenizer, [encode(tokenizer, text, each, limit, args.opening) for each in questions]
 

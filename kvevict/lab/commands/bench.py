@@ -3,16 +3,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from ...commands import (
-    add_budget,
-    add_model,
-    add_policies,
-    build_policies,
-    check_complete,
-    command,
-    model_name,
-    number,
-)
+from ...commands import add_budget, add_model, add_policies, build_policies, check_complete, command, loaded, number
 from ...policy.text import DEFAULT
 
 if TYPE_CHECKING:
@@ -33,7 +24,6 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     import torch
     from tqdm import tqdm
 
-    from ...models import load_model
     from ...policy.checks import count
     from ..analysis.cost import UNPATCHED
     from ..analysis.speed import alternate, check
@@ -42,8 +32,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     count("--new-tokens", args.new_tokens, 2)
     policies = build_policies(args.policies, args)
     check_complete(policies)
-    name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]

@@ -16,7 +16,7 @@ from ...commands import (
     check_folder,
     command,
     grid,
-    model_name,
+    loaded,
     number,
 )
 from ...policy.text import DEFAULT
@@ -45,7 +45,6 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     args = parser.parse_args(argv)
     from transformers.utils import logging
 
-    from ...models import load_model
     from ...policy.checks import count
 
     count("--cases", args.cases, 1)
@@ -53,8 +52,7 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     policies = build_policies(args.policies, args)
     check_complete(policies)
     logging.disable_progress_bar()
-    name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     asked = list(ask(model, tokenizer, policies, args))
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")

@@ -3,15 +3,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from ...commands import (
-    add_budget,
-    add_model,
-    add_policies,
-    build_policies,
-    command,
-    grid,
-    model_name,
-)
+from ...commands import add_budget, add_model, add_policies, build_policies, command, grid, loaded
 from ...policy.checks import installed
 from ...policy.text import DEFAULT
 from . import add_question, load_prompt, room
@@ -68,7 +60,6 @@ def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, b
 
 def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
     """The same as `load_file` returns, of cases that `kvevict demo` asks."""
-    from ...models import load_model
     from ...policy.checks import count
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, Settings
@@ -78,8 +69,7 @@ def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, 
     for option, number in (("--max-new-tokens", args.max_new_tokens), ("--limit", args.limit)):
         if number is not None:
             count(option, number, 1)
-    name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     new = ANSWER if args.max_new_tokens is None else args.max_new_tokens
     longest = room(model, new, args.limit or LONGEST) or LONGEST
     cases = TASKS.find(TASK)(Settings(tokenizer, longest, args.cases))

@@ -2,14 +2,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from ...commands import (
-    add_model,
-    add_policies,
-    check_file,
-    command,
-    model_name,
-    number,
-)
+from ...commands import add_model, add_policies, check_file, command, loaded, number
 from ...policy.checks import installed
 
 
@@ -77,7 +70,6 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
 
 
 def _evaluate(args: Any) -> None:
-    from ...models import load_model
     from ...policy.checks import count
     from ..evaluate.run import Plan, evaluate
     from ..evaluate.runs import MODES
@@ -106,8 +98,7 @@ def _evaluate(args: Any) -> None:
     )  # fmt: skip
     plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
     check_file("--out", args.out)
-    name = model_name(args)
-    model, tokenizer = load_model(name, args.dtype, args.device)
+    name, model, tokenizer = loaded(args)
     evaluate(model, tokenizer, plan, args.out, name, args.batch_size)
 
 

@@ -1,15 +1,7 @@
 from argparse import ArgumentParser
 from typing import Any
 
-from ...commands import (
-    add_budget,
-    add_model,
-    add_policy,
-    build_policies,
-    check_complete,
-    command,
-    grid,
-)
+from ...commands import add_budget, add_model, add_policy, build_policies, check_complete, command, grid
 from . import add_question, load_prompt
 from .inspect import told_of
 

@@ -5,15 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...commands import (
-    add_budget,
-    add_model,
-    build_policies,
-    check_complete,
-    check_file,
-    command,
-    options_of,
-)
+from ...commands import add_budget, add_model, build_policies, check_complete, check_file, command, options_of
 from ...policy.text import DEFAULT, FORM
 from . import add_question, load_prompts
 

@@ -3,15 +3,7 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from typing import Any
 
-from ...commands import (
-    add_budget,
-    add_model,
-    add_policy,
-    build_policies,
-    command,
-    grid,
-    model_name,
-)
+from ...commands import add_budget, add_model, add_policy, build_policies, command, grid, model_name
 
 LONG = 131072  # tokens
 

@@ -144,7 +144,8 @@ def ask(model: Any, tokenizer: Any, asked: Asked, run: Run, text: Reading | None
     if policy is not None:
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
-            asked.logits = _forced(model, prompt.context + prompt.question, scored)
+            full = model(as_row(model, prompt.context + prompt.question), use_cache=True, logits_to_keep=1)
+            asked.logits = _follow(model, full.logits, cache_of(full), scored)
     later, keeping = alone or scored is not None, None if policy is None else KEEP_ALL
     before, start = 0 if text is None else _bytes(cache), now(model)
     with _asking(model, tokenizer, policy) if later else _patched(model, policy):
@@ -246,12 +247,6 @@ def _compared(asked: Asked, logits: torch.Tensor, ids: list) -> dict:
 
 def _nats(logits: torch.Tensor, ids: list) -> float:
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
-
-
-def _forced(model: torch.nn.Module, prompt: list, ids: Any) -> torch.Tensor:
-    """Logits [R, vocabulary] of the full cache of a prompt for each of the ids that follow it."""
-    out = model(as_row(model, prompt), use_cache=True, logits_to_keep=1)
-    return _follow(model, out.logits, cache_of(out), ids)
 
 
 def _follow(model: torch.nn.Module, logits: torch.Tensor, cache: Any, ids: list) -> torch.Tensor:

@@ -79,7 +79,9 @@ class Results:
             for line in lines:
                 self._note(line)
         if path.exists():
-            _cut_half_line(path)
+            whole = path.read_bytes().rfind(b"\n") + 1
+            with path.open("r+b") as file:  # without a half line
+                file.truncate(whole)
         self.file = path.open("a", encoding="utf-8")
         if not begun:
             self._append({"settings": settings})
@@ -141,12 +143,6 @@ def _only_a_start(path: str | Path) -> bool:
     """True if a file is empty or has only a part of its first line, without a line end of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
-
-
-def _cut_half_line(path: str | Path) -> None:
-    size = path.read_bytes().rfind(b"\n") + 1
-    with path.open("r+b") as file:
-        file.truncate(size)
 
 
 def _same(path: str | Path, before: dict, now: dict) -> None:

@@ -70,14 +70,7 @@ class Plan:
         ]  # fmt: skip
 
 
-def evaluate(
-    model: Any,
-    tokenizer: Any,
-    plan: Plan,
-    out: str | Path,
-    name: str = "",
-    batch_size: int = 1,
-) -> None:
+def evaluate(model: Any, tokenizer: Any, plan: Plan, out: str | Path, name: str = "", batch_size: int = 1) -> None:
     """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
     first one writes the file. batch_size: most questions about a text that was read once that are asked together; the
     full cache's are asked one by one.

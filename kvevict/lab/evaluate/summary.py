@@ -87,18 +87,13 @@ class Answered:
 def answered(lines: list[dict[str, Any]], full: dict[tuple, dict[str, Any]]) -> Answered:
     """`Answered` of lines. full: case -> the full run's line; lines of cases that are not in it are left out."""
     pairs = [(line, full[_case(line)]) for line in lines if _case(line) in full]
-    scores = [line["score"] for line, base in pairs if _counts(base)]
+    scores = [line["score"] for line, base in pairs if base["score"] >= 0.5]
     dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]
     texts: list = [_text(line) for line, _ in pairs] or [None]
     middle = of_scores(scores) if scores else (0.0, 0.0, 1.0)
     mean = sum(dnll) / len(dnll)
     half, metric = clustered(dnll, texts), lines[0]["metric"]
     return Answered(*middle, counted=len(scores), cases=len(pairs), dnll=mean, half=half, metric=metric)
-
-
-def _counts(full: dict) -> bool:
-    """True if a question counts, because the full cache answers it."""
-    return full["score"] >= 0.5
 
 
 def _text(line: dict) -> tuple:
@@ -157,13 +152,9 @@ def summarize(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> dict[tuple
     for line in lines:
         row = line["policy"], line["budget"], line["chunk_size"]
         for mode in modes if line["mode"] is None else [line["mode"]]:
-            column = _column(line, by, mode)
+            column = line["task"], tuple(line["tags"][tag] for tag in by), mode
             groups.setdefault(row, {}).setdefault(column, []).append(line)
     return {row: {column: _of(group, full) for column, group in columns.items()} for row, columns in groups.items()}
-
-
-def _column(line: dict, by: Any, mode: str) -> tuple:
-    return line["task"], tuple(line["tags"][tag] for tag in by), mode
 
 
 def _of(group: list, full: dict) -> Any:

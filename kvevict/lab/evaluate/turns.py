@@ -29,7 +29,8 @@ def converse(model: Any, tokenizer: Any, asked: list[Asked], run: Run) -> Iterat
     bytes those after the turn was read."""
     head, ends, between = turns_frame(tokenizer)
     context, plain = ids_of(tokenizer, asked[0].case.context), not tokenizer.chat_template
-    questions = [ids_of(tokenizer, _question(each.case.question, plain)) for each in asked]
+    texts = [f"\n\nQuestion: {each.case.question.strip()}" if plain else each.case.question for each in asked]
+    questions = [ids_of(tokenizer, text) for text in texts]
     most = len(head + context) + sum(len(q + ends + between) for q in questions) + sum(e.case.new_tokens for e in asked)
     limit = context_of(find_decoder(model).config)
     if limit is not None and most > limit:
@@ -59,7 +60,3 @@ def converse(model: Any, tokenizer: Any, asked: list[Asked], run: Run) -> Iterat
                 model(as_row(model, new), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
             unread = [*(said[:-1] if other else ()), *(() if said[-1] in stop else said[-1:])]
             new, seconds = unread + between, 0.0
-
-
-def _question(text: str, plain: bool) -> str:
-    return f"\n\nQuestion: {text.strip()}" if plain else text
