@@ -97,12 +97,7 @@ def option_names() -> set:
     return {f.name for part in parts for f in dataclasses.fields(part) if f.init} - {"budget"}
 
 
-def main() -> None:
-    """lm-eval's command line."""
+if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -42,7 +42,11 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
                 f"{name} is of another model: its {key} is {config.get(key)}, this model's {what} is {size}; give "
                 "the model that it was trained on"
             )
-    tensors = _tensors(_file(source, WEIGHTS, name), name)
+    weights = _file(source, WEIGHTS, name)
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{WEIGHTS} of {name} is damaged or no safetensors ({error}); fetch it again") from None
     kind, sizes = ("linear", (wide, narrow)) if inner is None else ("mlp", (wide, inner, narrow))
     layers = {}
     for layer in families.evicting(decoder.config):
@@ -82,13 +86,6 @@ def _config(path: str | Path, name: str) -> Any:
     if inner is not None and (type(inner) is not int or inner < 1):
         raise ValueError(f"{CONFIG} of {name} is damaged: hidden_dim must be a size or null, got {inner!r}")
     return config
-
-
-def _tensors(path: str | Path, name: str) -> Any:
-    try:
-        return safetensors.torch.load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{WEIGHTS} of {name} is damaged or no safetensors ({error}); fetch it again") from None
 
 
 def _affine(tensors: dict[str, torch.Tensor], prefix: Any, inputs: Any, outputs: Any, name: str) -> Any:

@@ -7,25 +7,18 @@ BUDGET = "budget=, the slots kept per kv head (int)"
 SINKS = "sink= of streaming, keep_first= of every policy"
 NAMES = {
     "compression_ratio": "budget=, the fraction that is kept: 1 - compression_ratio",
-    "max_capacity_prompt": BUDGET,
-    "max_capacity_prompts": BUDGET,
-    "max_capacity": BUDGET,
-    "base_capacity": BUDGET,
-    "cache_size": BUDGET,
+    **dict.fromkeys(
+        ("max_capacity_prompt", "max_capacity_prompts", "max_capacity", "base_capacity", "cache_size"), BUDGET
+    ),
     "target_size": f"{BUDGET}, with decode=True",
     "compression_interval": "interval=, with decode=True",
-    "window_size": "window=",
-    "observation_window": "window=",
+    **dict.fromkeys(("window_size", "observation_window"), "window="),
     "recent_size": "recent=",
     "kernel_size": "kernel=",
     "pooling": "pool=",
-    "n_sink": SINKS,
-    "num_sinks": SINKS,
-    "start_size": SINKS,
-    "chunk_length": "chunk_size=, the tokens that are read at once",
-    "block_size": "chunk_size=, the tokens that are read at once",
-    "alpha_safeguard": "f=",
-    "floor_alpha": "f=",
+    **dict.fromkeys(("n_sink", "num_sinks", "start_size"), SINKS),
+    **dict.fromkeys(("chunk_length", "block_size"), "chunk_size=, the tokens that are read at once"),
+    **dict.fromkeys(("alpha_safeguard", "floor_alpha"), "f="),
     "epsilon": "eps=",
 }
 KVPRESS = "window=64,kernel=5,pool=avg,reduce=mean"

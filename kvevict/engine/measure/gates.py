@@ -1,7 +1,6 @@
 """Trained gates (METHODS section 9): functions from the input of a layer's attention block to the future worth of each
 kv head's slots, and the folder that holds them."""
 
-import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +82,6 @@ def load(folder: str | Path, model: Any) -> Gates:
     return _read(folder, families.find_decoder(model))
 
 
-def use(folder: str | Path, model: Any) -> None:
-    """Make a folder's gates those of a model, for every policy that names none. Raises ValueError as `load`."""
-    loaded(folder, families.find_decoder(model))
-
-
 def loaded(folder: Any, decoder: Any, anew: bool = False) -> Gates:
     """Load gates once per decoder, or anew: the folder may hold others now. folder None: the one that `own` finds;
     after a named folder, `own` finds that."""
@@ -112,19 +106,6 @@ def own(decoder: Any) -> Path | None:
         return Path(named)
     name = getattr(decoder.config, "_name_or_path", "")
     return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
-
-
-def mark_of(folder: str | Path | None, decoder: Any) -> str:
-    """A text that tells the gates in a folder (None: the model's) from others; "" without gates."""
-    folder = own(decoder) if folder is None else Path(folder)
-    if folder is None or not (path := Path(folder) / CONFIG).is_file():
-        return ""
-    return _of_config(Path(folder), path.stat().st_mtime_ns, sealed.NAME, "")
-
-
-@functools.lru_cache
-def _of_config(folder: str | Path, stamp: Any, name: str, default: Any) -> Any:
-    return _config(folder, repr(os.fspath(folder))).get(name, default)
 
 
 def _read(folder: str | Path, decoder: Any) -> Any:

@@ -17,7 +17,7 @@ from ...policy.selections import Selection
 from ..measure.inputs import given, rope_of
 from ..slots import archive
 from ..slots.carried import carry_newest
-from ..slots.host import Away
+from ..slots.stored import Later
 from . import unseen
 from .schedule import observes
 
@@ -102,8 +102,8 @@ class LayerCall:
         call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None, known={})
         layer, module, stored = self.layer, self.module, self.slots.stored
         if layer.storage.far:
-            held: Any = Away(lambda: layer.slots(module))
-            stored = Away(lambda: layer.storage.gathered(), len=stored.len, counts=stored.counts)
+            held: Any = Later(lambda: layer.slots(module))
+            stored = Later(lambda: layer.storage.gathered(), len=stored.len, counts=stored.counts)
         else:
             held = layer.slots(module)
         kv: Any = replace(self.slots.kv, stored=held)

@@ -1,33 +1,22 @@
 """The loop around the text decoder. A prompt goes through it chunk by chunk, each as [chunk | appended rows]. Tokens
 after a prompt are one span."""
 
-import contextlib
 import threading
-import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ... import cautions, rotary
-from ...context import context
-from ...policy.rows.drafted import has_head
-from ...progress import bar
-from ...weights import Owner
+from ... import rotary
 from ..slots import archive, host
 from ..slots.meter import Meter
-from ..slots.storage import ROOM
-from . import budgets, propagate, replay, schedule
+from . import budgets, replay
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
-from .draft import Drafting, Redrafting
-from .residual import Errors
+from .prompt import Prompt
 from .step import Read, Step
-
-OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
 
 class Spans:
@@ -66,7 +55,7 @@ class Spans:
         arguments = self.arguments
         candidates = arguments.rolls_back and arguments.wanted == arguments.tokens  # that crop() may take back
         follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
-        return self._following() if follows else self._prompt()
+        return self._following() if follows else Prompt(self).steps()
 
     def begin(self) -> None:
         """Mark the cache as half read: from here on it changes, until `settle`."""
@@ -110,14 +99,14 @@ class Spans:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         else:
             archive.begin(self.cache.sequence, self.layers, self.policy.recall)
-        self._note_prompts()
+        self.note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
         elif decodes:
             chooser = None
-        yield self._span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
+        yield self.span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
-    def _note_prompts(self) -> None:
+    def note_prompts(self) -> None:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
         for layer in self.layers if self.policy.keep_prompt else ():
             if layer.prompt is None and layer.counts is not None:
@@ -128,142 +117,7 @@ class Spans:
         layer = self.layers[order]
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
-    def _prompt(self) -> Iterator[Step]:
-        """The steps of a prompt: its chunks, and the tokens after it that may be taken back."""
-        arguments, plan, policy = self.arguments, self.plan, self.policy
-        wanted = arguments.wanted
-        drafted = wanted - 1 if arguments.rolls_back and wanted > 1 else 0  # candidates after the prompt's end
-        prompt = arguments.tokens - drafted
-        meter = Meter((index, layer.live_bytes()) for index, layer in zip(plan.order, self.layers, strict=True))
-        with meter.clock("read"):
-            chunks, read = self._begin(prompt, meter, wanted - drafted, bool(drafted))
-        self._note_prompts()
-        self.prompts = [layer.prompt for layer in self.layers]
-        going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
-        recalls = False
-        with meter.clock("read"):
-            rows = [each.rows + each.appended for each in chunks]
-            for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
-                if (
-                    (chunk.last or policy.schedule == "prompt")
-                    and not going_on.any()
-                    and archive.recall_all(self.layers, meter)
-                ):
-                    read.budgets.policy, recalls = policy.recalling, True
-                chooser = self._chooser(read, chunk)
-                if chunk.last and recalls and policy.recall_drafts and has_head(arguments.top):
-                    chooser = Redrafting(chooser)
-                yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
-                self._set_budgets(read)
-                if chooser.errors is not None:
-                    read.budgets.note(chooser.errors.layers(plan, arguments.device).cpu().numpy())
-            for layer, before in zip(self.layers, self.prompts, strict=True):
-                layer.prompt, held = None, plan.ranks.counts(layer).copy()
-                if policy.keep_prompt:
-                    layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
-            if drafted:
-                yield self._span(prompt, arguments.tokens, meter, Chooser())
-        with meter.clock("read"):  # the report waits for a GPU to have done the rest
-            own = [index in plan.order for index in range(len(self.cache.layers))]
-            meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], policy.kv)
-            for watcher in read.watchers:
-                meter.report |= watcher.report(len(read.seen), own)
-        self.cache.meter = meter
-        plan.keep(meter)
-        if context().learns:
-            read.budgets.learn()
-
-    def _begin(self, prompt: int, meter: Meter, wanted: int, drafted: bool) -> tuple:
-        """The prompt's chunks and their `Read`. Raises ValueError if the prompt cannot be read."""
-        arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
-        tokens = np.maximum(prompt - arguments.padding, 0)
-        seen = (tokens if self.cache.sequence.seen is None else tokens + self.cache.sequence.seen).tolist()
-        evicts = schedule.evicts(policy, seen)
-        narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
-        if question := context().question or plan.question:
-            rows = question.rows(arguments, prompt)
-        chunks = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
-        self._check(prompt, wanted, len(chunks) + drafted + (chunks[-1].appended > 0))
-        budgets.check_groups(policy, self.cache, layers, plan.ranks)
-        if self._scores(evicts):
-            warnings.warn(
-                f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
-                "text under eviction read its first part into a cache and pass the rest, or take a policy with a "
-                "chunk_size; logits_to_keep=1 is enough to read",
-                stacklevel=2,
-            )
-        cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
-        planned = budgets.Budgets(policy, narrow, plan.kv_heads, seen)
-        read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
-        with meter.clock("draft") if rows.n_d else contextlib.nullcontext():
-            read = replace(read, prepared=rows.prepare(arguments, read))
-        self.begin()
-        archive.begin(self.cache.sequence, self.layers, self.policy.recall)
-        self.cache.sequence.policy = policy
-        if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
-            self.cache.owner = Owner(arguments.decoder)
-        most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
-        for order, layer in enumerate(layers):
-            layer.decode_queries = None  # the queries' slots are no longer the last ones
-            layer.archive_expected = max(seen) if policy.recall else 0
-            if policy.schedule == "prompt" and len(chunks) > 1:
-                layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
-        return chunks, read
-
-    def _check(self, prompt: int, wanted: int, calls: int) -> None:
-        """Raise ValueError if `prompt` columns cannot be read in `calls` calls: an argument cannot be split, outputs of
-        every token are asked for, or rows that layers after `tsp` do not read."""
-        arguments = self.arguments
-        flags = [flag for flag in OF_EVERY_TOKEN if arguments.asks(flag)]
-        if flags and arguments.packing.place is not None:
-            raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
-        longest = min(self.policy.chunk_size or prompt, prompt - int(arguments.padding.min()))
-        propagate.check(self.plan, longest, wanted, flags)
-        name = arguments.given.unsplittable() if calls > 1 else None
-        if name is not None:
-            raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
-        if calls > 1 and flags:
-            raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
-
-    def _scores(self, evicts: bool) -> bool:
-        """True if the call scores a text without a cache of the caller's: it then evicts only at its end."""
-        arguments, evicts = self.arguments, evicts and self.policy.schedule == "prompt"
-        scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1
-        return evicts and arguments.own_cache and scores
-
-    def _chooser(self, read: Read, chunk: Any) -> Any:
-        """The chooser of a chunk. The layers get the decided budgets."""
-        policy, planned, stored = self.policy, read.budgets, self._stored(read)
-        tokens = chunk.end - np.clip(self.arguments.padding, chunk.start, chunk.end)
-        observed = (tokens if chunk.again is None else read.tokens) > 0
-        observed &= ~self._decoded(read, stored.sum(0))
-        decisions = planned.decide(chunk, tokens, stored, observed)
-        self._set_budgets(read)
-        cuts = planned.cuts.any()
-        chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
-        return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
-
-    def _stored(self, read: Read) -> np.ndarray:
-        """[layers, B] slots over all heads."""
-        none, counts = 0 * read.tokens, self.plan.ranks.counts
-        return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
-
-    def _decoded(self, read: Read, stored: np.ndarray) -> np.ndarray:
-        """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
-        decoded beside a row with more tokens."""
-        policy, seen, each = self.policy, np.array(read.seen), self.plan.kv_heads * len(self.layers)
-        budget = np.array([policy.slots(n) for n in read.seen]) * each
-        if policy.keep_prompt:
-            budget = budget + sum(0 if prompt is None else prompt.sum(1) for prompt in self.prompts)
-        due = schedule.overfull(policy, stored + each, budget, each)
-        return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
-
-    def _set_budgets(self, read: Read) -> None:
-        if read.budgets.budgets is not None:
-            for layer, slots in zip(self.layers, read.budgets.budgets, strict=True):
-                layer.budget = slots
-
-    def _span(
+    def span(
         self, start: int, end: int, meter: Meter, chooser: Any, read: Read | None = None, chunk: Any = None,
         ahead: int = 0,
     ) -> Step:  # fmt: skip

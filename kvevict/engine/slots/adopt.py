@@ -214,7 +214,8 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
     sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
     for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
-            layers[index] = SlidingLayer.of(layer)
+            layers[index] = copy.copy(layer)
+            layers[index].__class__ = SlidingLayer
         elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
             layers[index] = import_layer(layer, sequence, families.is_latent(config), first)
             layer.keys = layer.values = None

@@ -3,7 +3,7 @@ come back to be read. On a GPU a stream beside the model's copies them, while th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -114,16 +114,3 @@ class Coming:
         event, self._event = self._event, None
         if event is not None:
             self._stream.wait_event(event)
-
-
-class Away:
-    """Slots that are read again later: the attributes are those of what `read` then returns, but the `known` ones."""
-
-    def __init__(self, read: Callable[[], object], **known: object) -> None:
-        self._read = read
-        self.__dict__.update(known)
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._read(), name)

@@ -7,6 +7,7 @@ of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,23 +17,7 @@ from torch import Tensor
 from ... import _ops
 from .cache import EvictionLayer, fit
 from .storage import Storage
-from .stored import Stored
-
-
-class Latents:
-    """A layer's `expanded` slots, made when one of their attributes is first read: most decoded tokens need none."""
-
-    def __init__(self, layer: LatentLayer, module: torch.nn.Module) -> None:
-        self._of = layer, layer.storage.gathered(), module
-        self._expanded: Stored | None = None
-
-    def __getattr__(self, name: str) -> Tensor | None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if self._expanded is None:
-            layer, storage, module = self._of
-            self._expanded = layer.expanded(storage, module)
-        return getattr(self._expanded, name)
+from .stored import Later, Stored
 
 
 def up_projection(module: Any) -> tuple[Tensor, ...] | None:
@@ -73,9 +58,11 @@ class LatentLayer(EvictionLayer):
             raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
         return self.pack(*pending)
 
-    def slots(self, module: Any) -> Latents:
-        """The stored slots with every head's keys and values."""
-        return Latents(self, module)
+    def slots(self, module: Any) -> Later:
+        """The stored slots with every head's keys and values, made when one of their attributes is first read: most
+        decoded tokens need none."""
+        storage = self.storage.gathered()
+        return Later(functools.cache(lambda: self.expanded(storage, module)))
 
     def expanded(self, storage: Storage, module: Any) -> Stored:
         """The slots of a storage with every head's keys and values."""

@@ -82,13 +82,6 @@ compat.keeps_state(StatefulLayer)
 class SlidingLayer(DynamicSlidingWindowLayer):
     """Transformers' sliding window. Rows that are appended to a chunk read it and do not enter it."""
 
-    @classmethod
-    def of(cls, layer: DynamicSlidingWindowLayer) -> SlidingLayer:
-        """A layer with all attributes of a plain one."""
-        ours = cls(layer.sliding_window)
-        ours.__dict__.update(layer.__dict__)
-        return ours
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

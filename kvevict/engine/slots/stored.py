@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -143,3 +143,16 @@ class Stored(Held):
     def _around(self, centre: Tensor | None, centred: np.ndarray) -> Self:
         prefix = self.prefix if self.prefix is None or self.far else self.prefix._around(centre, centred)
         return replace(self, centre=centre, centred=centred, prefix=prefix)
+
+
+class Later:
+    """Slots that are read again later: the attributes are those of what `read` then returns, but the `known` ones."""
+
+    def __init__(self, read: Callable[[], object], **known: object) -> None:
+        self._read = read
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._read(), name)
