@@ -150,7 +150,8 @@ class Spans:
                 ):
                     read.budgets.policy, recalls = policy.recalling, True
                 chooser = self._chooser(read, chunk)
-                if chunk.last and recalls and policy.recall_drafts and has_head(arguments.top):
+                drafts = chunk.last and recalls and policy.recall_drafts and context().asks
+                if drafts and has_head(arguments.top):
                     chooser = Redrafting(chooser)
                 yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets(read)
