@@ -77,7 +77,8 @@ class Reader:
 
     def _widest(self, policy: Any, tokens: int) -> int:
         """Most slots of a head while a prompt is read."""
-        return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
+        slots = max(policy.slots(tokens), policy.recalling.slots(tokens))
+        return min(tokens, slots + (policy.chunk_size or tokens))
 
     def size(self, call: Call, new: int) -> int:
         """Most bytes of an answer's slots."""

@@ -139,19 +139,17 @@ class Spans:
         self._note_prompts()
         self.prompts = [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
-        recalls = False
+        recalled = False
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
-                if (
-                    (chunk.last or policy.schedule == "prompt")
-                    and not going_on.any()
-                    and archive.recall_all(self.layers, meter)
-                ):
-                    read.budgets.policy, recalls = policy.recalling, True
+                if (chunk.last or policy.schedule == "prompt") and not going_on.any():
+                    recalled |= archive.recall_all(self.layers, meter)
+                    if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
+                        read.budgets.policy = policy.recalling
                 chooser = self._chooser(read, chunk)
-                drafts = chunk.last and recalls and policy.recall_drafts and context().asks
-                if drafts and has_head(arguments.top):
+                drafts = policy.recall_drafts and chunk.last and recalled and read.budgets.cuts.any()
+                if drafts and context().asks and has_head(arguments.top):
                     chooser = Redrafting(chooser)
                 yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets(read)
