@@ -63,8 +63,9 @@ class Policy:
                    device. "memory": in the host's, pinned for a model on a GPU, to which it comes one layer at a
                    time; on a CPU as True. A folder's path: in files there, mapped into the host's memory ("./memory"
                    is a folder of that name)
-    recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`
-                   and no more than that, which then bounds the chunks before alone; None: `budget` bounds both
+    recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`,
+                   which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
+                   `budget` keeps all slots
     recall_drafts  with recall=True: a turn drafts this many tokens over all slots, and their rows and the prompt's
                    last 16 choose; 0: rows of the prompt alone; None: 8, or 0 where layers share a choice or rows are
                    drafted or repeated already
@@ -172,7 +173,8 @@ class Policy:
         """The policy of a cut after slots came back: `recall_slots` is its budget."""
         if self.recall_slots is None:
             return self
-        return dataclasses.replace(self, budget=self.recall_slots, recall_slots=None)
+        every = isinstance(self.recall_slots, float) and self.recall_slots == 1
+        return dataclasses.replace(self, budget=PLENTY if every else self.recall_slots, recall_slots=None)
 
     @functools.cached_property
     def redrafting(self) -> "Policy":

@@ -75,8 +75,8 @@ DRAFTS, DRAFTING = 8, 16  # `recall_drafts` of a policy that can draft; rows of 
 
 
 def check_recall_slots(policy: Policy) -> None:
-    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy, or more than its budget."""
-    slots, budget = policy.recall_slots, policy.budget
+    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy."""
+    slots = policy.recall_slots
     if not policy.recall:
         raise ValueError(f"recall_slots={slots} is about recall: give recall=True too, or leave it out")
     try:
@@ -85,8 +85,6 @@ def check_recall_slots(policy: Policy) -> None:
         assert policy.recalling  # made here, with the checks of a budget
     except (ValueError, TypeError) as error:
         raise type(error)(f"recall_slots: {error}") from None
-    if isinstance(budget, (int, float)) and isinstance(slots, type(budget)) and slots > budget:
-        raise ValueError(f"recall_slots={slots} is more than budget={budget}: give fewer")
 
 
 def drafts(policy: Policy) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import zoo
 from recalling import OTHERS, SNAPKV, Heard, decoded
-from tiny import prompt, shared
+from tiny import byte_tokenizer, model, prompt, shared
 
 import kvevict
 from kvevict.answer import continued, rows_of
@@ -152,6 +152,16 @@ def test_other_models(name, kind):
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] != found[1][1] and found[1][2].isfinite().all()
     assert [list(map(len, layer[0])) for layer in found[0][1]] == [list(map(len, layer[0])) for layer in found[1][1]]
+
+
+def test_a_text_that_is_asked_later_drafts_nothing():
+    net, tokenizer = model(vocab_size=259, bos_token_id=None, pad_token_id=None), byte_tokenizer()
+    with Heard() as heard:
+        cache = kvevict.read(net, tokenizer, "The lantern is lit at nine. " * 20, **DRAFTS)
+    assert len(heard.calls[0]) == -(-560 // 32)
+    with Heard() as heard:
+        kvevict.answer(net, tokenizer, cache, ["When is the lantern lit?"], max_new_tokens=1)
+    assert len(heard.calls[0]) == 1 + N
 
 
 def test_a_decoder_without_a_head_drafts_nothing():

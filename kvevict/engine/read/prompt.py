@@ -50,18 +50,17 @@ class Prompt:
         self.spans.note_prompts()
         self.read, self.prompts = read, [layer.prompt for layer in self.layers]
         going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
-        recalls = False
+        recalled = False
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
-                if (
-                    (chunk.last or policy.schedule == "prompt")
-                    and not going_on.any()
-                    and archive.recall_all(self.layers, meter)
-                ):
-                    read.budgets.policy, recalls = policy.recalling, True
+                if (chunk.last or policy.schedule == "prompt") and not going_on.any():
+                    recalled |= archive.recall_all(self.layers, meter)
+                    if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
+                        read.budgets.policy = policy.recalling
                 chooser = self._chooser(chunk)
-                if chunk.last and recalls and policy.recall_drafts and has_head(arguments.top):
+                drafts = policy.recall_drafts and chunk.last and recalled and read.budgets.cuts.any()
+                if drafts and context().asks and has_head(arguments.top):
                     chooser = Redrafting(chooser)
                 yield self.spans.span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets()
