@@ -55,7 +55,7 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     body = ids_of(tokenizer, context)
     if not body:
         raise ValueError("context is empty: give a text to read")
-    head, _, _ = frame(tokenizer, "")
+    head, _ = frame(tokenizer, "")
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
     _check_room(model, ids.shape[1], "the text")

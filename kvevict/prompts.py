@@ -27,16 +27,15 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int], int]:
-    """(ids before a text, ids after it, how many of the latter follow the question).
+def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int]]:
+    """(ids before a text, ids after it).
 
     After the text come the question and the answer's opening. In a chat template, if the tokenizer has one and `chat`
     is true, the question ends the user's turn and the opening starts the assistant's. Raises ValueError for a template
     that refuses a single user's turn or changes it.
     """
     if not (chat and tokenizer.chat_template):
-        ids = ids_of(tokenizer, question + opening)
-        return tokenizer("")["input_ids"], ids, len(ids) - len(ids_of(tokenizer, question)) if opening else 0
+        return tokenizer("")["input_ids"], ids_of(tokenizer, question + opening)
     try:
         parts = rendered(tokenizer, [{"role": "user", "content": MARK + MARK}], "a user's turn alone").split(MARK)
     except ValueError as error:
@@ -45,7 +44,7 @@ def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -
         raise ValueError("the tokenizer's chat template does not give the user's text once; set another chat_template")
     head, _, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
     tail += ids_of(tokenizer, opening.lstrip())
-    return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail, len(tail)
+    return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail
 
 
 def turns_frame(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

@@ -50,9 +50,7 @@ class Layout(NamedTuple):
     word: Any  # for it in cache files
     wider: int  # the kind of keys whose error is too large in this one
     numbers: Callable[[Tensor, int], Tensor]  # rows [n, *] and dim -> fp32 [n, dim], without the centre
-    steps: Callable[
-        [Tensor], Tensor
-    ]  # rows [.., d] -> fp32 [..], the step between two numbers that a packed row can hold
+    steps: Callable[[Tensor], Tensor]  # rows [.., d] -> fp32 [..] between two numbers that a packed row can hold
 
 
 LAYOUTS = (

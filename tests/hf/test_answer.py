@@ -35,7 +35,7 @@ def tokenizer(request):
 
 def whole(net, tokenizer, question, tokens):
     """The unpatched model's answer to context and question in one prompt."""
-    head, asked, _ = frame(tokenizer, f"\n\n{question}")
+    head, asked = frame(tokenizer, f"\n\n{question}")
     ids = torch.tensor([head + ids_of(tokenizer, CONTEXT) + asked])
     out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
@@ -201,7 +201,7 @@ def test_an_answer_ends_where_the_model_says_so(net):
     tokenizer, options = tiny.byte_tokenizer(), dict(budget=30, window=4, max_new_tokens=12)
     (want,) = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS[:1], "snapkv", **options)
     cache = kvevict.read(net, tokenizer, CONTEXT, "snapkv", budget=30, window=4)
-    _, ids, _ = frame(tokenizer, f"\n\n{QUESTIONS[0]}")
+    _, ids = frame(tokenizer, f"\n\n{QUESTIONS[0]}")
     with kvevict.evicting(net, "streaming", budget=4096), torch.no_grad():
         ids = torch.tensor([ids])
         mask = torch.ones(1, cache.get_seq_length() + ids.shape[1], dtype=torch.long)

@@ -24,12 +24,11 @@ from ...writing import Sampling, written
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids. `question` has all ids after the context; its last `suffix` ids are not part of the question itself: a
-    chat template's end and the answer's opening. `answer`: the continuation to score, if any."""
+    """Token ids. `question` has all ids after the context, a chat template's end and the answer's opening among them.
+    `answer`: the continuation to score, if any."""
 
     context: list
     question: list
-    suffix: int = 0
     answer: list | None = None
     said: tuple | None = None  # (start, stop) of the question's tokens, where a case tells them
 
@@ -43,7 +42,7 @@ def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, o
 
     The text's end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left.
     """
-    head, question_ids, suffix = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
+    head, question_ids = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
     room = None if limit is None else limit - len(head) - len(question_ids)
     if room is not None and room < 1:
         taken = len(head) + len(question_ids)
@@ -55,7 +54,7 @@ def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, o
         raise ValueError("the text is empty; give one with words")
     if not complete:
         print(f"the text is cut after its first {room} tokens (limit: {limit})", file=sys.stderr)
-    return Prompt(head + body, question_ids, suffix)
+    return Prompt(head + body, question_ids)
 
 
 def measure(

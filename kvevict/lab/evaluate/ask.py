@@ -66,11 +66,11 @@ class Asked:
 def encode(model: Any, tokenizer: Any, case: Case) -> Prompt:
     """The case's ids, in the tokenizer's chat template if it has one, unless the case's tag `chat` is False."""
     asked, chat = case.question.removesuffix(case.opening), case.tags.get("chat") is not False
-    head, question, suffix = frame(tokenizer, asked, case.opening, chat)
+    head, question = frame(tokenizer, asked, case.opening, chat)
     answer = ids_of(tokenizer, case.answers[0]) if case.metric == PERPLEXITY else None
     context = head + ids_of(tokenizer, case.context)
     said = find(tokenizer, context + question, case.said) if case.said else None
-    prompt = Prompt(context, question, suffix, answer, said)
+    prompt = Prompt(context, question, answer, said)
     tokens, new = len(prompt.context) + len(question), case.new_tokens if answer is None else len(answer)
     limit = context_of(find_decoder(model).config)
     if limit is not None and tokens + new > limit:
