@@ -1,16 +1,14 @@
 """Processes that share work: `accelerate launch -m kvevict eval` or `train --kind gates`, torchrun. The first one
 collects all results, so machines need no common disk. Launchers put a process's number into its environment."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import distributed
 
 
 class Processes:
@@ -21,11 +19,9 @@ class Processes:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.group = None  # torch's default one
 
-    def join(self) -> Processes:
+    def join(self) -> "Processes":
         """Make torch's process group, if there are several processes and no group yet; returns self. The group stays: a
         later group of the same launch would find this one's addresses in the launcher's store."""
-        from torch import distributed
-
         day = timedelta(days=1)  # the slowest one's share of the work is waited for
         if self.size > 1 and not distributed.is_initialized():
             distributed.init_process_group("gloo", timeout=day)
@@ -35,8 +31,6 @@ class Processes:
 
     def broadcast(self, value: object) -> Any:
         """The first process's value, in all of them."""
-        from torch import distributed
-
         if self.size == 1:
             return value
         box = [value]
@@ -45,8 +39,6 @@ class Processes:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' tensors x of one shape, on x's device: the same bits in all of them."""
-        from torch import distributed
-
         if self.size == 1:
             return x
         total = x.cpu().clone()
@@ -56,8 +48,6 @@ class Processes:
     def lines(self, cases: Sequence[Any], measure: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """Yield the lines of the generator measure(case) for every case, each line as soon as it is known. Several
         processes take cases in turn, and the first of them yields all lines."""
-        from torch import distributed
-
         for start in range(0, len(cases), self.size):
             some = cases[start : start + self.size]
             if self.size == 1:
