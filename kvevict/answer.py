@@ -117,11 +117,15 @@ def answer(
     recalls = by is not None and by.recall
     asks = by if recalls else replace(KEEPS, compiled=by is not None and by.compiled)
     with evicting(model, asks, tokenizer=tokenizer if recalls else None):
-        answers = [""] * len(ids)
+        answers, inner = [""] * len(ids), base_model(model)
         for batch in together(model, context, list(map(len, ids)), batch_size):
-            texts = _ask(model, tokenizer, context, [ids[at] for at in batch], max_new_tokens, one_line, sampling)
-            for at, text in zip(batch, texts, strict=True):
-                answers[at] = text
+            fork, here = rows_of(context, len(batch)), [ids[at] for at in batch]
+            logits = continued(inner, fork, here)
+            choosers, most = list(map(sampling.chooser, here)), [max_new_tokens] * len(here)
+            tokens = written(inner, tokenizer, logits, fork, most, choosers, one_line)
+            for at, each in zip(batch, tokens, strict=True):
+                text = tokenizer.decode(each, skip_special_tokens=True).strip()
+                answers[at] = text.partition("\n")[0] if one_line else text
         return answers
 
 
@@ -265,21 +269,3 @@ def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: in
     if padded:
         cache.sequence.next_position = cache.sequence.positions(here)
     return logits
-
-
-def _ask(
-    model: torch.nn.Module,
-    tokenizer: Any,
-    cache: EvictionCache,
-    questions: list,
-    max_new_tokens: int,
-    one_line: bool,
-    sampling: Sampling,
-) -> list:
-    """Answers to questions, given as ids, from a fork of a cache of one row with a row per question."""
-    inner, fork = base_model(model), rows_of(cache, len(questions))
-    logits = continued(inner, fork, questions)
-    choosers, most = list(map(sampling.chooser, questions)), [max_new_tokens] * len(questions)
-    tokens = written(inner, tokenizer, logits, fork, most, choosers, one_line)
-    texts = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in tokens]
-    return [text.partition("\n")[0] for text in texts] if one_line else texts

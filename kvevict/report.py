@@ -45,7 +45,12 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        rows, as in `h2o` and `streaming`, the chunk's last. If a prompt is repeated in parts, they are
                        those of the last part, and a batch row without tokens there gets NaN
     """
-    meter = _of_cache(source) if isinstance(source, Cache) else _of_model(source)
+    meter = getattr(source, "meter", None) if isinstance(source, Cache) else _of_model(source)
+    if meter is None:
+        raise ValueError(
+            "no patched model has read anything into this cache, or it was loaded, pickled or copied since: report on "
+            "the cache that was read"
+        )
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})
     if positions:
         result["positions"] = [
@@ -53,16 +58,6 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
             for layer in result["positions"]
         ]
     return result | {"seconds": dict(meter.seconds), "replayed": meter.replayed}
-
-
-def _of_cache(cache: Any) -> Any:
-    meter = getattr(cache, "meter", None)
-    if meter is None:
-        raise ValueError(
-            "no patched model has read anything into this cache, or it was loaded, pickled or copied since: report on "
-            "the cache that was read"
-        )
-    return meter
 
 
 def _of_model(model: Any) -> Any:

@@ -3,7 +3,6 @@ gives the true scores and the prompt's keys and values; then the lookahead rows 
 to these, and are differentiated. No attention matrix outlives its layer; memory grows with the prompt's length."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import AttentionInterface
 from .. import _ops, compat
 from .._ops import Held
 from ..context import context, within
+from ..engine.hook.attention import divert, original, restore
 from ..policy.adapter import Adapter
 from ..repeated import numbers
 
@@ -42,7 +42,7 @@ def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
         first = 0 if window is None else max(n - window + 1, 0)
         found.keys[index], found.values[index] = (x[:, :, first:n].contiguous() for x in (key, value))
         if window is not None:
-            return compat.base_attention(module, module._kvevict_original)(module, query, key, value, mask, **options)
+            return compat.base_attention(module, original(module))(module, query, key, value, mask, **options)
         options = _op_options(options)
         slots, new = slots_of(key[:, :, :0]), torch.zeros(1, dtype=torch.int32, device=key.device)
         out, lse = _ops.attend(query, slots, key, value, new, **options)
@@ -198,15 +198,11 @@ def _attention(decoder: Module, function: Any) -> Iterator[None]:
     """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]
-    before = [module.config for module in modules]
     try:
         for module in modules:
-            config = copy.copy(module.config)
-            config._attn_implementation_internal = NAME
-            module.__dict__["_kvevict_original"], module.config = module.config, config
+            divert(module, NAME)
         with within(training_attention=function):
             yield
     finally:
-        for module, config in zip(modules, before):
-            module.config = config
-            module.__dict__.pop("_kvevict_original", None)
+        for module in modules:
+            restore(module)

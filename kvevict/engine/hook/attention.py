@@ -104,7 +104,7 @@ def _unpatched(module: Any, query: torch.Tensor, key: torch.Tensor, *more: Any, 
     note = context().note
     if note is not None:
         note(module, query, key)
-    config = module.config.__dict__.get(ORIGINAL, module.config)  # the call may have begun before `divert`
+    config = original(module)
     options = {name: value for name, value in options.items() if value is not None}
     return compat.base_attention(module, config)(_WithConfig(module, config), query, key, *more, **options)
 
@@ -121,16 +121,21 @@ def _note(module: Any, args: Any, kwargs: Any = None) -> None:
         step.hidden[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 
-def divert(module: Any) -> None:
-    """Have an attention module call `attention`, by a changed copy of its config."""
+def divert(module: Any, name: str = NAME) -> None:
+    """Have an attention module call `attention`, or another function by its name, by a changed copy of its config."""
     config = copy.copy(module.config)
     config.__dict__[ORIGINAL] = module.config
-    config._attn_implementation_internal = NAME
+    config._attn_implementation_internal = name
     module.config = config
 
 
+def original(module: Any) -> Any:
+    """The config of a module before `divert`; a call may have begun before it."""
+    return module.config.__dict__.get(ORIGINAL, module.config)
+
+
 def restore(module: Any) -> None:
-    module.config = module.config.__dict__[ORIGINAL]
+    module.config = original(module)
 
 
 def register() -> None:

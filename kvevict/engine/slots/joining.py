@@ -19,7 +19,7 @@ from .latent import LatentLayer
 from .layers import states_of
 from .pool import Pool
 from .sequence import Sequence
-from .storage import Storage
+from .storage import Storage, together
 
 
 class Pools:
@@ -127,15 +127,14 @@ def _joined(layers: tuple) -> EvictionLayer:
     whole = copy.copy(first)
     whole.storage = Storage.joined([layer.storage for layer in layers])
     whole.expected = max(layer.expected for layer in layers)
-    whole.budget = None if first.budget is None else np.concatenate([layer.budget for layer in layers])
+    whole.budget = together([layer.budget for layer in layers])
+    whole.decode_queries = together([layer.decode_queries for layer in layers])
     if any(layer.prompt is not None for layer in layers):
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
         whole.prompt = np.concatenate(prompts)
     if first.archive is not None:
         whole.archive = archive.apart([layer.archive for layer in layers])
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
-    if first.decode_queries is not None:
-        whole.decode_queries = torch.cat([layer.decode_queries for layer in layers])
     whole.carry = None
     if any(layer.carry is not None for layer in layers):
         width = whole.longest()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,20 +52,16 @@ class Files:
         if not rows:
             return None
         sizes = [rows * t[:0].new_empty(1, *t.shape[1:]).nbytes for t in like.buffers]
-        ends, end = [], 0
-        for size in sizes:
-            end += -(-size // ALIGNED) * ALIGNED
-            ends.append(end)
+        starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
         try:
-            file = _mapped(self.folder, end)
+            file = _mapped(self.folder, starts[-1])
         except OSError as error:
             warnings.warn(
-                f"recall: {self.folder} cannot hold a file of {end} bytes ({error.strerror}): this layer's archive "
-                "lies in memory from here on. Give a folder with room for it, or read shorter texts",
+                f"recall: {self.folder} cannot hold a file of {starts[-1]} bytes ({error.strerror}): this layer's "
+                "archive lies in memory from here on. Give a folder with room for it, or read shorter texts",
                 stacklevel=2,
             )
             return None
-        starts = [0, *ends]
         flat = [file[start : start + size] for start, size in zip(starts, sizes)]
         with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
             buffers = [x.view(t.dtype).view(rows, *t.shape[1:]) for x, t in zip(flat, like.buffers, strict=True)]

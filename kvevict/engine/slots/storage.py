@@ -61,7 +61,7 @@ class Storage(Stored):
         first, prefix = storages[0], None
         if any(each.prefix is not None for each in storages):
             prefix = cls.joined([each._no_slots() if each.prefix is None else each.prefix for each in storages])
-        fields = {name: _together([getattr(each, name) for each in storages]) for name in OF_ROWS}
+        fields = {name: together([getattr(each, name) for each in storages]) for name in OF_ROWS}
         rows = replace(first, **fields, regions=sum((each.regions for each in storages), ()), prefix=prefix)
         if all(each.k is first.k for each in storages):
             return rows
@@ -293,6 +293,6 @@ def _laid_out(storage: Storage, capacity: np.ndarray, start: int = 0) -> Storage
     return replace(storage, capacity=capacity, starts=starts, offset=_ops.upload(starts, storage.device))
 
 
-def _together(parts: list) -> Any:
-    """A field of several storages for the rows of all."""
+def together(parts: list) -> Any:
+    """A field [B, ..] of several storages or layers for the rows of all; None if it is None."""
     return None if parts[0] is None else torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)

@@ -175,7 +175,8 @@ def _read(path: Path | None) -> Haystack:
     if path is None:
         return Haystack()
     try:
-        documents = [text for file in _files(path) for text in _documents(file)]
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        documents = [text for file in files for text in _documents(file)]
     except (OSError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
         raise ValueError(
             f"haystack: cannot read {path} ({error!r}); give a .txt, a folder of them, or a .jsonl or "
@@ -185,10 +186,6 @@ def _read(path: Path | None) -> Haystack:
     if not documents:
         raise ValueError(f"haystack: {path} has no text; give another file")
     return Haystack(documents)
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.txt")) if path.is_dir() else [path]
 
 
 def _documents(path: Path) -> list[str]:
