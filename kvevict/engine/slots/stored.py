@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +14,7 @@ from ... import _ops
 from ..._ops import Held
 from ...policy import kv
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+S = TypeVar("S", bound="Stored")
 
 
 @dataclass
@@ -117,7 +116,7 @@ class Stored(Held):
         centre = () if self.centre is None else (self.centre,)
         return *prefix, *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
 
-    def last(self, count: int) -> Self:
+    def last(self: S, count: int) -> S:
         """View the last `count` slots of each head, for reading alone."""
         if self.prefix is not None and (self.counts < count).any():
             return self.gathered().last(count)
@@ -125,14 +124,14 @@ class Stored(Held):
         starts = self.starts + self.counts - count
         return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, prefix=None)
 
-    def centred_at(self, centre: Tensor, known: np.ndarray) -> Self:
+    def centred_at(self: S, centre: Tensor, known: np.ndarray) -> S:
         """Give batch rows that have no centre for their keys the one in centre fp32 [B, Hkv, D]. known: bool [B] on the
         host, the rows that `centre` has one for."""
         old = _ops.upload(self.centred, self.device, torch.bool)[:, None, None]
         both = torch.where(old, self.centre, centre)  # type: ignore[arg-type]  # packed keys have one
         return self._around(both, self.centred | known)
 
-    def centred_as(self, other: Stored) -> Self:
+    def centred_as(self: S, other: Stored) -> S:
         """A storage with another one's centres: it may have some of rows that have no slot here."""
         if self.centre is None or other.centre is None:
             return self
@@ -140,7 +139,7 @@ class Stored(Held):
             return self  # known here: no wait for the device
         return self._around(other.centre.to(self.device), other.centred)
 
-    def _around(self, centre: Tensor | None, centred: np.ndarray) -> Self:
+    def _around(self: S, centre: Tensor | None, centred: np.ndarray) -> S:
         prefix = self.prefix if self.prefix is None or self.far else self.prefix._around(centre, centred)
         return replace(self, centre=centre, centred=centred, prefix=prefix)
 
