@@ -61,7 +61,8 @@ class Meter:
         slots = sum(layer.counts.sum(1) for layer in own).tolist()
         archive = sum(t.nbytes for layer in own for t in archived(layer))
         heads = sum(layer.counts.shape[1] for layer in own)
-        computed = [2 * like.element_size() * like.shape[1] for like in (layer.storage.like for layer in own)]
+        storages = [layer.storage for layer in own]
+        computed = sum(2 * one.counts.shape[1] * one.like.element_size() * one.dim for one in storages)
         positions = [None if layer is None else layer.positions() for layer in layers]
         recalled = None
         if self.recalls is not None:
@@ -72,8 +73,7 @@ class Meter:
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
             kept_share=[n / (heads * tokens) if tokens else 1.0 for n, tokens in zip(slots, seen, strict=True)],
             cache_bytes=live,
-            full_cache_bytes=sum(seen)
-            * sum(layer.counts.shape[1] * new for layer, new in zip(own, computed, strict=True)),
+            full_cache_bytes=sum(seen) * computed,
             bits=[None if layer is None else _bits(layer) for layer in layers],
             wider_keys=[
                 index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.kinds, kind)

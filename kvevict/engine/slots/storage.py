@@ -19,8 +19,8 @@ from .pool import Pool
 from .stored import Stored
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
-OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # fields [B, ..]
 ROOM_TO_REPLAY = 256  # the same where slots move under compiled=True: what is recorded ends there
+OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # fields [B, ..]
 
 
 @dataclass
