@@ -14,7 +14,8 @@ FACTS = 12
 LINE = 16  # tokens of an entry beside its number
 ASKED = (
     "\n\nQuestion: The text says in which locker the parcel of each of twelve people lies. List all twelve in the "
-    "text's order, one in a line, each with the number of the locker.\nAnswer: 1. The parcel for the {who} lies in locker"
+    "text's order, one in a line, each with the number of the locker."
+    "\nAnswer: 1. The parcel for the {who} lies in locker"
 )
 
 
