@@ -1,5 +1,7 @@
 """Recall with `recall_drafts`: rows that are drafted over the slots of all tokens choose a turn's slots."""
 
+import dataclasses
+
 import pytest
 import torch
 import zoo
@@ -190,4 +192,17 @@ def test_policies_that_can_draft_do():
         (dict(recall=True, policy="laq"), 0), (dict(recall=True, policy="take"), 0),
         (dict(recall=True, window=4, budget=16), 0),
     ):  # fmt: skip
-        assert build(**dict(policy="snapkv", budget=64) | options).recall_drafts == drafts
+        assert drafted(build(**dict(policy="snapkv", budget=64) | options)) == drafts
+
+
+def test_a_policy_that_is_changed_drafts_if_it_then_can():
+    """As one that was made so."""
+    bare = build("snapkv", budget=16, window=4)
+    few = dataclasses.replace(bare, recall=True)
+    assert [drafted(bare), drafted(few), drafted(build(few, budget=64))] == [0, 0, 8]
+    assert drafted(build("snapkv", budget="20KiB", window=4, recall=True).in_slots(1024)) == 8
+    assert drafted(build("snapkv", budget="16KiB", window=4, recall=True).in_slots(1024)) == 0
+
+
+def drafted(policy):
+    return policy.redrafting.rows.n_d if policy.redrafting else 0

@@ -59,7 +59,7 @@ class Prompt:
                     if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
                         read.budgets.policy = policy.recalling
                 chooser = self._chooser(chunk)
-                drafts = policy.recall_drafts and chunk.last and recalled and read.budgets.cuts.any()
+                drafts = policy.redrafting and chunk.last and recalled and read.budgets.cuts.any()
                 if drafts and context().asks and has_head(arguments.top):
                     chooser = Redrafting(chooser)
                 yield self.spans.span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
