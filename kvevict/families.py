@@ -83,13 +83,14 @@ def attentions(decoder: Any, layers: Iterable[int]) -> list[Any]:
 
 def attention_of(layer: torch.nn.Module, index: int) -> Any:
     """The one module of layer `index` that calls the attention interface; None where there is none, or several."""
-    found = [m for m in layer.modules() if getattr(m, "layer_idx", None) == index and _calls_interface(type(m))]
+    own = (m for m in layer.modules() if getattr(m, "layer_idx", None) == index)
+    found = [m for m in own if "ALL_ATTENTION_FUNCTIONS" in _names(type(m).forward)]
     return found[0] if len(found) == 1 else None
 
 
-def _calls_interface(kind: Any) -> bool:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+def _names(function: Any) -> tuple:
+    """The global names and attributes that a function uses."""
+    return getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
 
 
 def is_transformers(decoder: torch.nn.Module) -> bool:
@@ -115,8 +116,7 @@ def mixer_of(layer: torch.nn.Module) -> Any:
 
 def _keeps_state(kind: Any) -> bool:
     """Whether a method of the class stores a state. A kernel's variant of a forward is a separate method."""
-    codes = (getattr(inspect.unwrap(f), "__code__", None) for f in vars(kind).values() if callable(f))
-    return any(code is not None and "update_conv_state" in code.co_names for code in codes)
+    return any("update_conv_state" in _names(f) for f in vars(kind).values() if callable(f))
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -44,18 +44,11 @@ def add_model(parser: argparse.ArgumentParser, name: str = "--model", **how: Any
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one and the build has CUDA")
 
 
-def model_name(args: argparse.Namespace) -> str:
-    """The value of `--model`, or the bundled model's folder. Raises FileNotFoundError without either."""
-    from ..models import small_llama
-
-    return args.model or small_llama()
-
-
 def loaded(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """(name, model, tokenizer) by the arguments of `add_model`."""
-    from ..models import load_model
+    """(name, model, tokenizer) by the arguments of `add_model`; by default the bundled model."""
+    from ..models import load_model, small_llama
 
-    name = model_name(args)
+    name = args.model or small_llama()
     return (name, *load_model(name, args.dtype, args.device))
 
 

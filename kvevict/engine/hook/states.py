@@ -13,6 +13,7 @@ import torch
 
 from ... import families
 from ...context import current
+from ..read.propagate import cut
 from . import forward
 
 
@@ -67,7 +68,7 @@ def _by_name(module: torch.nn.Module, args: tuple, kwargs: dict) -> dict:
 
 def _part(kwargs: dict, step: Any, start: int, stop: int, rows: int) -> dict:
     """The arguments of rows start..stop-1: tensors with a value per row are cut, the mask marks these rows' padding."""
-    part = {name: _cut(value, start, stop, rows) for name, value in kwargs.items()}
+    part = {name: cut(value, rows, lambda x: x[:, start:stop]) for name, value in kwargs.items()}
     if "attention_mask" in part:
         part["attention_mask"] = None
         if step.padding.any() and start == 0:
@@ -75,11 +76,3 @@ def _part(kwargs: dict, step: Any, start: int, stop: int, rows: int) -> dict:
             column = torch.arange(start, stop, device=step.first.device)
             part["attention_mask"] = (column >= step.first[:, None]).long()
     return part
-
-
-def _cut(value: object, start: int, stop: int, rows: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_cut(each, start, stop, rows) for each in value)
-    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
-        return value[:, start:stop]
-    return value

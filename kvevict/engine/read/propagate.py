@@ -10,7 +10,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: Any = None)
         positions = _taken(step.positions, onward.columns)
         first = onward.first.to(step.first.device)
         enter(step=replace(step, positions=positions, first=first, padding=onward.padding))
-    return args, {name: _cut(value, onward.columns, rows) for name, value in kwargs.items()}
+    return args, {name: cut(each, rows, partial(_taken, columns=onward.columns)) for name, each in kwargs.items()}
 
 
 def _taken(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -114,10 +114,10 @@ def _taken(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return x.expand(len(row), *x.shape[1:])[row, columns]
 
 
-def _cut(value: object, columns: torch.Tensor, rows: int) -> Any:
-    """The propagated rows of a tensor [B or 1, rows, ...], or of a tuple or list of such; any other value unchanged."""
+def cut(value: object, rows: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The part of a tensor [B or 1, rows, ...], or of a tuple or list of such; any other value unchanged."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(each, columns, rows) for each in value)
+        return type(value)(cut(each, rows, part) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:
-        return _taken(value, columns)
+        return part(value)
     return value

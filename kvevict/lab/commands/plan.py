@@ -3,7 +3,7 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from typing import Any
 
-from ...commands import add_budget, add_model, add_policy, build_policies, command, grid, model_name
+from ...commands import add_budget, add_model, add_policy, build_policies, command, grid
 
 LONG = 131072  # tokens
 
@@ -21,13 +21,14 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
     args = parser.parse_args(argv)
+    from ...models import small_llama
     from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
-    shape, context = _shape(model_name(args), args.dtype)
+    shape, context = _shape(args.model or small_llama(), args.dtype)
     if args.tokens is None:
         args.tokens = LONG if context is None else max(1, min(LONG, context - args.new_tokens))
     if context is not None and args.tokens + args.new_tokens > context:
