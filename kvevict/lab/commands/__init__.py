@@ -31,12 +31,6 @@ def add_question(
                         help=f"length of the answer at most; default {default}")  # fmt: skip
 
 
-def load_prompt(args: argparse.Namespace) -> tuple[str, Any, Any, Prompt]:
-    """`load_prompts` of a command with one question."""
-    name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
-    return name, model, tokenizer, prompt
-
-
 def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[Prompt]]:
     """(name, model, tokenizer, `Prompt` of each question) of a command with the arguments of `add_model` and
     `add_question`."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...commands import add_budget, add_model, add_policies, build_policies, command, grid, loaded
 from ...policy.checks import installed
 from ...policy.text import DEFAULT
-from . import add_question, load_prompt, room
+from . import add_question, load_prompts, room
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -54,7 +54,7 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
 def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
     """(name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) of a text and a question."""
     args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
-    name, model, tokenizer, prompt = load_prompt(args)
+    name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 

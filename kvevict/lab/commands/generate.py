@@ -2,7 +2,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from ...commands import add_budget, add_model, add_policy, build_policies, check_complete, command, grid
-from . import add_question, load_prompt
+from . import add_question, load_prompts
 from .inspect import told_of
 
 
@@ -21,7 +21,7 @@ def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
 
     policies = build_policies([args.policy], args, progress=True)
     check_complete(policies)
-    _, model, tokenizer, prompt = load_prompt(args)
+    _, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     ids = prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies
     how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening), question=args.question)

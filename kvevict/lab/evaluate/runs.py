@@ -44,12 +44,6 @@ class Run:
 FULL = Run("full")
 
 
-def observers(policy: Policy) -> dict[str, int]:
-    """{option: value} of the options in a policy's rows and score that count slots: windows, probes, recent slots."""
-    values = {name: value for name, value in options_of(policy).items() if name in OBSERVERS}
-    return {option: size for option, size in values.items() if isinstance(size, int)}
-
-
 def options_of(policy: Policy) -> dict[str, Any]:
     """The options of a policy's rows and score."""
     parts: Any = policy.rows, policy.score
@@ -72,7 +66,8 @@ def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval
     if isinstance(budget, str) and model is not None:
         budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
     slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
-    options = {option: min(size, max(1, slots // 2)) for option, size in observers(ample).items()}
+    own = {option: size for option, size in options_of(ample).items() if option in OBSERVERS and isinstance(size, int)}
+    options: dict[str, Any] = {option: min(size, max(1, slots // 2)) for option, size in own.items()}
     chunk, rows = run.chunk_size or ONE_PASS, ample.rows.with_response(response)
     if rows is not ample.rows:
         options["rows"], chunk = rows, ONE_PASS
