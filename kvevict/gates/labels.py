@@ -66,7 +66,8 @@ def each_layer(
 ) -> None:
     """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
     the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
-    decoder, inputs = families.find_decoder(model), {}
+    decoder = families.find_decoder(model)
+    inputs: dict = {}
 
     def note(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         inputs[module.layer_idx] = args[0] if args else kwargs["hidden_states"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import host
 from .mapped import Files, is_folder
 from .storage import Storage
+from .stored import Stored
 
 if TYPE_CHECKING:
     from .cache import EvictionLayer
@@ -66,7 +67,7 @@ class Apart:
         """All slots in one place, for reading."""
         return Storage.joined(self.each).gathered()
 
-    def places(self, b: int, h: int) -> list[tuple[Storage, slice]]:
+    def places(self, b: int, h: int) -> list[tuple[Stored, slice]]:
         """As `Storage.places`."""
         return self.each[b].places(0, h)
 

@@ -153,7 +153,7 @@ class Storage(Stored):
     def aliased(self, chosen: Tensor, at: list) -> Storage:
         """View batch rows chosen [N], the list `at` on the host, in the same buffers."""
         own = {name: getattr(self, name) for name in OF_ROWS}
-        fields = {name: x if x is None else x[chosen if isinstance(x, Tensor) else at] for name, x in own.items()}
+        fields: Any = {name: x if x is None else x[chosen if isinstance(x, Tensor) else at] for name, x in own.items()}
         regions = tuple(self.regions[row] for row in at) if self.regions else ()
         prefix = None if self.prefix is None else self.prefix.aliased(chosen.to(self.prefix.device), at)
         return replace(self, **fields, regions=regions, prefix=prefix)
@@ -280,7 +280,8 @@ class Storage(Stored):
                 batch, heads = counts.shape
                 none = source.like.new_empty(batch, heads, 0, source.dim)
                 new = (none, none, source.pos.new_empty(batch, 0), source.pos.new_zeros(batch))
-            _ops.compact(source, *new, index, length, self)
+            k, v, pos, first = new
+            _ops.compact(source, k, v, pos, first, index, length, self)
         return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
     def _holding(self, length: Tensor, counts: np.ndarray) -> Storage:

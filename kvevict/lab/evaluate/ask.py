@@ -145,7 +145,7 @@ def ask(model: Any, tokenizer: Any, asked: Asked, run: Run, text: Reading | None
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
             full = model(as_row(model, prompt.context + prompt.question), use_cache=True, logits_to_keep=1)
-            asked.logits = _follow(model, full.logits, cache_of(full), scored)
+            asked.logits = _follow(model, full.logits, cache_of(full), scored or [])
     later, keeping = alone or scored is not None, None if policy is None else KEEP_ALL
     before, start = 0 if text is None else _bytes(cache), now(model)
     with _asking(model, tokenizer, policy) if later else _patched(model, policy):
