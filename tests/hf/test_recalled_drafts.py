@@ -14,6 +14,7 @@ from kvevict.compat import CACHE, cache_of
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.families import find_decoder
 from kvevict.policy.building import build
+from kvevict.policy.rows.drafted import end_tokens
 
 N, WINDOW = 5, 16  # drafted tokens, and the prompt's last rows that observe with them
 END = 63
@@ -81,6 +82,35 @@ def test_drafted_rows_choose_from_all_tokens(turn, seed, count, ends):
             assert now == set(best.indices.tolist()) or number[h, list(now)].min() >= best.values.min() - 1e-6
             back += len(now & lost[at])
     assert back > 10
+
+
+def test_drafts_follow_the_prompt_where_a_question_is_appended():
+    """A question that is not at the turn's end observes in rows after it, which are not stored."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    options = dict(policy="take+edie", budget=40, probe=(0, 6), chunk_size=64, recall=True, tokenizer=False)
+    with kvevict.evicting(model, **options, recall_drafts=N):
+        cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        every = cache.recalled()
+    with Heard() as free:
+        written(model, every, turn)
+    with kvevict.evicting(model, **options, recall_drafts=N), Heard() as heard:
+        model(turn, **{CACHE: cache}, logits_to_keep=1)
+    for at in range(4):
+        drafted, alone = (torch.cat([call[0] for call in calls[at][1:]], 2) for calls in (heard.calls, free.calls))
+        torch.testing.assert_close(drafted, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(budget=40, recall_slots=20)], ids=["", "recall_slots"])
+def test_a_loaded_cache_drafts(options, tmp_path):
+    """Its layers have the slots of all tokens until a turn chooses as it does from a cache in memory."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **DRAFTS | options):
+        cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        kvevict.save_cache(cache, tmp_path / "cache")
+        both = [cache, kvevict.load_cache(tmp_path / "cache", model)]
+        for each in both:
+            model(turn, **{CACHE: each}, logits_to_keep=1)
+    assert kept(both[0]) == kept(both[1])
 
 
 @pytest.mark.parametrize("name", ["take+edie", "adakv", "chunkkv", "cake", "snapkv"])
@@ -171,6 +201,13 @@ def test_a_decoder_without_a_head_drafts_nothing():
     with kvevict.evicting(decoder, **DRAFTS), Heard() as heard:
         decoder(prompt(1, 150)["input_ids"])
     assert len(heard.calls[0]) == 5
+
+
+def test_the_tokens_that_end_a_draft(monkeypatch):
+    """In each form that Transformers takes."""
+    for given, found in ((None, []), (7, [7]), ([7, 8], [7, 8]), ((7, 8), [7, 8]), (torch.tensor([7, 8]), [7, 8])):
+        monkeypatch.setattr(shared().generation_config, "eos_token_id", given)
+        assert end_tokens(shared()) == found
 
 
 def test_refusals():

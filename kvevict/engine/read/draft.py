@@ -170,7 +170,7 @@ def _write(
     """Draft up to n_d tokens greedily over `cache`, fewer where all rows come to one of the tokens `ends`. Returns [B]
     the number of a row's drafts from its first end on; the first draft is none of them."""
     arguments, unseen = spans.arguments, Meter()
-    logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
+    logits, at, none = head(arguments.top), step.positions[:, : step.columns][:, -1:], torch.zeros_like(step.first)
     ended, after = none > 0, none
     for number in range(1, n_d + 1):
         ids, at = logits(hidden).argmax(-1), at + 1

@@ -95,10 +95,10 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
+        if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
+            archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
-        else:
-            archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self.note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
