@@ -1,10 +1,12 @@
 """Recall with `recall_drafts`: rows that are drafted over the slots of all tokens choose a turn's slots."""
 
+import dataclasses
+
 import pytest
 import torch
 import zoo
 from recalling import OTHERS, SNAPKV, Heard, decoded
-from tiny import prompt, shared
+from tiny import byte_tokenizer, model, prompt, shared
 
 import kvevict
 from kvevict.answer import continued, rows_of
@@ -183,6 +185,16 @@ def test_other_models(name, kind):
     assert [list(map(len, layer[0])) for layer in found[0][1]] == [list(map(len, layer[0])) for layer in found[1][1]]
 
 
+def test_a_text_that_is_asked_later_drafts_nothing():
+    net, tokenizer = model(vocab_size=259, bos_token_id=None, pad_token_id=None), byte_tokenizer()
+    with Heard() as heard:
+        cache = kvevict.read(net, tokenizer, "The lantern is lit at nine. " * 20, **DRAFTS)
+    assert len(heard.calls[0]) == -(-560 // 32)
+    with Heard() as heard:
+        kvevict.answer(net, tokenizer, cache, ["When is the lantern lit?"], max_new_tokens=1)
+    assert len(heard.calls[0]) == 1 + N
+
+
 def test_a_decoder_without_a_head_drafts_nothing():
     decoder = find_decoder(shared())
     with kvevict.evicting(decoder, **DRAFTS), Heard() as heard:
@@ -216,4 +228,17 @@ def test_policies_that_can_draft_do():
         (dict(recall=True, policy="laq"), 0), (dict(recall=True, policy="take"), 0),
         (dict(recall=True, window=4, budget=16), 0),
     ):  # fmt: skip
-        assert kvevict.policy.build(**dict(policy="snapkv", budget=64) | options).recall_drafts == drafts
+        assert drafted(kvevict.policy.build(**dict(policy="snapkv", budget=64) | options)) == drafts
+
+
+def test_a_policy_that_is_changed_drafts_if_it_then_can():
+    """As one that was made so."""
+    bare = kvevict.policy.build("snapkv", budget=16, window=4)
+    few = dataclasses.replace(bare, recall=True)
+    assert [drafted(bare), drafted(few), drafted(kvevict.policy.build(few, budget=64))] == [0, 0, 8]
+    assert drafted(kvevict.policy.build("snapkv", budget="20KiB", window=4, recall=True).in_slots(1024)) == 8
+    assert drafted(kvevict.policy.build("snapkv", budget="16KiB", window=4, recall=True).in_slots(1024)) == 0
+
+
+def drafted(policy):
+    return policy.redrafting.rows.n_d if policy.redrafting else 0

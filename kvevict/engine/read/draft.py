@@ -116,6 +116,7 @@ class Redrafting(Chooser):
     def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
         self.chooser.end(spans, step, hidden)
         policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
+        assert policy is not None
         plan.policy = policy
         on_host = any(call.layer.archive.on_host for call, *_ in self.asked)
         with step.meter.clock("draft"):
