@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import numbers
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +128,8 @@ class Policy:
             fill(kind, as_part(kind, getattr(self, kind)))
         fill("select_by_layer", values.as_ranges(self.select_by_layer))
         fill("budget", 512 if self.budget is None and self.threshold is None else builtin(self.budget))
+        if isinstance(self.recall, os.PathLike):
+            fill("recall", os.path.abspath(self.recall))  # a text, but not "memory"
         fill("recall_slots", builtin(self.recall_slots))
         fill("threshold", builtin(self.threshold))
         if self.carry is None:

@@ -100,6 +100,15 @@ def test_a_full_disk(tmp_path):
     assert not in_files(cache.layers[0].archive.k)
 
 
+def test_a_folder_s_path(monkeypatch, tmp_path):
+    """A text, or a path, which means a folder whatever its name is."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("memory", Path("memory"), str(tmp_path), tmp_path):
+        policy = kvevict.policy.build("snapkv", budget=64, recall=given)
+        assert policy.recall == ("memory" if given == "memory" else str(tmp_path / given))
+        assert kvevict.Policy.from_json(policy.to_json()) == policy
+
+
 def test_refusals(tmp_path):
     model = shared()
     for folder in (tmp_path / "missing", Path("/proc")):

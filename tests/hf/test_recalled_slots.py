@@ -136,10 +136,12 @@ def test_a_turn_keeps_more_slots_than_the_reading():
     assert [layer.counts.tolist() for layer in one.layers] == [[[100, 100]]] * 4
 
 
-def test_while_decoding_all_tokens_are_chosen_from():
+@pytest.mark.parametrize("rows, protected, options", [(4, 4, {}), (1, 0, dict(window=None, rows="last"))])
+def test_while_decoding_all_tokens_are_chosen_from(rows, protected, options):
     """With decode=True each eviction is among all tokens: the best by the last rows, in float64."""
     model, back = shared(), 0
-    with kvevict.evicting(model, **POLICIES["decode"]), Heard() as heard:
+    options = {name: value for name, value in (POLICIES["decode"] | options).items() if value is not None}
+    with kvevict.evicting(model, **options), Heard() as heard:
         cache = model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values
         for step in range(9):
             before = [set(layer.positions()[0][0].tolist()) for layer in cache.layers]
@@ -148,13 +150,13 @@ def test_while_decoding_all_tokens_are_chosen_from():
             for at, layer in enumerate(cache.layers):
                 if (layer.counts > sizes[at]).all():
                     continue
-                q = heard.all(at, 0)[0, :, -min(4, step + 1) :].double()
+                q = heard.all(at, 0)[0, :, -min(rows, step + 1) :].double()
                 k = heard.all(at, 1)[0].double().repeat_interleave(2, 0)
                 tokens = k.shape[1]
                 hidden = torch.arange(tokens) > torch.arange(tokens - q.shape[1], tokens)[:, None]
                 weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
                 number = weights.sum(1).unflatten(0, (2, -1)).mean(1)
-                number[:, -4:] = torch.inf
+                number[:, tokens - protected :] = torch.inf
                 for h in range(2):
                     now = layer.positions()[0][h].tolist()
                     assert len(now) == 24

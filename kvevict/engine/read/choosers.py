@@ -3,6 +3,7 @@ chooser for drafting is in draft.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +72,7 @@ class Deciding(Chooser):
         slots = self.decisions.kept(order, alive)
         if slots is not None and policy.recall and layer.archive is not None:
             archive.recall(layer, slots < alive)
+            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)  # these are of fewer slots
         if policy.carry == "sum" and observing and policy.score.adds_attention:
             sums: Any = join("sum", call.probs, layer.carry)
             if slots is None:
