@@ -58,7 +58,8 @@ def application(server: Server) -> FastAPI:
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)
             log.refused(endpoint, known, request.client)
-        return JSONResponse(known.body(), known.status, HEADERS.get(known.status))
+        headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # a 405 has Allow
+        return JSONResponse(known.body(), known.status, headers)
 
     for each in (ValueError, TypeError, TimeoutError):
         app.add_exception_handler(each, said)

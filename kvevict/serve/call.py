@@ -39,6 +39,7 @@ class Call:
     single: bool = False  # whether an answer ends with its first call
     schema: dict | None = None  # of JSON that an answer is
     forced: bool = False  # whether that JSON is calls
+    matcher: Any = None  # of the schema; each answer has a copy: to make one may take seconds
     usage: bool = False  # whether a stream counts tokens
     sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")

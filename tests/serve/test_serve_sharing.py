@@ -1,6 +1,7 @@
 """Beginnings of prompts that come again: read once, with the first request, and whose they are; how far a read is."""
 
 import asyncio
+import re
 import threading
 from itertools import pairwise
 
@@ -271,3 +272,30 @@ def test_shared_texts_in_8_bits(tmp_path):
     again = Client(server(tmp_path, kv="int8"))
     response = again.post("/v1/chat/completions", **asked[0])
     assert cached(response) > 500 and said(response) == alone[0]
+
+
+def test_tokens_that_nobody_read_are_not_counted():
+    """Those of a text whose kept tokens are asked for; of a prompt, also of one in a list, that ends before its end."""
+    client, calls = Client(server(chunk_size=64)), []
+
+    def counted():
+        return float(re.search(r"^kvevict_tokens_read_total (\S+)", client.ask("GET", "/metrics").text, re.M)[1])
+
+    read = client.store().json()["tokens"]
+    assert client.ask("GET", "/v1/kvevict/texts/text/kept").status_code == 200 and counted() == read
+    through = client.server.manager.reader._through
+
+    def ended(call, *args):
+        def pause(start):
+            type(call).reads(call, start)
+            if start >= 128:
+                raise TimeoutError
+
+        call.reads = pause
+        calls.append(call)
+        return through(call, *args)
+
+    client.server.manager.reader._through = ended
+    assert client.post("/v1/completions", prompt=FILLER * 30, max_tokens=3).status_code == 504
+    assert client.post("/v1/completions", prompt=[FILLER * 30, FILLER * 20], max_tokens=3).status_code == 504
+    assert 128 <= calls[0].read_tokens < 256 and counted() == read + sum(each.read_tokens for each in calls)
