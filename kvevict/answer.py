@@ -9,6 +9,7 @@ import torch
 
 from . import cautions, families, rotary
 from .compat import CACHE, cache_of
+from .context import within
 from .engine.hook.installed import plan_of, using
 from .engine.measure import gates
 from .engine.slots.adopt import EvictionCache
@@ -58,7 +59,7 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
     _check_room(model, ids.shape[1], "the text")
-    with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad():
+    with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad(), within(asks=False):
         cache = cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
     if not cache.sequence.policy.recall:
         cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)

@@ -77,7 +77,8 @@ class Reader:
 
     def _widest(self, policy: Any, tokens: int) -> int:
         """Most slots of a head while a prompt is read."""
-        return min(tokens, policy.slots(tokens) + (policy.chunk_size or tokens))
+        slots = max(policy.slots(tokens), policy.recalling.slots(tokens))
+        return min(tokens, slots + (policy.chunk_size or tokens))
 
     def size(self, call: Call, new: int) -> int:
         """Most bytes of an answer's slots."""
@@ -163,7 +164,7 @@ class Reader:
         with contextlib.ExitStack() as inside:
             with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
                 inside.enter_context(evicting(self.model, policy, tokenizer=False))
-            inside.enter_context(within(question=question, pause=pause, learns=False))
+            inside.enter_context(within(question=question, asks=question is not None, pause=pause, learns=False))
             into = self.pools.cache() if cache is None else cache
             out = yield from reading(base_model(self.model), tokens, into)
             call.read_tokens = start + len(ids)

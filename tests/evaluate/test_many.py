@@ -15,6 +15,7 @@ import kvevict
 from kvevict.cli import main
 from kvevict.commands import number
 from kvevict.lab.evaluate import intervals, run, summary, table
+from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
 from kvevict.lab.evaluate.runs import FULL, reads_alone
@@ -158,6 +159,20 @@ def test_other_words_than_stated(words):
     plain, other = (list(TASKS[task](Settings(words, 900, 2, seed=5))) for task in ("many", "many/paraphrased"))
     assert [case.answers for case in plain] == [case.answers for case in other]
     assert not {case.question for case in plain} & {case.question for case in other}
+
+
+def test_a_list_in_the_texts_order(words):
+    """Twelve lockers at even depths; the right list scores 1, and each number of it a twelfth."""
+    for case in TASKS["listed"](Settings(words, 900, 3, seed=5)):
+        found = re.findall(r"The parcel for the ([\w ]+) lies in locker (\d{5})\.", case.context)
+        assert tuple(number for _, number in found) == case.answers and len({who for who, _ in found}) == 12
+        places = [case.context.index(number) * 12 // len(case.context) for number in case.answers]
+        assert all(abs(place - at) <= 1 for at, place in enumerate(places))
+        lines = "\n".join(f"{at}. The parcel for the {who}: {number}" for at, (who, number) in enumerate(found, 1))
+        score, whole = METRICS[case.metric], lines.removeprefix(f"1. The parcel for the {found[0][0]}: ")
+        assert score(whole, case.answers) == 1 and score(whole[:40], case.answers) == pytest.approx(1 / 12)
+        assert len(words(whole)["input_ids"]) < case.new_tokens and case.question.endswith(case.opening)
+        assert len(words(case.context + case.question)["input_ids"]) <= 900
 
 
 def test_books_of_one_s_own(tmp_path, words):

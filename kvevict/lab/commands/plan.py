@@ -52,6 +52,9 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         UNPATCHED: cost(shape, None, args.tokens, **common),
         args.policy: cost(shape, policy, args.tokens, **common),
     }
+    if policy.recall_slots is not None:
+        after = cost(shape, policy.recalling, args.tokens, **common)
+        runs[args.policy] |= {name: after[name] for name in ("cache_bytes", "decode")}
     print(
         f"{shape.weights / 1e9:.3g} G parameters, {len(shape.windows)} layers ({shape.windows.count(None)} evict); "
         f"{args.batch} x {args.tokens} tokens in chunks of {policy.chunk_size or args.tokens}; "
