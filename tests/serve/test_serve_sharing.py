@@ -11,6 +11,7 @@ from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unp
 from kvevict.policy.kv import KINDS
 from kvevict.serve import reading
 from kvevict.serve.call import Call
+from kvevict.serve.metrics import progress
 
 SYSTEM = dict(role="system", content=TEXT)
 OPENS = dict(kvevict=dict(text="text"))
@@ -276,7 +277,7 @@ def test_shared_texts_in_8_bits(tmp_path):
 
 def test_tokens_that_nobody_read_are_not_counted():
     """Those of a text whose kept tokens are asked for; of a prompt, also of one in a list, that ends before its end."""
-    client, calls = Client(server(chunk_size=64)), []
+    client, calls, seen = Client(server(chunk_size=64)), [], []
 
     def counted():
         return float(re.search(r"^kvevict_tokens_read_total (\S+)", client.ask("GET", "/metrics").text, re.M)[1])
@@ -289,6 +290,7 @@ def test_tokens_that_nobody_read_are_not_counted():
         def pause(start):
             type(call).reads(call, start)
             if start >= 128:
+                seen.append(progress(*client.server.calls))
                 raise TimeoutError
 
         call.reads = pause
@@ -298,4 +300,6 @@ def test_tokens_that_nobody_read_are_not_counted():
     client.server.manager.reader._through = ended
     assert client.post("/v1/completions", prompt=FILLER * 30, max_tokens=3).status_code == 504
     assert client.post("/v1/completions", prompt=[FILLER * 30, FILLER * 20], max_tokens=3).status_code == 504
-    assert 128 <= calls[0].read_tokens < 256 and counted() == read + sum(each.read_tokens for each in calls)
+    assert len(seen) == 2 and all(128 <= each["tokens_read"] < each["tokens_to_read"] for each in seen)
+    assert {each["state"] for each in seen} == {"running"}
+    assert counted() == read + sum(each.read_tokens for each in calls)
