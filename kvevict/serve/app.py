@@ -1,5 +1,6 @@
 """The routes of a server, the Hosts that they answer to, and the errors that a client sees."""
 
+import asyncio
 import contextlib
 import functools
 import ipaddress
@@ -33,7 +34,10 @@ def application(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         yield
-        server.scheduler.submit(server.prefixes.flush).result()
+        await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
+        for _ in range(100):  # uvicorn has cancelled the requests that still ran: they are logged, and the process ends
+            if server.calls:
+                await asyncio.sleep(0.01)
 
     allowed = {name_of(each) for each in (*LOCAL, *server.hosts)}
 
@@ -58,7 +62,8 @@ def application(server: Server) -> FastAPI:
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)
             log.refused(endpoint, known, request.client)
-        return JSONResponse(known.body(), known.status, HEADERS.get(known.status))
+        headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # a 405 has Allow
+        return JSONResponse(known.body(), known.status, headers)
 
     for each in (ValueError, TypeError, TimeoutError):
         app.add_exception_handler(each, said)

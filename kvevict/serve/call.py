@@ -39,6 +39,7 @@ class Call:
     single: bool = False  # whether an answer ends with its first call
     schema: dict | None = None  # of JSON that an answer is
     forced: bool = False  # whether that JSON is calls
+    matcher: Any = None  # of the schema; each answer has a copy: to make one may take seconds
     usage: bool = False  # whether a stream counts tokens
     sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")
@@ -46,6 +47,7 @@ class Call:
     template: dict = field(default_factory=dict)  # further arguments of the chat template
     prompts: list = field(default_factory=list)  # of /v1/completions: letters or ids
     prompt: Any = ""  # one of them
+    parts: list = field(default_factory=list)  # calls of the prompts, if there are several
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
     keys: dict = field(default_factory=dict)  # of its beginnings, by their ends
     parser: Any = lambda: None  # makes a parser of an answer to them
@@ -83,15 +85,17 @@ class Call:
 
     def of_prompts(self) -> "list[Call]":
         """Return a call for each of several prompts, or else this call. All are cancelled together."""
-        return [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else [self]
+        self.parts = [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else []
+        return self.parts or [self]
 
-    def gather(self, calls: "list[Call]") -> None:
-        """Set this call's counts to the sums over the calls of its prompts."""
-        for name in COUNTED:
-            setattr(self, name, sum(getattr(each, name) for each in calls))
-        self.running = any(each.running for each in calls)
+    def gather(self) -> None:
+        """Set this call's counts to the sums over the calls of its prompts, if there are several."""
+        for name in COUNTED if self.parts else ():
+            setattr(self, name, sum(getattr(each, name) for each in self.parts))
+        self.running = self.running or any(each.running for each in self.parts)
         if self.first_token is None:
-            self.first_token = min((each.first_token for each in calls if each.first_token is not None), default=None)
+            first = (each.first_token for each in self.parts if each.first_token is not None)
+            self.first_token = min(first, default=None)
 
     def tool_id(self) -> str:
         """Make the id of a further tool call. Mistral's templates take nine letters and digits."""

@@ -84,9 +84,6 @@ class Generation:
             more["before"] = [each for each in call.whole.ids if each not in self.form.special][-1:]
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
-    def _matcher(self, call: Call) -> Any:
-        return None if call.schema is None else self.grammars.matcher(call.schema)
-
     def _config(self, call: Call) -> Any:
         config = call.sampling.config(self.model.generation_config)
         if self.context is not None:
@@ -131,7 +128,7 @@ class Generation:
             sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
             raise Refused(400, sentence, param="kvevict.question")
         with of_field("tools" if call.forced else "text.format" if call.endpoint == RESPONSES else "response_format"):
-            self._matcher(call)  # refuses a schema
+            call.matcher = None if call.schema is None else self.grammars.matcher(call.schema)  # refuses a schema
         if call.forced:
             call.parser = Calls
         elif call.messages and call.schema is None:
@@ -153,8 +150,8 @@ class Generation:
     def _row(self, call: Call, at: int, answer: Written, give: Any) -> Row:
         prompt, config, made = call.whole.ids, self._config(call), []
         processors = call.sampling.processors(len(prompt))
-        if call.schema is not None:
-            processors.append(Following(self._matcher(call), len(prompt)))
+        if call.matcher is not None:
+            processors.append(Following(call.matcher.deep_copy(), len(prompt)))
 
         def take(model: torch.nn.Module, input_ids: torch.Tensor, logits_processor: Any, **others: Any) -> torch.Tensor:
             made.append(logits_processor)

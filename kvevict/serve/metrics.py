@@ -16,8 +16,9 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 def progress(call: Call) -> dict[str, Any]:
     """Tell how far a call is."""
+    call.gather()
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
-    read = max((whole if written else min(call.read_tokens, whole)) - cached, 0)
+    read = max(min(call.read_tokens, whole) - cached, 0)
     return dict(
         id=call.identity, endpoint=call.endpoint, state="running" if call.running else "waiting",
         seconds=round(time.monotonic() - call.began, 3), prompt_tokens=whole, cached_tokens=cached,
@@ -53,7 +54,7 @@ class Metrics:
         """Count a call that has ended."""
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
-        self.read.inc(max(call.prompt_tokens - call.cached_tokens, 0))
+        self.read.inc(progress(call)["tokens_read"])
         self.written.inc(call.new_tokens)
         if call.first_token is not None:
             self.first.observe(call.first_token - call.began)

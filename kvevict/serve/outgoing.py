@@ -118,3 +118,4 @@ async def together(
             await _stopped(task)
         for stream in streams:
             await stream.aclose()
+        after()

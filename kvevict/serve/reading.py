@@ -167,6 +167,7 @@ class Reader:
             inside.enter_context(within(question=question, asks=question is not None, pause=pause, learns=False))
             into = self.pools.cache() if cache is None else cache
             out = yield from reading(base_model(self.model), tokens, into)
+            call.read_tokens = start + len(ids)
             return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
     def _asking(self, call: Call) -> Any:

@@ -154,7 +154,7 @@ class Server:
 
         of_each = await self._tokenising(large, prepare)
         streams = [self.manager.write(each, own) for each, own in zip(calls, of_each, strict=True)]
-        parts = streams[0] if calls == [call] else together(streams, call.answers, lambda: call.gather(calls))
+        parts = streams[0] if calls == [call] else together(streams, call.answers, call.gather)
         answers = [answer for own in of_each for answer in own]
         if body.get("stream"):
             return handler.stream(call, answers, parts)
@@ -230,7 +230,7 @@ class Server:
         """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
         owner, calls = self.owner(request), list(self.calls)
         data = [progress(call) for call in calls if call.owner == owner]
-        waiting = sum(not call.running for call in calls)
+        waiting = sum(progress(call)["state"] == "waiting" for call in calls)
         return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
     async def _alone(self, call: Any) -> Any:

@@ -15,6 +15,7 @@ from fuzzing import SEED
 from serving import Client, asks, said, server, unpatched  # noqa: F401
 
 from kvevict.cli import main
+from kvevict.serve.grammar import Grammars
 
 ONCE = dict(messages=[dict(role="user", content="Once")], max_tokens=2)
 
@@ -231,6 +232,12 @@ def test_a_process_of_its_own(monkeypatch, capsys):
             each.handlers, each.propagate = handlers if each is log else [], True
 
 
+def test_a_method_that_a_path_does_not_have():
+    """RFC 9110 requires the header Allow."""
+    response = Client(server()).ask("DELETE", "/v1/chat/completions")
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+
+
 def test_refusals_are_counted_and_logged(caplog):
     client = Client(server(keys=("one",)), "one")
     here = {"host": "localhost", "authorization": "Bearer one", "content-type": "application/json"}
@@ -337,6 +344,23 @@ CASES = {
     "a text is opened": ("kvevict.serve.prompt.ids_of", OF_TEXT),
     "a text's pieces": ("kvevict.serve.server.parts", ("GET", "/v1/kvevict/texts/held/kept")),
 }  # fmt: skip
+
+
+FORM = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="integer", multipleOf=999983)))
+
+
+def test_a_schema_is_followed_from_one_preparation(monkeypatch):
+    """The thread that owns the model prepares none: one of 80 bytes can take seconds."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    client, threads, matcher = Client(server()), [], Grammars.matcher
+
+    def noted(*args):
+        threads.append(threading.current_thread().name)
+        return matcher(*args)
+
+    monkeypatch.setattr(Grammars, "matcher", noted)
+    assert client.post("/v1/chat/completions", **ONCE, n=3, response_format=FORM).status_code == 200
+    assert len(threads) == 1 and threads[0] != "kvevict"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 
+import httpx
 import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
 from serving import FACTS, TEXT, asks
@@ -209,6 +210,26 @@ def test_it_stops(process):  # noqa: F811
     log = "".join(server.lines)
     assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
     assert all(json.loads(line) for line in log.splitlines())
+
+
+def test_requests_that_the_end_cuts_are_logged(process):  # noqa: F811
+    server = process("--policy", "take", "--budget", "256", first="import kvevict.serve.connections as it; it.STOP = 1")
+
+    def asks_much(stream):
+        with contextlib.suppress(openai.OpenAIError, httpx.RemoteProtocolError):
+            more: dict = dict(model="small", max_tokens=2000, logit_bias={"0": -100})
+            list(server.client.completions.create(prompt="Once", stream=stream, **more))
+
+    asking = [threading.Thread(target=asks_much, args=(stream,)) for stream in (False, True)]
+    for each in asking:
+        each.start()
+    while server.client.get("/kvevict/queue", cast_to=object)["running"] < 2:
+        time.sleep(0.01)
+    assert server.end() in (0, -signal.SIGTERM)
+    for each in asking:
+        each.join()
+    told = [json.loads(line) for line in server.lines]
+    assert [each["status"] for each in told if each["message"] == "request"] == [499, 499]
 
 
 def test_a_server_is_made_in_a_thread_that_ends():

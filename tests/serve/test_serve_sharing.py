@@ -1,6 +1,7 @@
 """Beginnings of prompts that come again: read once, with the first request, and whose they are; how far a read is."""
 
 import asyncio
+import re
 import threading
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from serving import FACTS, FILLER, TEXT, Client, asks, cached, said, server, unp
 from kvevict.policy.kv import KINDS
 from kvevict.serve import reading
 from kvevict.serve.call import Call
+from kvevict.serve.metrics import progress
 
 SYSTEM = dict(role="system", content=TEXT)
 OPENS = dict(kvevict=dict(text="text"))
@@ -271,3 +273,33 @@ def test_shared_texts_in_8_bits(tmp_path):
     again = Client(server(tmp_path, kv="int8"))
     response = again.post("/v1/chat/completions", **asked[0])
     assert cached(response) > 500 and said(response) == alone[0]
+
+
+def test_tokens_that_nobody_read_are_not_counted():
+    """Those of a text whose kept tokens are asked for; of a prompt, also of one in a list, that ends before its end."""
+    client, calls, seen = Client(server(chunk_size=64)), [], []
+
+    def counted():
+        return float(re.search(r"^kvevict_tokens_read_total (\S+)", client.ask("GET", "/metrics").text, re.M)[1])
+
+    read = client.store().json()["tokens"]
+    assert client.ask("GET", "/v1/kvevict/texts/text/kept").status_code == 200 and counted() == read
+    through = client.server.manager.reader._through
+
+    def ended(call, *args):
+        def pause(start):
+            type(call).reads(call, start)
+            if start >= 128:
+                seen.append(progress(*client.server.calls))
+                raise TimeoutError
+
+        call.reads = pause
+        calls.append(call)
+        return through(call, *args)
+
+    client.server.manager.reader._through = ended
+    assert client.post("/v1/completions", prompt=FILLER * 30, max_tokens=3).status_code == 504
+    assert client.post("/v1/completions", prompt=[FILLER * 30, FILLER * 20], max_tokens=3).status_code == 504
+    assert len(seen) == 2 and all(128 <= each["tokens_read"] < each["tokens_to_read"] for each in seen)
+    assert {each["state"] for each in seen} == {"running"}
+    assert counted() == read + sum(each.read_tokens for each in calls)
