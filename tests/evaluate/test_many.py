@@ -169,7 +169,7 @@ def test_a_list_in_the_texts_order(words):
         places = [case.context.index(number) * 12 // len(case.context) for number in case.answers]
         assert all(abs(place - at) <= 1 for at, place in enumerate(places))
         lines = "\n".join(f"{at}. The parcel for the {who}: {number}" for at, (who, number) in enumerate(found, 1))
-        score, whole = METRICS[case.metric], lines.removeprefix("1. The parcel for the")
+        score, whole = METRICS[case.metric], lines.removeprefix(f"1. The parcel for the {found[0][0]}: ")
         assert score(whole, case.answers) == 1 and score(whole[:40], case.answers) == pytest.approx(1 / 12)
         assert len(words(whole)["input_ids"]) < case.new_tokens and case.question.endswith(case.opening)
         assert len(words(case.context + case.question)["input_ids"]) <= 900

@@ -14,7 +14,8 @@ FACTS = 12
 LINE = 16  # tokens of an entry beside its number
 ASKED = (
     "\n\nQuestion: The text says in which locker the parcel of each of twelve people lies. List all twelve in the "
-    "text's order, one in a line, each with the number of the locker.\nAnswer: 1. The parcel for the"
+    "text's order, one in a line, each with the number of the locker."
+    "\nAnswer: 1. The parcel for the {who} lies in locker"
 )
 
 
@@ -27,8 +28,9 @@ def listed(settings: Settings) -> Iterator[Case]:
             (at + rng.random()) / FACTS: f"The parcel for the {who} lies in locker {number}."
             for at, (who, number) in enumerate(zip(people, numbers, strict=True))
         }
-        context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=ASKED)
+        asked = ASKED.format(who=people[0])
+        context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
         answers, tags = tuple(map(str, numbers)), dict(length=settings.length, text=i)
         room = settings.room(answers, every=True) + FACTS * LINE
-        yield Case("listed", f"listed/{settings.length}/{i}", context, ASKED, answers, "contains_all", room, tags,
-                   opening(ASKED))  # fmt: skip
+        yield Case("listed", f"listed/{settings.length}/{i}", context, asked, answers, "contains_all", room, tags,
+                   opening(asked))  # fmt: skip
