@@ -191,9 +191,9 @@ EXAMPLES = {
     "train": "kvevict train --kind gates --model MODEL --data BOOKS.txt --out GATES",
 }
 MORE = {
-    "diagnose": """Of the response of the full cache: *recall* is the share of its attention to the prompt that lies on kept slots, *top 16*
-the share of its 16 most attended slots that are kept, *output error* how far attention outputs are from the full
-cache's, relative to these, and *joint error* CAOTE's eq. 24 ([methods.md](methods.md)) of all evicted slots.""",
+    "diagnose": """Of the full cache's response *recall* is the share of its attention to the prompt that lies on kept
+slots, and *top 16* the share of its 16 most attended slots that are kept. *output error* is how far attention outputs
+are from the full cache's, relative to these; *joint error* is CAOTE's eq. 24 ([methods.md](methods.md)).""",
     "plan": """The table has the unpatched model, the policy, and the policy as a share of it:
 
 - *linear layers*, *attention*: matrix products of the prompt's tokens. *Appended rows*: both for rows that observe and

@@ -27,7 +27,7 @@ def check(policy: Policy) -> None:
     for name in ("keep_prompt", "progress", "diagnose", "compiled"):
         flag(name, getattr(policy, name))
     if not isinstance(policy.recall, (bool, str)) or policy.recall == "":
-        raise TypeError(f"recall must be True, False, 'memory' or the path of a folder as a text, got {policy.recall!r}")
+        raise TypeError(f"recall must be True, False, 'memory' or a folder's path as text, got {policy.recall!r}")
     for name, given in (("interval", policy.interval is not None), ("keep_prompt", policy.keep_prompt)):
         if given and not policy.decode:
             raise ValueError(
