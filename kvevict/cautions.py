@@ -42,15 +42,17 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             "shorten the prompt",
         )
     before, meter = cache.sequence.policy, cache.meter
-    if before is None or meter is None or not before.question == policy.question == "known":
+    if before is None or meter is None or (policy.recall and before.recall):
         return
-    if policy.recall and before.recall:
+    asked = before.question == policy.question == "known"
+    if not (asked or policy.recall):
         return
     kept = min(meter.report["kept_share"])
     if kept < 1:
         once(
             ("turn", before.budget),
-            f"{kept:.0%} of the tokens in past_key_values are kept, and were chosen for an earlier question: answers "
-            "about the rest are often wrong. Read the whole chat again, without past_key_values, or patch with "
-            "recall=True before its first turn",
+            f"{kept:.0%} of the tokens in past_key_values are kept, and "
+            + ("were chosen for an earlier question" if asked else "recall does not bring the others back")
+            + ": answers about the rest are often wrong. Read the whole chat again, without past_key_values, or patch "
+            "with recall=True before its first turn",
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import rules, values
-from .checks import PLENTY, builtin, byte_count, one_of, parsed
+from .checks import PLENTY, builtin, byte_count, count, one_of, parsed
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
@@ -144,7 +144,7 @@ class Policy:
         rules.check(self)
         if self.recall_slots is not None:
             values.check_recall_slots(self)
-        fill("recall_drafts", values.drafts(self))
+        _ = self.redrafting  # checks recall_drafts
 
     def to_json(self) -> str:
         """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
@@ -177,19 +177,26 @@ class Policy:
         return dataclasses.replace(self, budget=PLENTY if every else self.recall_slots, recall_slots=None)
 
     @functools.cached_property
-    def redrafting(self) -> "Policy":
-        """The policy of the second cut after slots came back, for which `recall_drafts` tokens are drafted."""
-        return self.drafting(self.recall_drafts)  # type: ignore[arg-type]  # filled in
-
-    def drafting(self, tokens: int) -> "Policy":
-        """`redrafting` with other `recall_drafts`. Raises ValueError where a second cut cannot be."""
-        if self.rows.needs_full_prompt or self.rows.repeats:
-            raise ValueError("this policy drafts, or repeats the prompt, already")
-        if self.n_reuse > 1 or self.warmup_layers not in (None, 1):
-            raise ValueError("layers take another layer's slots, and a second cut is each layer's own")
-        rows = ROWS["drafted"](n_d=tokens, window=values.DRAFTING)
-        alone: dict[str, Any] = dict(layers="uniform", schedule="prompt", diagnose=False, recall_drafts=0)
-        return dataclasses.replace(self.recalling, rows=rows, **alone)
+    def redrafting(self) -> "Policy | None":
+        """The policy of the second cut after slots came back, whose rows are drafted; None: there is none. Raises
+        TypeError or ValueError for `recall_drafts` that this policy cannot have."""
+        given = self.recall_drafts
+        if given is not None and count("recall_drafts", given, 0) and not self.recall:
+            raise ValueError(f"recall_drafts={given} is about recall: give recall=True too, or leave it out")
+        if given == 0 or not self.recall:
+            return None
+        try:
+            if self.rows.needs_full_prompt or self.rows.repeats:
+                raise ValueError("this policy drafts, or repeats the prompt, already")
+            if self.n_reuse > 1 or self.warmup_layers not in (None, 1):
+                raise ValueError("layers take another layer's slots, and a second cut is each layer's own")
+            rows = ROWS["drafted"](n_d=8 if given is None else given, window=16)
+            alone: dict[str, Any] = dict(layers="uniform", schedule="prompt", diagnose=False, recall_drafts=0)
+            return dataclasses.replace(self.recalling, rows=rows, **alone)
+        except ValueError as error:
+            if given is None:
+                return None
+            raise ValueError(f"recall_drafts={given}: {error}; or recall_drafts=0") from None
 
     def slots(self, tokens: int) -> int:
         """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

@@ -71,9 +71,6 @@ def _check_budget(policy: Policy) -> None:
         )
 
 
-DRAFTS, DRAFTING = 8, 16  # `recall_drafts` of a policy that can draft; rows of the prompt that choose beside them
-
-
 def check_recall_slots(policy: Policy) -> None:
     """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy."""
     slots = policy.recall_slots
@@ -85,25 +82,6 @@ def check_recall_slots(policy: Policy) -> None:
         assert policy.recalling  # made here, with the checks of a budget
     except (ValueError, TypeError) as error:
         raise type(error)(f"recall_slots: {error}") from None
-
-
-def drafts(policy: Policy) -> int:
-    """`recall_drafts`: as given, or DRAFTS where the policy recalls and can draft. Raises TypeError or ValueError for
-    drafts of a policy that cannot."""
-    given = policy.recall_drafts
-    if given is None:
-        try:
-            return DRAFTS if policy.recall and policy.drafting(DRAFTS) else 0
-        except ValueError:
-            return 0
-    if count("recall_drafts", given, 0):
-        if not policy.recall:
-            raise ValueError(f"recall_drafts={given} is about recall: give recall=True too, or leave it out")
-        try:
-            policy.drafting(given)
-        except ValueError as error:
-            raise ValueError(f"recall_drafts={given}: {error}; or recall_drafts=0") from None
-    return given
 
 
 def as_ranges(entries: Any) -> tuple[Any, ...]:

@@ -174,11 +174,12 @@ def test_a_rope_that_is_longer_than_its_first_training():
 # -- turns ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_that_recalls_too_late(net):
-    """An archive that begins after slots were evicted lacks these."""
+@pytest.mark.parametrize("policy", ["snapkv", "keydiff"])
+def test_a_turn_that_recalls_too_late(net, policy):
+    """An archive that begins after slots were evicted lacks these, whichever question they were chosen for."""
     with torch.no_grad():
         cache = transformers.DynamicCache(config=net.config)
-        with kvevict.evicting(net, "snapkv", budget=60):
+        with kvevict.evicting(net, policy, budget=60):
             net(row(f"{TEXT}Why?")["input_ids"], past_key_values=cache)
         with kvevict.evicting(net, "snapkv", budget=60, recall=True):
             (found,) = told(lambda: net(row("When is it lit?")["input_ids"], past_key_values=cache))

@@ -1,5 +1,7 @@
 """Recall with `recall_drafts`: rows that are drafted over the slots of all tokens choose a turn's slots."""
 
+import dataclasses
+
 import pytest
 import torch
 import zoo
@@ -11,6 +13,7 @@ from kvevict.answer import continued, rows_of
 from kvevict.compat import CACHE, cache_of
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.families import find_decoder
+from kvevict.policy.rows.drafted import end_tokens
 
 N, WINDOW = 5, 16  # drafted tokens, and the prompt's last rows that observe with them
 END = 63
@@ -78,6 +81,35 @@ def test_drafted_rows_choose_from_all_tokens(turn, seed, count, ends):
             assert now == set(best.indices.tolist()) or number[h, list(now)].min() >= best.values.min() - 1e-6
             back += len(now & lost[at])
     assert back > 10
+
+
+def test_drafts_follow_the_prompt_where_a_question_is_appended():
+    """A question that is not at the turn's end observes in rows after it, which are not stored."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    options = dict(policy="take+edie", budget=40, probe=(0, 6), chunk_size=64, recall=True, tokenizer=False)
+    with kvevict.evicting(model, **options, recall_drafts=N):
+        cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        every = cache.recalled()
+    with Heard() as free:
+        written(model, every, turn)
+    with kvevict.evicting(model, **options, recall_drafts=N), Heard() as heard:
+        model(turn, **{CACHE: cache}, logits_to_keep=1)
+    for at in range(4):
+        drafted, alone = (torch.cat([call[0] for call in calls[at][1:]], 2) for calls in (heard.calls, free.calls))
+        torch.testing.assert_close(drafted, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(budget=40, recall_slots=20)], ids=["", "recall_slots"])
+def test_a_loaded_cache_drafts(options, tmp_path):
+    """Its layers have the slots of all tokens until a turn chooses as it does from a cache in memory."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **DRAFTS | options):
+        cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        kvevict.save_cache(cache, tmp_path / "cache")
+        both = [cache, kvevict.load_cache(tmp_path / "cache", model)]
+        for each in both:
+            model(turn, **{CACHE: each}, logits_to_keep=1)
+    assert kept(both[0]) == kept(both[1])
 
 
 @pytest.mark.parametrize("name", ["take+edie", "adakv", "chunkkv", "cake", "snapkv"])
@@ -170,6 +202,13 @@ def test_a_decoder_without_a_head_drafts_nothing():
     assert len(heard.calls[0]) == 5
 
 
+def test_the_tokens_that_end_a_draft(monkeypatch):
+    """In each form that Transformers takes."""
+    for given, found in ((None, []), (7, [7]), ([7, 8], [7, 8]), ((7, 8), [7, 8]), (torch.tensor([7, 8]), [7, 8])):
+        monkeypatch.setattr(shared().generation_config, "eos_token_id", given)
+        assert end_tokens(shared()) == found
+
+
 def test_refusals():
     for options, kind, said in (
         (dict(recall_drafts=4), ValueError, "recall=True too"),
@@ -189,4 +228,17 @@ def test_policies_that_can_draft_do():
         (dict(recall=True, policy="laq"), 0), (dict(recall=True, policy="take"), 0),
         (dict(recall=True, window=4, budget=16), 0),
     ):  # fmt: skip
-        assert kvevict.policy.build(**dict(policy="snapkv", budget=64) | options).recall_drafts == drafts
+        assert drafted(kvevict.policy.build(**dict(policy="snapkv", budget=64) | options)) == drafts
+
+
+def test_a_policy_that_is_changed_drafts_if_it_then_can():
+    """As one that was made so."""
+    bare = kvevict.policy.build("snapkv", budget=16, window=4)
+    few = dataclasses.replace(bare, recall=True)
+    assert [drafted(bare), drafted(few), drafted(kvevict.policy.build(few, budget=64))] == [0, 0, 8]
+    assert drafted(kvevict.policy.build("snapkv", budget="20KiB", window=4, recall=True).in_slots(1024)) == 8
+    assert drafted(kvevict.policy.build("snapkv", budget="16KiB", window=4, recall=True).in_slots(1024)) == 0
+
+
+def drafted(policy):
+    return policy.redrafting.rows.n_d if policy.redrafting else 0

@@ -302,6 +302,27 @@ def test_a_turn_without_recall_ends_the_archive():
     assert [layer.archive.total_counts.tolist() for layer in cache.layers] == [[[44, 44]]] * 4
 
 
+def test_tokens_decoded_first_under_another_policy(tmp_path):
+    """One that evicts while decoding: with recall it chooses from all tokens, and the archive goes on; without, the
+    archive ends. A loaded cache is as one read under another policy."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **SNAPKV):
+        cache = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
+        decoded(model, cache)
+        kvevict.save_cache(cache, tmp_path / "cache")
+    forgets = cache.fork()
+    with kvevict.evicting(model, **POLICIES["decode"]):
+        for each in (cache, kvevict.load_cache(tmp_path / "cache", model)):
+            decoded(model, each, [5, 6, 7, 8])
+            assert all(layer.counts.max() <= 24 + 3 for layer in each.layers)
+            model(turn, **{CACHE: each}, logits_to_keep=1)
+            for layer in each.layers:
+                assert all(head.tolist() == [*range(147)] for row in layer.archive.positions() for head in row)
+    with kvevict.evicting(model, **POLICIES["decode"] | dict(recall=False)):
+        decoded(model, forgets, [5, 6, 7, 8])
+        assert all(layer.archive is None for layer in forgets.layers)
+
+
 def test_refusals():
     for options, said in (
         (dict(policy="knorm"), "rows='none' has none: take take.edie or snapkv"),

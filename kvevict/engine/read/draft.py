@@ -116,6 +116,7 @@ class Redrafting(Chooser):
     def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
         self.chooser.end(spans, step, hidden)
         policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
+        assert policy is not None
         plan.policy = policy
         on_host = any(call.layer.archive.on_host for call, *_ in self.asked)
         with step.meter.clock("draft"):
@@ -169,7 +170,7 @@ def _write(
     """Draft up to n_d tokens greedily over `cache`, fewer where all rows come to one of the tokens `ends`. Returns [B]
     the number of a row's drafts from its first end on; the first draft is none of them."""
     arguments, unseen = spans.arguments, Meter()
-    logits, at, none = head(arguments.top), step.positions[:, -1:], torch.zeros_like(step.first)
+    logits, at, none = head(arguments.top), step.positions[:, : step.columns][:, -1:], torch.zeros_like(step.first)
     ended, after = none > 0, none
     for number in range(1, n_d + 1):
         ids, at = logits(hidden).argmax(-1), at + 1

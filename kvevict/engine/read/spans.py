@@ -105,10 +105,10 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
+        if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
+            archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
-        else:
-            archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         self._note_prompts()
         if decodes and (policy.decode or policy.carry == "sum"):
             most = lambda order: self._most(layers[order])  # noqa: E731
@@ -138,17 +138,19 @@ class Spans:
             chunks, read = self._begin(prompt, meter, wanted - drafted, bool(drafted))
         self._note_prompts()
         self.prompts = [layer.prompt for layer in self.layers]
-        going_on = (read.tokens == 0) | self._decoded(read, self._stored(read).sum(0))
-        recalled = False
+        held = self._stored(read).sum(0)
+        going_on = (read.tokens == 0) | self._decoded(read, held)
+        before = np.array([policy.slots(n) for n in read.seen - read.tokens]) * plan.kv_heads * len(self.layers)
+        recalled, over = False, (held > before).any()  # as right after `load_cache`, whose layers have all slots
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(_progress(chunks, policy.progress)):
                 if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                    recalled |= archive.recall_all(self.layers, meter)
+                    recalled = archive.recall_all(self.layers, meter) or recalled or over
                     if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
                         read.budgets.policy = policy.recalling
                 chooser = self._chooser(read, chunk)
-                drafts = policy.recall_drafts and chunk.last and recalled and read.budgets.cuts.any()
+                drafts = policy.redrafting and chunk.last and recalled and read.budgets.cuts.any()
                 if drafts and context().asks and has_head(arguments.top):
                     chooser = Redrafting(chooser)
                 yield self._span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))

@@ -130,7 +130,7 @@ def head(top: Any) -> Any:
 def end_tokens(top: object) -> list[int]:
     """The tokens that end a model's answers, by its generation config."""
     ends = getattr(getattr(top, "generation_config", None), "eos_token_id", None)
-    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
 @functools.lru_cache(maxsize=1)
