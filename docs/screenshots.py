@@ -36,7 +36,7 @@ def inspected(folder):
 def notes():
     """Writes notes.txt, with a fact that the bundled model finds."""
     days = [f"On day {day} the baker counted the boats in the harbour and went home.\n" for day in range(1, 41)]
-    Path("notes.txt").write_text("".join([*days[:20], "The code of Naislet is 364735.\n", *days[20:]]))
+    Path("notes.txt").write_text("".join([*days[:10], "The code of Naislet is 364735.\n", *days[10:]]))
 
 
 def shoot(browser, page):
