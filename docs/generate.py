@@ -62,10 +62,9 @@ def policies_page() -> str:
     text = f"""{NOTE}
 # Policies
 
-For who looks for another policy than the README's four. `kvevict.patch(model, NAME, budget=512)` takes each of these
-names. A policy is a combination of the choices in [options.md](options.md); any option can be changed by keyword or in
-a text, `NAME:OPTION=VALUE,...`, and `kvevict policies` lists each policy's. [methods.md](methods.md) defines the
-methods, [results.md](results.md) compares them.
+`kvevict.patch(model, NAME, budget=512)` takes each of these names. A policy is a combination of the choices in
+[options.md](options.md); any option can be changed by keyword or in a text, `NAME:OPTION=VALUE,...`, and `kvevict
+policies` lists each policy's. [methods.md](methods.md) defines the methods, [results.md](results.md) compares them.
 
 **To choose:** For a known question: `take+edie`, the default of `patch` and of the commands, in chunks or in one pass.
 For later questions: `take+edie` with `recall=True`, if all tokens can be stored; else `gate` for a model with gates,
@@ -100,9 +99,9 @@ def options_page() -> str:
     text = f"""{NOTE}
 # Options
 
-For who changes a policy. `kvevict.patch(model, "snapkv", budget=512, window=16, heads="ada", f=0.1)`: every option is a
-keyword, whichever part of the policy it belongs to. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`.
-Options that exclude each other are refused with the reason.
+Every option of a policy is a keyword, whichever part of the policy it belongs to: `kvevict.patch(model, "snapkv",
+budget=512, window=16, heads="ada", f=0.1)`. On the command line: `--policy snapkv:window=16,heads=ada,f=0.1`. Options
+that exclude each other are refused with the reason.
 
 | option | default | meaning |
 |---|---|---|
@@ -192,6 +191,9 @@ EXAMPLES = {
     "train": "kvevict train --kind gates --model MODEL --data BOOKS.txt --out GATES",
 }
 MORE = {
+    "diagnose": """Of the full cache's response *recall* is the share of its attention to the prompt that lies on kept
+slots, and *top 16* the share of its 16 most attended slots that are kept. *output error* is how far attention outputs
+are from the full cache's, relative to these; *joint error* is CAOTE's eq. 24 ([methods.md](methods.md)).""",
     "plan": """The table has the unpatched model, the policy, and the policy as a share of it:
 
 - *linear layers*, *attention*: matrix products of the prompt's tokens. *Appended rows*: both for rows that observe and
@@ -210,9 +212,9 @@ def commands_page() -> str:
     text = f"""{NOTE}
 # Commands
 
-For who uses kvevict from a shell: `kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table; where
-standard output is not a terminal one line of JSON follows, and with `--json` nothing else is printed. Arguments, files
-and folders are checked before a model is loaded. Policies are written `NAME` or `NAME:OPTION=VALUE,...`, for instance
+A command is `kvevict COMMAND` or `python -m kvevict COMMAND`. Each prints a table; where standard output is not a
+terminal one line of JSON follows, and with `--json` nothing else is printed. Arguments, files and folders are checked
+before a model is loaded. Policies are written `NAME` or `NAME:OPTION=VALUE,...`, for instance
 `take:ema_alpha=0.32,probe=64`: names are in [policies.md](policies.md), options in [options.md](options.md). Exit code
 2 means a mistake in the arguments, 130 that Ctrl-C stopped the command.
 
@@ -290,9 +292,9 @@ def models_page() -> str:
     return f"""{NOTE}
 # Model types
 
-For who wants to know if a model can be patched. `kvevict models NAME` prints the same of one type, with the error of a
-refused one. A type that is not listed, remote code, and a type under an older Transformers than here are compared with
-the unpatched model on a few tokens when they are patched, and refused if they differ.
+The models that can be patched. `kvevict models NAME` prints the same of one type, with the error of a refused one. A
+type that is not listed, remote code, and a type under an older Transformers than here are compared with the unpatched
+model on a few tokens when they are patched, and refused if they differ.
 
 `tests/hf/test_types.py` makes a tiny random model of every type in Transformers from its config alone. It runs each in
 chunks, with appended rows, left padding and beams, at tight budgets and under several policies, and compares it with

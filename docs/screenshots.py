@@ -23,20 +23,20 @@ DESK, SERVER = (1280, 860), (1000, 760)
 
 
 def inspected(folder):
-    """The page of a text with a fact in it, as a reader makes it."""
+    """The page of usage.md's command."""
     os.chdir(folder)
     os.symlink(kvevict.small_llama(), "small_llama")  # the page shows the path as it is given
     notes()
-    start = ["--model", "small_llama", "--budget", "128", "--chunk-size", "256", "--policy", "take+chunkkv"]
-    start += ["--policy", "snapkv", "--find", "364735", "--max-new-tokens", "10"]
+    start = ["--model", "small_llama", "--budget", "128", "--policy", "take+chunkkv", "--policy", "snapkv"]
+    start += ["--find", "364735", "--max-new-tokens", "10"]
     main(["inspect", *start, "--file", "notes.txt", "Question: What is the code of Naislet?\nAnswer:"])
     return Path("kvevict-inspect.html").resolve()
 
 
 def notes():
     """Writes notes.txt, with a fact that the bundled model finds."""
-    text = (DOCS / "methods.md").read_text()
-    Path("notes.txt").write_text(text[:2200] + "\nThe code of Naislet is 364735.\n" + text[2200:4000])
+    days = [f"On day {day} the baker counted the boats in the harbour and went home.\n" for day in range(1, 41)]
+    Path("notes.txt").write_text("".join([*days[:10], "The code of Naislet is 364735.\n", *days[10:]]))
 
 
 def shoot(browser, page):
@@ -72,7 +72,7 @@ def shoot_server(browser):
                 tab.wait_for_selector("#kept span")
                 tab.fill("#question", "What is the code of Naislet?")
                 tab.click("#send")
-                tab.wait_for_selector("#answers small:not(:empty)")
+                tab.wait_for_selector("#answers small:has-text('first token')")
                 said = tab.inner_text("#answers")
                 assert "364735" in said, said
                 fact = "[...document.querySelectorAll('#kept span')].find(s => s.textContent.includes('364'))"

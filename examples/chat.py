@@ -2,9 +2,9 @@
 
 python examples/chat.py [MODEL] [--carry | --recall]
 
-Sent again, the slots are chosen for each question out of all that was said. With --carry only new tokens are read, and
-what no question before asked about may be gone: for turns that follow from each other, or a budget that holds it all.
-With --recall only new tokens are read, too, and every question chooses out of all tokens, which stay in an archive.
+If it is sent again, the slots are chosen for each question out of all that was said. With --carry only new tokens are
+read, and what no earlier question asked about may be gone. With --recall only new tokens are read, too, and every
+question chooses out of all tokens, which stay in an archive.
 """
 
 import sys
@@ -36,5 +36,5 @@ for name in ("Quorrin", "Breamuth", "Naislet"):
     output = model.generate(**prompt, **known, max_new_tokens=32, stop_strings="\n\n", tokenizer=tokenizer)
     said = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     chat.append({"role": "assistant", "content": said})
-    kept, verdict = kvevict.report(model)["kept"][0][0][0], "right" if str(codes[name]) in said else "wrong"
-    print(f"{ids.shape[1] - seen} tokens read, {kept} slots: {said.strip()} ({verdict})")
+    share, verdict = kvevict.report(model)["kept_share"][0], "right" if str(codes[name]) in said else "wrong"
+    print(f"{ids.shape[1] - seen} tokens read, {share:.0%} of the slots kept: {said.strip()} ({verdict})")

@@ -27,5 +27,5 @@ print("full cache:", answer())
 for policy in ("take+edie", "snapkv", "streaming"):
     with kvevict.evicting(model, policy, budget=128, chunk_size=256):
         said, report = answer(), kvevict.report(model)
-    kept = report["kept"][0][0][0]
-    print(f"{policy}: {said} ({kept} of {report['seen'][0]} slots, {report['cache_bytes'] >> 10} KiB)")
+    share, size = report["kept_share"][0], report["cache_bytes"]
+    print(f"{policy}: {said} ({share:.0%} of {report['seen'][0]} tokens' slots, {size >> 10} KiB)")

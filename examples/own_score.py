@@ -33,6 +33,6 @@ inputs = tokenizer(prompt, return_tensors="pt")
 for options in (dict(), dict(power=0.5, heads="ada"), dict(rows="probe", chunk_size=128)):
     policy = kvevict.Policy(score="rare", budget=64)
     kvevict.patch(model, policy, **options)
-    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    output = model.generate(**inputs, max_new_tokens=10, do_sample=False)
     kept = kvevict.report(model)["kept"][0][0]
     print(options, "kept", kept, "answer", tokenizer.decode(output[0, inputs.input_ids.shape[1] :]))

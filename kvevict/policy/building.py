@@ -38,7 +38,8 @@ def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options:
             own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
             choices |= {name: None for name, own in own_choices.items() if choices[name] == own}
     else:
-        raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}")
+        hint = f"; write budget={policy}" if isinstance(policy, (int, float)) else ""
+        raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}{hint}")
     if options.get("decode") is False:  # the options of decoding go with it
         choices["interval"], choices["keep_prompt"] = None, False
     if budget is not None:

@@ -115,9 +115,9 @@ RULES = (
     (lambda p: p.refine.picks and any(select.run > 1 for select in p.selections),
      "slots are taken one by one in two stages, so runs would not stay whole: select='token'"),
     (lambda p: p.recall and type(p.rows) is NoRows,
-     "recall=True: slots come back for rows that ask, and this policy has none: give rows='window' or 'probe'"),
+     "recall=True: a turn's observing rows choose the slots, and rows='none' has none: take take+edie or snapkv"),
     (lambda p: p.recall and p.carry != "none",
-     "recall=True: the number that a slot carries ends where it is evicted, so slots that come back have none: "
+     "recall=True: slots that come back have lost the number that they carried: take take+edie or snapkv, or "
      "carry='none'"),
     (lambda p: p.recall and p.tsp is not None,
      "recall=True: layers after tsp do not read all tokens, so their archive lacks some: tsp=None"),
@@ -134,4 +134,5 @@ def check(policy: Policy) -> None:
     """Raise ValueError, with the reason, for choices that cannot go together."""
     for excluded, reason in RULES:
         if excluded(policy):
-            raise ValueError(f"{', '.join(written(kind, getattr(policy, kind)) for kind in PARTS)}: {reason}")
+            parts = ", ".join(written(kind, getattr(policy, kind)) for kind in PARTS)
+            raise ValueError(f"{reason} (the policy has {parts})")

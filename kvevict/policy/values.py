@@ -27,7 +27,7 @@ def check(policy: Policy) -> None:
     for name in ("keep_prompt", "progress", "diagnose", "compiled"):
         flag(name, getattr(policy, name))
     if not isinstance(policy.recall, (bool, str)) or policy.recall == "":
-        raise TypeError(f"recall must be True, False, 'memory' or a folder's path, got {policy.recall!r}")
+        raise TypeError(f"recall must be True, False, 'memory' or a folder's path as text, got {policy.recall!r}")
     for name, given in (("interval", policy.interval is not None), ("keep_prompt", policy.keep_prompt)):
         if given and not policy.decode:
             raise ValueError(
@@ -65,8 +65,8 @@ def _check_budget(policy: Policy) -> None:
     smallest = policy.smallest_budget()
     if budget < smallest:
         raise ValueError(
-            f"budget={budget} is too small: {type(policy.score).__name__} always keeps {smallest - 1} slots "
-            "(window, probe, recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
+            f"budget={budget} is too small: the policy always keeps {smallest - 1} slots of each head (window, probe, "
+            "recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
             f"give budget >= {smallest} or fewer of those"
         )
 

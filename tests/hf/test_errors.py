@@ -41,6 +41,7 @@ NAMES = [
 ]
 NUMBERS = [
     (dict(policy="snapkv"), "budget is missing"),
+    (dict(policy=512), "got int; write budget=512"),
     (dict(policy="snapkv", budget=32), "budget=32 is too small.*budget >= 33"),
     (dict(policy="streaming", budget=4), "budget >= 5"),
     (dict(policy="take", budget=6, probe=(10, 16)), "budget >= 7"),

@@ -328,7 +328,7 @@ def test_tokens_decoded_first_under_another_policy(tmp_path):
 
 def test_refusals():
     for options, said in (
-        (dict(policy="knorm"), "slots come back for rows that ask"),
+        (dict(policy="knorm"), "rows='none' has none: take take.edie or snapkv"),
         (dict(policy="h2o"), "carry='none'"), (dict(policy="fastkv"), "tsp=None"),
         (dict(policy="snapkv", window=4, decode=True, keep_prompt=True), "keep_prompt=False"),
         (dict(policy="kvzip"), "carry='none'"),
