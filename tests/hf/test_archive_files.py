@@ -25,6 +25,7 @@ from kvevict import files, sealed
 from kvevict.compat import CACHE
 from kvevict.engine.read.budgets import places
 from kvevict.engine.slots import mapped
+from kvevict.policy.building import build
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def test_a_folder_s_path(monkeypatch, tmp_path):
     """A text, or a path, which means a folder whatever its name is."""
     monkeypatch.chdir(tmp_path)
     for given in ("memory", Path("memory"), str(tmp_path), tmp_path):
-        policy = kvevict.policy.build("snapkv", budget=64, recall=given)
+        policy = build("snapkv", budget=64, recall=given)
         assert policy.recall == ("memory" if given == "memory" else str(tmp_path / given))
         assert kvevict.Policy.from_json(policy.to_json()) == policy
 
