@@ -116,7 +116,7 @@ def ask_each(
     """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
     Returns answer and report, with positions, of the text (answer "") and of each question."""
     by = told(policy, tokenizer)
-    with evicting(model, by, tokenizer=False), torch.no_grad():
+    with evicting(model, by, tokenizer=False), torch.no_grad(), within(asks=False):
         text = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     made, choose = [dict(answer="", report=report(text, positions=True))], Sampling().chooser()
     with evicting(model, by if policy.recall else KEEPS, tokenizer=tokenizer if policy.recall else None):
