@@ -231,8 +231,8 @@ LOADS = """
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_files_take_no_memory(drafts, tmp_path):
     """A cache with an archive of 16,384 tokens is saved, loaded and asked in 2 % of the file's bytes of memory; a
-    question that drafts copies the slots of fewer than two of the four layers at a time. Two processes that load it share all of
-    it, and answer as the one that saved it."""
+    question that drafts copies fewer than two of the four layers at a time. Two processes that load it share all of it,
+    and answer as the one that saved it."""
     path, lib = tmp_path / "cache", str(Path(__file__).parent.parent / "lib")
 
     def start(script):
