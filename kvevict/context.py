@@ -15,7 +15,7 @@ class Context:
     outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's
     step: Any = None  # the kvevict.engine.read.step.Step that runs
     question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
-    asks: bool = True  # whether what is read may end with a question, for which tokens are drafted
+    asks: bool = True  # whether an answer follows what is read, whose first tokens attend to all slots
     learns: bool = True  # whether the policy may learn from what is read, for later reads
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
     pause: Any = None  # called before each layer of a read; it may decode tokens of other caches

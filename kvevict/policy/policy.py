@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from . import rules, values
-from .checks import PLENTY, builtin, byte_count, count, one_of, parsed
+from .checks import PLENTY, builtin, byte_count, one_of, parsed
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
 from .refinements import Refinement
-from .rows import ROWS, Rows
+from .rows import Rows
 from .scores import Score
 from .selections import Selection
 
@@ -59,17 +59,18 @@ class Policy:
                    bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
                    error above 1 takes more bits for its keys
     recall         nothing is lost (methods.md section 13): the slots of every token go to an archive, too. A further
-                   turn, and a prompt's last chunk, attend to all of it, as without eviction, and choose their slots
-                   anew from it; decoding stays within the budget. True: the archive lies in the memory of the model's
-                   device. "memory": in the host's, pinned for a model on a GPU, to which it comes one layer at a
-                   time; on a CPU as True. A folder's path: in files there, mapped into the host's memory ("./memory"
-                   is a folder of that name)
+                   turn, a prompt's last chunk, and its answer's first tokens attend to all of it, as without eviction,
+                   and choose their slots anew from it; the rest is decoded within the budget. True: the archive lies
+                   in the memory of the model's device. "memory": in the host's, pinned for a model on a GPU, to which
+                   it comes one layer at a time; on a CPU as True. A folder's path: in files there, mapped into the
+                   host's memory ("./memory" is a folder of that name)
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`,
                    which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
                    `budget` keeps all slots
-    recall_drafts  with recall=True: a turn drafts this many tokens over all slots, and their rows and the prompt's
-                   last 16 choose; 0: rows of the prompt alone; None: 8, or 0 where layers share a choice or rows are
-                   drafted or repeated already
+    recall_after   with recall=True: an answer's first tokens, so many, attend to all slots; then their rows and the
+                   prompt's last 16 choose the slots that the rest attends to. 0: rows of the prompt choose before the
+                   answer; None: 16, or 0 where layers share a choice, where rows are drafted or repeated, and where
+                   slots cannot be chosen, or are evicted, while decoding
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
@@ -105,7 +106,7 @@ class Policy:
     kv: str = "model"
     recall: bool | str = False
     recall_slots: int | float | None = None
-    recall_drafts: int | None = None
+    recall_after: int | None = None
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"
     select: Selection | str = "token"
@@ -147,7 +148,7 @@ class Policy:
         rules.check(self)
         if self.recall_slots is not None:
             values.check_recall_slots(self)
-        _ = self.redrafting  # checks recall_drafts
+        _ = self.answered  # checks recall_after
 
     def to_json(self) -> str:
         """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
@@ -180,26 +181,10 @@ class Policy:
         return dataclasses.replace(self, budget=PLENTY if every else self.recall_slots, recall_slots=None)
 
     @functools.cached_property
-    def redrafting(self) -> "Policy | None":
-        """The policy of the second cut after slots came back, whose rows are drafted; None: there is none. Raises
-        TypeError or ValueError for `recall_drafts` that this policy cannot have."""
-        given = self.recall_drafts
-        if given is not None and count("recall_drafts", given, 0) and not self.recall:
-            raise ValueError(f"recall_drafts={given} is about recall: give recall=True too, or leave it out")
-        if given == 0 or not self.recall:
-            return None
-        try:
-            if self.rows.needs_full_prompt or self.rows.repeats:
-                raise ValueError("this policy drafts, or repeats the prompt, already")
-            if self.n_reuse > 1 or self.warmup_layers not in (None, 1):
-                raise ValueError("layers take another layer's slots, and a second cut is each layer's own")
-            rows = ROWS["drafted"](n_d=8 if given is None else given, window=16)
-            alone: dict[str, Any] = dict(layers="uniform", schedule="prompt", diagnose=False, recall_drafts=0)
-            return dataclasses.replace(self.recalling, rows=rows, **alone)
-        except ValueError as error:
-            if given is None:
-                return None
-            raise ValueError(f"recall_drafts={given}: {error}; or recall_drafts=0") from None
+    def answered(self) -> int:
+        """The number of an answer's first tokens that attend to all slots, and then choose. Raises TypeError or
+        ValueError for `recall_after` that this policy cannot have."""
+        return values.answered(self)
 
     def slots(self, tokens: int) -> int:
         """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""

@@ -1,6 +1,7 @@
 """The values of a policy's fields, each checked by itself; `rules.py` has the choices that exclude each other."""
 
 import numbers
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,8 @@ from .checks import byte_count, count, finite, flag, one_of
 from .inputs import Policy
 from .kv import KINDS
 from .parts import as_part
+
+AFTER = 16  # first tokens of an answer that attend to all slots
 
 
 def check(policy: Policy) -> None:
@@ -82,6 +85,34 @@ def check_recall_slots(policy: Policy) -> None:
         assert policy.recalling  # made here, with the checks of a budget
     except (ValueError, TypeError) as error:
         raise type(error)(f"recall_slots: {error}") from None
+
+
+def answered(policy: Policy) -> int:
+    """Return `recall_after`, or its default. Raises TypeError or ValueError where the policy cannot have it."""
+    given = policy.recall_after
+    if given is not None and count("recall_after", given, 0) and not policy.recall:
+        raise ValueError(f"recall_after={given} is about recall: give recall=True too, or leave it out")
+    if given == 0 or not policy.recall:
+        return 0
+    reason = _never_chooses_again(policy)
+    if reason and given is not None:
+        raise ValueError(f"recall_after={given}: {reason}; or recall_after=0")
+    return 0 if reason else AFTER if given is None else given
+
+
+def _never_chooses_again(policy: Policy) -> str | None:
+    """Why the rows of an answer cannot choose among all slots; None: they can."""
+    if policy.rows.needs_full_prompt or policy.rows.repeats:
+        return "this policy drafts, or repeats the prompt, and an answer's rows would choose instead"
+    if policy.n_reuse > 1 or policy.warmup_layers not in (None, 1):
+        return "layers take another layer's slots, and after an answer's first tokens each chooses its own"
+    if policy.decode:
+        return "with decode=True slots are evicted after each token, or after a few"
+    try:
+        replace(policy, decode=True, interval=1, recall_after=0)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def as_ranges(entries: Any) -> tuple[Any, ...]:

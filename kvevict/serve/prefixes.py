@@ -82,7 +82,7 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
     counts, heads = np.zeros(cache.get_seq_length()), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
-            for positions in layer.positions()[0]:
+            for positions in layer.chosen.positions()[0]:
                 counts[positions.cpu().numpy()] += 1
                 heads += 1
     return counts[start:stop] / max(heads, 1)

@@ -104,7 +104,8 @@ class Reader:
         if prompt.text is not None:
             self.shares[self._mark(call)] = shares_of(cache, *prompt.text)
         for layer in cache.layers:
-            layer.archive = None  # no turn follows the answer in this cache
+            if getattr(layer, "awaited", None) is None or layer.awaited.chosen is not None:
+                layer.archive = None  # no turn follows the answer in this cache
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple:

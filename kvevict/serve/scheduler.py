@@ -16,6 +16,7 @@ from ..engine.hook.installed import using
 from ..engine.read.plan import Plan
 from ..engine.read.step import Step
 from ..engine.slots.adopt import EvictionCache
+from ..engine.slots.joining import join_awaiting
 from ..families import base_model, find_decoder
 from ..writing import step
 from .call import Call
@@ -207,6 +208,11 @@ class Scheduler:
 
     def _step(self) -> None:
         for group in list(self._groups):
+            for alone in group.choosing():
+                alone.step()
+                for row in alone.batch.rows:  # one, if it has not ended
+                    self.run(row, group.plan, alone.batch.cache)
+        for group in list(self._groups):
             group.step()
             if not group.batch.rows:
                 self._groups.remove(group)
@@ -227,6 +233,9 @@ class Group:
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
         """Add an answer; False if it cannot share a step with the others."""
+        there = self.batch.cache
+        if there is not None and (there.awaits or cache.awaits) and not join_awaiting(there, cache):
+            return False
         try:
             self.batch.add(row, cache)
         except ValueError:
@@ -234,6 +243,18 @@ class Group:
                 raise
             return False
         return True
+
+    def choosing(self) -> list["Group"]:
+        """The answers whose next token chooses their slots (`Policy.recall_after`), each by itself from here on."""
+        since = None if self.batch.cache is None else self.batch.cache.since()
+        if since is None:
+            return []
+        last = self.plan.policy.answered - 1
+        rows = [row for row, count in zip(self.batch.rows, since, strict=True) if count >= last]
+        groups = [Group(self.model, self.plan) for _ in rows]
+        for group, row in zip(groups, rows, strict=True):
+            group.add(row, self.batch.remove(row))
+        return groups
 
     def step(self) -> None:
         rows = self.batch.rows

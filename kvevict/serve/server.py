@@ -229,8 +229,9 @@ class Server:
     async def queue(self, request: Request) -> dict[str, Any]:
         """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
         owner, calls = self.owner(request), list(self.calls)
-        data = [progress(call) for call in calls if call.owner == owner]
-        waiting = sum(progress(call)["state"] == "waiting" for call in calls)
+        every = [(call.owner, progress(call)) for call in calls]
+        waiting = sum(each["state"] == "waiting" for _, each in every)
+        data = [each for known, each in every if known == owner]
         return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
     async def _alone(self, call: Any) -> Any:

@@ -335,7 +335,7 @@ def test_recalls_as_on_the_cpu(policy, kind):
 
 def conversation(model, recall, kind="model", policy="snapkv"):
     """Logits of a text and of turns on it and on a fork, with decoded tokens between; both caches."""
-    outs, options = [], dict(budget=48, chunk_size=64, recall=recall, recall_drafts=0, kv=kind)
+    outs, options = [], dict(budget=48, chunk_size=64, recall=recall, recall_after=0, kv=kind)
     with kvevict.evicting(model, policy, **options), torch.no_grad():
         cache = kvevict.compat.cache_of(
             model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True, logits_to_keep=1)
@@ -400,7 +400,7 @@ def test_the_device_has_two_layers_of_an_archive(drafts, policy):
     found = []
     for recall in (True, "memory"):
         grown = []
-        options = dict(budget=256, chunk_size=512, recall=recall, recall_drafts=drafts)
+        options = dict(budget=256, chunk_size=512, recall=recall, recall_after=drafts)
         with kvevict.evicting(model, policy, **options), torch.no_grad():
             model(ids[:, :2048], logits_to_keep=1)  # what stays, such as workspaces, is there
             torch.cuda.empty_cache()
@@ -428,7 +428,7 @@ def test_a_file_of_an_archive_on_the_host(tmp_path):
     turn, outs = tiny.prompt(2, 20, seed=9)["input_ids"].cuda(), []
     for recall in (True, "memory"):
         _, cache, _ = conversation(model, recall)
-        options = dict(budget=48, chunk_size=64, recall=recall, recall_drafts=0)
+        options = dict(budget=48, chunk_size=64, recall=recall, recall_after=0)
         with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
             kvevict.save_cache(cache, tmp_path / "cache")
             loaded = kvevict.load_cache(tmp_path / "cache", model)
@@ -443,7 +443,7 @@ def test_rows_with_archives_on_the_host():
     """They join, decode with decode=True, which recalls from them, and part."""
     model, found = tiny.model().cuda(), []
     for recall in (True, "memory"):
-        options = dict(budget=48, window=4, chunk_size=64, decode=True, interval=3, recall=recall, recall_drafts=0)
+        options = dict(budget=48, window=4, chunk_size=64, decode=True, interval=3, recall=recall, recall_after=0)
         with kvevict.evicting(model, "snapkv", **options), torch.no_grad():
             batch = Batch(model)
             for row, length in enumerate((200, 150)):

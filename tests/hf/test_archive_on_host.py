@@ -24,7 +24,7 @@ from kvevict.families import find_decoder
 POLICIES = POLICIES | {
     "k8v4": SNAPKV | dict(kv="k8v4"),
     "int4": SNAPKV | dict(kv="int4"),
-    "pool": POLICIES["laq"] | dict(policy="defensive", chunk_size=32, layers="pool", heads="flat", recall_drafts=0),
+    "pool": POLICIES["laq"] | dict(policy="defensive", chunk_size=32, layers="pool", heads="flat", recall_after=0),
     "diagnosed": POLICIES["take+edie"] | dict(policy="take+caote", diagnose=True),  # looked at when they are cut
 }
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
@@ -83,9 +83,9 @@ def both(options):
     return options, options | dict(recall="memory")
 
 
-def over_kept(monkeypatch, drafts):
-    """Let tokens be drafted over the kept slots, as on the host, where the archive lies on the "device"."""
-    monkeypatch.setattr(archive, "whole", lambda layer: layer.storage.gathered().moved(layer.counts + drafts))
+def over_chosen(monkeypatch):
+    """Let an answer's first tokens attend to chosen slots alone, as they do where the archive lies on the host."""
+    monkeypatch.setattr(archive, "put_aside", lambda layer, awaited: setattr(layer, "awaited", awaited))
 
 
 def conversation(model, options, turn=40, rows=1):
@@ -106,7 +106,7 @@ def conversation(model, options, turn=40, rows=1):
 @pytest.mark.drawn(8)
 def test_as_on_the_device(name, dtype, copies, monkeypatch):
     """A layer has a copy while it attends, and the next one has; nothing else has any."""
-    over_kept(monkeypatch, 3)
+    over_chosen(monkeypatch)
     model = copy.deepcopy(shared()).to(dtype)
     found = [conversation(model, options, 70) for options in both(POLICIES[name])]
     assert torch.equal(found[0][0], found[1][0])
@@ -118,11 +118,11 @@ def test_as_on_the_device(name, dtype, copies, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_other_models(drafts, name, kind, copies, monkeypatch):
+@pytest.mark.parametrize("after", [0, 3])
+def test_other_models(after, name, kind, copies, monkeypatch):
     model = zoo.make(name, kind)
-    over_kept(monkeypatch, drafts)
-    found = [conversation(model, options) for options in both(SNAPKV | dict(recall_drafts=drafts))]
+    over_chosen(monkeypatch)
+    found = [conversation(model, options) for options in both(SNAPKV | dict(recall_after=after))]
     assert torch.equal(found[0][0], found[1][0])
     same(found[1][1], found[0][1])
     assert copies.made and copies.most <= 2
@@ -176,10 +176,10 @@ def padded(rows):
     return [torch.stack(part) for part in each]
 
 
-@pytest.mark.parametrize("name", ["snapkv", "take+edie", "k8v4", "decode", "ada", "drafts"])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "k8v4", "decode", "ada", "after"])
 def test_rows_of_different_lengths(name, copies, monkeypatch):
     model, found = shared(), []
-    over_kept(monkeypatch, 3)
+    over_chosen(monkeypatch)
     for options in both(POLICIES[name]):
         ids, mask = padded([prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61)])
         with kvevict.evicting(model, **options):
@@ -194,10 +194,10 @@ def test_rows_of_different_lengths(name, copies, monkeypatch):
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("name", ["snapkv", "int8", "decode", "drafts"])
+@pytest.mark.parametrize("name", ["snapkv", "int8", "decode", "after"])
 def test_rows_that_decode_together(name, pooled, copies, monkeypatch):
     """They join and leave; one goes on alone, and the joined cache itself reads a turn."""
-    over_kept(monkeypatch, 3)
+    over_chosen(monkeypatch)
     model, turn, found = shared(), prompt(1, 20, seed=1)["input_ids"], []
     for options in both(POLICIES[name]):
         with kvevict.evicting(model, **options):
@@ -326,10 +326,10 @@ class Late:
         self.wait_event(self.record_event())
 
 
-@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "laq", "decode", "ada", "drafts"])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "laq", "decode", "ada", "after"])
 def test_nothing_is_read_before_it_is_there(name, copies, monkeypatch):
     """On a GPU the copies are made while the model goes on. Here they are made as late as they may be."""
-    over_kept(monkeypatch, 3)
+    over_chosen(monkeypatch)
     want, *caches = conversation(shared(), POLICIES[name], 70, 2)
     late, here = Late(), Late()
     monkeypatch.setattr(host, "_has_streams", lambda device: True)

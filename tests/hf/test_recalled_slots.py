@@ -44,12 +44,12 @@ def test_the_archive_has_every_token(name):
         archive = layer.archive.gathered()
         assert archive.total_counts.tolist() == archive.len.tolist() == [[total] * 2] * 2
         assert all(head.tolist() == list(range(total)) for row in archive.positions() for head in row)
-        if name in ("laq", "drafts"):  # drafted rows were heard, too
+        if name == "laq":  # drafted rows were heard, too
             continue
         for part, got in ((1, archive.dense("k")), (2, archive.dense("v"))):
             want = heard.all(at, part)
             assert torch.equal(got, want) if name != "int8" else relative(got, want) < 0.02
-        assert sum(int(each.counts.sum()) for each in cache.layers) <= 4 * 2 * 2 * (24 + 6)
+        assert sum(int(each.chosen.total_counts.sum()) for each in cache.layers) <= 4 * 2 * 2 * (24 + 6)
 
 
 def test_a_turn_keeps_what_its_rows_choose_from_all_tokens():
@@ -85,7 +85,7 @@ def test_with_room_for_all_tokens_nothing_changes(name):
     options = POLICIES[name] | dict(budget=4096)
     found = []
     for recall in (True, False):
-        with kvevict.evicting(model, **options | ({} if recall else dict(recall=False, recall_drafts=0))):
+        with kvevict.evicting(model, **options | ({} if recall else dict(recall=False, recall_after=0))):
             cache = model(ids, logits_to_keep=1).past_key_values
             decoded(model, cache)
             out = model(turn, **{CACHE: cache}, logits_to_keep=1).logits
@@ -119,7 +119,7 @@ def test_a_text_that_fits_is_not_cut_to_the_slots_of_a_turn():
 
 def test_a_turn_keeps_more_slots_than_the_reading():
     """Read within the budget, asked with every slot: turns are those of a cache that has lost nothing."""
-    model, every = shared(), dict(recall_slots=1.0, recall_drafts=3)
+    model, every = shared(), dict(recall_slots=1.0, recall_after=3)
     with kvevict.evicting(model, **SNAPKV | every):
         one = model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values
     two = one.fork()

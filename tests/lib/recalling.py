@@ -7,18 +7,18 @@ import torch
 from kvevict.compat import CACHE
 from kvevict.engine.hook import attention as hook
 
-SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_drafts=0)
+SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_after=0)
 POLICIES = {
     "snapkv": SNAPKV,
     "take+edie": dict(
-        policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, recall_drafts=0, tokenizer=False
+        policy="take+edie", budget=24, probe=4, chunk_size=32, recall=True, recall_after=0, tokenizer=False
     ),
     "one pass": SNAPKV | dict(chunk_size=None),
     "int8": SNAPKV | dict(kv="int8"),
     "ada": SNAPKV | dict(policy="adakv"),
     "cake": SNAPKV | dict(policy="cake"),
     "laq": dict(policy="laq", budget=24, window=4, recall=True),
-    "drafts": SNAPKV | dict(recall_drafts=3),
+    "after": SNAPKV | dict(recall_after=3),
     "decode": SNAPKV | dict(decode=True, interval=3),
 }
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")  # windows, states, latents, sinks

@@ -1,13 +1,11 @@
-"""Drafting by the model itself: a fork of the cache writes a few tokens, and the rows of these tokens then observe. LAQ
-drafts over a cut of a prompt that was read with nothing evicted (`Drafting`), recall over all tokens (`Redrafting`)."""
+"""Drafting by the model itself (LAQ): over a cut of a prompt that was read with nothing evicted, a fork of the cache
+writes a few tokens, and the rows of these tokens then observe."""
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,11 +14,8 @@ from ... import products, rotary
 from ...compat import CACHE
 from ...context import within
 from ...policy.policy import Policy
-from ...policy.rows.drafted import end_tokens, head
+from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
-from ...policy.seen.rows import rolled
-from ...policy.seen.slots import Bounds
-from ..slots import archive
 from ..slots.adopt import EvictionCache
 from ..slots.meter import Meter
 from ..slots.storage import Storage
@@ -72,7 +67,7 @@ class Drafting(Chooser):
         noting = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
-            call.rows = replace(call.rows, drafted=(*noting.drafted(call.index), torch.zeros_like(step.first)))
+            call.rows = replace(call.rows, drafted=tuple(noting.drafted(call.index)))
             with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(call)
 
@@ -94,102 +89,23 @@ class Drafting(Chooser):
         return noting
 
 
-class Redrafting(Chooser):
-    """After a recall: once `chooser` has cut the layers, tokens are drafted over the slots of all tokens, or the kept
-    ones where the archive lies on the host. Their rows, up to an end of sequence, and the prompt's last ones choose
-    anew, layer by layer, as many slots as the layer had kept (METHODS section 13)."""
-
-    def __init__(self, chooser: Chooser) -> None:
-        self.chooser, self.errors = chooser, chooser.errors
-        self.asked: list = []  # of each layer the call, without new slots, and its slots that are kept at any score
-
-    held = property(lambda self: self.chooser.held)
-
-    def layer(self, call: LayerCall) -> None:
-        last = call.rows.stored_rows(call.policy.redrafting.rows.window, call.step.plan.wants_outputs)
-        k, v, *new = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (call.k, call.v, *call.new))
-        later: dict[str, Any] = dict(hidden=None, probs=None, held=None, known={})
-        asked = replace(call, q=last.q, k=k, v=v, new=new, out=last.out, lse=last.lse, **later)
-        self.asked.append((asked, call.slots.protected, call.slots.bounds))
-        self.chooser.layer(call)
-
-    def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
-        self.chooser.end(spans, step, hidden)
-        policy, plan, noting = step.plan.policy.redrafting, copy.copy(step.plan), _Noting(None)
-        assert policy is not None
-        plan.policy = policy
-        on_host = any(call.layer.archive.on_host for call, *_ in self.asked)
-        with step.meter.clock("draft"):
-            over = {call.index: _to_draft_over(call.layer, policy.rows.n_d) for call, *_ in self.asked}
-            cache = step.cache.with_storages(over)
-            first, ends = Plan(FIRST_CUT, step.decoder, plan.ranks), end_tokens(spans.arguments.top)
-            after = _write(spans, step, hidden, first, cache, noting, policy.rows.n_d, ends)
-        read = replace(step.read, rows=policy.rows, watchers=())
-        of_chunk: Any = step.chunk
-        stored, chunk = step.positions[:, : step.columns], replace(of_chunk, appended=0)
-        again = replace(step, plan=plan, read=read, chunk=chunk, positions=stored, extra=None)
-        kept: dict[int, np.ndarray] = {}
-        while self.asked:
-            for call, *_ in self.asked[: 1 + on_host]:  # the next layer's come while this one chooses
-                if call.index not in kept:
-                    kept[call.index] = plan.ranks.counts(call.layer).sum(1)
-                    archive.recall(call.layer, kept[call.index] >= 0)
-            asked, *always = self.asked.pop(0)
-            q, k, v = noting.drafted(asked.index)
-            with asked.layer.storage.here():
-                self._choose(replace(asked, step=again), (rolled(q, after), k, v, after), kept[asked.index], *always)
-
-    def _choose(self, call: LayerCall, drafted: tuple, slots: np.ndarray, protected: tuple, bounds: Bounds) -> None:
-        """A layer's second cut to slots [B], among those of all tokens."""
-        call.rows = replace(call.rows, drafted=drafted)
-        call.slots = call.slots_of(call.step.plan.ranks.counts(call.layer), protected, bounds)
-        if (slots < call.slots.alive).any():
-            with call.step.meter.clock("evict"):
-                choice = evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots)
-                evict.store(call, choice)
-
-
-def _to_draft_over(layer: Any, room: int) -> Storage:
-    """The slots of all tokens, for a fork; the kept ones, with room for more, if the layer's device would have to hold
-    all layers' archives."""
-    if layer.archive.on_host:
-        return layer.storage.gathered().moved(layer.counts + room)
-    return archive.whole(layer)
-
-
 def _write(
-    spans: Spans,
-    step: Step,
-    hidden: torch.Tensor,
-    plan: Plan,
-    cache: EvictionCache,
-    noting: _Noting,
-    n_d: int,
-    ends: Sequence[int] = (),
-) -> torch.Tensor:
-    """Draft up to n_d tokens greedily over `cache`, fewer where all rows come to one of the tokens `ends`. Returns [B]
-    the number of a row's drafts from its first end on; the first draft is none of them."""
+    spans: Spans, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting, n_d: int
+) -> None:
+    """Draft n_d tokens greedily over `cache`."""
     arguments, unseen = spans.arguments, Meter()
-    logits, at, none = head(arguments.top), step.positions[:, : step.columns][:, -1:], torch.zeros_like(step.first)
-    ended, after = none > 0, none
+    logits, at = head(arguments.top), step.positions[:, : step.columns][:, -1:]
     for number in range(1, n_d + 1):
         ids, at = logits(hidden).argmax(-1), at + 1
-        for end in ends:
-            ended = ended | (ids[:, 0] == end)
-        if number > 1:
-            if ends and ended.all():
-                break
-            after = after + ended
         final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
         mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
         inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
         one = Step(
             plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
-            first=none, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
+            first=torch.zeros_like(step.first), inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
         )  # fmt: skip
         with within(pause=None), products.of_call(step.decoder, ids, None):
             hidden = one.through(spans.run).last_hidden_state
-    return after
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:

@@ -12,15 +12,15 @@ import numpy as np
 
 from ... import cautions
 from ...context import context
-from ...policy.rows.drafted import has_head
 from ...progress import bar
 from ...weights import Owner
 from ..slots import archive
 from ..slots.meter import Meter
 from ..slots.storage import ROOM
 from . import budgets, propagate, schedule
+from .answering import Asking
 from .choosers import Chooser, Deciding
-from .draft import Drafting, Redrafting
+from .draft import Drafting
 from .residual import Errors
 from .step import Read, Step
 
@@ -61,9 +61,8 @@ class Prompt:
                     if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
                         read.budgets.policy = policy.recalling
                 chooser = self._chooser(chunk)
-                drafts = policy.redrafting and chunk.last and recalled and read.budgets.cuts.any()
-                if drafts and context().asks and has_head(arguments.top):
-                    chooser = Redrafting(chooser)
+                if chunk.last and not going_on.any() and self._is_asked():
+                    chooser = Asking(chooser)
                 yield self.spans.span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets()
                 if chooser.errors is not None:
@@ -81,6 +80,8 @@ class Prompt:
                 meter.report |= watcher.report(len(read.seen), own)
         self.cache.meter = meter
         plan.keep(meter)
+        if isinstance(chooser, Asking):
+            chooser.put_aside()
         if context().learns:
             read.budgets.learn()
 
@@ -153,6 +154,11 @@ class Prompt:
         cuts = planned.cuts.any()
         chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
+
+    def _is_asked(self) -> bool:
+        """Whether the answer's first tokens choose among the slots of all tokens."""
+        asks = self.policy.answered and context().asks and not self.arguments.rolls_back
+        return bool(asks and self.read.budgets.cuts.any())
 
     def _stored(self) -> np.ndarray:
         """[layers, B] slots over all heads."""

@@ -13,6 +13,7 @@ from ... import rotary
 from ..slots import archive, host
 from ..slots.meter import Meter
 from . import budgets, replay
+from .answering import Answered
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .prompt import Prompt
@@ -95,6 +96,9 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
+        answers = decodes and self.cache.awaits and self._is_answered()
+        if not answers:
+            self.cache.settle()
         if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
             archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         if decodes:
@@ -103,8 +107,12 @@ class Spans:
         if decodes and (policy.decode or policy.carry == "sum"):
             chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
         elif decodes:
-            chooser = None
+            chooser = Answered(self.cache.sequence, policy.answered) if answers else None
         yield self.span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
+
+    def _is_answered(self) -> bool:
+        """Whether the policy is that of the prompt, and tokens are not to be taken back."""
+        return self.cache.sequence.policy == self.policy and not self.arguments.rolls_back
 
     def note_prompts(self) -> None:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""

@@ -75,6 +75,22 @@ class EvictionCache(DynamicCache):
                 layer.sequence = sequence
         return twin
 
+    @property
+    def awaits(self) -> bool:
+        """Whether an answer attends to the slots of all tokens, and has not chosen among them yet."""
+        return self.since() is not None
+
+    def since(self) -> np.ndarray | None:
+        """[B] the tokens of such an answer so far; None: there is none."""
+        awaited = (getattr(layer, "awaited", None) for layer in self.layers)
+        return next((each.since for each in awaited if each is not None), None)
+
+    def settle(self) -> None:
+        """Let an answer go on with the slots that its prompt chose."""
+        for layer in self.layers:
+            if isinstance(layer, EvictionLayer):
+                archive.settle(layer)
+
     def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
         """Count one more slot in every head of these layers, before a decoded token is stored in each. room: free rows
         per head, if slots have to move."""

@@ -15,7 +15,7 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from . import archive
-from .archive import Apart
+from .archive import Apart, Awaited
 from .carried import of_layer
 from .ranks import Ranks
 from .sequence import Sequence
@@ -66,6 +66,7 @@ class EvictionLayer(CacheLayerMixin):
         self.memory: dict[str, Tensor] = {}
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
+        self.awaited: Awaited | None = None  # while an answer attends to the slots of all tokens
         self.archive_expected = 0  # slots per head that a read is going to archive
         self.archive_place: bool | str = True  # where an archive that begins lies: `Policy.recall` of the last read
         # On the host:
@@ -85,7 +86,7 @@ class EvictionLayer(CacheLayerMixin):
         """An independent layer that reads the stored slots in place; or one with a `storage` and no archive."""
         twin = copy.copy(self)
         if storage is not None:
-            twin.storage, twin.archive, twin.head_offsets = storage, None, None
+            twin.storage, twin.archive, twin.head_offsets, twin.awaited = storage, None, None, None
         elif self.is_initialized:
             self.storage = self.storage.as_prefix()
             twin.storage = self.storage.forked()
@@ -150,6 +151,8 @@ class EvictionLayer(CacheLayerMixin):
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
+        if self.awaited is not None:
+            self.awaited = self.awaited.crop(count)
         self.carry = of_layer(self.carry, self)
         if self.prompt is not None:  # every head loses equally many
             held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
@@ -165,11 +168,17 @@ class EvictionLayer(CacheLayerMixin):
             at = rows if isinstance(value, Tensor) else chosen
             setattr(self, name, None if value is None else value[at])
         self.memory = {name: value[rows] for name, value in self.memory.items()}
+        self.awaited = None if self.awaited is None else self.awaited.rows(rows)
         self.storage = self.storage.rows(rows)
         self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
         self.carry = of_layer(self.carry, self)
 
     # -- called by eviction -----------------------------------------------------------------------------------------
+
+    @property
+    def chosen(self) -> Storage:
+        """The slots that are chosen, where an answer attends to others, too."""
+        return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
 
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
 

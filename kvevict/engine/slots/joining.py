@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from ... import families
 from . import archive
 from .adopt import EvictionCache, adopt
+from .archive import Awaited
 from .cache import EvictionLayer
 from .carried import of_layer, wide
 from .latent import LatentLayer
@@ -86,9 +87,23 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     return None
 
 
+def join_awaiting(one: EvictionCache, other: EvictionCache) -> bool:
+    """Whether answers in both attend to the slots of all tokens, and go on so side by side: these slots lie in the same
+    buffers, and are in no archive."""
+    for mine, yours in zip(one.layers, other.layers, strict=True):
+        awaited = getattr(mine, "awaited", None), getattr(yours, "awaited", None)
+        if None in awaited or not awaited[0].joins(awaited[1]):
+            return False
+        here, there = mine.storage.prefix, yours.storage.prefix
+        if here is None or there is None or here.k is not there.k or mine.archive or yours.archive:
+            return False
+    return True
+
+
 def join(caches: Items[EvictionCache]) -> EvictionCache:
     """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
-    Each row keeps a separate archive.
+    Each row keeps a separate archive. Answers that still attend to all slots (`Policy.recall_after`) go on with those
+    that their prompts chose, unless `join_awaiting` says that they go on as they are.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -102,6 +117,9 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
         differs = unlike(first, cache)
         if differs is not None:
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
+    if not all(join_awaiting(first, cache) for cache in caches):
+        for cache in caches:
+            cache.settle()
     if any(layer.archive is not None for cache in caches for layer in cache.layers):
         for cache in caches:
             for layer, like in zip(cache.layers, first.layers, strict=True):
@@ -132,6 +150,8 @@ def _joined(layers: tuple) -> EvictionLayer:
     if any(layer.prompt is not None for layer in layers):
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
         whole.prompt = np.concatenate(prompts)
+    if first.awaited is not None:
+        whole.awaited = Awaited.joined([layer.awaited for layer in layers])
     if first.archive is not None:
         whole.archive = archive.apart([layer.archive for layer in layers])
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}

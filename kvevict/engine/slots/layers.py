@@ -35,7 +35,9 @@ def archived(layer: EvictionLayer) -> tuple[torch.Tensor, ...]:
 def tensors_of(layer: Any) -> list[torch.Tensor]:
     """All tensors of a cache's layer: states, a window's keys and values, slots and what belongs to them."""
     if isinstance(layer, EvictionLayer):
-        own = (*layer.storage.tensors(), *archived(layer), layer.carry, layer.decode_queries, *layer.memory.values())
+        chosen = () if layer.awaited is None else layer.awaited.tensors()
+        own = *layer.storage.tensors(), *archived(layer), *chosen, layer.carry, layer.decode_queries
+        own = *own, *layer.memory.values()
     else:
         own = (getattr(layer, "keys", None), getattr(layer, "values", None))
     return [*states_of(layer), *(t for t in own if t is not None)]

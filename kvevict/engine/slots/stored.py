@@ -116,13 +116,14 @@ class Stored(Held):
         centre = () if self.centre is None else (self.centre,)
         return *prefix, *(t[:lent] for t in self.buffers), self.offset, self.len, *centre
 
-    def last(self: S, count: int) -> S:
-        """View the last `count` slots of each head, for reading alone."""
-        if self.prefix is not None and (self.counts < count).any():
+    def last(self: S, count: int | np.ndarray) -> S:
+        """View the last `count` slots of each head, [B] or a number, for reading alone."""
+        counts = np.zeros_like(self.counts) + np.reshape(count, (-1, 1))
+        if self.prefix is not None and (self.counts < counts).any():
             return self.gathered().last(count)
-        at, counts = self.offset + self.len - count, np.full_like(self.counts, count)
-        starts = self.starts + self.counts - count
-        return replace(self, offset=at, len=torch.full_like(self.len, count), counts=counts, starts=starts, prefix=None)
+        length = _ops.upload(counts, self.device, torch.int32)
+        at, starts = self.offset + self.len - length, self.starts + self.counts - counts
+        return replace(self, offset=at, len=length, counts=counts, starts=starts, prefix=None)
 
     def centred_at(self: S, centre: Tensor, known: np.ndarray) -> S:
         """Give batch rows that have no centre for their keys the one in centre fp32 [B, Hkv, D]. known: bool [B] on the

@@ -16,6 +16,7 @@ import torch
 
 from ...answer import continued, rows_of
 from ...compat import CACHE, cache_of
+from ...context import within
 from ...families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
 from ...policy.policy import Policy
@@ -118,7 +119,7 @@ def read(model: Any, tokenizer: Any, asked: Asked, run: Run, alone: bool = True)
             observes = observing(prompt.said)
         options = named | options_of(policy)
         options.pop("ids", None)
-    with _patched(model, policy), observes:
+    with _patched(model, policy), observes, within(asks=not alone):
         start = now(model)
         out = model(as_row(model, ids), use_cache=True, logits_to_keep=1)
         seconds = now(model) - start
@@ -226,7 +227,7 @@ def forked(cache: Any) -> Any:
 def _bytes(cache: Any) -> int:
     """The bytes of the slots in a cache's full-attention layers."""
     own = [layer for layer in cache.layers if not layer.is_sliding]
-    return sum(l.live_bytes() if hasattr(l, "live_bytes") else l.keys.nbytes + l.values.nbytes for l in own)
+    return sum(l.chosen.live_bytes() if hasattr(l, "chosen") else l.keys.nbytes + l.values.nbytes for l in own)
 
 
 def judged(text: str, case: Case) -> dict:

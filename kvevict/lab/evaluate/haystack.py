@@ -49,6 +49,11 @@ def insert(text: str, facts: dict[float, str]) -> str:
     return " ".join(parts)
 
 
+def depths(rng: Random, count: int) -> list[float]:
+    """As many depths, one in each equal part of a text."""
+    return [(part + rng.random()) / count for part in range(count)]
+
+
 def most(fits: Callable[[int], bool], guess: int = 1) -> int:
     """The largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is not
     called."""

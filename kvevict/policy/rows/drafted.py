@@ -111,15 +111,10 @@ class Drafted(Rows):
         return self.decoded if call.decoding else self.window
 
 
-def has_head(top: Any) -> bool:
-    """Whether a module makes logits of a decoder's last hidden state."""
-    return getattr(top, "get_output_embeddings", lambda: None)() is not None
-
-
 def head(top: Any) -> Any:
     """Return the module that makes logits of a decoder's last hidden state. Raises ValueError for a model without
     one."""
-    if not has_head(top):
+    if getattr(top, "get_output_embeddings", lambda: None)() is None:
         raise ValueError(
             "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, "
             "not its decoder, or choose another policy"

@@ -105,7 +105,7 @@ class LayerRows:
     q: Any  # [B, H, T, D]
     out: Any  # [B, T, H, D]
     lse: Any  # [B, H, T]
-    # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt; [B] the first q, which do not count
+    # (q [B, H, n, D], k, v [B, Hkv, n, D]) of rows drafted after the prompt
     drafted: tuple[Any, ...] | None = None
 
     positions = property(lambda self: self.rows.positions)
@@ -188,8 +188,8 @@ class LayerRows:
 
     def drafted_rows(self, own: bool = True) -> Observation:
         """The rows drafted after the prompt. By default their softmax spans the drafted slots too."""
-        q, k, v, skip = self.drafted
-        return Observation((Observers(q, skip, self.end, False, own=(k, v) if own else None),))
+        q, k, v = self.drafted
+        return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
     def later(
         self, queries: torch.Tensor, skip: Any = None, unseen: Any = 0, counts: Any = None, unseen_at: Any = None

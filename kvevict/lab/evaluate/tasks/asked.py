@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from random import Random
 
-from ..haystack import haystack
+from ..haystack import depths, haystack
 from ..words import LISTS
 from . import TASKS, Case, Settings
 from .many import drawn_facts
@@ -81,8 +81,8 @@ def asked(settings: Settings, task: str = "asked", opened: bool = False) -> Iter
     for i in range(settings.cases):
         rng = settings.rng("asked", settings.length, i)
         facts = facts_of(rng)
-        depths = [(each + rng.random()) / len(facts) for each in range(len(facts))]
-        said = {depth: fact for depth, (_, fact, *_) in zip(depths, facts)}
+        where = depths(rng, len(facts))
+        said = {depth: fact for depth, (_, fact, *_) in zip(where, facts)}
         closed = [f"{end} {words}" if opened else end for *_, words in facts]
         longest = max(
             ("".join(framed(place, f"{opens}{fact[2]}{closing}", wording)) for fact, closing in zip(facts, closed)
@@ -92,7 +92,7 @@ def asked(settings: Settings, task: str = "asked", opened: bool = False) -> Iter
         for turn, which in enumerate(sorted(range(len(facts)), key=lambda which: facts[which][0])):
             (kind, _, question, answers, _), place = facts[which], PLACES[(turn + i) % len(PLACES)]
             before, after = framed(place, opens + question, i + which)
-            tags = dict(length=settings.length, kind=kind, place=place, depth=round(depths[which], 2), text=i)
+            tags = dict(length=settings.length, kind=kind, place=place, depth=round(where[which], 2), text=i)
             id, new = f"{task}/{settings.length}/{i}/{kind}", settings.room(answers) + ROOM
             opening = closed[which].lstrip() if opened else ""
             asks = after + ("\n" + opening if opened else end)

@@ -6,7 +6,7 @@ depths, and one request for all of them in order.
 
 from collections.abc import Iterator
 
-from ..haystack import haystack
+from ..haystack import depths, haystack
 from ..words import LISTS
 from . import TASKS, Case, Settings, opening
 
@@ -25,8 +25,8 @@ def listed(settings: Settings) -> Iterator[Case]:
         rng = settings.rng("listed", settings.length, i)
         people, numbers = rng.sample(LISTS["trade"], FACTS), rng.sample(range(10_000, 100_000), FACTS)
         said = {
-            (at + rng.random()) / FACTS: f"The parcel for the {who} lies in locker {number}."
-            for at, (who, number) in enumerate(zip(people, numbers, strict=True))
+            depth: f"The parcel for the {who} lies in locker {number}."
+            for depth, who, number in zip(depths(rng, FACTS), people, numbers, strict=True)
         }
         asked = ASKED.format(who=people[0])
         context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)

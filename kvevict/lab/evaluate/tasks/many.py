@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from ....policy.checks import parsed
-from ..haystack import haystack, most, sentences
+from ..haystack import depths, haystack, most, sentences
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, Settings, opening
 
@@ -142,13 +142,13 @@ def many(settings: Settings, task: str = "many", paraphrased: bool = False) -> I
     for i in range(settings.cases):
         rng = settings.rng("many", settings.length, i)
         facts = drawn_facts(rng, paraphrased)
-        depths = [(number + rng.random()) / len(facts) for number in range(len(facts))]
-        said = {depth: fact[1] for depth, fact in zip(depths, facts)}
+        where = depths(rng, len(facts))
+        said = {depth: fact[1] for depth, fact in zip(where, facts)}
         longest = max((fact[2] for fact in facts), key=settings.tokens)
         context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
         for number, (kind, _, asked, answers, counts) in enumerate(facts):
             if counts:
-                depth = round(depths[number], 2)
+                depth = round(where[number], 2)
                 yield one(settings, task, i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
 
 
