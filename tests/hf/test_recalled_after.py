@@ -116,6 +116,9 @@ def test_questions_of_different_lengths_are_as_alone(name):
         cache = model(ids, logits_to_keep=1).past_key_values
         batch = rows_of(cache, len(turns))
         logits = continued(model, batch, turns)
+        fork = cache.fork()
+        asked(model, fork, torch.tensor(turns[:1]), TOKENS[:2])
+        assert all(layer.storage.prefix is not None for layer in fork.layers)  # read where the archive lies
         steps = Batch(model, [*turns], batch)
         rows = torch.cat([logits, *(steps.step([token] * 3)[:, None] for token in TOKENS)], 1)
         for row, turn in enumerate(turns):

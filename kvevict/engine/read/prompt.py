@@ -40,7 +40,9 @@ class Prompt:
         self.cache, self.layers, wanted = spans.cache, spans.layers, spans.arguments.wanted
         self.drafted = wanted - 1 if self.arguments.rolls_back and wanted > 1 else 0
         self.columns = self.arguments.tokens - self.drafted
-        self.meter = Meter((i, layer.live_bytes()) for i, layer in zip(self.plan.order, self.layers, strict=True))
+        self.meter = Meter(
+            (i, layer.chosen.live_bytes()) for i, layer in zip(self.plan.order, self.layers, strict=True)
+        )
 
     def steps(self) -> Iterator[Step]:
         """The steps of the chunks, and of the tokens after them."""

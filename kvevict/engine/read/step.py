@@ -136,7 +136,7 @@ class Step(CallRows):
         """True if the step needs all slots of a fork in one place that no other fork reads. A chooser and layers that
         read another layer's slots look at the columns appended to a fork; CAKE does so in the same call. A chunk does
         in the layer that attends, one after the other."""
-        if self.plan.readers or self.plan.policy.layers.cascades:
+        if self.plan.readers or (self.plan.policy.layers.cascades and not self.decoding):
             return True
         looks = self.chooser is not None and self.chooser.looks
         return self.decoding and (looks or not layer.decodes_after_prefix or layer.storage.far)
