@@ -103,9 +103,7 @@ class Reader:
             self.prefixes.put(call.keys, end, cache.recalled().first(end))
         if prompt.text is not None:
             self.shares[self._mark(call)] = shares_of(cache, *prompt.text)
-        for layer in cache.layers:
-            if getattr(layer, "awaited", None) is None or layer.awaited.chosen is not None:
-                layer.archive = None  # no turn follows the answer in this cache
+        cache.end_archive()
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple:

@@ -211,9 +211,11 @@ class Scheduler:
             for alone in group.choosing():
                 alone.step()
                 for row in alone.batch.rows:  # one, if it has not ended
+                    alone.batch.cache.end_archive()
                     self.run(row, group.plan, alone.batch.cache)
         for group in list(self._groups):
-            group.step()
+            if group.batch.rows:
+                group.step()
             if not group.batch.rows:
                 self._groups.remove(group)
         self._stepped = time.monotonic()

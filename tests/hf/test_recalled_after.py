@@ -106,6 +106,21 @@ def test_an_answer_that_ends_before_has_what_its_prompt_chose(count, read):
     assert kept(other) == kept(plain)
 
 
+def test_a_first_cut_in_place():
+    """Where a conversation has fitted the budget so far, its slots are cut where they lie, beside the counts of decoded
+    tokens."""
+    model, more = shared(), prompt(1, 30, seed=1)["input_ids"]
+    found = []
+    for options in (SNAPKV, AFTER):
+        with kvevict.evicting(model, **options):
+            cache = model(prompt(1, 24)["input_ids"], logits_to_keep=1, use_cache=True).past_key_values
+            decoded(model, cache, TOKENS[:2])
+            asked(model, cache, more, TOKENS[:1])
+            cache.settle()
+            found.append(kept(cache))
+    assert found[0] == found[1] and {len(head) for layer in found[1] for head in layer[0]} == {25}
+
+
 @pytest.mark.parametrize("name", ["take+edie", "adakv", "chunkkv", "cake", "snapkv"])
 def test_questions_of_different_lengths_are_as_alone(name):
     """Rows of a batch, padded at the left; each layer has as many slots as without `recall_after`."""

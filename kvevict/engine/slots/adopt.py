@@ -91,6 +91,12 @@ class EvictionCache(DynamicCache):
             if isinstance(layer, EvictionLayer):
                 archive.settle(layer)
 
+    def end_archive(self) -> None:
+        """Where no turn follows: layers need no archive, unless an answer is to choose from it."""
+        for layer in self.layers:
+            if isinstance(layer, EvictionLayer) and (layer.awaited is None or layer.awaited.chosen is not None):
+                layer.archive = None
+
     def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
         """Count one more slot in every head of these layers, before a decoded token is stored in each. room: free rows
         per head, if slots have to move."""

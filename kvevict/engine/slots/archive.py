@@ -166,7 +166,9 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
     those that the prompt's rows chose, until `settle` or until its own rows choose."""
     assert layer.archive is not None
     if not layer.archive.on_host:
-        awaited = replace(awaited, chosen=(layer.storage, layer.head_offsets))
+        kept = layer.storage  # its counts may lie in the cache's table, which counts other slots from here on
+        kept = replace(kept, len=kept.len.clone(), counts=kept.counts.copy())
+        awaited = replace(awaited, chosen=(kept, layer.head_offsets))
         _restore(layer, layer.archive)
     layer.awaited = awaited
 
