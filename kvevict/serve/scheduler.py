@@ -207,17 +207,15 @@ class Scheduler:
         return None
 
     def _step(self) -> None:
-        for group in list(self._groups):
-            for alone in group.choosing():
-                alone.step()
-                for row in alone.batch.rows:  # one, if it has not ended
-                    alone.batch.cache.end_archive()
-                    self.run(row, group.plan, alone.batch.cache)
-        for group in list(self._groups):
+        choosing = [alone for group in self._groups for alone in group.choosing()]
+        for group in [*self._groups, *choosing]:
             if group.batch.rows:
                 group.step()
-            if not group.batch.rows:
-                self._groups.remove(group)
+        self._groups = [group for group in self._groups if group.batch.rows]
+        for alone in choosing:
+            for row in alone.batch.rows:  # one, if it has not ended
+                alone.batch.cache.end_archive()
+                self.run(row, alone.plan, alone.batch.cache)
         self._stepped = time.monotonic()
         self._leave()
 
@@ -236,7 +234,7 @@ class Group:
     def add(self, row: Row, cache: EvictionCache) -> bool:
         """Add an answer; False if it cannot share a step with the others."""
         there = self.batch.cache
-        if there is not None and (there.awaits or cache.awaits) and not join_awaiting(there, cache):
+        if there is not None and (there.sequence.awaits or cache.sequence.awaits) and not join_awaiting(there, cache):
             return False
         try:
             self.batch.add(row, cache)
@@ -248,7 +246,7 @@ class Group:
 
     def choosing(self) -> list["Group"]:
         """The answers whose next token chooses their slots (`Policy.recall_after`), each by itself from here on."""
-        since = None if self.batch.cache is None else self.batch.cache.since()
+        since = None if self.batch.cache is None else self.batch.cache.sequence.since
         if since is None:
             return []
         last = self.plan.policy.answered - 1

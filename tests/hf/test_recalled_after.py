@@ -88,11 +88,11 @@ def test_an_answer_that_ends_before_has_what_its_prompt_chose(count, read):
         caches = [text.fork() for _ in range(4)]
         for cache in caches:
             asked(model, cache, turn, tokens)
-            assert cache.awaits
+            assert cache.sequence.awaits
         one, other, joined, last = caches
         batch = Batch(model, ["other"], text.fork())
         batch.add("this", joined)
-        assert not batch.cache.awaits and kept(batch.remove("this")) == kept(plain)
+        assert not batch.cache.sequence.awaits and kept(batch.remove("this")) == kept(plain)
         every = last.recalled()
         asked(model, one, more)
         assert kvevict.report(one)["recalled"] is not None
@@ -198,7 +198,7 @@ def test_a_prompt_that_is_known():
             written.append(decoded(model, every, written[-1:]).logits[0, -1].argmax().item())
     assert written == tokens[0, 150:].tolist()
     with kvevict.evicting(model, **AFTER):
-        assert not model(ids[:, :20], logits_to_keep=1, use_cache=True).past_key_values.awaits
+        assert not model(ids[:, :20], logits_to_keep=1, use_cache=True).past_key_values.sequence.awaits
 
 
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True, temperature=0.7), dict(num_beams=3)])
@@ -232,11 +232,11 @@ def test_other_models(name, kind):
 def test_a_text_that_is_asked_later_awaits_no_answer():
     net, tokenizer = model(vocab_size=259, bos_token_id=None, pad_token_id=None), byte_tokenizer()
     cache = kvevict.read(net, tokenizer, "The lantern is lit at nine. " * 20, **AFTER)
-    assert not cache.awaits and cache.layers[0].counts.tolist() == [[24, 24]]
+    assert not cache.sequence.awaits and cache.layers[0].counts.tolist() == [[24, 24]]
     with kvevict.evicting(net, **AFTER):
         more = cache.fork()
         net(torch.tensor([tokenizer("When is it lit?").input_ids]), **{CACHE: more})
-    assert more.awaits
+    assert more.sequence.awaits
 
 
 def test_refusals():

@@ -11,12 +11,12 @@ import torch
 from ... import _ops
 from ...policy.seen.rows import Observation, Observers
 from ..slots import archive, host
-from ..slots.archive import Awaited
+from ..slots.awaited import Awaited
 from ..slots.cache import EvictionLayer
-from ..slots.sequence import Sequence
 from . import evict
 from .choosers import Chooser
 from .layer import LayerCall
+from .plan import Plan
 from .step import Step
 
 ROWS = 16  # the prompt's last rows that choose with the answer's
@@ -27,7 +27,7 @@ class Asking(Chooser):
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors = chooser, chooser.errors
-        self.asked: list = []  # of each layer (itself, its plan, the fields of `Awaited` from `protected` on)
+        self.asked: list = []  # of each layer (itself, the fields of `Awaited` from `protected` on)
 
     held = property(lambda self: self.chooser.held)
 
@@ -35,26 +35,24 @@ class Asking(Chooser):
         rows = call.rows.stored_rows(ROWS, call.step.plan.wants_outputs)
         skip = (rows.first - (rows.columns - rows.q.shape[2])).clamp_min(0)
         slots = call.slots
-        self.asked.append((call.layer, call.step.plan, slots.protected, slots.bounds, skip, rows.q, rows.out))
+        self.asked.append((call.layer, slots.protected, slots.bounds, skip, rows.q, rows.out))
         self.chooser.layer(call)
 
     def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
         self.chooser.end(spans, step, hidden)
 
-    def put_aside(self) -> None:
-        for layer, plan, *rest in self.asked:
-            slots = plan.ranks.counts(layer).sum(1)
-            archive.put_aside(layer, Awaited(slots, 0 * slots, *rest))
+    def put_aside(self, plan: Plan) -> None:
+        for layer, *rest in self.asked:
+            archive.put_aside(layer, Awaited(plan.ranks.counts(layer).sum(1), *rest))
 
 
 class Answered(Chooser):
-    """A token of an answer that attends to all slots. After the first `count` tokens, its rows choose as many as the
-    prompt's did, and those of the answer stay."""
+    """A token of an answer that attends to all slots. After the first `Policy.answered` tokens, its rows choose
+    as many as the prompt's did, and those of the answer stay."""
 
     looks = False
 
-    def __init__(self, sequence: Sequence, count: int) -> None:
-        self.sequence, self.count = sequence, count
+    def __init__(self) -> None:
         self.calls: list[LayerCall] = []  # of the layers
 
     def takes(self, call: LayerCall) -> bool:
@@ -63,21 +61,23 @@ class Answered(Chooser):
         return False
 
     def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
-        since = self.calls[0].layer.awaited.since
-        if since.min() < self.count:
+        sequence = step.cache.sequence
+        assert sequence.since is not None
+        sequence.since = since = sequence.since + 1
+        if since.min() < step.plan.policy.answered:
             return
-        floor = self.sequence.floor  # no token of the answer is lost, so all of them may be taken back
+        floor = sequence.floor  # no token of the answer is lost, so all of them may be taken back
         away = [call.layer for call in self.calls if call.layer.awaited.chosen is None]
         for layer in away:
             archive.append_last(layer)
         if away:
-            self.sequence.archived = self.sequence.columns
+            sequence.archived = sequence.columns
         coming = iter(away)
         _come(next(coming, None))
         while self.calls:
             _come(next(coming, None))  # while this layer chooses
-            _choose(self.calls.pop(0))
-        self.sequence.floor = floor
+            _choose(self.calls.pop(0), since)
+        sequence.floor, sequence.since = floor, None
         host.wait()
 
 
@@ -87,18 +87,18 @@ def _come(layer: EvictionLayer | None) -> None:
         archive.recall(layer, np.ones(len(layer.counts), bool))
 
 
-def _choose(call: LayerCall) -> None:
-    """Cut a layer, which has the slots of all tokens, after an answer's first tokens."""
+def _choose(call: LayerCall, since: np.ndarray) -> None:
+    """Cut a layer, which has the slots of all tokens, after the first tokens, since [B], of an answer."""
     layer, plan = call.layer, call.step.plan
     awaited, layer.awaited = layer.awaited, None
     with call.step.meter.clock("evict"), layer.storage.here():
         if not layer.storage.far:
             layer.storage = layer.storage.whole()
         first, last = awaited.protected
-        last = last + _ops.upload(awaited.since, last.device, torch.int32)
+        last = last + _ops.upload(since, last.device, torch.int32)
         call.slots = call.slots_of(plan.ranks.counts(layer), (first, last), awaited.bounds)
         alive = call.slots.alive
-        slots = np.minimum(awaited.slots + awaited.since * plan.kv_heads, alive)
+        slots = np.minimum(awaited.slots + since * plan.kv_heads, alive)
         if (slots < alive).any():
             rows = Observers(awaited.q, awaited.skip, call.rows.end, True, None, awaited.out)
             call.known["observation"] = Observation((rows,))

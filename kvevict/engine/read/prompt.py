@@ -83,7 +83,8 @@ class Prompt:
         self.cache.meter = meter
         plan.keep(meter)
         if isinstance(chooser, Asking):
-            chooser.put_aside()
+            chooser.put_aside(plan)
+            self.cache.sequence.since = 0 * read.tokens
         if context().learns:
             read.budgets.learn()
 

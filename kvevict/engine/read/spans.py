@@ -96,9 +96,9 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
-        answers = decodes and self.cache.awaits and self._is_answered()
+        answers = decodes and self.cache.sequence.awaits and self._is_answered()
         if not answers:
-            self.cache.settle()
+            archive.settle(self.cache.sequence, self.layers)
         if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
             archive.begin(self.cache.sequence, self.layers, self.policy.recall)
         if decodes:
@@ -107,7 +107,7 @@ class Spans:
         if decodes and (policy.decode or policy.carry == "sum"):
             chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
         elif decodes:
-            chooser = Answered(self.cache.sequence, policy.answered) if answers else None
+            chooser = Answered() if answers else None
         yield self.span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
     def _is_answered(self) -> bool:

@@ -134,8 +134,8 @@ class Step(CallRows):
 
     def _needs_whole(self, layer: Any) -> bool:
         """True if the step needs all slots of a fork in one place that no other fork reads. A chooser and layers that
-        read another layer's slots look at the columns appended to a fork; CAKE does so in the same call. A chunk does
-        in the layer that attends, one after the other."""
+        read another layer's slots look at the columns appended to a fork; CAKE's layers do so within the call of a
+        chunk. Else a chunk's layers get them as they attend, one after the other."""
         if self.plan.readers or (self.plan.policy.layers.cascades and not self.decoding):
             return True
         looks = self.chooser is not None and self.chooser.looks

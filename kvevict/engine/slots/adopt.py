@@ -44,9 +44,11 @@ class EvictionCache(DynamicCache):
         return self.with_storages({})
 
     def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
-        """A fork with other slots in some layers, by their numbers. These layers have no archive."""
+        """A fork with other slots in some layers, by their numbers. These layers have no archive, and await nothing."""
         layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
         twin = self.with_layers(copy.copy(self.sequence), layers)
+        if storages:
+            twin.sequence.since = None
         twin.meter = self.meter
         return twin
 
@@ -75,21 +77,9 @@ class EvictionCache(DynamicCache):
                 layer.sequence = sequence
         return twin
 
-    @property
-    def awaits(self) -> bool:
-        """Whether an answer attends to the slots of all tokens, and has not chosen among them yet."""
-        return self.since() is not None
-
-    def since(self) -> np.ndarray | None:
-        """[B] the tokens of such an answer so far; None: there is none."""
-        awaited = (getattr(layer, "awaited", None) for layer in self.layers)
-        return next((each.since for each in awaited if each is not None), None)
-
     def settle(self) -> None:
         """Let an answer go on with the slots that its prompt chose."""
-        for layer in self.layers:
-            if isinstance(layer, EvictionLayer):
-                archive.settle(layer)
+        archive.settle(self.sequence, [layer for layer in self.layers if isinstance(layer, EvictionLayer)])
 
     def end_archive(self) -> None:
         """Where no turn follows: layers need no archive, unless an answer is to choose from it."""

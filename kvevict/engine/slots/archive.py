@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policy.seen.slots import Bounds
 from . import host
+from .awaited import Awaited
 from .mapped import Files, is_folder
-from .storage import Storage, together
+from .storage import Storage
 from .stored import Stored
 
 if TYPE_CHECKING:
@@ -90,77 +90,6 @@ def apart(archives: Sequence[Storage | Apart]) -> Apart:
     return Apart(each)
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """What a layer has beside the slots of all tokens, while an answer attends to these: what its prompt chose, and the
-    rows that choose in the end (`Policy.recall_after`)."""
-
-    slots: np.ndarray  # [B] number over the heads of all ranks that the prompt's rows chose
-    since: np.ndarray  # [B] tokens of the answer so far
-    protected: tuple[Tensor, Tensor]  # [B] first and last slots of the prompt that are always kept
-    bounds: Bounds
-    skip: Tensor  # int32 [B] rows before this one do not count
-    q: Tensor  # [B, H, R, D] of the prompt's last rows, and of the answer's
-    out: Tensor | None  # [B, R, H, D] their outputs, if those are wanted
-    chosen: tuple | None = None  # the `storage` and `head_offsets` of these slots; None: the layer's own
-
-    def with_row(self, q: Tensor, out: Tensor) -> Awaited:
-        """With a row of the answer, q [B, H, 1, D] and out [B, 1, H, D]."""
-        outs = None if self.out is None else torch.cat([self.out, out], 1)
-        return replace(self, since=self.since + 1, q=torch.cat([self.q, q], 2), out=outs)
-
-    def crop(self, count: int) -> Awaited:
-        """Without the last `count` rows."""
-        left = self.q.shape[2] - count
-        out = None if self.out is None else self.out[:, :left]
-        return replace(self, since=self.since - count, q=self.q[:, :, :left], out=out)
-
-    def rows(self, chosen: Tensor) -> Awaited:
-        """With batch rows chosen [N], as of `Storage.rows`."""
-        at, kept = chosen.tolist(), self.chosen
-        if kept is not None:
-            offsets = None if kept[1] is None else kept[1][at]
-            kept = kept[0].rows(chosen), offsets
-        own = (self.protected, self.bounds, self.skip, self.q, self.out)
-        (first, last), bounds, *rest = (_rows(each, chosen) for each in own)
-        skip, q, out = rest
-        return Awaited(self.slots[at], self.since[at], (first, last), Bounds(*bounds), skip, q, out, kept)
-
-    @classmethod
-    def joined(cls, each: Sequence[Awaited]) -> Awaited:
-        """The batch rows of several, side by side; all of them `joins`."""
-        most = max(one.q.shape[2] for one in each)
-        after = [most - one.q.shape[2] for one in each]
-        qs = [torch.nn.functional.pad(one.q, (0, 0, gap, 0)) for one, gap in zip(each, after, strict=True)]
-        outs = [one.out for one in each if one.out is not None]
-        outs = [torch.nn.functional.pad(out, (0, 0, 0, 0, most - out.shape[1], 0)) for out in outs]
-        first, last = (torch.cat(ends) for ends in zip(*(one.protected for one in each), strict=True))
-        bounds = Bounds(*(together([*parts]) for parts in zip(*(one.bounds for one in each), strict=True)))
-        skip = torch.cat([one.skip + gap for one, gap in zip(each, after, strict=True)])
-        slots, since = (np.concatenate([getattr(one, name) for one in each]) for name in ("slots", "since"))
-        storages, offsets = zip(*(one.chosen for one in each), strict=True)
-        chosen = Storage.joined(storages), together([*offsets])
-        return cls(slots, since, (first, last), bounds, skip, torch.cat(qs), torch.cat(outs) if outs else None, chosen)
-
-    def joins(self, other: Awaited) -> bool:
-        """Whether the rows of both can be side by side."""
-        mine, yours = ([one.chosen and one.chosen[1], *one.bounds, one.out] for one in (self, other))
-        alike = all((x is None) == (y is None) for x, y in zip(mine, yours, strict=True))
-        return alike and self.chosen is not None and other.chosen is not None
-
-    def tensors(self) -> tuple:
-        """All tensors."""
-        own = () if self.chosen is None else self.chosen[0].tensors()
-        return *own, *self.protected, *self.bounds, self.skip, self.q, self.out
-
-
-def _rows(each: Any, chosen: Tensor) -> Any:
-    """Batch rows of a tensor, of None or of several of these."""
-    if isinstance(each, tuple):
-        return tuple(_rows(one, chosen) for one in each)
-    return None if each is None else each[chosen]
-
-
 def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
     """After a prompt: the answer attends to the slots of all tokens, if these are on the layer's device, in place of
     those that the prompt's rows chose, until `settle` or until its own rows choose."""
@@ -173,14 +102,16 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
     layer.awaited = awaited
 
 
-def settle(layer: EvictionLayer) -> None:
-    """Where an answer has ended or is not to choose: the layer has the slots that the prompt's rows chose, and those
+def settle(sequence: Any, layers: Sequence[EvictionLayer]) -> None:
+    """Where an answer has ended or is not to choose: its layers have the slots that the prompt's rows chose, and those
     since."""
-    awaited, layer.awaited = layer.awaited, None
-    if awaited is not None and awaited.chosen is not None:
-        since = layer.storage.last(awaited.since)
-        kept, layer.head_offsets = awaited.chosen
-        layer.storage = kept.moved(kept.grown(kept.counts + since.counts)).followed_by(since)
+    count, sequence.since = sequence.since, None
+    for layer in layers if count is not None else ():
+        awaited, layer.awaited = layer.awaited, None
+        if awaited is not None and awaited.chosen is not None:
+            since = layer.storage.last(count)
+            kept, layer.head_offsets = awaited.chosen
+            layer.storage = kept.moved(kept.grown(kept.counts + since.counts)).followed_by(since)
 
 
 def append(layer: Any, *new: Any) -> None:
@@ -237,8 +168,8 @@ def _in_place(layer: Any) -> Storage | Apart:
 
 def begin(sequence: Any, layers: Sequence[Any], recall: bool | str) -> None:
     """Before tokens are read: those since the last ones, which were decoded, go to the archives of a cache's layers."""
+    settle(sequence, layers)
     for layer in layers:
-        settle(layer)
         layer.archive_place = recall
         if not recall:
             layer.archive = None  # this read will not add to it

@@ -15,7 +15,8 @@ from ... import _ops
 from ...context import current
 from ...policy import kv
 from . import archive
-from .archive import Apart, Awaited
+from .archive import Apart
+from .awaited import Awaited
 from .carried import of_layer
 from .ranks import Ranks
 from .sequence import Sequence

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from ... import families
 from . import archive
 from .adopt import EvictionCache, adopt
-from .archive import Awaited
+from .awaited import Awaited
 from .cache import EvictionLayer
 from .carried import of_layer, wide
 from .latent import LatentLayer

@@ -25,6 +25,7 @@ class Sequence:
         self.floor = 0  # columns that crop may not take back: slots were evicted since, or belong to padding
         self.coming: tuple[int, Any] = (0, 0)  # columns of the running step, and tokens [B] (or a number) among them
         self.archived = 0  # columns whose slots are in the layers' archives, too
+        self.since: np.ndarray | None = None  # int [B] tokens of an answer that `awaits`; None: there is none
         self.removing: int | None = None  # tokens that a running crop of the cache removes
         self.half_read = False  # a call that changes the cache has not ended
         self.thread: int | None = None  # that the last such call began in
@@ -36,6 +37,11 @@ class Sequence:
     def removable(self) -> int:
         """Columns that crop may take back."""
         return max(0, self.columns - self.floor)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether an answer attends to the slots of all tokens, and has not chosen among them yet."""
+        return self.since is not None
 
     def fix(self) -> None:
         """Nothing of what has been read, the running step's columns included, can be taken back."""
@@ -72,6 +78,8 @@ class Sequence:
         self.columns -= count
         self.archived = min(self.archived, self.columns)
         self.seen = np.maximum(self.seen - count, 0)
+        if self.since is not None:
+            self.since = self.since - count
         if self.next_position is not None:
             self.next_position = self.next_position - count
 
@@ -79,6 +87,8 @@ class Sequence:
         """Keep these batch rows, in any order; a row may be named twice."""
         assert self.seen is not None
         self.seen = self.seen[chosen]
+        if self.since is not None:
+            self.since = self.since[chosen]
         if self.next_position is not None:
             self.next_position = self.next_position[chosen]
 
@@ -104,6 +114,8 @@ class Sequence:
         whole.columns = whole.archived = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)
         whole.seen = np.concatenate([one.seen for one in each])
+        if whole.since is not None:
+            whole.since = np.concatenate([one.since for one in each])
         whole.next_position = torch.cat([one.positions(device) for one in each])
         whole.packed = ()
         return whole
