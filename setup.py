@@ -35,6 +35,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] += ["-mprefer-vector-width=512"]
     ISA_FLAGS["avx512bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
+    ISA_FLAGS["amxbf16"] = [*ISA_FLAGS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 
 # The limited API makes one binary serve every CPython from 3.10 on; free-threaded builds do not have it.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")

@@ -157,7 +157,7 @@ PyObject *ops(PyObject *, PyObject *) {
 
 PyMethodDef methods[] = {
     {"cpu_isa", cpu_isa, METH_NOARGS,
-     "Instruction set that the CPU kernels run with, of avx512bf16, avx512, avx2, scalar or neonbf16, neon."},
+     "Instruction set that the CPU kernels run with, of amxbf16, avx512bf16, avx512, avx2, scalar or neonbf16, neon."},
     {"cpu_isas", cpu_isas, METH_NOARGS, "Those that this build has, from the least to the most, between spaces."},
     {"build_info", build_info, METH_NOARGS, "What this binary was built with: {cuda, cuda_archs, torch_target}."},
     {"ops", ops, METH_NOARGS, "The rows of ops.def in lines of op, kind, type, name, dtype, text, with tabs between."},

@@ -1,9 +1,16 @@
 /* The public CPU functions: they check the arguments and run the kernels of the best instruction set. Also the thread
  * hook. */
+#define _DEFAULT_SOURCE /* syscall */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -20,7 +27,7 @@ typedef struct {
 
 /* The instruction sets of this build in ascending order, and whether the processor has each. */
 #if defined(__x86_64__)
-#define KV_ISAS(X) X(scalar) X(avx2) X(avx512) X(avx512bf16)
+#define KV_ISAS(X) X(scalar) X(avx2) X(avx512) X(avx512bf16) X(amxbf16)
 static int kv_has_scalar(void) { return 1; }
 static int kv_has_avx2(void) {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -31,6 +38,16 @@ static int kv_has_avx512(void) {
 }
 static int kv_has_avx512bf16(void) {
   return kv_has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+static int kv_has_amxbf16(void) {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  enum { ASK = 0x1023, TILES = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: a process asks for them, once */
+  unsigned a, b, c, d;
+  return kv_has_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1 &&
+         syscall(SYS_arch_prctl, ASK, TILES) == 0;
+#else
+  return 0;
+#endif
 }
 #elif defined(__aarch64__)
 #define KV_ISAS(X) X(neon) X(neonbf16)

@@ -76,11 +76,11 @@ static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   const int64_t D = a->rows.D, R = a->rows.R, G = head->query.G, width = kv_round_up(D, VL), rows = G * n;
   memset(x->o, 0, (size_t)(kv_round_up(rows, MR) * width) * sizeof *x->o);
   memset(x->tile.s + rows * KEYS, 0, (size_t)((kv_round_up(rows, MR) - rows) * KEYS) * sizeof *x->tile.s);
-  if (finite) kv_tile_o(0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, width, x->zeros, x->o);
+  if (finite) kv_tile_o(0, 0, x->tile.s, kv_round_up(rows, MR), most, x->keys, width, width, x->zeros, x->o);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t seen = kv_min(kv_seen(head->bounds, t + r % n) - c0, most);
     float *to = a->dq + ((head->b * a->rows.H + head->h * G + r / n) * R + t + r % n) * D;
-    if (!finite && seen > 0) kv_row_o(0, x->tile.s + r * KEYS, seen, x->keys, width, 0, x->o + r * width);
+    if (!finite && seen > 0) kv_row_o(0, 0, x->tile.s + r * KEYS, seen, x->keys, width, 0, x->o + r * width);
     for (int64_t d = 0; d < D; d++) to[d] += a->rows.scale * x->o[r * width + d];
   }
 }

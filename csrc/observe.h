@@ -91,7 +91,7 @@ typedef struct {
 
 static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int distances) {
   x->steps = kv_max(TILE / G, 1);
-  const int64_t rows = kv_round_up(G * x->steps, MR), block = kv_block(D) * D, all = distances ? 1 : 0;
+  const int64_t rows = kv_round_up(G * x->steps, PAD), block = kv_block(D) * D, all = distances ? 1 : 0;
   const int64_t sizes[] = {block,    VL * D,      rows * D,       rows * KEYS,       rows, rows,
                            G * KEYS, block * all, rows * D * all, rows * KEYS * all, KEYS, rows};
   float **const fields[] = {&x->k,     &x->row, &x->q, &x->s, &x->lse,   &x->w,
@@ -105,13 +105,15 @@ static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int distance
 static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                                       int64_t c0, int64_t columns) {
   const kv_observers *a = job->a;
-  const int64_t G = head->query.G, rows = G * n, padded = kv_round_up(rows, MR);
+  const int64_t G = head->query.G, rows = G * n, padded = kv_round_up(rows, PAD);
   const int64_t most = kv_min(kv_seen(head->bounds, t0 + n - 1) - c0, columns);
   if (most <= 0) return 0;
   const int64_t words = head->query.words;
   for (int64_t r = 0; r < rows; r++) kv_load_words(&head->query, r / n, t0 + r % n, x->q + r * words);
   memset(x->q + rows * words, 0, (size_t)((padded - rows) * words) * sizeof *x->q);
-  kv_tile_s(&head->query, x->q, padded, x->k, most, x->s);
+  const kv_amx before = kv_tiles_begin(&head->query);
+  kv_tile_s(&head->query, x->q, rows, x->k, most, x->s);
+  kv_tiles_end(&head->query, before);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t t = t0 + r % n, g = head->h * G + r / n;
     const float lse = job->lse[head->b * job->lse_stride[0] + g * job->lse_stride[1] + t];

@@ -48,6 +48,11 @@ KV_OPS(KV_PROTOTYPE, )
 #define KV_NV 2
 #endif
 enum { VL = KV_VL, MR = 6, NV = KV_NV };
+#if defined(__AMX_BF16__)
+#define KV_AMX 1
+#else
+#define KV_AMX 0
+#endif
 
 typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));

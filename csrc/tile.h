@@ -8,12 +8,14 @@
 #define KVEVICT_TILE_H
 #include <stdlib.h>
 
+#include "amx.h"
 #include "columns.h"
 #include "parallel.h"
 #include "simd.h"
 
 enum {
-  TILE = 48,       /* rows of an S tile, a multiple of MR */
+  TILE = 48,       /* rows of an S tile, a multiple of MR and of SQUARE */
+  PAD = KV_AMX ? TILE : MR, /* rows of an operand are padded with zeros to a multiple of it */
   KEYS = 256,      /* columns of an S tile, a multiple of PANEL */
   PANEL = NV * VL, /* columns of a packed key panel */
 };
@@ -39,7 +41,7 @@ static inline int64_t kv_seen(kv_bounds x, int64_t t) { return kv_min(kv_max(x.s
  * multiplies bf16, pairs of bf16 without conversion. */
 typedef struct {
   kv_dtype dtype;
-  int pairs;
+  int pairs, amx;                   /* amx: pairs are multiplied in tile registers */
   int64_t D, G, words;              /* of a row */
   const char *q;                    /* head 0 of the group at step 0 */
   int64_t head_stride, step_stride; /* in bytes */
@@ -50,7 +52,9 @@ static inline kv_queries kv_queries_of(kv_dtype dtype, int64_t D, int64_t G, con
                                        int64_t b, int64_t h, float scale, float softcap) {
   const int64_t size = kv_size(dtype);
   const int pairs = KV_PAIRS && dtype == KV_BF16;
-  kv_queries x = {dtype, pairs, D, G, pairs ? D / 2 : D, NULL, stride[1] * size, stride[2] * size, scale * KV_LOG2E, 0};
+  const int amx = KV_AMX && pairs && D % (2 * SQUARE) == 0;
+  kv_queries x = {dtype, pairs, amx, D, G, pairs ? D / 2 : D, NULL, stride[1] * size, stride[2] * size,
+                  scale * KV_LOG2E, 0};
   if (q) x.q = (const char *)q + (b * stride[0] + h * G * stride[1]) * size;
   if (softcap > 0) x.scale = scale / softcap, x.cap = softcap * KV_LOG2E;
   return x;
@@ -68,6 +72,16 @@ static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, floa
     memcpy(q, x->q + g * x->head_stride + t * x->step_stride, (size_t)x->words * sizeof *q);
   else
     kv_load_query(x, g, t, q);
+}
+
+/* Around products of these rows by kv_tile_s, kv_tile_o and kv_row_o. */
+static inline kv_amx kv_tiles_begin(const kv_queries *x) {
+  kv_amx none;
+  memset(&none, 0, sizeof none);
+  return x->amx ? kv_amx_begin() : none;
+}
+static inline void kv_tiles_end(const kv_queries *x, kv_amx before) {
+  if (x->amx) kv_amx_end(before);
 }
 
 /* C [MR, nv * VL] = scale (alpha C + A B), with A [MR, n] and B [n, nv * VL]; alpha [MR] NULL: scale A B. pairs:
@@ -153,7 +167,7 @@ static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, i
 }
 
 /* Columns c0 .. c0 + n - 1 -> v [n, width], or [ceil(n / 2), width] pairs of a column and the next, rows padded with
- * zeros. Returns whether all numbers are finite. */
+ * zeros; with tile registers, rows of zeros up to a multiple of SQUARE. Returns whether all numbers are finite. */
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
   static const uint16_t zeros[KV_MOST_D];
   uint16_t rows[2][KV_MOST_D];
@@ -174,13 +188,23 @@ static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t 
     }
     for (int64_t d = x->D; d < width; d++) v[d] = 0;
   }
+  if (KV_AMX && pairs) memset(v, 0, (size_t)(kv_round_up(n, 2 * SQUARE) / 2 - (n + 1) / 2) * (size_t)width * sizeof *v);
   return !other;
 }
 
-/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. rows is a multiple of MR. */
+/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. Rows up to a multiple of PAD are
+ * there, of q and of s. */
 static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t rows, const float *k, int64_t n,
                              float *s) {
   const int64_t words = query->words;
+  for (int64_t c = 0; c < n && query->amx; c += PANEL) {
+    const int64_t columns = kv_min(PANEL, kv_round_up(n - c, 2 * SQUARE));
+    kv_amx_multiply(0, rows, columns, q, words, k + c * words, PANEL, words, s + c, KEYS);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t j = 0; j < columns; j += VL)
+        vf_store(s + r * KEYS + c + j, query->scale * vf_load(s + r * KEYS + c + j));
+  }
+  if (query->amx) return;
   for (int64_t c = 0; c < n; c += PANEL) {
     const int64_t nv = kv_min(NV, (n - c + VL - 1) / VL);
     for (int64_t r = 0; r < rows; r += MR)
@@ -189,11 +213,17 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. rows is a
- * multiple of MR. */
-static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n, const float *v, int64_t step,
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. Rows up to a
+ * multiple of PAD are there, and of amx p and v up to words of a multiple of SQUARE, with zeros in p. */
+static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, int64_t n, const float *v, int64_t step,
                              int64_t width, const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
+  if (amx) {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t d = 0; d < width; d += VL) vf_store(o + r * width + d, alpha[r] * vf_load(o + r * width + d));
+    kv_amx_multiply(1, rows, width, p, KEYS, v, step, kv_round_up(words, SQUARE), o, width);
+    return;
+  }
   for (int64_t d = 0; d < width; d += PANEL) {
     const int64_t nv = kv_min(NV, (width - d) / VL);
     for (int64_t r = 0; r < rows; r += MR)
@@ -201,9 +231,31 @@ static inline void kv_tile_o(int pairs, const float *p, int64_t rows, int64_t n,
   }
 }
 
+/* As kv_row_o below, with the sums of kv_tile_o: the row of p is the first of a tile, of which nothing else counts. */
+static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
+  const int64_t whole = n / (2 * SQUARE) * SQUARE, words = n / 2;
+  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair */
+  float sums[SQUARE][2 * SQUARE], seen[SQUARE][2 * SQUARE];
+  for (int64_t d = 0; d < width; d += 2 * SQUARE) {
+    memset(sums, 0, sizeof sums), memset(seen, 0, sizeof seen);
+    for (int64_t j = 0; j < 2 * SQUARE; j += VL) {
+      vf_store(sums[0] + j, alpha * vf_load(o + d + j));
+      for (int64_t c = whole; c < words; c++) vf_store(seen[c - whole] + j, vf_load(v + c * width + d + j));
+      if (n % 2) vf_store(seen[words - whole] + j, (vf)((vu)vf_load(v + words * width + d + j) & first));
+    }
+    kv_amx_multiply(1, 1, 2 * SQUARE, p, KEYS, v + d, width, whole, sums[0], 2 * SQUARE);
+    if (n % (2 * SQUARE)) kv_amx_multiply(1, 1, 2 * SQUARE, p + whole, KEYS, seen[0], 2 * SQUARE, SQUARE, sums[0], 2 * SQUARE);
+    memcpy(o + d, sums[0], sizeof sums[0]);
+  }
+}
+
 /* The same for one row and the n columns that it sees: where v holds inf or NaN, 0 * v of an unseen column is not 0. */
-static inline void kv_row_o(int pairs, const float *p, int64_t n, const float *v, int64_t width, float alpha,
+static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const float *v, int64_t width, float alpha,
                             float *o) {
+  if (amx) {
+    kv_row_o_amx(p, n, v, width, alpha, o);
+    return;
+  }
   const int64_t words = pairs ? n / 2 : n;
   const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair */
   for (int64_t d = 0; d < width; d += VL) {
@@ -257,7 +309,7 @@ static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, flo
 
 /* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
 typedef struct {
-  float *q, *o;   /* [rows, D] scaled, [rows, width]; padded with rows of zeros to a multiple of MR */
+  float *q, *o;   /* [rows, D] scaled, [rows, width]; padded with rows of zeros to a multiple of PAD */
   float *m, *l;   /* [rows] maximum and sum of the softmax so far */
   float *k, *v;   /* a packed block of keys and values */
   float *s, *row; /* [TILE, KEYS], [VL, D] */
@@ -273,8 +325,9 @@ static inline void *kv_carve(int n, const int64_t *sizes, float **const *fields)
 }
 
 static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
-  const int64_t padded = kv_round_up(rows, MR), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
-  const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, TILE * KEYS, VL * D};
+  const int64_t padded = kv_round_up(rows, PAD), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
+  const int64_t tile = TILE + (KV_AMX ? SQUARE : 0); /* kv_row_o_amx reads 16 rows from the last one on */
+  const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, tile * KEYS, VL * D};
   float **const fields[] = {&x->q, &x->o, &x->m, &x->l, &x->k, &x->v, &x->s, &x->row};
   return kv_carve(8, sizes, fields);
 }
@@ -282,7 +335,7 @@ static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int value
 /* Loads the queries and starts the softmax. A sink is one more logit, without a value: m = sink, l = 1. */
 static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
                                  int64_t width) {
-  const int64_t padded = kv_round_up(rows, MR);
+  const int64_t padded = kv_round_up(rows, PAD);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t g = r % query->G;
     kv_load_words(query, g, t0 + r / query->G, x->q + r * query->words);
@@ -298,24 +351,23 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
                                 int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
                                 int finite) {
-  const int64_t G = query->G, block = c1 - c0, padded = kv_round_up(n, MR);
+  const int64_t G = query->G, block = c1 - c0;
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
   const int pairs = query->pairs && width;                      /* without values p is not rounded */
-  const int same = fewest == most && (!pairs || most % 2 == 0); /* all rows see every column that is multiplied */
-  float alpha[TILE];
+  const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* columns that are multiplied together */
+  const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
+  float alpha[TILE] = {0};
   if (most <= 0) return;
-  kv_tile_s(query, x->q + r0 * query->words, padded, x->k, most, x->s);
-  for (int64_t r = 0; r < padded; r++) {
-    alpha[r] = 0;
-    if (r >= n) continue;
+  kv_tile_s(query, x->q + r0 * query->words, n, x->k, most, x->s);
+  for (int64_t r = 0; r < n; r++) {
     const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(bounds, t0 + (r0 + r) / G) - c0, 0), most);
     const int64_t span = kv_round_up(most, VL << pairs);
     kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, span);
     alpha[r] = kv_softmax(pairs, x->s + r * KEYS, span, x->m + r0 + r, x->l + r0 + r);
-    if (!finite && !same && width) kv_row_o(pairs, x->s + r * KEYS, seen, v, width, alpha[r], x->o + (r0 + r) * width);
+    if (!finite && !same && width) kv_row_o(pairs, query->amx, x->s + r * KEYS, seen, v, width, alpha[r], x->o + (r0 + r) * width);
   }
-  if (finite || same) kv_tile_o(pairs, x->s, padded, most, v, step, width, alpha, x->o + r0 * width);
+  if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, x->o + r0 * width);
 }
 
 /* All rows over those of the columns c0 .. c1 - 1 that they see. Without values (v NULL) this computes only m and l.
@@ -323,6 +375,7 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
   const int64_t most = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
+  const kv_amx before = kv_tiles_begin(query);
   c1 = kv_min(c1, most);
   for (int64_t c = c0; c < c1; c += block) {
     const int64_t columns = kv_min(block, c1 - c);
@@ -335,6 +388,7 @@ static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bo
       kv_rows_tile(x, query, bounds, t0, r0, kv_min(TILE, rows - r0), c, c + columns, packed ? x->v : values, step,
                    width, finite);
   }
+  kv_tiles_end(query, before);
 }
 
 /* Steps of a task over one head's T steps: at least about 192 rows, to amortise packing, at most `most` rows, to

@@ -11,7 +11,7 @@
 #else
 #define KV_WORDS 0 /* rows are restored as floats */
 #endif
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !KV_AMX /* processors with tile registers multiply floats faster */
 #define KV_BF16_WORDS 1
 #else
 #define KV_BF16_WORDS 0

@@ -187,9 +187,9 @@ for _op in OPS:
 
 
 def cpu_isa() -> str:
-    """Instruction set that the CPU kernels run with: "avx512bf16" (multiplies bf16 as it is), "avx512", "avx2" or
-    "scalar", on ARM "neonbf16" or "neon". KVEVICT_CPU_ISA caps it, and any other name is an error here and in every
-    op; "avx512bf16" is also taken where it is the slower if named."""
+    """Instruction set that the CPU kernels run with: "amxbf16" or "avx512bf16" (both multiply bf16 as it is), "avx512",
+    "avx2" or "scalar", on ARM "neonbf16" or "neon". KVEVICT_CPU_ISA caps it, and any other name is an error here and in
+    every op; "avx512bf16" is also taken where it is the slower if named."""
     return _C.cpu_isa()
 
 

@@ -146,8 +146,9 @@ class Asked(Finder):
             )
         before = [self.before(ids, s, n, arguments.columns) for ids, s, n in zip(prompts, spans, tokens)]
         kept = self.requests(arguments, prompts, spans, tokens)
-        questions = [Question((span,), of, opens) for span, of, opens in zip(spans, kept, before, strict=True)]
-        return asking(arguments, questions, tokens)
+        near = [is_near(arguments, span[0], n) for span, n in zip(spans, tokens, strict=True)]
+        each = zip(spans, kept, before, near, strict=True)
+        return arguments.policy.rows.asked([Question((span,), of, opens, close) for span, of, opens, close in each])
 
     def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
         """(start, stop) in a prompt of `tokens` tokens; ids: None for embeddings."""
@@ -190,18 +191,18 @@ class LastTurn(Finder):
         asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
         before = [opens for _, opens in found]
         inside = [bool(spans) and spans[0][0] >= n - own for spans, n, own in zip(asked, tokens, last)]
-        begun = [each and self._begins(ids, spans[-1]) for each, ids, spans in zip(inside, prompts, asked)]
-        for each in (begun, inside):  # a question within the rows only if it need not be appended to the last chunk
-            asked = [() if leave else spans for leave, spans in zip(each, asked)]
-            if not any(asked):
-                return rows
-            questions = [
-                Question(spans or ((n - own, n),), of if spans or of else (own,), opens)
-                for spans, of, opens, n, own in zip(asked, kept, before, tokens, last, strict=True)
-            ]
-            chosen = asking(arguments, questions, tokens)
-            if chosen.near:
-                break
+        near = [bool(spans) and is_near(arguments, spans[0][0], n) for spans, n in zip(asked, tokens)]
+        for b, spans in enumerate(asked):  # within the rows only if it need not be appended to the last chunk
+            if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
+                asked[b] = ()
+        if not any(asked):
+            return rows
+        place = not reads_last_rows(policy)
+        questions = [
+            Question(spans, of, opens, close) if spans else Question(((n - own, n),), of, None, place, place)
+            for spans, of, opens, close, n, own in zip(asked, kept, before, near, tokens, last, strict=True)
+        ]
+        chosen = rows.asked(questions)
         return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
 
     def _begins(self, ids: list, span: tuple) -> bool:
@@ -259,15 +260,13 @@ def fitting(spans: tuple, most: int) -> tuple:
     return next((each for each, size in sizes if size < most), ())
 
 
-def asking(arguments: Arguments, questions: list[Question], tokens: list[int]) -> Any:
-    """The policy's rows where the `Question`s of a call's rows, of so many tokens, observe. If all are close enough to
-    the prompt's end they observe in place, one in each row; otherwise they are appended to the last chunk too. So they
-    are if the last rows are measured, and where one starts before the tokens that every layer reads (tsp)."""
-    policy, before = arguments.policy, arguments.columns
+def is_near(arguments: Arguments, start: int, tokens: int) -> bool:
+    """Whether a question from token `start` of a prompt of `tokens` tokens on is so near the end that it observes in
+    place; otherwise it is appended to the last chunk, too. So it is if the last rows are measured, and where it starts
+    before the tokens that every layer reads (tsp)."""
+    policy = arguments.policy
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
-    ends = ((n - each.spans[0][0], n) for each, n in zip(questions, tokens, strict=True))
-    near = not reads_last_rows(policy) and all(end <= min(most, (before + n) // 4) for end, n in ends)
-    return policy.rows.asked(questions, near)
+    return not reads_last_rows(policy) and tokens - start <= min(most, (arguments.columns + tokens) // 4)
 
 
 def reads_last_rows(policy: Policy) -> bool:

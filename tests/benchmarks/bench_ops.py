@@ -55,6 +55,7 @@ def machine():
 
 
 ISA_FLAGS = {"scalar": "", "avx2": "-mavx2 -mfma", "avx512": "-mavx512f", "avx512bf16": "-mavx512f -mavx512bf16"}
+ISA_FLAGS["amxbf16"] = ISA_FLAGS["avx512bf16"] + " -mamx-tile -mamx-bf16"
 
 
 def peaks(seconds=0.3):
@@ -62,7 +63,8 @@ def peaks(seconds=0.3):
     that of the machine, whether the kernels use it or not; 0 if it has none."""
     threads, block = torch.get_num_threads(), torch.ones(2**26)  # of 256 MiB each
     source, blocks = Path(__file__).with_name("peaks.c"), [block.clone() for _ in range(threads)]
-    native = "avx512bf16" if " avx512_bf16" in Path("/proc/cpuinfo").read_text() else ops.cpu_isa()
+    is_pairs = " avx512_bf16" in Path("/proc/cpuinfo").read_text() and ops.cpu_isa() == "avx512"
+    native = "avx512bf16" if is_pairs else ops.cpu_isa()
 
     def summed(isa, function, *arguments):
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(threads) as pool:
@@ -193,7 +195,7 @@ def bench_attend(H, Hkv, D, stored, new, dtype):
     close("score", h2o().sum(-1), torch.full((1, Hkv), float(new)), 1e-5)
     name = f"{H}/{Hkv} d={D} {new} on {stored} {str(dtype)[6:]}"
     flop = 2 * D * H * sum(stored + t + 1 for t in range(new))  # of one product
-    unit = "bf16" if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512bf16" else "fp32"
+    unit = "bf16" if dtype == torch.bfloat16 and ops.cpu_isa().endswith("bf16") else "fp32"
     return [
         (f"attend {name}", attend, "sdpa", sdpa, (unit, 2 * flop)),
         (f"h2o score {name}", h2o, "attend", attend, (unit, flop)),

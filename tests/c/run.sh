@@ -42,6 +42,7 @@ kernels() { # one source for every instruction set that it has
       for_isa avx2 -mavx2 -mfma -mf16c
       for_isa avx512 $avx512
       for_isa avx512bf16 $avx512 -mavx512bf16
+      for_isa amxbf16 $avx512 -mavx512bf16 -mamx-tile -mamx-bf16
       ;;
     *_cpu:aarch64 | *_cpu:arm64)
       for_isa neon

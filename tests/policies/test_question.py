@@ -85,13 +85,13 @@ def truth(name, lengths, asked, **options):
     raise AssertionError("60 seeds and every one has a near-tie")
 
 
-def spans_of(lengths, spans, ending=PROBE, **more):
-    """The oracle's options of each row's span. One in the second half of its prompt begins a request; one in the first
-    stands before the text."""
+def spans_of(lengths, spans, ending=PROBE):
+    """The oracle's options of each row's span. One in the second half of its prompt begins a request, and observes in
+    place in the last quarter; one in the first half stands before the text."""
     for n, span in zip(lengths, spans, strict=True):
         rest = -(span[0] % -n) if span[0] else n
         request, before = ((rest,), None) if rest <= n // 2 else ((), (*span, True))
-        yield dict(probe=span, ending=ending, request=request, before=before, **more)
+        yield dict(probe=span, ending=ending, request=request, before=before, ends=rest <= n // 4)
 
 
 def check(name, lengths, question, asked, probe=PROBE, **chosen):
@@ -108,7 +108,8 @@ def check(name, lengths, question, asked, probe=PROBE, **chosen):
 @pytest.mark.parametrize("chunk", [CHUNK, 64])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_span_of_each_row(name, chunk):
-    """Of other lengths, and at either end of a prompt; rows with fewer tokens are padded."""
+    """Of other lengths, and at either end of a prompt, where a row's observes in place beside others that are appended;
+    rows with fewer tokens are padded."""
     lengths, spans = [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)]
     chosen = dict(budget=BUDGET, chunk_size=chunk) | PRESETS[name]
     check(name, lengths, kvevict.observing(spans), spans_of(lengths, spans), **chosen)
@@ -119,7 +120,7 @@ def test_a_span_of_each_row(name, chunk):
 def test_a_span_near_the_end(name, chunk):
     """The last chunk has its tokens; they are not appended to it again, and see the tokens before them."""
     lengths, spans = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)]
-    asked = spans_of(lengths, spans, ending=11, ends=True)
+    asked = spans_of(lengths, spans, ending=11)
     chosen = dict(budget=32, chunk_size=chunk) | PRESETS[name]
     check(name, lengths, kvevict.observing(spans), asked, probe=11, **chosen)
 
@@ -160,8 +161,8 @@ class Known(Finder):
 
     def rows(self, arguments, prompt):
         before = self.before or (None,) * len(self.spans)
-        questions = [Question(*of) for of in zip(self.spans, self.requests_of, before, strict=True)]
-        return arguments.policy.rows.asked(questions, self.near)
+        each = zip(self.spans, self.requests_of, before, strict=True)
+        return arguments.policy.rows.asked([Question(*of, self.near) for of in each])
 
 
 @pytest.mark.parametrize("chunk", [12, 16, None])
@@ -270,6 +271,25 @@ def test_a_request_in_a_batch(net):
         kept = kvevict.report(net, positions=True)["positions"]
     for b, size in enumerate((len(TAIL), len(f"{BEFORE} {ASKED}"), 8)):
         assert not holes([layer[b : b + 1] for layer in kept], longest - size, longest)
+
+
+@pytest.mark.parametrize("options", [{}, dict(heads="flat"), dict(ema_alpha=0.0), dict(chunk_size=None)])
+def test_other_rows_change_nothing(net, options):
+    """Questions at the end, before the text and alone, one that an answer begins after, and a text without one."""
+    tok = tiny.byte_tokenizer()
+    texts = [f"{TEXT * 2}\n\n{TAIL}", f"{ASKED}\n\n{TEXT * 2}", ASKED, f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
+    longest = max(map(len, texts))
+    ids = torch.cat([torch.nn.functional.pad(row(text), (longest - len(text), 0)) for text in texts])
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    options = dict(budget=90, chunk_size=128, probe=48, kernel=5) | options
+    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
+        net(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1)
+        together = kvevict.report(net, positions=True)["positions"]
+        for b, text in enumerate(texts):
+            net(row(text), logits_to_keep=1)
+            alone = kvevict.report(net, positions=True)["positions"]
+            assert [layer[b] for layer in together] == [layer[0] for layer in alone], text
 
 
 def test_a_last_turn_that_is_short(net):
@@ -479,16 +499,14 @@ def test_the_policys_rows_where_a_question_would_be_appended(net):
 def test_a_question_after_what_was_read_before(net, monkeypatch):
     """The turn is little more than a question, and the text before it is in the cache: it ends the whole."""
     seen, asked = [], Probe.asked
-    monkeypatch.setattr(
-        Probe, "asked", lambda self, questions, near: seen.append((questions, near)) or asked(self, questions, near)
-    )
+    monkeypatch.setattr(Probe, "asked", lambda self, questions: seen.extend(questions) or asked(self, questions))
     tok, turn = tiny.byte_tokenizer(), f" {ASKED} {MORE}"
     with kvevict.evicting(net, "take+edie", budget=60, chunk_size=128, probe=8, kernel=5, tokenizer=tok):
         cache = net(row(TEXT), use_cache=True, logits_to_keep=1).past_key_values
         net(row(turn), past_key_values=cache, use_cache=True, logits_to_keep=1)
         net(row(turn), use_cache=True, logits_to_keep=1)
-    ((first,), near), *others = seen
-    assert near and first.spans[0][0] == 1 and not any(near for _, near in others)
+    first, *others = seen
+    assert first.near and first.spans[0][0] == 1 and not any(each.near for each in others)
 
 
 def test_what_the_turn_asks_may_be_known(net, tokenizer):

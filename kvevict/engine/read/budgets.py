@@ -87,10 +87,11 @@ def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[Eviction
     if layers[0].len is None or cache.sequence.policy is policy:
         return
     for group in policy.groups(len(layers)):
-        held = [places(layers[order], policy.shared) for order in group if len(group) > 1 or policy.shared]
+        shared = policy.score.shared or any(policy.selection(order).shared for order in group)
+        held = [places(layers[order], shared) for order in group if len(group) > 1 or shared]
         every = ranks.objects(held)
         alike = all(None not in each and each == each[:1] * len(each) for each in every)
-        if not alike or (policy.shared and any(each != held for each in every)):
+        if not alike or (shared and any(each != held for each in every)):
             raise ValueError(
                 "past_key_values was read under another policy, and layers or heads that are to share their choice "
                 "hold different slots; read the prompt again under this policy"

@@ -46,6 +46,8 @@ class Question(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # (start, stop) of those that observe
     request: tuple[int, ...] = ()  # token counts from a beginning of its request to the prompt's end; (): not there
     before: tuple[int, int, bool] | None = None  # the question before the text: start, stop, whether nothing repeats it
+    near: bool = False  # observes in place, near the prompt's end
+    last: bool = False  # no question was found: the prompt's last rows observe, as those of the policy
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ class Rows(Part):
         """Return these rows, given the ids of the true response, for rows of a reference score."""
         return self
 
-    def asked(self, questions: Sequence[Question], near: bool = False) -> "Rows":
-        """Return these rows for one read in which each batch row's question observes. near: all questions are near the
-        prompt's end. Raises ValueError for rows that cannot be chosen."""
+    def asked(self, questions: Sequence[Question]) -> "Rows":
+        """Return these rows for one read in which each batch row's question observes. Raises ValueError for rows that
+        cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"

@@ -74,11 +74,11 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def asked(self, questions: Any, near: bool = False) -> Rows:
+    def asked(self, questions: Any) -> Rows:
         if not self.append:
             return super().asked(questions)
         requests = tuple(each.request for each in questions)
-        return Questions(**self._options(), requests=requests, questions=tuple(questions), near=near)
+        return Questions(**self._options(), requests=requests, questions=tuple(questions))
 
     def keeping(self, requests: Any) -> Rows:
         return Requested(**self._options(), requests=tuple(requests))
@@ -154,8 +154,12 @@ class Probe(Rows):
     def protect(self, call: LayerRows) -> Any:
         if call.decoding:  # the rows are a window then, and see each other's slots
             return self.most
-        most = min(self.most, ENDING) if self.span else self.most
-        return call.upload(np.minimum(call.read.tokens // 2, most)) if call.ends_prompt else 0
+        return call.upload(np.minimum(call.read.tokens // 2, self._ending)) if call.ends_prompt else 0
+
+    @property
+    def _ending(self) -> Any:
+        """Number of the prompt's last slots that are kept, int or [B]."""
+        return min(self.most, ENDING) if self.span else self.most
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,15 +219,14 @@ class Questions(Requested):
     """A probe of one read: each row's question (`Rows.asked`). A row with fewer tokens than another of the batch is
     padded on the right; the padding is masked.
 
-    Questions near the prompt's end observe in its last chunk: appended once more they would attend to themselves in the
-    prompt. They see every slot before the question, and after it only slots that compete.
+    A question near the prompt's end observes in its last chunk: appended once more it would attend to itself in the
+    prompt. It sees every slot before the question, and after it only slots that compete.
 
     A question before the text is not seen by the appended rows, which would repeat it, nor by the rows that observe.
     The question is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
     """
 
     questions: tuple[Question, ...] = ()
-    near: bool = False
 
     @property
     def span(self) -> Any:
@@ -237,7 +240,7 @@ class Questions(Requested):
         return call.upload(call.read.tokens - np.array([each.spans[0][0] for each in self.questions]))
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        return 0 if last and self.near else super().appended(tokens, rows, last)
+        return 0 if last and all(each.near for each in self.questions) else super().appended(tokens, rows, last)
 
     def prepare(self, arguments: Any, read: Any) -> Any:
         if not read.evicts:
@@ -269,19 +272,30 @@ class Questions(Requested):
             return super().bounds(call)
         return super().bounds(call)._replace(kept=before * call.upload(fits)[:, None])
 
+    @property
+    def _ending(self) -> Any:
+        return np.where([each.last for each in self.questions], self.most, min(self.most, ENDING))
+
+    def _which(self, name: str, call: LayerRows) -> torch.Tensor:
+        """Return for which questions this is true: bool [B]."""
+        return call.upload(np.array([getattr(each, name) for each in self.questions], np.int64)).bool()
+
     def _before(self, call: LayerRows) -> Any:
         """Return the positions of the questions before the text: int32 [B, 2]; None: no row has one."""
         prepared = call.read.prepared
         return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not (self.near and call.ends_prompt):  # padding need not continue a span's positions
-            return super()._queries(call, count)[0], call.positions[:, -count]
-        return call.stored_from(call.columns - self.ends(call), count)
+        appended = super()._queries(call, count)[0], call.positions[:, -count]  # padding need not continue positions
+        if not call.ends_prompt:
+            return appended
+        near, inside = self._which("near", call), call.stored_from(call.columns - self.ends(call), count)
+        return torch.where(near[:, None, None, None], inside[0], appended[0]), torch.where(near, inside[1], appended[1])
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
         unseen: Any = 0
-        if self.near and call.ends_prompt:
-            unseen = torch.minimum(self.ends(call), self.kept(call))
+        if call.ends_prompt:
+            ends, last = self.ends(call), self._which("last", call)
+            unseen = torch.where(last, ends, torch.minimum(ends, self.kept(call)) * self._which("near", call))
         queries, before = past[0].to(call.q.dtype), self._before(call)
         return call.later(queries, unseen=unseen, counts=self.lengths(None), unseen_at=before)

@@ -1,0 +1,97 @@
+/* Products of pairs of bf16 in Intel's tile registers: an instruction adds 16 x 32 by 32 x 16 numbers to 16 x 16 sums
+ * in fp32. Words are two bf16, as in tile.h, whose packed blocks are the operands as they lie. */
+#ifndef KVEVICT_AMX_H
+#define KVEVICT_AMX_H
+#include "simd.h"
+
+enum { SQUARE = 16 /* rows, columns and words of a tile register */ };
+
+#if KV_AMX
+/* Not the compilers' intrinsics: GCC's do not say that they read memory. */
+#define KV_TILE(name, ...) __asm__ volatile(name ::__VA_ARGS__ : "memory")
+#define KV_TILE_LOAD(tile, x, stride) KV_TILE("tileloadd (%0,%1,1), %%tmm" #tile, "r"(x), "r"(stride))
+#define KV_TILE_STORE(tile, x, stride) KV_TILE("tilestored %%tmm" #tile ", (%0,%1,1)", "r"(x), "r"(stride))
+#define KV_TILE_ADD(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c :)
+#define KV_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile :)
+
+/* The configuration of a thread's tile registers. */
+typedef struct {
+  uint8_t bytes[64];
+} kv_amx;
+
+/* Makes all registers 16 rows of 64 bytes. kv_amx_end restores the configuration before: another library may have left
+ * one for its next call. */
+static inline kv_amx kv_amx_begin(void) {
+  kv_amx before, squares = {{1}}; /* byte 0: the palette */
+  for (int i = 0; i < 8; i++) squares.bytes[16 + 2 * i] = 64, squares.bytes[48 + i] = SQUARE;
+  KV_TILE("sttilecfg (%0)", "r"(&before));
+  KV_TILE("ldtilecfg (%0)", "r"(&squares));
+  return before;
+}
+
+static inline void kv_amx_end(kv_amx before) {
+  if (before.bytes[0])
+    KV_TILE("ldtilecfg (%0)", "r"(&before));
+  else
+    __asm__ volatile("tilerelease" :);
+}
+
+/* C [16 or, if `both`, 32, 32] (add: +)= A [.., words] B [words, 32]; words is a multiple of 16. Every sum runs over the
+ * words in ascending order. */
+KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t words,
+                            float *c, int64_t ldc) {
+  const int64_t as = 4 * lda, bs = 4 * ldb, cs = 4 * ldc;
+  float *const lower = c + SQUARE * ldc;
+  if (add) {
+    KV_TILE_LOAD(0, c, cs);
+    KV_TILE_LOAD(1, c + SQUARE, cs);
+  } else {
+    KV_TILE_ZERO(0);
+    KV_TILE_ZERO(1);
+  }
+  if (both && add) {
+    KV_TILE_LOAD(2, lower, cs);
+    KV_TILE_LOAD(3, lower + SQUARE, cs);
+  } else if (both) {
+    KV_TILE_ZERO(2);
+    KV_TILE_ZERO(3);
+  }
+  for (int64_t i = 0; i < words; i += SQUARE) {
+    KV_TILE_LOAD(4, a + i, as);
+    KV_TILE_LOAD(6, b + i * ldb, bs);
+    KV_TILE_LOAD(7, b + i * ldb + SQUARE, bs);
+    KV_TILE_ADD(0, 4, 6);
+    KV_TILE_ADD(1, 4, 7);
+    if (!both) continue;
+    KV_TILE_LOAD(5, a + SQUARE * lda + i, as);
+    KV_TILE_ADD(2, 5, 6);
+    KV_TILE_ADD(3, 5, 7);
+  }
+  KV_TILE_STORE(0, c, cs);
+  KV_TILE_STORE(1, c + SQUARE, cs);
+  if (both) {
+    KV_TILE_STORE(2, lower, cs);
+    KV_TILE_STORE(3, lower + SQUARE, cs);
+  }
+}
+
+/* The same of `rows` rows by `columns` columns, rounded up to multiples of 16 and of 32. */
+static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b,
+                                   int64_t ldb, int64_t words, float *c, int64_t ldc) {
+  for (int64_t j = 0; j < columns; j += 2 * SQUARE)
+    for (int64_t r = 0; r < rows; r += 2 * SQUARE)
+      if (rows - r > SQUARE)
+        kv_amx_block(1, add, a + r * lda, lda, b + j, ldb, words, c + r * ldc + j, ldc);
+      else
+        kv_amx_block(0, add, a + r * lda, lda, b + j, ldb, words, c + r * ldc + j, ldc);
+}
+#else /* never called */
+typedef int kv_amx;
+static inline kv_amx kv_amx_begin(void) { return 0; }
+static inline void kv_amx_end(kv_amx before) { (void)before; }
+static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b,
+                                   int64_t ldb, int64_t words, float *c, int64_t ldc) {
+  (void)add, (void)rows, (void)columns, (void)a, (void)lda, (void)b, (void)ldb, (void)words, (void)c, (void)ldc;
+}
+#endif
+#endif
