@@ -63,8 +63,12 @@ class Call:
     read_tokens: int = 0  # of the prompt, so far
     running: bool = False  # it has had its turn
     _cancelled: threading.Event = field(default_factory=threading.Event)
+    _reasons: list = field(default_factory=list)
 
-    def cancel(self) -> None:
+    def cancel(self, reason: Exception | None = None) -> None:
+        """End the call at its next check. reason: what its client is told; None: the client has left."""
+        if reason is not None:
+            self._reasons.append(reason)
         self._cancelled.set()
 
     @property
@@ -74,7 +78,7 @@ class Call:
     def check(self) -> None:
         """Raise the reason that ends the call before its answer does."""
         if self.cancelled:
-            raise Cancelled
+            raise self._reasons[0] if self._reasons else Cancelled
         if time.monotonic() > self.deadline:
             raise TimeoutError
 

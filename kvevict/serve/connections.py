@@ -17,6 +17,7 @@ from .errors import Refused
 MOST = 1000  # connections at once
 QUEUE = 2048  # connections that the system holds until they are accepted
 STOP = 30  # seconds that running requests have to end when the server stops
+LAST = 5  # of these, in which they are told that it stops
 SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # that a client may take: for a request's headers, for its body
 TAKEN = 120.0  # seconds in which a client must take a part of its answer
 
@@ -50,6 +51,12 @@ class Connection(H11Protocol):
         super().handle_events()
         self._watch()
 
+    def shutdown(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:  # nothing runs for a request that has not come
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def _watch(self) -> None:
         """Start the time of a request's next part: its headers, or its body."""
         part = (self.conn.their_state, self.cycle)
@@ -78,9 +85,12 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """uvicorn's server with `Connection`s. note: as there."""
+    """uvicorn's server with `Connection`s. note: as there; stop: called where requests still run after a stop."""
 
-    def __init__(self, app: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
+    def __init__(
+        self, app: Any, note: Callable[[Refused, Any], None], stop: Callable[[], None], **options: Any
+    ) -> None:
+        self.stop = stop
         connection: Any = functools.partial(Connection, note=note)
         # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
         # descriptor for one it goes on to try, and logs an error for each.
@@ -94,3 +104,8 @@ class Serving(uvicorn.Server):
         for each in sockets or ():
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # so do the connections that it accepts
             each.listen(QUEUE)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(STOP - LAST, self.stop)
+        await super().shutdown(sockets)
+        timer.cancel()

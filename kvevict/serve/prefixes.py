@@ -123,6 +123,13 @@ class Prefixes:
         """Tell whether memory has a cache, or a longer one that begins with it."""
         return key in self._live or key in self._inside
 
+    def tell(self, key: str, size: int) -> None:
+        """Log that a stored text's slots, of so many bytes, fit nowhere."""
+        if not self.knows(key) and not self.has_file(key):
+            advice = "raise --memory-bytes" + ("" if self.folder is None else " or --store-bytes")
+            error = ValueError(f"its slots take {size} bytes: {advice}")
+            self._troubles.note("a stored text is read again for each question", error)
+
     def has_file(self, key: str) -> bool:
         return self.folder is not None and os.path.exists(self._path(key))
 

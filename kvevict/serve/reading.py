@@ -45,7 +45,8 @@ class Reader:
     def __init__(self, model: Any, tokenizer: Any, prefixes: Prefixes, scheduler: Scheduler) -> None:
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
         self.decoder, self.device = find_decoder(model), device_of(model)
-        self.config, self.weights = self.decoder.config, identity(self.decoder)
+        self.config = self.decoder.config
+        self.weights = f"{identity(self.decoder)} in {base_model(model).dtype}"
         self.context = context_of(self.config)
         plan = plan_of(self.decoder)
         self.slot = slot_bytes(model, plan.policy.kv)
@@ -131,6 +132,7 @@ class Reader:
             cache, start = whole.fork(), stop
             if stop == end:
                 self.prefixes.write(call.keys[end], whole)
+                self.prefixes.tell(call.keys[end], stop * self.slot)
         return cache, start
 
     def _mark(self, call: Call) -> str:

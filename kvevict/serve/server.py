@@ -284,6 +284,11 @@ class Server:
             end(response.status_code)
         return response
 
+    def stop(self) -> None:
+        """End all calls, whose clients are told so."""
+        for call in list(self.calls):
+            call.cancel(Refused(503, "the server stops: send the request again"))
+
     def model(self) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
         return model | {"kvevict": {"chat": bool(self.tokenizer.chat_template)}}

@@ -39,7 +39,8 @@ class Running:
 
         self.noted: list = []
         self.listening = socket.create_server(("127.0.0.1", 0))
-        self.server = Serving(echo, lambda *noted: self.noted.append(noted), lifespan="off")
+        self.stopped = threading.Event()
+        self.server = Serving(echo, lambda *noted: self.noted.append(noted), self.stopped.set, lifespan="off")
         self.thread = threading.Thread(target=self.server.run, kwargs=dict(sockets=[self.listening]))
         LEFT.clear()
 
@@ -136,6 +137,17 @@ def test_a_body_that_does_not_end(running, before):
     assert got.count(b"HTTP/1.1 ") == got.count(b"200 OK") == bool(before)
     assert LEFT.wait(60)  # the application knows
     until(lambda: not running.connections())
+
+
+@pytest.mark.parametrize("running", [dict(STOP=60, LAST=60)], indirect=True)
+def test_a_stop_waits_for_no_body(running):
+    with running.connect() as client:
+        client.sendall(POST + b"a" * 8)
+        until(lambda: LEFT.is_set() or any(each.cycle for each in running.connections()))
+        running.server.should_exit = True
+        assert all_of(client) == b"" and LEFT.wait(60)
+        running.thread.join(60)
+        assert not running.thread.is_alive()
 
 
 @pytest.mark.parametrize("running", [dict(TAKEN=0.05)], indirect=True)

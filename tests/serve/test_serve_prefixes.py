@@ -1,6 +1,7 @@
 """The prompts that `kvevict serve` stores: shared, bounded, back after a restart, and never a wrong answer."""
 
 import asyncio
+import copy
 import functools
 import gc
 import logging
@@ -113,6 +114,19 @@ def test_the_slots_of_a_text_on_disk_lie_in_its_file(tmp_path, alone, monkeypatc
     assert third.server.prefixes.live_bytes > 1 << 18
 
 
+@pytest.mark.parametrize("disk", [None, 1 << 19])
+def test_slots_that_fit_nowhere(tmp_path, caplog, disk):
+    """The text is read again for each question, and the log says why."""
+    client = Client(server(tmp_path if disk else None, memory=1 << 10, **dict(disk=disk) if disk else {}))
+    assert client.store().status_code == 200
+    for _ in range(2):
+        response = client.chat(asks("Orshan"), **OPENS)
+        assert str(FACTS["Orshan"]) in said(response) and cached(response) == 0
+    assert warnings(caplog) == ["a stored text is read again for each question"]
+    [told] = [each.facts for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "raise --memory-bytes" + (" or --store-bytes" if disk else "") in told["reason"]
+
+
 def test_after_a_restart(tmp_path, alone, caplog):
     first = Client(server(tmp_path))
     tokens = first.store().json()["tokens"]
@@ -122,6 +136,9 @@ def test_after_a_restart(tmp_path, alone, caplog):
     assert second.ask("GET", "/v1/kvevict/texts").json()["data"][0]["name"] == "text"
     other = Client(server(tmp_path, budget=128)).chat(asks("Orshan"), **OPENS)
     assert cached(other) == 0  # of another policy
+    whole = Client(server(tmp_path, of=copy.deepcopy(model()).float()))
+    assert cached(whole.chat(asks("Orshan"), **OPENS)) == 0  # in another dtype
+    assert cached(Client(server(tmp_path)).chat(asks("Orshan"), **OPENS)) == tokens
     assert second.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
     assert Client(server(tmp_path)).chat(asks("Orshan"), **OPENS).status_code == 404
     assert warnings(caplog) == []

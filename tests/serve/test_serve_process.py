@@ -212,13 +212,20 @@ def test_it_stops(process):  # noqa: F811
     assert all(json.loads(line) for line in log.splitlines())
 
 
-def test_requests_that_the_end_cuts_are_logged(process):  # noqa: F811
-    server = process("--policy", "take", "--budget", "256", first="import kvevict.serve.connections as it; it.STOP = 1")
+@pytest.mark.parametrize("told_first", [True, False])
+def test_requests_that_the_end_cuts(process, told_first):  # noqa: F811
+    """They are told so, and logged; or only logged, where they do not end in time."""
+    last, errors = ("it.STOP" if told_first else "-60"), []
+    first = f"import kvevict.serve.connections as it; it.STOP = {60 if told_first else 1}; it.LAST = {last}"
+    server = process("--policy", "take", "--budget", "256", first=first)
+    client = server.client.with_options(max_retries=0)
 
     def asks_much(stream):
-        with contextlib.suppress(openai.OpenAIError, httpx.RemoteProtocolError):
+        try:
             more: dict = dict(model="small", max_tokens=2000, logit_bias={"0": -100})
-            list(server.client.completions.create(prompt="Once", stream=stream, **more))
+            list(client.completions.create(prompt="Once", stream=stream, **more))
+        except (openai.OpenAIError, httpx.RemoteProtocolError) as error:
+            errors.append(str(error))
 
     asking = [threading.Thread(target=asks_much, args=(stream,)) for stream in (False, True)]
     for each in asking:
@@ -229,7 +236,11 @@ def test_requests_that_the_end_cuts_are_logged(process):  # noqa: F811
     for each in asking:
         each.join()
     told = [json.loads(line) for line in server.lines]
-    assert [each["status"] for each in told if each["message"] == "request"] == [499, 499]
+    ends = [each["status"] for each in told if each["message"] == "request"]
+    assert ends == ([503, 503] if told_first else [499, 499]) and len(errors) == 2
+    if told_first:
+        assert all("the server stops: send the request again" in each for each in errors)
+        assert not [line for line in server.lines if "Traceback" in line]
 
 
 def test_a_server_is_made_in_a_thread_that_ends():
