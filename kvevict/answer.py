@@ -178,7 +178,11 @@ def _built(decoder: torch.nn.Module, policy: Any, options: dict, tokens: int = 0
         policy = DEFAULT
     if policy is not None:
         return build(policy, **options)
-    chosen = build(unasked(decoder), **options)
+    name = unasked(decoder)
+    try:
+        chosen = build(name, **options)
+    except ValueError as error:
+        raise ValueError(f"{error} (no policy for later questions is named or patched: {name} is taken)") from None
     return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
 
 

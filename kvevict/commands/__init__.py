@@ -84,12 +84,12 @@ def words(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "replace")
 
 
-def read_text(file: str) -> str:
+def read_text(file: str, option: str = "--file") -> str:
     """A file's text, or standard input's; bytes that are not UTF-8 are replaced."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise ValueError(f"--file {file}: {error.strerror}; give a text file, or - for standard input") from None
+        raise ValueError(f"{option} {file}: {error.strerror}; give a text file, or - for standard input") from None
     return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
 
 

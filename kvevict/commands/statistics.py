@@ -18,7 +18,7 @@ def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
 
     count("--limit", args.limit, 1)
     check_file("--out", args.out)
-    text = read_text(args.data)
+    text = read_text(args.data, "--data")
     name, model, tokenizer = loaded(args)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.limit]
     about = measure_queries(model, ids, args.out, length=args.length, progress=True)

@@ -78,7 +78,7 @@ def _gates(args: Any, options: dict) -> dict | None:
     from ..gates import train
     from ..processes import Processes
 
-    text = read_text(args.data)
+    text = read_text(args.data, "--data")
     check_folder("--out", args.out)
     name, model, tokenizer = loaded(args)
     options |= dict(tokenizer=tokenizer, held_out=args.held_out)

@@ -53,6 +53,10 @@ def check(policy: Policy) -> None:
 def _check_budget(policy: Policy) -> None:
     budget = policy.budget
     if isinstance(budget, str):
+        if "/" in budget or "%" in budget:
+            raise ValueError(
+                f"budget={budget!r} is a text: give a share as a number, such as 1 / 16, or bytes: '64MiB'"
+            )
         byte_count("budget", budget)
         return
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):

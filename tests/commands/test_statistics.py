@@ -46,6 +46,8 @@ def test_a_file_of_another_model_is_refused(other, said, tmp_path, capsys):
     folder, stats = tiny.save(tmp_path / "model")[0], tmp_path / "stats"
     (tmp_path / "text").write_text("A text that one model reads for another. " * 20)
     words = "--data", str(tmp_path / "text"), "--out", str(stats)
+    assert main(["statistics", "--model", folder, "--data", "nothing", "--out", str(stats)]) == 2
+    assert "--data nothing: No such file" in capsys.readouterr().err
     run(capsys, "statistics", "--model", folder, *words, "--length", "100", "--limit", "200")
     another = tiny.save(tmp_path / "other", **other)[0]
     asked = "--policy", f"expected:stats={stats}", "--budget", "40", "--max-new-tokens", "2", "What?"

@@ -204,6 +204,18 @@ def test_layers_that_share_a_choice_must_hold_the_same_slots():
         assert kept(cache) == before
 
 
+def test_only_layers_that_share_a_choice_must(tmp_path):
+    """An equal policy, built anew, goes on with a cache, and with one from a file."""
+    net, options = model(), dict(budget=20, window=4, select_by_layer=((1, 3, "chunk"),))
+    with kvevict.evicting(net, "snapkv", **options):
+        cache = net(ids(1, 60)).past_key_values
+        want = tokens_of(net, cache.fork(), ids(1, 20, 2), 4)
+        kvevict.save_cache(cache, tmp_path / "cache")
+    for each in (cache, kvevict.load_cache(tmp_path / "cache", net)):
+        with kvevict.evicting(net, "snapkv", **options):
+            assert torch.equal(tokens_of(net, each, ids(1, 20, 2), 4), want)
+
+
 TAKES, LAYERS = {"take", "take:append=false", "take+caote"}, {"tova", "chunkkv", "chunkkv:exact=false"}
 SHARED = {"take+chunkkv", "chunkkv:n_reuse=2", "streaming"}
 FOLLOW = dict.fromkeys(TAKES, TAKES | SHARED) | dict.fromkeys(LAYERS, LAYERS | SHARED)

@@ -78,6 +78,8 @@ def test_a_smaller_dtype_holds_more():
     [
         ("64", ValueError, "not a number of bytes; write it as in 64MiB"),
         ("64 pounds", ValueError, "not a number of bytes"),
+        ("1/16", ValueError, "give a share as a number, such as 1 / 16"),
+        ("25%", ValueError, "give a share as a number, such as 1 / 16"),
         ("64KB", ValueError, "not a number of bytes"),
         ("-1MiB", ValueError, "not a number of bytes"),
         ("0B", ValueError, "not a number of bytes"),

@@ -112,8 +112,10 @@ def check_tokens(tokens: int, cache: Any) -> None:
     if tokens == 0:
         held = cache.get_seq_length() if cache is not None else 0
         raise ValueError(
-            "the input is empty: give at least one token"
-            + (f" after the {held} that the cache holds, and an attention_mask that covers both" if held else "")
+            f"the input has no tokens after the {held} that the cache holds: give `generate` the whole chat, which "
+            "begins with these, or the model new tokens and an attention_mask that covers both"
+            if held
+            else "the input is empty: give at least one token"
         )
 
 

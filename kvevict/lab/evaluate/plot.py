@@ -70,7 +70,7 @@ def _panels(count: int) -> tuple[Figure, list]:
     if count > MOST:
         raise ValueError(f"{count} panels do not fit one figure; choose by --tasks, --policies, --budgets, --mode")
     across, down = min(count, 4), math.ceil(count / 4)
-    figure = Figure(figsize=(4.2 * across + 2, 3.4 * down), layout="constrained", dpi=150)
+    figure = Figure(figsize=(4.6 * across, 3.8 * down + 1), layout="constrained", dpi=150)
     panels = figure.subplots(down, across, squeeze=False).flatten().tolist()
     for spare in panels[count:]:
         spare.remove()
@@ -82,7 +82,7 @@ def _with_legend(figure: Figure, panels: list) -> Figure:
     for panel in panels:
         panel.grid(alpha=0.3)
         known = dict(zip(*reversed(panel.get_legend_handles_labels()))) | known
-    figure.legend(known.values(), known.keys(), loc="outside right upper")
+    figure.legend(known.values(), known.keys(), loc="outside lower left", ncols=len(panels))
     return figure
 
 

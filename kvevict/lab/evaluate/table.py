@@ -82,8 +82,8 @@ LIKELY = (
     "dnll, the nats a token of the right answer above the full cache's, over all of them, with its paired interval."
 )
 LATER = (
-    "For questions that come later choose a policy that needs none to read: gate, read-twice or read-once, or others\n"
-    "that `kvevict policies` lists."
+    "For questions that come later choose take+edie:recall=true or, where no archive of all slots fits, a policy that\n"
+    "needs none to read: gate, read-twice or others that `kvevict policies` lists."
 )
 COSTS = (
     "Medians: reading a text, what is kept of it and at most held meanwhile; one question and its answer, on a fork."

@@ -157,7 +157,7 @@ class Probe(Rows):
         return call.upload(np.minimum(call.read.tokens // 2, self._ending)) if call.ends_prompt else 0
 
     @property
-    def _ending(self) -> Any:
+    def _ending(self) -> int | np.ndarray:
         """Number of the prompt's last slots that are kept, int or [B]."""
         return min(self.most, ENDING) if self.span else self.most
 
@@ -273,7 +273,7 @@ class Questions(Requested):
         return super().bounds(call)._replace(kept=before * call.upload(fits)[:, None])
 
     @property
-    def _ending(self) -> Any:
+    def _ending(self) -> int | np.ndarray:
         return np.where([each.last for each in self.questions], self.most, min(self.most, ENDING))
 
     def _which(self, name: str, call: LayerRows) -> torch.Tensor:
