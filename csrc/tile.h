@@ -14,10 +14,10 @@
 #include "simd.h"
 
 enum {
-  TILE = 48,       /* rows of an S tile, a multiple of MR and of SQUARE */
+  TILE = 48,                /* rows of an S tile, a multiple of MR and of SQUARE */
   PAD = KV_AMX ? TILE : MR, /* rows of an operand are padded with zeros to a multiple of it */
-  KEYS = 256,      /* columns of an S tile, a multiple of PANEL */
-  PANEL = NV * VL, /* columns of a packed key panel */
+  KEYS = 256,               /* columns of an S tile, a multiple of PANEL */
+  PANEL = NV * VL,          /* columns of a packed key panel */
 };
 #define KV_LOG2E 1.4426950408889634f
 #define KV_LN2 0.6931471805599453f
@@ -53,8 +53,8 @@ static inline kv_queries kv_queries_of(kv_dtype dtype, int64_t D, int64_t G, con
   const int64_t size = kv_size(dtype);
   const int pairs = KV_PAIRS && dtype == KV_BF16;
   const int amx = KV_AMX && pairs && D % (2 * SQUARE) == 0;
-  kv_queries x = {dtype, pairs, amx, D, G, pairs ? D / 2 : D, NULL, stride[1] * size, stride[2] * size,
-                  scale * KV_LOG2E, 0};
+  kv_queries x = {
+      dtype, pairs, amx, D, G, pairs ? D / 2 : D, NULL, stride[1] * size, stride[2] * size, scale * KV_LOG2E, 0};
   if (q) x.q = (const char *)q + (b * stride[0] + h * G * stride[1]) * size;
   if (softcap > 0) x.scale = scale / softcap, x.cap = softcap * KV_LOG2E;
   return x;
@@ -192,19 +192,25 @@ static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t 
   return !other;
 }
 
+/* C [rows, columns] *= by [rows] if that is not NULL, and by `scale`; columns is a multiple of VL. */
+static inline void kv_scale_rows(int64_t rows, int64_t columns, const float *by, float scale, float *c, int64_t ldc) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t j = 0; j < columns; j += VL)
+      vf_store(c + r * ldc + j, (by ? by[r] * scale : scale) * vf_load(c + r * ldc + j));
+}
+
 /* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. Rows up to a multiple of PAD are
  * there, of q and of s. */
 static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t rows, const float *k, int64_t n,
                              float *s) {
   const int64_t words = query->words;
-  for (int64_t c = 0; c < n && query->amx; c += PANEL) {
-    const int64_t columns = kv_min(PANEL, kv_round_up(n - c, 2 * SQUARE));
-    kv_amx_multiply(0, rows, columns, q, words, k + c * words, PANEL, words, s + c, KEYS);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t j = 0; j < columns; j += VL)
-        vf_store(s + r * KEYS + c + j, query->scale * vf_load(s + r * KEYS + c + j));
+  if (query->amx) {
+    const int64_t columns = kv_round_up(n, 2 * SQUARE);
+    for (int64_t c = 0; c < n; c += PANEL)
+      kv_amx_multiply(0, rows, kv_min(PANEL, columns - c), q, words, k + c * words, PANEL, words, s + c, KEYS);
+    kv_scale_rows(rows, columns, NULL, query->scale, s, KEYS);
+    return;
   }
-  if (query->amx) return;
   for (int64_t c = 0; c < n; c += PANEL) {
     const int64_t nv = kv_min(NV, (n - c + VL - 1) / VL);
     for (int64_t r = 0; r < rows; r += MR)
@@ -219,8 +225,7 @@ static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, i
                              int64_t width, const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
   if (amx) {
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < width; d += VL) vf_store(o + r * width + d, alpha[r] * vf_load(o + r * width + d));
+    kv_scale_rows(rows, width, alpha, 1, o, width);
     kv_amx_multiply(1, rows, width, p, KEYS, v, step, kv_round_up(words, SQUARE), o, width);
     return;
   }
@@ -244,7 +249,8 @@ static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64
       if (n % 2) vf_store(seen[words - whole] + j, (vf)((vu)vf_load(v + words * width + d + j) & first));
     }
     kv_amx_multiply(1, 1, 2 * SQUARE, p, KEYS, v + d, width, whole, sums[0], 2 * SQUARE);
-    if (n % (2 * SQUARE)) kv_amx_multiply(1, 1, 2 * SQUARE, p + whole, KEYS, seen[0], 2 * SQUARE, SQUARE, sums[0], 2 * SQUARE);
+    if (n % (2 * SQUARE))
+      kv_amx_multiply(1, 1, 2 * SQUARE, p + whole, KEYS, seen[0], 2 * SQUARE, SQUARE, sums[0], 2 * SQUARE);
     memcpy(o + d, sums[0], sizeof sums[0]);
   }
 }
@@ -354,7 +360,7 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   const int64_t G = query->G, block = c1 - c0;
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
-  const int pairs = query->pairs && width;                      /* without values p is not rounded */
+  const int pairs = query->pairs && width;                       /* without values p is not rounded */
   const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* columns that are multiplied together */
   const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
   float alpha[TILE] = {0};
@@ -363,9 +369,10 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   for (int64_t r = 0; r < n; r++) {
     const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(bounds, t0 + (r0 + r) / G) - c0, 0), most);
     const int64_t span = kv_round_up(most, VL << pairs);
-    kv_cap_and_mask(x->s + r * KEYS, query->cap, seen, span);
-    alpha[r] = kv_softmax(pairs, x->s + r * KEYS, span, x->m + r0 + r, x->l + r0 + r);
-    if (!finite && !same && width) kv_row_o(pairs, query->amx, x->s + r * KEYS, seen, v, width, alpha[r], x->o + (r0 + r) * width);
+    float *const s = x->s + r * KEYS;
+    kv_cap_and_mask(s, query->cap, seen, span);
+    alpha[r] = kv_softmax(pairs, s, span, x->m + r0 + r, x->l + r0 + r);
+    if (!finite && !same && width) kv_row_o(pairs, query->amx, s, seen, v, width, alpha[r], x->o + (r0 + r) * width);
   }
   if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, x->o + r0 * width);
 }

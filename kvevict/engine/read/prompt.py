@@ -58,9 +58,11 @@ class Prompt:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
-                if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                    recalled = archive.recall_all(self.layers, meter) or recalled or over
-                    if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
+                ends = chunk.last or policy.schedule == "prompt"
+                if (ends or policy.recall_chunks) and not going_on.any():
+                    back = archive.recall_all(self.layers, meter)
+                    recalled = ends and (back or recalled or over)
+                    if recalled or (ends and policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen))):
                         read.budgets.policy = policy.recalling
                 chooser = self._chooser(chunk)
                 if chunk.last and not going_on.any() and self._is_asked():

@@ -1,0 +1,62 @@
+"""Recall while a text is read: each chunk attends to all slots, and chooses those that stay."""
+
+import pytest
+import torch
+import zoo
+from recalling import OTHERS, POLICIES
+from tiny import prompt, relative, shared
+from torch.nn.functional import pad
+
+import kvevict
+from kvevict.compat import CACHE, cache_of
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+CHUNKED = {name: options for name, options in POLICIES.items() if options.get("chunk_size")}
+
+
+def read(model, options, padded=0, **more):
+    """A prompt of several chunks, a turn of several chunks, and a token: logits of each, and the cache."""
+    ids, turn = prompt(2, 150)["input_ids"], prompt(2, 90, seed=1)["input_ids"]
+    ids[1, :padded], mask = 0, torch.ones(2, 150, dtype=torch.long)
+    mask[1, :padded] = 0
+    with kvevict.evicting(model, **options | more):
+        out = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
+        cache, logits = cache_of(out), [out.logits]
+        for tokens in (turn, turn[:, :1]):
+            mask = pad(mask, (0, tokens.shape[1]), value=1)
+            logits.append(model(tokens, attention_mask=mask, **{CACHE: cache}, logits_to_keep=1).logits)
+    return torch.cat(logits, 1), cache
+
+
+@pytest.mark.parametrize("padded", [0, 70])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_read_as_without_eviction(name, padded, tmp_path):
+    """A read's logits are those of a cache that lost nothing, and each layer keeps what the budget allows."""
+    model, options = shared(), CHUNKED[name]
+    want, _ = read(model, dict(policy="snapkv", budget=4096, chunk_size=32, kv=options.get("kv", "model")), padded)
+    lost, _ = read(model, options, padded)
+    for place in (True, str(tmp_path)):
+        got, cache = read(model, options, padded, recall_chunks=True, recall=place)
+        assert (
+            relative(got[:, :2], want[:, :2]) < (0.02 if name == "int8" else 1e-5) < relative(lost[:, :2], want[:, :2])
+        )
+        kept = [layer.chosen.total_counts.sum(1) for layer in cache.layers]
+        assert (sum(kept) <= 4 * 2 * (24 + 3)).all() and cache.layers[0].archive.total_counts.max() >= 240
+
+
+@pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
+def test_other_models(name, kind):
+    """Windows, states and latents beside or in place of slots."""
+    model = zoo.make(name, kind)
+    options = dict(policy="snapkv", budget=24, window=4, chunk_size=32, recall=True, recall_chunks=True)
+    ids, logits = prompt(1, 150)["input_ids"], []
+    for more in (options, dict(policy="snapkv", budget=4096, chunk_size=32)):
+        with kvevict.evicting(model, **more):
+            logits.append(model(ids, use_cache=True, logits_to_keep=1).logits)
+    assert relative(*logits) < 1e-4
+
+
+@pytest.mark.parametrize("options", [dict(recall=True), dict(chunk_size=32), dict(recall=True, schedule="prompt")])
+def test_where_no_chunk_recalls(options):
+    with pytest.raises(ValueError, match="recall_chunks=True is about recall before each cut"):
+        kvevict.patch(shared(), "snapkv", budget=64, recall_chunks=True, **options)
