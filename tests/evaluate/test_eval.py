@@ -343,7 +343,9 @@ def test_rendered():
     at = next(n for n, row in enumerate(by_depth) if row.startswith("policy"))
     assert by_depth[at].split() == ["policy", "budget", "chunk", "0.5"]
     assert by_depth[at + 2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%"]
-    assert "read-twice" in text[-2] and "read-twice" not in table.render(lines[:3])  # no question came later
+    assert (
+        "take+edie:recall=true" in text[-2] and "read-twice" in text[-1] and "read-twice" not in table.render(lines[:3])
+    )  # no question came later
     assert table.render([]) == "no results yet"
 
 

@@ -55,7 +55,7 @@ def test_what_asks_in_a_chat(monkeypatch):
     monkeypatch.setattr(
         Probe,
         "asked",
-        lambda self, found, near: spans.extend(span for row in found for span in row.spans) or asked(self, found, near),
+        lambda self, found: spans.extend(span for row in found for span in row.spans) or asked(self, found),
     )
     client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
     messages = [
