@@ -68,7 +68,7 @@ class Policy:
                    which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
                    `budget` keeps all slots
     recall_chunks  with recall=True: every chunk attends to all slots before it chooses, not the last alone. Nothing is
-                   lost while a text is read; reading takes the time that it takes without eviction
+                   lost while a text is read; reading time then grows as without eviction
     recall_after   with recall=True: an answer's first tokens, so many, attend to all slots; then their rows and the
                    prompt's last 16 choose the slots that the rest attends to. 0: rows of the prompt choose before the
                    answer; None: 16, or 0 where layers share a choice, where rows are drafted or repeated, and where
