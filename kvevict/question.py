@@ -199,7 +199,7 @@ class LastTurn(Finder):
             return rows
         place = not reads_last_rows(policy)
         questions = [
-            Question(spans, of, opens, close) if spans else Question(((n - own, n),), of, None, place, place)
+            Question(spans, of, opens, close) if spans else Question(((n - own, n),), of, None, place, True)
             for spans, of, opens, close, n, own in zip(asked, kept, before, near, tokens, last, strict=True)
         ]
         chosen = rows.asked(questions)

@@ -262,25 +262,20 @@ def test_a_request_in_a_batch(net):
     """Each row its own; a row without a question keeps the policy's last slots."""
     tok = tiny.byte_tokenizer()
     texts = [f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]]
-    longest = max(map(len, texts))
-    ids = torch.cat([torch.nn.functional.pad(row(text), (longest - len(text), 0)) for text in texts])
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    ids, mask = side_by_side(texts)
     options = dict(budget=300, chunk_size=128, probe=8, kernel=5)
     with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
         net(ids, attention_mask=mask, logits_to_keep=1)
         kept = kvevict.report(net, positions=True)["positions"]
     for b, size in enumerate((len(TAIL), len(f"{BEFORE} {ASKED}"), 8)):
-        assert not holes([layer[b : b + 1] for layer in kept], longest - size, longest)
+        assert not holes([layer[b : b + 1] for layer in kept], ids.shape[1] - size, ids.shape[1])
 
 
 @pytest.mark.parametrize("options", [{}, dict(heads="flat"), dict(ema_alpha=0.0), dict(chunk_size=None)])
 def test_other_rows_change_nothing(net, options):
     """Questions at the end, before the text and alone, one that an answer begins after, and a text without one."""
-    tok = tiny.byte_tokenizer()
     texts = [f"{TEXT * 2}\n\n{TAIL}", f"{ASKED}\n\n{TEXT * 2}", ASKED, f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
-    longest = max(map(len, texts))
-    ids = torch.cat([torch.nn.functional.pad(row(text), (longest - len(text), 0)) for text in texts])
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    tok, (ids, mask) = tiny.byte_tokenizer(), side_by_side(texts)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     options = dict(budget=90, chunk_size=128, probe=48, kernel=5) | options
     with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
@@ -290,6 +285,18 @@ def test_other_rows_change_nothing(net, options):
             net(row(text), logits_to_keep=1)
             alone = kvevict.report(net, positions=True)["positions"]
             assert [layer[b] for layer in together] == [layer[0] for layer in alone], text
+
+
+def test_the_last_rows_of_a_text_without_a_question(net):
+    """Their slots stay, too, where they are read again because another row of the batch has a question."""
+    tok, texts = tiny.byte_tokenizer(), [f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
+    ids, mask = side_by_side(texts)
+    options = dict(budget=150, chunk_size=128, probe=len(ASKED), kernel=5, diagnose=True)
+    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
+        net(ids, attention_mask=mask, logits_to_keep=1)
+        kept = kvevict.report(net, positions=True)["positions"]
+    longest = ids.shape[1]
+    assert not holes([layer[1:] for layer in kept], longest - len(ASKED), longest)
 
 
 def test_a_last_turn_that_is_short(net):
@@ -346,6 +353,13 @@ def slots(net, ids, question=None, tokenizer=None, patched=None, **options):
 
 def row(text):
     return torch.tensor([tiny.byte_tokenizer()(text)["input_ids"]])
+
+
+def side_by_side(texts):
+    """ids, and the mask of the padding at their left."""
+    longest = max(map(len, texts))
+    ids = torch.cat([torch.nn.functional.pad(row(text), (longest - len(text), 0)) for text in texts])
+    return ids, torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
 
 
 def test_a_text_is_its_tokens(net):
