@@ -35,7 +35,7 @@ class Asking(Chooser):
         rows = call.rows.stored_rows(ROWS, call.step.plan.wants_outputs)
         skip = (rows.first - (rows.columns - rows.q.shape[2])).clamp_min(0)
         slots = call.slots
-        self.asked.append((call.layer, slots.protected, slots.bounds, skip, rows.q, rows.out))
+        self.asked.append((call.layer, slots.protected, slots.bounds, skip, rows.q, rows.out, rows.lse))
         self.chooser.layer(call)
 
     def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class Answered(Chooser):
         self.calls: list[LayerCall] = []  # of the layers
 
     def takes(self, call: LayerCall) -> bool:
-        call.layer.awaited = call.layer.awaited.with_row(call.q, call.out)
+        call.layer.awaited = call.layer.awaited.with_row(call.q, call.out, call.lse)
         self.calls.append(call)
         return False
 
@@ -100,6 +100,6 @@ def _choose(call: LayerCall, since: np.ndarray) -> None:
         alive = call.slots.alive
         slots = np.minimum(awaited.slots + since * plan.kv_heads, alive)
         if (slots < alive).any():
-            rows = Observers(awaited.q, awaited.skip, call.rows.end, True, None, awaited.out)
+            rows = Observers(awaited.q, awaited.skip, call.rows.end, True, awaited.lse, awaited.out)
             call.known["observation"] = Observation((rows,))
             evict.store(call, evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots))

@@ -99,6 +99,8 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
         kept = replace(kept, len=kept.len.clone(), counts=kept.counts.copy())
         awaited = replace(awaited, chosen=(kept, layer.head_offsets))
         _restore(layer, layer.archive)
+    else:
+        awaited = replace(awaited, lse=None)
     layer.awaited = awaited
 
 

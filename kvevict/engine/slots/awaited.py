@@ -25,18 +25,21 @@ class Awaited:
     skip: Tensor  # int32 [B] rows before this one do not count
     q: Tensor  # [B, H, R, D] of the prompt's last rows, and of the answer's
     out: Tensor | None  # [B, R, H, D] their outputs, if those are wanted
+    lse: Tensor | None  # [B, H, R] theirs over all slots up to their own; None: they see the chosen slots alone
     chosen: tuple | None = None  # the `storage` and `head_offsets` of these slots; None: the layer's own
 
-    def with_row(self, q: Tensor, out: Tensor) -> Awaited:
-        """With a row of the answer, q [B, H, 1, D] and out [B, 1, H, D]."""
+    def with_row(self, q: Tensor, out: Tensor, lse: Tensor) -> Awaited:
+        """With a row of the answer, q [B, H, 1, D], out [B, 1, H, D] and lse [B, H, 1]."""
         outs = None if self.out is None else torch.cat([self.out, out], 1)
-        return replace(self, q=torch.cat([self.q, q], 2), out=outs)
+        sums = None if self.lse is None else torch.cat([self.lse, lse], 2)
+        return replace(self, q=torch.cat([self.q, q], 2), out=outs, lse=sums)
 
     def crop(self, count: int) -> Awaited:
         """Without the last `count` rows."""
         left = self.q.shape[2] - count
         out = None if self.out is None else self.out[:, :left]
-        return replace(self, q=self.q[:, :, :left], out=out)
+        lse = None if self.lse is None else self.lse[:, :, :left]
+        return replace(self, q=self.q[:, :, :left], out=out, lse=lse)
 
     def rows(self, chosen: Tensor) -> Awaited:
         """With batch rows chosen [N], as of `Storage.rows`."""
@@ -44,10 +47,9 @@ class Awaited:
         if kept is not None:
             offsets = None if kept[1] is None else kept[1][at]
             kept = kept[0].rows(chosen), offsets
-        own = (self.protected, self.bounds, self.skip, self.q, self.out)
+        own = (self.protected, self.bounds, self.skip, self.q, self.out, self.lse)
         (first, last), bounds, *rest = (_rows(each, chosen) for each in own)
-        skip, q, out = rest
-        return Awaited(self.slots[at], (first, last), Bounds(*bounds), skip, q, out, kept)
+        return Awaited(self.slots[at], (first, last), Bounds(*bounds), *rest, kept)
 
     @classmethod
     def joined(cls, each: Sequence[Awaited]) -> Awaited:
@@ -57,13 +59,15 @@ class Awaited:
         qs = [torch.nn.functional.pad(one.q, (0, 0, gap, 0)) for one, gap in zip(each, after, strict=True)]
         outs = [one.out for one in each if one.out is not None]
         outs = [torch.nn.functional.pad(out, (0, 0, 0, 0, most - out.shape[1], 0)) for out in outs]
+        lses = [torch.nn.functional.pad(one.lse, (gap, 0)) for one, gap in zip(each, after, strict=True)]
         first, last = (torch.cat(ends) for ends in zip(*(one.protected for one in each), strict=True))
         bounds = Bounds(*(together([*parts]) for parts in zip(*(one.bounds for one in each), strict=True)))
         skip = torch.cat([one.skip + gap for one, gap in zip(each, after, strict=True)])
         slots = np.concatenate([one.slots for one in each])
         storages, offsets = zip(*(one.chosen for one in each), strict=True)
         chosen = Storage.joined(storages), together([*offsets])
-        return cls(slots, (first, last), bounds, skip, torch.cat(qs), torch.cat(outs) if outs else None, chosen)
+        out = torch.cat(outs) if outs else None
+        return cls(slots, (first, last), bounds, skip, torch.cat(qs), out, torch.cat(lses, 0), chosen)
 
     def joins(self, other: Awaited) -> bool:
         """Whether the rows of both can be side by side."""
@@ -74,7 +78,7 @@ class Awaited:
     def tensors(self) -> tuple:
         """All tensors."""
         own = () if self.chosen is None else self.chosen[0].tensors()
-        return *own, *self.protected, *self.bounds, self.skip, self.q, self.out
+        return *own, *self.protected, *self.bounds, self.skip, self.q, self.out, self.lse
 
 
 def _rows(each: Any, chosen: Tensor) -> Any:
