@@ -48,8 +48,8 @@ class Awaited:
             offsets = None if kept[1] is None else kept[1][at]
             kept = kept[0].rows(chosen), offsets
         own = (self.protected, self.bounds, self.skip, self.q, self.out, self.lse)
-        (first, last), bounds, *rest = (_rows(each, chosen) for each in own)
-        return Awaited(self.slots[at], (first, last), Bounds(*bounds), *rest, kept)
+        ends, bounds, skip, q, out, lse = (_rows(each, chosen) for each in own)
+        return Awaited(self.slots[at], ends, Bounds(*bounds), skip, q, out, lse, kept)
 
     @classmethod
     def joined(cls, each: Sequence[Awaited]) -> Awaited:
@@ -59,7 +59,8 @@ class Awaited:
         qs = [torch.nn.functional.pad(one.q, (0, 0, gap, 0)) for one, gap in zip(each, after, strict=True)]
         outs = [one.out for one in each if one.out is not None]
         outs = [torch.nn.functional.pad(out, (0, 0, 0, 0, most - out.shape[1], 0)) for out in outs]
-        lses = [torch.nn.functional.pad(one.lse, (gap, 0)) for one, gap in zip(each, after, strict=True)]
+        lses = [one.lse for one in each if one.lse is not None]  # all of them: none has chosen slots alone
+        lses = [torch.nn.functional.pad(lse, (gap, 0)) for lse, gap in zip(lses, after, strict=True)]
         first, last = (torch.cat(ends) for ends in zip(*(one.protected for one in each), strict=True))
         bounds = Bounds(*(together([*parts]) for parts in zip(*(one.bounds for one in each), strict=True)))
         skip = torch.cat([one.skip + gap for one, gap in zip(each, after, strict=True)])
@@ -67,7 +68,7 @@ class Awaited:
         storages, offsets = zip(*(one.chosen for one in each), strict=True)
         chosen = Storage.joined(storages), together([*offsets])
         out = torch.cat(outs) if outs else None
-        return cls(slots, (first, last), bounds, skip, torch.cat(qs), out, torch.cat(lses, 0), chosen)
+        return cls(slots, (first, last), bounds, skip, torch.cat(qs), out, torch.cat(lses), chosen)
 
     def joins(self, other: Awaited) -> bool:
         """Whether the rows of both can be side by side."""
