@@ -67,8 +67,6 @@ class Policy:
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`,
                    which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
                    `budget` keeps all slots
-    recall_chunks  with recall=True: every chunk attends to all slots before it chooses, not the last alone. Nothing is
-                   lost while a text is read; reading time then grows as without eviction
     recall_after   with recall=True: an answer's first tokens, so many, attend to all slots; then their rows and the
                    prompt's last 16 choose the slots that the rest attends to. 0: rows of the prompt choose before the
                    answer; None: 16, or 0 where layers share a choice, where rows are drafted or repeated, and where
@@ -108,7 +106,6 @@ class Policy:
     kv: str = "model"
     recall: bool | str = False
     recall_slots: int | float | None = None
-    recall_chunks: bool = False
     recall_after: int | None = None
     layers: LayerBudget | str = "uniform"
     heads: HeadBudget | str = "equal"

@@ -27,14 +27,10 @@ def check(policy: Policy) -> None:
     count("n_reuse", policy.n_reuse, 1)
     if not isinstance(policy.decode, bool):
         raise TypeError(f"decode must be True, False or None, got {policy.decode!r}")
-    for name in ("keep_prompt", "recall_chunks", "progress", "diagnose", "compiled"):
+    for name in ("keep_prompt", "progress", "diagnose", "compiled"):
         flag(name, getattr(policy, name))
     if not isinstance(policy.recall, (bool, str)) or policy.recall == "":
         raise TypeError(f"recall must be True, False, 'memory' or a folder's path as text, got {policy.recall!r}")
-    if policy.recall_chunks and not (policy.recall and policy.schedule == "chunk"):
-        raise ValueError(
-            "recall_chunks=True is about recall before each cut of a chunk: give recall=True and a chunk_size"
-        )
     for name, given in (("interval", policy.interval is not None), ("keep_prompt", policy.keep_prompt)):
         if given and not policy.decode:
             raise ValueError(

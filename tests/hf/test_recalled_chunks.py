@@ -1,4 +1,4 @@
-"""Recall while a text is read: each chunk attends to all slots, and chooses those that stay."""
+"""Recall with a single choice, at the prompt's end: each chunk attends to all slots, which lie in the archive alone."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_chunks_read_as_without_eviction(name, padded, tmp_path):
     want, _ = read(model, dict(policy="snapkv", budget=4096, chunk_size=32, kv=options.get("kv", "model")), padded)
     lost, _ = read(model, options, padded)
     for place in (True, str(tmp_path)):
-        got, cache = read(model, options, padded, recall_chunks=True, recall=place)
+        got, cache = read(model, options, padded, schedule="prompt", recall=place)
         assert (
             relative(got[:, :2], want[:, :2]) < (0.02 if name == "int8" else 1e-5) < relative(lost[:, :2], want[:, :2])
         )
@@ -44,19 +44,30 @@ def test_chunks_read_as_without_eviction(name, padded, tmp_path):
         assert (sum(kept) <= 4 * 2 * (24 + 3)).all() and cache.layers[0].archive.total_counts.max() >= 240
 
 
+def test_slots_lie_in_the_archive_alone():
+    """Beside it the layers have one chunk."""
+    model, own, options = shared(), [], CHUNKED["snapkv"] | dict(schedule="prompt")
+
+    def note(module, args, kwargs):
+        cache = kwargs[CACHE]
+        own.append([0 if layer.counts is None else int(layer.storage.counts.max()) for layer in cache.layers])
+
+    hook = model.base_model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        _, cache = read(model, options)
+    finally:
+        hook.remove()
+    assert len(own) > 6 and max(map(max, own[:-1])) <= options["chunk_size"]
+    assert all(layer.archive.total_counts.min() >= 240 for layer in cache.layers)
+
+
 @pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
 def test_other_models(name, kind):
     """Windows, states and latents beside or in place of slots."""
     model = zoo.make(name, kind)
-    options = dict(policy="snapkv", budget=24, window=4, chunk_size=32, recall=True, recall_chunks=True)
+    options = dict(policy="snapkv", budget=24, window=4, chunk_size=32, recall=True, schedule="prompt")
     ids, logits = prompt(1, 150)["input_ids"], []
     for more in (options, dict(policy="snapkv", budget=4096, chunk_size=32)):
         with kvevict.evicting(model, **more):
             logits.append(model(ids, use_cache=True, logits_to_keep=1).logits)
     assert relative(*logits) < 1e-4
-
-
-@pytest.mark.parametrize("options", [dict(recall=True), dict(chunk_size=32), dict(recall=True, schedule="prompt")])
-def test_where_no_chunk_recalls(options):
-    with pytest.raises(ValueError, match="recall_chunks=True is about recall before each cut"):
-        kvevict.patch(shared(), "snapkv", budget=64, recall_chunks=True, **options)

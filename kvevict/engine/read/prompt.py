@@ -58,11 +58,10 @@ class Prompt:
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
-                ends = chunk.last or policy.schedule == "prompt"
-                if (ends or policy.recall_chunks) and not going_on.any():
-                    back = archive.recall_all(self.layers, meter)
-                    recalled = ends and (back or recalled or over)
-                    if recalled or (ends and policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen))):
+                if (chunk.last or policy.schedule == "prompt") and not going_on.any():
+                    once = policy.schedule == "prompt" and read.evicts
+                    recalled = archive.recall_all(self.layers, meter, once) or recalled or over
+                    if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
                         read.budgets.policy = policy.recalling
                 chooser = self._chooser(chunk)
                 if chunk.last and not going_on.any() and self._is_asked():
@@ -123,7 +122,7 @@ class Prompt:
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
             layer.archive_expected = max(seen) if policy.recall else 0
-            if policy.schedule == "prompt" and len(chunks) > 1:
+            if policy.schedule == "prompt" and len(chunks) > 1 and not (policy.recall and evicts):
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read
 
