@@ -82,12 +82,12 @@ class Finder:
         raise NotImplementedError
 
     def before(
-        self, ids: list[int] | None, span: tuple[int, int], tokens: int, columns: int
+        self, ids: list[int] | None, span: tuple[int, int], tokens: int, seen: int
     ) -> tuple[int, int, bool] | None:
-        """`Question.before` of a prompt of `tokens` tokens, after `columns` others: the question's span if it stands
+        """`Question.before` of a prompt of `tokens` tokens, after `seen` others: the question's span if it stands
         before the text, else the last earlier place of its words. ids: None for embeddings."""
         start, stop = span
-        if not in_last_part(span, tokens, columns):
+        if not in_last_part(span, tokens, seen):
             return start, stop, True
         if ids is None or not callable(self.tokenizer) or stop - start < AGAIN:
             return None
@@ -102,8 +102,8 @@ class Finder:
         question or None: the request's tokens from the question's paragraph to the prompt's end, from its line, and
         from the question; () for a question that is not in the prompt's last part."""
         found: list[tuple[int, ...]] = []
-        for ids, span, n in zip(prompts, spans, tokens, strict=True):
-            if span is None or not in_last_part(span, n, arguments.columns):
+        for ids, span, n, seen in zip(prompts, spans, tokens, arguments.seen, strict=True):
+            if span is None or not in_last_part(span, n, seen):
                 found.append(())
                 continue
             starts: list[Any] = []
@@ -114,7 +114,7 @@ class Finder:
                 ]
             starts = [start for start in (*starts, span[0]) if start is not None]
             found.append(tuple(dict.fromkeys(n - start for start in starts)))
-            warn_if_long(arguments.policy, n - starts[-2:][0], arguments.columns + n)
+            warn_if_long(arguments.policy, n - starts[-2:][0], seen + n)
         return tuple(found)
 
 
@@ -144,9 +144,10 @@ class Asked(Finder):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        before = [self.before(ids, s, n, arguments.columns) for ids, s, n in zip(prompts, spans, tokens)]
+        before = [self.before(*each) for each in zip(prompts, spans, tokens, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, spans, tokens)
-        near = [is_near(arguments, span[0], n) for span, n in zip(spans, tokens, strict=True)]
+        starts = [start for start, _ in spans]
+        near = [is_near(arguments, *each) for each in zip(starts, tokens, arguments.seen, strict=True)]
         each = zip(spans, kept, before, near, strict=True)
         return arguments.policy.rows.asked([Question((span,), of, opens, close) for span, of, opens, close in each])
 
@@ -185,13 +186,16 @@ class LastTurn(Finder):
         tokens = np.maximum(prompt - arguments.padding, 0)
         last, tokens = rows.lengths(tokens).tolist(), tokens.tolist()
         prompts = [ids_of_row(arguments, b, n) for b, n in enumerate(tokens)]
-        found = [self._found(ids, arguments.columns) for ids in prompts]
+        found = [self._found(*each) for each in zip(prompts, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
         asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
         before = [opens for _, opens in found]
         inside = [bool(spans) and spans[0][0] >= n - own for spans, n, own in zip(asked, tokens, last)]
-        near = [bool(spans) and is_near(arguments, spans[0][0], n) for spans, n in zip(asked, tokens)]
+        near = [
+            bool(spans) and is_near(arguments, spans[0][0], n, seen)
+            for spans, n, seen in zip(asked, tokens, arguments.seen, strict=True)
+        ]
         for b, spans in enumerate(asked):  # within the rows only if it need not be appended to the last chunk
             if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
                 asked[b] = ()
@@ -210,9 +214,9 @@ class LastTurn(Finder):
         rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
-    def _found(self, ids: list, columns: int = 0) -> tuple:
+    def _found(self, ids: list, seen: int = 0) -> tuple:
         """((span, ..) that ask, in order, and the question before the text, (start, stop, whether nothing repeats it),
-        or None) of a prompt after `columns` tokens."""
+        or None) of a prompt after `seen` tokens."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         if self.request and not self._turns.opened:  # which of the turns is the last is not to be seen
             turn, rest = self.request, ""
@@ -226,11 +230,11 @@ class LastTurn(Finder):
             return (), None
         before = find(self.tokenizer, ids[: span[0]], opens) if opens else None
         if before is None:
-            return (span,), self.before(ids, span, len(ids), columns)
+            return (span,), self.before(ids, span, len(ids), seen)
         if same(asked, opens):
             return (span,), (*before, False)
         short = len(asked.split()) <= min(SHORT, len(opens.split()) - 1)
-        return ((before, span), (*before, True)) if short else ((span,), self.before(ids, span, len(ids), columns))
+        return ((before, span), (*before, True)) if short else ((span,), self.before(ids, span, len(ids), seen))
 
 
 def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
@@ -260,13 +264,13 @@ def fitting(spans: tuple, most: int) -> tuple:
     return next((each for each, size in sizes if size < most), ())
 
 
-def is_near(arguments: Arguments, start: int, tokens: int) -> bool:
-    """Whether a question from token `start` of a prompt of `tokens` tokens on is so near the end that it observes in
-    place; otherwise it is appended to the last chunk, too. So it is if the last rows are measured, and where it starts
-    before the tokens that every layer reads (tsp)."""
+def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
+    """Whether a question from token `start` of a prompt of `tokens` tokens on, read after `seen` others, is so near the
+    end that it observes in place; otherwise it is appended to the last chunk, too. So it is if the last rows are
+    measured, and where it starts before the tokens that every layer reads (tsp)."""
     policy = arguments.policy
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
-    return not reads_last_rows(policy) and tokens - start <= min(most, (arguments.columns + tokens) // 4)
+    return not reads_last_rows(policy) and tokens - start <= min(most, (seen + tokens) // 4)
 
 
 def reads_last_rows(policy: Policy) -> bool:

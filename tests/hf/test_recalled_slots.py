@@ -223,11 +223,12 @@ def test_forks_copies_rows_and_crops(name):
         assert all(layer.archive.total_counts.tolist() == [[total] * 2] for layer in other.layers)
 
 
-def test_rows_of_a_batch_are_as_alone():
+@pytest.mark.parametrize("slots", [None, 16, 40, 1.0])
+def test_rows_of_a_batch_are_as_alone(slots):
     """Padded at the left."""
-    model = shared()
-    texts = [prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61)]
-    turns = [prompt(1, 20, seed=n)["input_ids"][0] for n in (1, 2)]
+    model, options = shared(), SNAPKV | dict(recall_slots=slots)
+    texts = [prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61, 20, 3)]
+    turns = [prompt(1, 20, seed=n)["input_ids"][0] for n in (1, 2, 3, 4)]
 
     def batch(rows):
         most = max(map(len, rows))
@@ -235,7 +236,7 @@ def test_rows_of_a_batch_are_as_alone():
         both = rows, list(map(torch.ones_like, rows))
         return [torch.stack([pad(row, each) for row, each in zip(x, pads, strict=True)]) for x in both]
 
-    with kvevict.evicting(model, **SNAPKV):
+    with kvevict.evicting(model, **options):
         ids, mask = batch(texts)
         cache = model(ids, attention_mask=mask, logits_to_keep=1).past_key_values
         more, after = batch(turns)

@@ -8,6 +8,7 @@ from caches import ids, kept, tokens_of
 from tiny import model, prompt, relative
 
 import kvevict
+from kvevict.compat import CACHE, cache_of
 from kvevict.policy.building import build
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -55,6 +56,45 @@ def test_a_turn_of_one_token_beside_a_longer_one(policy, options):
         return [[head.tolist() for head in layer.positions()[0]] for layer in cache.layers]
 
     assert positions([0, 1], [1, 6]) == positions([0], [1])
+
+
+def test_a_prompt_without_tokens_after_the_cache_s():
+    """Transformers would read it behind these, and so would an assistant's calls with a longer one."""
+    net, first = model(), prompt(1, 40)
+    with kvevict.evicting(net, "snapkv", budget=16, window=4):
+        out = net.generate(**first, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        cache, held = cache_of(out), kept(cache_of(out))
+        for mask in (None, first["attention_mask"]):
+            with pytest.raises(ValueError, match="the prompt has 40 tokens, no more than the 43 that the cache holds"):
+                net.generate(first["input_ids"], attention_mask=mask, max_new_tokens=2, **{CACHE: cache})
+        longer = torch.cat([out.sequences, ids(1, 9)], 1)
+        with pytest.raises(ValueError, match="read the whole prompt anew, behind the 43 tokens"):
+            net.generate(longer, max_new_tokens=2, prompt_lookup_num_tokens=3, eos_token_id=0, **{CACHE: cache})
+        assert kept(cache) == held and cache.sequence.columns == 43
+        net.generate(longer, max_new_tokens=2, **{CACHE: cache})
+        assert cache.sequence.columns == 43 + 10 + 1
+
+
+def test_a_turn_after_an_assisted_one():
+    """It is an ordinary one: nothing of it may be taken back."""
+    net, first = model(), prompt(1, 40)
+    with kvevict.evicting(net, "snapkv", budget=64, window=4):
+        lookup = dict(prompt_lookup_num_tokens=3, eos_token_id=0)
+        out = net.generate(**first, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, **lookup)
+        cache = cache_of(out)
+        assert cache.record_past
+        net.generate(torch.cat([out.sequences, ids(1, 9)], 1), max_new_tokens=2, **{CACHE: cache})
+        assert not cache.record_past
+
+
+def test_sums_are_not_taken_back():
+    net = model()
+    with kvevict.evicting(net, "h2o", budget=64):
+        cache = cache_of(net(ids(1, 20), use_cache=True))
+        net(ids(1, 1), use_cache=True, **{CACHE: cache})
+        with pytest.raises(ValueError, match=r"crop cannot take attention back .* fork the cache"):
+            cache.crop(-1)
+    assert cache.sequence.columns == 21
 
 
 def test_crop_stops_at_padding():

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import kvevict
 import kvevict.cautions
 from kvevict.cli import COMMANDS
+from kvevict.compat import CACHE, cache_of
 from kvevict.context import within
 from kvevict.families import base_model
 from kvevict.lab.analysis.run import encode
@@ -285,6 +286,29 @@ def test_other_rows_change_nothing(net, options):
             net(row(text), logits_to_keep=1)
             alone = kvevict.report(net, positions=True)["positions"]
             assert [layer[b] for layer in together] == [layer[0] for layer in alone], text
+
+
+def test_other_rows_of_earlier_turns_change_nothing(net):
+    """Whether a question is near the end is counted in tokens of its own row, not in columns with padding."""
+    tok = tiny.byte_tokenizer()
+    chats = [[TEXT * 2, ASKED], [TEXT[:60], TAIL]]
+    options = dict(budget=64, chunk_size=200, probe=8, kernel=5)
+
+    def kept(rows):
+        cache, masks = None, []
+        for turn in range(2):
+            ids, mask = side_by_side([chat[turn] for chat in rows])
+            masks.append(mask)
+            whole = torch.cat(masks, 1)
+            places = (whole.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            more = {} if cache is None else {CACHE: cache}
+            cache = cache_of(net(ids, attention_mask=whole, position_ids=places, use_cache=True, **more))
+        return [[[head.tolist() for head in row] for row in layer.positions()] for layer in cache.layers]
+
+    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
+        together = kept(chats)
+        for b, chat in enumerate(chats):
+            assert [layer[b] for layer in together] == [layer[0] for layer in kept([chat])]
 
 
 def test_the_last_rows_of_a_text_without_a_question(net):

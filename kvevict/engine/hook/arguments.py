@@ -75,6 +75,12 @@ class Arguments:
         self.rolls_back = self.cache.record_past
         check_roll_back(self)
 
+    @property
+    def seen(self) -> list[int]:
+        """[B] tokens that the cache's rows have read before, without padding."""
+        seen = self.cache.sequence.seen
+        return [0] * self.batch if seen is None else seen.tolist()
+
     def asks(self, flag: str) -> bool:
         return bool(self.given.more.get(flag, getattr(self.decoder.config, flag, False)))
 

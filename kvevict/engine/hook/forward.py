@@ -137,6 +137,7 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     if plan is None or not installed.enter(decoder):
         return run(*args, **kwargs)
     before = plan.meter()
+    _begin_anew(*args, **compat.named(kwargs))
     try:
         with within(plans={**context().plans, installed: plan}):
             output = run(*args, **compat.named(kwargs))
@@ -145,6 +146,24 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     if plan.meter() is not before and plan.policy.question == "later":
         cautions.of_text(plan.meter(), plan.policy.budget, 4)
     return output
+
+
+def _begin_anew(inputs: Any = None, *_: Any, input_ids: Any = None, **kwargs: Any) -> None:
+    """Begin a `generate` after a cache, whose tokens an earlier one's assistant cannot take back any more. Raises
+    ValueError for a prompt that has nothing after the cache's tokens: Transformers would read it behind these."""
+    cache, mask = kwargs.get(compat.CACHE), kwargs.get("attention_mask")
+    held = getattr(getattr(cache, "sequence", None), "columns", 0)
+    if not held:
+        return
+    cache.record_past, ids = False, input_ids if inputs is None else inputs
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] > held:
+        return
+    if mask is None or mask.shape[-1] < held + ids.shape[1]:
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens, no more than the {held} that the cache holds: give the whole chat, "
+            "which begins with these, or new tokens and an attention_mask that covers both; to answer a turn anew, "
+            "fork the cache before it"
+        )
 
 
 def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:

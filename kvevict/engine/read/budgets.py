@@ -25,6 +25,8 @@ class Budgets:
 
     def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list) -> None:
         self.policy, self.narrow, self.heads, self.seen = policy, narrow, heads, seen
+        self.spared = np.zeros(len(seen), bool)  # [B] rows that are not cut
+        self.most: Any = 0  # int [layers, B] slots of each layer of such a row
         self.layers = layers = len(narrow)
         self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
         self.budgets: Any = None  # like `targets`; for a batch row that is not cut now, the later limit
@@ -32,12 +34,20 @@ class Budgets:
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
 
+    def recall(self) -> None:
+        """From here on cut to `recall_slots` those rows whose tokens do not fit the budget."""
+        if self.policy.recall_slots is not None:
+            self.spared = np.array([n <= self.policy.slots(n) for n in self.seen])
+            self.most = self.split(None, self.mean_errors())
+            self.policy = self.policy.recalling
+
     def decide(self, chunk: schedule.Chunk, tokens: np.ndarray, stored: np.ndarray, observed: np.ndarray) -> Decisions:
         """Decisions for the layers after a chunk that adds tokens [B] to stored [layers, B] slots. observed: bool [B]
         batch rows with observing tokens."""
         policy = self.policy
         if not chunk.last and policy.schedule != "chunk":
             return Decisions(policy, self.layers, lambda layer, alive: None)
+        observed = observed & ~self.spared
         alive = stored + self.heads * schedule.read(policy, self.narrow, tokens)
         total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
         over = (alive.sum(0) > total) & observed
@@ -45,6 +55,7 @@ class Budgets:
         bar = None if policy.threshold is None else np.where(observed, policy.threshold, -np.inf)
         targets = self.targets = self.split(alive, self.mean_errors())
         free = targets if over.all() else self.split(None, self.mean_errors())
+        free = np.where(self.spared, self.most, free)
         self.budgets = np.minimum(np.where(over, targets, free), PLENTY)
         if self.cuts.any() and policy.layers.cascades:
             return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)

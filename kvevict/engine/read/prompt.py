@@ -53,16 +53,12 @@ class Prompt:
         self.read, self.prompts = read, [layer.prompt for layer in self.layers]
         held = self._stored().sum(0)
         going_on = (read.tokens == 0) | self._decoded(held)
-        before = np.array([policy.slots(n) for n in read.seen - read.tokens]) * plan.kv_heads * len(self.layers)
-        recalled, over = False, (held > before).any()  # as right after `load_cache`, whose layers have all slots
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
                 if (chunk.last or policy.schedule == "prompt") and not going_on.any():
-                    once = policy.schedule == "prompt" and read.evicts
-                    recalled = archive.recall_all(self.layers, meter, once) or recalled or over
-                    if recalled or policy.recalling.slots(max(read.seen)) > policy.slots(max(read.seen)):
-                        read.budgets.policy = policy.recalling
+                    archive.recall_all(self.layers, meter, policy.schedule == "prompt" and read.evicts)
+                    read.budgets.recall()
                 chooser = self._chooser(chunk)
                 if chunk.last and not going_on.any() and self._is_asked():
                     chooser = Asking(chooser)

@@ -227,18 +227,17 @@ def _restore(layer: Any, archive: Storage | Apart) -> None:
     layer.storage, layer.head_offsets = _here(layer, _forked(archive)), None
 
 
-def recall_all(layers: Sequence[Any], meter: Any, always: bool) -> bool:
+def recall_all(layers: Sequence[Any], meter: Any, always: bool) -> None:
     """Let every layer have the archive's slots in place of its own, if all have an archive, and one has lost slots or
-    always. False: none has lost any. What follows a prefix is read in one place with it once the layer attends, so that
+    always. What follows a prefix is read in one place with it once the layer attends, so that
     one layer at a time has a copy."""
     known = all(layer.archive is not None for layer in layers)
     lost = known and any((layer.archive.total_counts > layer.counts).any() for layer in layers)
     if not (lost or (known and always)):
-        return False
+        return
     kept = [layer.positions() for layer in layers] if lost else []
     with meter.clock("recall"):
         for layer in layers:
             _restore(layer, layer.archive)
     if lost:
         meter.recalls = [(before, layer.positions()) for before, layer in zip(kept, layers, strict=True)]
-    return lost

@@ -109,7 +109,8 @@ class EvictionLayer(CacheLayerMixin):
         step = current()
         if step is None:
             raise RuntimeError(
-                "this cache was filled by a model patched with kvevict; call kvevict.patch(model, ...) before using it"
+                "this cache was filled by a model patched with kvevict: call kvevict.patch(model, ...) before using "
+                "it, and model.eval() after training"
             )
         if not self.is_initialized:
             self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
