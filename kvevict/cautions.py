@@ -17,18 +17,16 @@ def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-def little(kept: float, tokens: str, more: str) -> str | None:
-    """The sentence for a text of which the share `kept` is kept for questions that come later; None: it is enough."""
-    if kept >= LITTLE:
-        return None
-    return f"{kept:.0%} of the {tokens} are kept, and answers about the rest are often wrong: give more slots ({more})"
-
-
 def of_text(meter: Any, budget: Any, stacklevel: int) -> None:
     """Warn, once for a budget, if a read has kept little of a text for questions that come later."""
     kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
-    if text := little(kept, f"{tokens} tokens", "budget=0.5 keeps half"):
-        once(("text", budget), text, stacklevel)
+    if kept < LITTLE:
+        once(
+            ("text", budget),
+            f"{kept:.0%} of the {tokens} tokens are kept, and answers about the rest are often wrong: give more slots "
+            "(budget=0.5 keeps half), or recall=True, with which each question chooses from all tokens",
+            stacklevel,
+        )
 
 
 def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
