@@ -55,6 +55,11 @@ def mark_in(key: str) -> str:
     return key.partition("-")[2]
 
 
+def unmarked(keys: dict[int, str]) -> dict[int, str]:
+    """Make the keys that the same beginnings have in prompts with a stored text's letters, but without its name."""
+    return {end: key.partition("-")[0] for end, key in keys.items()}
+
+
 def bytes_of(cache: EvictionCache) -> int:
     """Count the bytes of a cache's tensors, shared ones too; of a pool's buffers, only the rows that are lent."""
     storages, lent = {}, 0
