@@ -236,6 +236,16 @@ def test_a_method_that_a_path_does_not_have():
     """RFC 9110 requires the header Allow."""
     response = Client(server()).ask("DELETE", "/v1/chat/completions")
     assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert response.json()["error"]["message"] == "/v1/chat/completions takes POST, not DELETE"
+    assert "takes GET and POST, not PUT" in Client(server()).ask("PUT", "/v1/kvevict/texts").text
+
+
+def test_an_endpoint_that_there_is_not():
+    """The sentence names those that there are."""
+    response = Client(server()).post("/v1/embeddings", input="Once")
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404 and message.startswith("/v1/embeddings is not an endpoint of this server")
+    assert "/v1/chat/completions, " in message and "/v1/kvevict/texts/{name}/kept" in message
 
 
 def test_refusals_are_counted_and_logged(caplog):
