@@ -34,10 +34,11 @@ def application(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         yield
-        await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
+        written = await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
         for _ in range(100):  # uvicorn has cancelled the requests that still ran: they are logged, and the process ends
             if server.calls:
                 await asyncio.sleep(0.01)
+        log.stopped(written)
 
     allowed = {name_of(each) for each in (*LOCAL, *server.hosts)}
 

@@ -53,7 +53,10 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
             if error.status != 503:  # connections that are too many would fill the log
                 log.refused(OTHER, error, client)
 
-        Serving(application(server), note, server.stop).run(sockets=[listening])
+        def stops() -> None:
+            log.stopping(len(server.calls), server.scheduler.running)
+
+        Serving(application(server), note, server.stop, stops).run(sockets=[listening])
 
 
 def _apart(work: Callable[[], Server]) -> Server:

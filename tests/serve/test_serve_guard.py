@@ -214,7 +214,7 @@ def test_a_process_of_its_own(monkeypatch, capsys):
     from kvevict.serve.options import Options
 
     class Serving:
-        def __init__(self, app, note, stop):
+        def __init__(self, app, note, stop, stops):
             pass
 
         def run(self, sockets):
