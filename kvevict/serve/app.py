@@ -34,10 +34,11 @@ def application(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         yield
-        await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
+        written = await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
         for _ in range(100):  # uvicorn has cancelled the requests that still ran: they are logged, and the process ends
             if server.calls:
                 await asyncio.sleep(0.01)
+        log.stopped(written)
 
     allowed = {name_of(each) for each in (*LOCAL, *server.hosts)}
 
@@ -56,6 +57,8 @@ def application(server: Server) -> FastAPI:
     @app.exception_handler(Exception)
     async def said(request: Any, error: Any) -> Any:
         known = refused(error)
+        if isinstance(error, HTTPException) and known.status in (404, 405):
+            known.message = routed(app, request.method, request.url.path)
         if known.status == 500 and not isinstance(error, Refused):
             log.failed(error)
         if not getattr(request.state, "noted", False):  # no call was made, which would count and log it
@@ -105,6 +108,16 @@ def application(server: Server) -> FastAPI:
         )
 
     return app
+
+
+def routed(app: FastAPI, method: str, path: str) -> str:
+    """Make the sentence about a request that no route takes."""
+    routes: list[Any] = list(app.routes)
+    methods = {each for route in routes if route.path_regex.match(path) for each in route.methods}
+    if methods:
+        return f"{path[:200]} takes {' and '.join(sorted(methods))}, not {method[:20]}"
+    paths = ", ".join(dict.fromkeys(route.path_format for route in routes))
+    return f"{path[:200]} is not an endpoint of this server, which has {paths}"
 
 
 def name_of(host: str) -> str | None:

@@ -125,6 +125,9 @@ def _format(name: str, asked: dict, body: dict) -> None:
     )
     if asked.get("type", "text") == "text":
         return
+    if asked["type"] == "json_schema":
+        field = "schema" if name == "text.format" else "json_schema"
+        _must({"schema", "json_schema"} & set(asked), f"{name} of type json_schema needs the field {field}")
     schema = asked.get("json_schema", asked)
     fits = isinstance(schema, dict) and isinstance(schema.get("schema", {}), dict)
     _must(fits, f"{name} must have a JSON schema")

@@ -85,12 +85,14 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """uvicorn's server with `Connection`s. note: as there; stop: called where requests still run after a stop."""
+    """uvicorn's server with `Connection`s. note: as there; stops: called when a stop begins; stop: called where
+    requests still run after it."""
 
     def __init__(
-        self, app: Any, note: Callable[[Refused, Any], None], stop: Callable[[], None], **options: Any
-    ) -> None:
-        self.stop = stop
+        self, app: Any, note: Callable[[Refused, Any], None], stop: Callable[[], None],
+        stops: Callable[[], None] = lambda: None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.stop, self.stops = stop, stops
         connection: Any = functools.partial(Connection, note=note)
         # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
         # descriptor for one it goes on to try, and logs an error for each.
@@ -106,6 +108,7 @@ class Serving(uvicorn.Server):
             each.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.stops()
         timer = asyncio.get_running_loop().call_later(STOP - LAST, self.stop)
         await super().shutdown(sockets)
         timer.cancel()

@@ -36,7 +36,7 @@ def refused(error: Exception) -> Refused:
 
 
 @contextlib.contextmanager
-def of_field(name: str) -> Iterator[None]:
+def of_field(name: str | None) -> Iterator[None]:
     """Inside, an error that a request caused is one of this field."""
     try:
         yield

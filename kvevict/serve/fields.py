@@ -9,6 +9,7 @@ from .errors import Refused
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TEXTS = "/v1/kvevict/texts"
+PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", TEXTS: "text"}  # the field that is read
 
 
 class Values(NamedTuple):

@@ -13,7 +13,7 @@ from ..engine.read.step import Step
 from ..tokens import find
 from .call import Call
 from .errors import Refused, of_field
-from .fields import RESPONSES
+from .fields import PROMPT, RESPONSES
 from .grammar import Calls, Following, Grammars
 from .prefixes import Prefixes
 from .prompt import of_chat, of_messages, of_text
@@ -111,14 +111,15 @@ class Generation:
 
     def prepare(self, call: Call, tokenizer: Any) -> None:
         """Make the prompt of a call. Raises Refused where it does not fit the model's context."""
-        if not call.messages:
-            prompt = of_text(tokenizer, call.prompt, self.context, call.text)
-            if isinstance(call.prompt, list):
-                call.prompt = tokenizer.decode(call.prompt)
-        elif call.text is not None:
-            prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
-        else:
-            prompt = of_chat(tokenizer, call.messages, call.template, self.context)
+        with of_field(PROMPT.get(call.endpoint)):
+            if not call.messages:
+                prompt = of_text(tokenizer, call.prompt, self.context, call.text)
+                if isinstance(call.prompt, list):
+                    call.prompt = tokenizer.decode(call.prompt)
+            elif call.text is not None:
+                prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
+            else:
+                prompt = of_chat(tokenizer, call.messages, call.template, self.context)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)

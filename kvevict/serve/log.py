@@ -68,6 +68,16 @@ def _of(error: Refused | None, client: Client) -> dict[str, Any]:
     return dict(client=client and client[0], code=error and error.code, param=error and error.param)
 
 
+def stopping(requests: int, answers: int) -> None:
+    """Log that a stop begins. requests: that have not ended; answers: of these, that are being written."""
+    LOG.info("stopping", extra={"facts": dict(requests=requests, answers=answers)})
+
+
+def stopped(written: int) -> None:
+    """Log that a stop ends. written: prefixes that it wrote to the store."""
+    LOG.info("stopped", extra={"facts": dict(prefixes_written=written)})
+
+
 def failed(error: Exception) -> None:
     """Log an error that no request caused."""
     LOG.error("the model's call failed", exc_info=error)

@@ -7,14 +7,21 @@ from typing import Any
 from .errors import Refused
 
 ITEMS = "message", "reasoning", "function_call", "function_call_output"  # of a response
+ROLES = "system", "developer", "user", "assistant", "tool", "function"  # of messages that any template is given
 REASONING, CALLS = "reasoning_content", "tool_calls"  # of a message of the assistant
 
 
-def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make the messages of a chat's `messages`. A developer's is a system's if the template does not know that role.
-    Raises Refused without a chat template."""
+def of_chat(tokenizer: Any, messages: list[dict[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
+    """Make the messages of a chat's `messages`, or of another field. A developer's is a system's if the template does
+    not know that role. Raises Refused without a chat template, and for a role that neither OpenAI nor the template
+    has."""
+    template = str(tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise Refused(400, "the model has no chat template: ask at /v1/completions")
+    for role in (message["role"] for message in messages):
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            sentence = f"{field}: there is no role {role[:200]!r}: give {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            raise Refused(400, sentence, param=field)
     return [_taken(tokenizer, message) for message in messages]
 
 
@@ -25,7 +32,7 @@ def of_input(tokenizer: Any, asked: str | list[dict[str, Any]], instructions: st
     elif "role" not in asked[0] and asked[0].get("type") not in ITEMS:
         asked = [dict(role="user", content=asked)]  # parts of one message
     apart = REASONING in str(tokenizer.chat_template)
-    taken = of_chat(tokenizer, _joined(filter(None, map(_message, asked)), apart))
+    taken = of_chat(tokenizer, _joined(filter(None, map(_message, asked)), apart), "input")
     if instructions and taken[0]["role"] == "system":  # templates have one
         taken[0]["content"] = f"{instructions}\n\n{taken[0]['content']}"
     elif instructions:

@@ -55,6 +55,11 @@ def mark_in(key: str) -> str:
     return key.partition("-")[2]
 
 
+def unmarked(keys: dict[int, str]) -> dict[int, str]:
+    """Make the keys that the same beginnings have in prompts with a stored text's letters, but without its name."""
+    return {end: key.partition("-")[0] for end, key in keys.items()}
+
+
 def bytes_of(cache: EvictionCache) -> int:
     """Count the bytes of a cache's tensors, shared ones too; of a pool's buffers, only the rows that are lent."""
     storages, lent = {}, 0
@@ -189,11 +194,9 @@ class Prefixes:
             if mark_in(path.stem) in marks:
                 _unlink(path)
 
-    def flush(self) -> None:
-        """Write all caches from memory to disk."""
-        for key in list(self._live):
-            if key in self._live:
-                self.write(key, self._live[key][0])
+    def flush(self) -> int:
+        """Write all caches from memory to disk. Returns the number of files."""
+        return sum(self.write(key, self._live[key][0]) for key in list(self._live) if key in self._live)
 
     def _drop(self, key: str) -> None:
         """Forget a cache in memory."""
@@ -208,25 +211,28 @@ class Prefixes:
         for key in [key for key, (_, size, _) in self._live.items() if not size and not self.has_file(key)]:
             self._drop(key)
 
-    def write(self, key: str, cache: EvictionCache) -> None:
+    def write(self, key: str, cache: EvictionCache) -> bool:
         """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted.
-        Memory then has the file's slots in place of its own, where they can stay there."""
+        Memory then has the file's slots in place of its own, where they can stay there. Returns whether it is
+        written."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
-            return
+            return False
         self._fit(most - size)
         try:
             save_cache(cache, self._path(key), name=key)
         except (OSError, ValueError) as error:
             self._troubles.note("a prefix is not stored on disk", error)
-            return
+            return False
         self._fit(self.disk())  # texts may have been stored since
         if time.monotonic() - self._tidied >= LEFT:
             self._tidy()
         if self._is_gone(key):  # since it is written
             _unlink(self._path(key))
-        elif key in self._live and stays(self.folder, cache.sequence.policy):
+            return False
+        if key in self._live and stays(self.folder, cache.sequence.policy):
             self._leave(key)
+        return True
 
     def _leave(self, key: str) -> None:
         """Let the slots of a cache in memory lie in its file instead."""

@@ -76,7 +76,7 @@ def joined(
         else:
             more, whole = first_ids(tokenizer, letters, room, tokenise)
         if not whole:
-            raise too_long(context)
+            raise too_long(context, "text" if tokenise is ids_of and text is None else "prompt")
         ids.extend(more)
         if tokenise is ids_of and text is None:
             text = start, len(ids)
@@ -98,8 +98,8 @@ def check_count(messages: list[dict[str, Any]], context: int | None) -> None:
         raise too_long(context)
 
 
-def too_long(context: int | None) -> Refused:
-    sentence = f"the prompt has at least {context} tokens, and the model's context is {context}: shorten it"
+def too_long(context: int | None, what: str = "prompt") -> Refused:
+    sentence = f"the {what} has more tokens than the model's context of {context} leaves beside an answer: shorten it"
     return Refused(400, sentence, "context_length_exceeded")
 
 

@@ -23,7 +23,7 @@ from ..question import Asked, LastTurn
 from ..weights import identity
 from .call import Call
 from .errors import Refused, of_field
-from .prefixes import Prefixes, keys_of, mark_of, shares_of
+from .prefixes import Prefixes, keys_of, mark_of, shares_of, unmarked
 from .scheduler import Scheduler
 
 BLOCK = 64  # tokens between the places where prompts are compared
@@ -108,13 +108,18 @@ class Reader:
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple:
-        """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without."""
+        """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without. The
+        beginning may be that of a prompt which has the letters of the call's stored text."""
+        _, stop = call.whole.text or (0, 0)
+        pasted = unmarked({end: key for end, key in call.keys.items() if end <= stop})
         for end in reversed(call.keys):
             cache = self.prefixes.get(call.keys, end)
+            if cache is not None and end >= WRITTEN:  # for other servers, and for this one after it was killed
+                self.prefixes.write(call.keys[end], cache)
+            if cache is None and end in pasted:
+                cache = self.prefixes.get(pasted, end)
             if cache is not None:
                 call.cached_tokens = end
-                if end >= WRITTEN:  # for other servers, and for this one after it was killed
-                    self.prefixes.write(call.keys[end], cache)
                 return cache, end
         return None, 0
 

@@ -53,7 +53,10 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
             if error.status != 503:  # connections that are too many would fill the log
                 log.refused(OTHER, error, client)
 
-        Serving(application(server), note, server.stop).run(sockets=[listening])
+        def stops() -> None:
+            log.stopping(len(server.calls), server.scheduler.running)
+
+        Serving(application(server), note, server.stop, stops).run(sockets=[listening])
 
 
 def _apart(work: Callable[[], Server]) -> Server:
@@ -92,11 +95,11 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     # On a GPU a recording is a CUDA graph, and a batch that changes often would be recorded at nearly every step.
     records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
     policies = Policies(told, context, lambda policy: in_slots(policy, loaded), records)
+    patch(loaded, policies.built(), tokenizer=tokenizer)
     if not policies.built().recall:
         log.LOG.warning(
             "no beginning of a prompt is shared", extra={"facts": {"reason": f"{told.policy} cannot recall"}}
         )
-    patch(loaded, policies.built(), tokenizer=tokenizer)
     folder = None if told.store is None else Path(told.store)
     if folder is not None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -613,13 +613,31 @@ def test_references_in_the_parameters_of_a_tool(name, choice):
         assert wrong == arguments or not takes(calls, wrong, *around)
 
 
+@pytest.mark.parametrize("path, field", [(CHAT, "messages"), (RESPONSES, "input")])
+def test_roles(path, field):
+    """OpenAI's are taken, and those that the template names."""
+    named = "{% for m in messages if m.role != 'bob' %}{{ m.content }}{% endfor %}"
+    for role, template, want in (
+        ("bob", TEMPLATE, 400), ("bob", named, 200), ("developer", TEMPLATE, 200), ("tool", TEMPLATE, 200),
+    ):  # fmt: skip
+        turns = [dict(role="user", content="Once"), dict(role=role, content="upon a time")]
+        response = Client(server(template=template)).post(path, **{field: turns}, **{LONG[path]: 2})
+        assert response.status_code == want, response.text
+        if want == 400:
+            error = response.json()["error"]
+            assert error["param"] == field and "user, assistant, tool or function" in error["message"]
+
+
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_forms_that_are_refused(path):
     pytest.importorskip("llguidance", reason="llguidance is not installed")
     name = "text.format" if path == RESPONSES else "response_format"
-    for value in ("json", 3, [], dict(type="xml"), dict(type="json_schema", json_schema=3, schema=3)):
+    wrong = "json", 3, [], dict(type="xml"), dict(type="json_schema"), dict(type="json_schema", json_schema=3, schema=3)
+    for value in wrong:
         error = posted(path, **{name: value}).json()["error"]
         assert error["param"] == name and name in error["message"], value
+    missing = posted(path, **{name: dict(type="json_schema")}).json()["error"]["message"]
+    assert missing.endswith("needs the field schema" if path == RESPONSES else "needs the field json_schema")
     for schema in (dict(patternProperties=3), dict(type="nothing"), {"$ref": "http://other.example/x"}):
         response = posted(path, **formed(path, schema))
         assert response.status_code == 400 and "schema" in response.json()["error"]["message"], response.text

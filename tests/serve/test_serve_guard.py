@@ -214,7 +214,7 @@ def test_a_process_of_its_own(monkeypatch, capsys):
     from kvevict.serve.options import Options
 
     class Serving:
-        def __init__(self, app, note, stop):
+        def __init__(self, app, note, stop, stops):
             pass
 
         def run(self, sockets):
@@ -236,6 +236,16 @@ def test_a_method_that_a_path_does_not_have():
     """RFC 9110 requires the header Allow."""
     response = Client(server()).ask("DELETE", "/v1/chat/completions")
     assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert response.json()["error"]["message"] == "/v1/chat/completions takes POST, not DELETE"
+    assert "takes GET and POST, not PUT" in Client(server()).ask("PUT", "/v1/kvevict/texts").text
+
+
+def test_an_endpoint_that_there_is_not():
+    """The sentence names those that there are."""
+    response = Client(server()).post("/v1/embeddings", input="Once")
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404 and message.startswith("/v1/embeddings is not an endpoint of this server")
+    assert "/v1/chat/completions, " in message and "/v1/kvevict/texts/{name}/kept" in message
 
 
 def test_refusals_are_counted_and_logged(caplog):
@@ -281,7 +291,7 @@ def test_refusals_of_what_is_tokenised_or_read_are_logged(stream, caplog):
             client.post("/v1/chat/completions", **body, stream=stream)
     lines = [each.facts for each in caplog.records if each.name == "kvevict.serve"]
     assert [(each["status"], each["client"], each["code"], each["param"]) for each in lines] == [
-        (400, "127.0.0.1", "context_length_exceeded", None), (400, "127.0.0.1", None, "kvevict.policy"),
+        (400, "127.0.0.1", "context_length_exceeded", "messages"), (400, "127.0.0.1", None, "kvevict.policy"),
         (404, "127.0.0.1", "text_not_found", "kvevict.text"),
     ]  # fmt: skip
 
@@ -401,10 +411,15 @@ def test_what_does_not_fit_is_not_tokenised(client, monkeypatch, more):
     for messages in (long, many, [dict(role="system", content="a b " * 2000), *long]):
         response = client.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
         assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-    for path, body in (("/v1/completions", dict(prompt=long[0]["content"])), ("/v1/responses", dict(input=many)),
-                       ("/v1/kvevict/texts", dict(name="long", text=long[0]["content"]))):  # fmt: skip
+    for path, body, what, field in (
+        ("/v1/completions", dict(prompt=long[0]["content"]), "prompt", "prompt"),
+        ("/v1/responses", dict(input=many), "prompt", "input"),
+        ("/v1/kvevict/texts", dict(name="long", text=long[0]["content"]), "text", "text"),
+    ):
         response = client.post(path, **body)
-        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded", path
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["code"] == "context_length_exceeded", path
+        assert error["message"].startswith(f"the {what} has more tokens than") and error["param"] == field
     client.server.most = was
     assert sum(letters) < 300_000
 

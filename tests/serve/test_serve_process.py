@@ -13,7 +13,7 @@ from collections import Counter
 import httpx
 import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
-from serving import FACTS, TEXT, asks
+from serving import FACTS, FILLER, TEXT, asks
 
 from kvevict.cli import main
 from kvevict.serve import start
@@ -94,6 +94,13 @@ def test_a_server_that_is_killed_under_load(process, tmp_path):  # noqa: F811
 def test_mistakes_in_the_arguments(argv, said, capsys):
     assert main(["serve", "--port", "0", *argv]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_policy_that_the_model_does_not_have(capsys):
+    """The error is all that is said."""
+    assert main(["serve", "--port", "0", "--policy", "gate"]) == 2
+    said = capsys.readouterr().err
+    assert "gate" in said and "no beginning of a prompt is shared" not in said
 
 
 @pytest.mark.parametrize(("host", "want"), [
@@ -201,15 +208,18 @@ def _status(connection):
         return int(connection.recv(1 << 12).split()[1])
 
 
-def test_it_stops(process):  # noqa: F811
-    """It has logged no word of a prompt or an answer."""
-    server = process("--policy", "take", "--budget", "256")
+def test_it_stops(process, tmp_path):  # noqa: F811
+    """It says so, and has logged no word of a prompt or an answer."""
+    server = process("--policy", "take", "--budget", "256", "--store", str(tmp_path))
     server.store(TEXT)
+    server.client.completions.create(model="small", prompt=FILLER * 30, max_tokens=1)
     assert str(FACTS["Naislet"]) in server.ask(asks("Naislet"), **OPENS).choices[0].message.content
     assert server.end() in (0, -signal.SIGTERM)
     log = "".join(server.lines)
     assert "Naislet" not in log and "baker" not in log  # no prompt, no answer
-    assert all(json.loads(line) for line in log.splitlines())
+    *_, stopping, stopped = map(json.loads, log.splitlines())
+    assert (stopping["message"], stopping["requests"], stopping["answers"]) == ("stopping", 0, 0)
+    assert (stopped["message"], stopped["prefixes_written"]) == ("stopped", 1)
 
 
 @pytest.mark.parametrize("told_first", [True, False])
@@ -236,6 +246,8 @@ def test_requests_that_the_end_cuts(process, told_first):  # noqa: F811
     for each in asking:
         each.join()
     told = [json.loads(line) for line in server.lines]
+    [stopping] = [each for each in told if each["message"] == "stopping"]
+    assert stopping["requests"] == stopping["answers"] == 2 and told[-1]["message"] == "stopped"
     ends = [each["status"] for each in told if each["message"] == "request"]
     assert ends == ([503, 503] if told_first else [499, 499]) and len(errors) == 2
     if told_first:

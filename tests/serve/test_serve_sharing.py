@@ -1,6 +1,7 @@
 """Beginnings of prompts that come again: read once, with the first request, and whose they are; how far a read is."""
 
 import asyncio
+import logging
 import re
 import threading
 from itertools import pairwise
@@ -108,6 +109,21 @@ def test_a_chat_reads_what_is_new():
     for (before, _), (_, now) in pairwise(was):
         assert before - 64 <= now < before
     assert len(client.server.prefixes._live) == 1  # the longest begins with the others
+
+
+def test_a_text_that_a_chat_has_had_is_stored(tmp_path, caplog):
+    """Only its end is read. The stored text is deleted alone."""
+    caplog.set_level(logging.INFO, "kvevict.serve")
+    for folder in (None, tmp_path):
+        client, pasted = Client(server(folder)), f"{TEXT}\n\n{asks('Naislet')}"
+        client.chat(pasted)
+        tokens = client.store().json()["tokens"]
+        assert caplog.records[-1].facts["cached_tokens"] == tokens // 64 * 64
+        for name in FACTS:
+            response = client.chat(asks(name), **OPENS)
+            assert cached(response) == tokens and right(name, response)
+        assert client.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
+        assert cached(client.chat(pasted)) > 500
 
 
 def test_a_plain_prompt_that_begins_as_another():
