@@ -229,8 +229,8 @@ def _restore(layer: Any, archive: Storage | Apart) -> None:
 
 def recall_all(layers: Sequence[Any], meter: Any, always: bool) -> None:
     """Let every layer have the archive's slots in place of its own, if all have an archive, and one has lost slots or
-    always. What follows a prefix is read in one place with it once the layer attends, so that
-    one layer at a time has a copy."""
+    always. What follows a prefix is read in one place with it once the layer attends, so that one layer at a time has a
+    copy."""
     known = all(layer.archive is not None for layer in layers)
     lost = known and any((layer.archive.total_counts > layer.counts).any() for layer in layers)
     if not (lost or (known and always)):
