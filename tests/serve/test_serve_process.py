@@ -247,7 +247,7 @@ def test_requests_that_the_end_cuts(process, told_first):  # noqa: F811
         each.join()
     told = [json.loads(line) for line in server.lines]
     [stopping] = [each for each in told if each["message"] == "stopping"]
-    assert stopping["requests"] == stopping["answers"] == 2 and told[-1]["message"] == "stopped"
+    assert stopping["requests"] == 2 >= stopping["answers"] and told[-1]["message"] == "stopped"
     ends = [each["status"] for each in told if each["message"] == "request"]
     assert ends == ([503, 503] if told_first else [499, 499]) and len(errors) == 2
     if told_first:
