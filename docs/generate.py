@@ -201,9 +201,11 @@ are from the full cache's, relative to these; *joint error* is CAOTE's eq. 24 ([
   `snapkv`, more under `h2o`, `kvzip` and `read-twice`.
 - *weights read*: from the device's memory, once a chunk. *KV read*: slots, once a chunk and layer.
 - *peak KV*, *KV after*: bytes of slots at most, and after the prompt; *KV at the end*, after the answer.
-- *peak memory*: weights, slots and a chunk's activations.
+- *activations*: the widest chunk's, in one layer. *Peak memory*: weights, slots and these.
+- *archive*: of a policy with recall, all tokens' slots, the answer's too, beside the peak memory.
 - *first token*: each chunk's products or its reading of memory, the slower one, at `--efficiency` of the peak.
-- *per new token*, *tokens/s*: of a decoded token; where slots accumulate, the first and the last one differ.""",
+- *per new token*, *tokens/s*: of a decoded token; where slots accumulate, the first and the last one differ.
+  *Moved per new token*: weights and slots that are read for it from the device's memory.""",
 }
 COMMON = "model", "dtype", "device", "kv"  # options that are told once
 
