@@ -226,12 +226,19 @@ Many commands have these:
 |---|---|
 {"".join(row(action) for action in parser_of("generate")._actions if action.dest in COMMON)}"""
     for name in sorted(COMMANDS):
-        actions = parser_of(name)._actions
+        parser = parser_of(name)
+        actions = parser._actions
         text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])} For instance: `{EXAMPLES[name]}`\n"
         common = [f"`{action.option_strings[-1]}`" for action in actions if common_one(action)]
-        own = [row(action) for action in actions if not common_one(action)]
+        groups = {action: group.title for group in parser._action_groups[2:] for action in group._group_actions}
+        own: dict = {}  # title of the command's own group, or None: rows
+        for action in actions:
+            if not common_one(action):
+                own.setdefault(groups.get(action), []).append(row(action))
         if own:
-            text += f"\n| argument | |\n|---|---|\n{''.join(own)}"
+            text += "\n| argument | |\n|---|---|\n"
+        for title, rows in own.items():
+            text += f"| **{title}:** | |\n" * bool(title) + "".join(rows)
         if common:
             text += f"\nAlso {', '.join(common)}.\n"
         if name in MORE:
