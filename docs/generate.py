@@ -201,9 +201,11 @@ are from the full cache's, relative to these; *joint error* is CAOTE's eq. 24 ([
   `snapkv`, more under `h2o`, `kvzip` and `read-twice`.
 - *weights read*: from the device's memory, once a chunk. *KV read*: slots, once a chunk and layer.
 - *peak KV*, *KV after*: bytes of slots at most, and after the prompt; *KV at the end*, after the answer.
-- *peak memory*: weights, slots and a chunk's activations.
+- *activations*: the widest chunk's, in one layer. *Peak memory*: weights, slots and these.
+- *archive*: of a policy with recall, all tokens' slots, the answer's too, beside the peak memory.
 - *first token*: each chunk's products or its reading of memory, the slower one, at `--efficiency` of the peak.
-- *per new token*, *tokens/s*: of a decoded token; where slots accumulate, the first and the last one differ.""",
+- *per new token*, *tokens/s*: of a decoded token; where slots accumulate, the first and the last one differ.
+  *Moved per new token*: weights and slots that are read for it from the device's memory.""",
 }
 COMMON = "model", "dtype", "device", "kv"  # options that are told once
 
@@ -224,12 +226,19 @@ Many commands have these:
 |---|---|
 {"".join(row(action) for action in parser_of("generate")._actions if action.dest in COMMON)}"""
     for name in sorted(COMMANDS):
-        actions = parser_of(name)._actions
+        parser = parser_of(name)
+        actions = parser._actions
         text += f"\n## `kvevict {name}`\n\n{inspect.getdoc(COMMANDS[name])} For instance: `{EXAMPLES[name]}`\n"
         common = [f"`{action.option_strings[-1]}`" for action in actions if common_one(action)]
-        own = [row(action) for action in actions if not common_one(action)]
+        groups = {action: group.title for group in parser._action_groups[2:] for action in group._group_actions}
+        own: dict = {}  # title of the command's own group, or None: rows
+        for action in actions:
+            if not common_one(action):
+                own.setdefault(groups.get(action), []).append(row(action))
         if own:
-            text += f"\n| argument | |\n|---|---|\n{''.join(own)}"
+            text += "\n| argument | |\n|---|---|\n"
+        for title, rows in own.items():
+            text += f"| **{title}:** | |\n" * bool(title) + "".join(rows)
         if common:
             text += f"\nAlso {', '.join(common)}.\n"
         if name in MORE:

@@ -73,6 +73,8 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
     check_complete(build_policies([args.policy], args))
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port {args.port}: give a number from 0 to 65535")
     count("--batch", args.batch, 1)
     count("--queue", args.queue, 0)
     at_least_0("--stall", args.stall)

@@ -1,4 +1,5 @@
 import contextlib
+import json
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,8 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
 
 def _lookahead(args: Any, options: dict) -> dict | None:
     from ..lookahead import train
-    from ..lookahead.training import check_installed
+    from ..lookahead.training import LOG, check_installed
+    from ..processes import Processes
 
     held_out, targets = args.held_out or 0, options.pop("targets", ["all"])
     check_installed(held_out)
@@ -69,9 +71,15 @@ def _lookahead(args: Any, options: dict) -> dict | None:
     name, model, tokenizer = loaded(args)
     targets = targets[0] if len(targets) == 1 and "_" not in targets[0] else targets
     options |= dict(tokenizer=tokenizer, targets=targets, held_out=held_out)
+    log = Path(args.out, LOG)
+    before = log.read_text(encoding="utf-8") if log.exists() else ""
     with _resumable(args.out):
         adapter = train(model, args.data, args.out, **options)
-    return {"model": name, "out": args.out, "parameters": sum(p.numel() for p in adapter.parameters())}
+    if Processes().rank > 0:
+        return None  # the first process has written
+    parameters, after = sum(p.numel() for p in adapter.parameters()), log.read_text(encoding="utf-8")
+    print(_told_rows(args.out, parameters, json.loads(after.splitlines()[-1]), after == before))
+    return {"model": name, "out": args.out, "parameters": parameters}
 
 
 def _gates(args: Any, options: dict) -> dict | None:
@@ -86,7 +94,7 @@ def _gates(args: Any, options: dict) -> dict | None:
         about = train(model, [text], args.out, **options).about
     if Processes().rank > 0:
         return None  # the first process has written
-    print(_told(args.out, about))
+    print(_told_gates(args.out, about))
     return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": about.get("held_out")}
 
 
@@ -99,7 +107,15 @@ def _resumable(out: str) -> Iterator[None]:
         raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {out}") from None
 
 
-def _told(out: str, about: dict) -> str:
+def _told_rows(out: str, parameters: int, last: dict, finished: bool) -> str:
+    """last: the last line of the training's log. finished: nothing was left to train."""
+    told = f"{out}: adapter of {parameters:,} parameters; step {last['step']}, loss {last['loss']:.4f}"
+    if valid := last.get("valid"):
+        told += f"; on held-out pairs loss {valid['loss']:.4f}, recall {valid['recall']:.2f}, tau {valid['tau']:.2f}"
+    return told + "; it was finished before, nothing was left to train" * finished
+
+
+def _told_gates(out: str, about: dict) -> str:
     held = about.get("held_out")
     if held is None:
         return f"{out}: gates of {about['tokens']} tokens; nothing was held out to measure them on"

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import kvevict
 from kvevict.cli import main
 from kvevict.lab.analysis.page import gaps, page, picture, places
+from kvevict.lab.commands.inspect import told_of
 from kvevict.prompts import pieces
 
 TEXT = "Grüße, 日本語 🙂👩‍🚀! </script><script>alert(1)</script> a &amp; b\n\n\u2028 __DATA__ the end\t."
@@ -135,6 +136,15 @@ def test_several_questions(policy, tmp_path, capsys):
         assert ("archive" in dict(run["facts"])["kept"]) is recall
     first, *others = (run["kept"] for run in data["runs"])
     assert all((kept == first) is not recall for kept in others)
+
+
+@pytest.mark.parametrize("archive, recalled, want", [
+    (0, None, ""), (3072, None, ", beside an archive of 3 KiB"), (3072, [None, None], ", beside an archive of 3 KiB"),
+    (3072, [None, [[1, 2]]], ", 50% of them from the archive of 3 KiB"),
+])  # fmt: skip
+def test_what_is_told_of_an_archive(archive, recalled, want):
+    seen = dict(kept=[None, [[3, 3]]], seen=[9], archive_bytes=archive, recalled=recalled)
+    assert told_of(seen) == f"3 of 9 slots per kv head{want}"
 
 
 def test_mistakes(tmp_path, capsys):

@@ -419,18 +419,19 @@ def test_command_of_recall(kind, tmp_path, capsys):
     shared().config.save_pretrained(tmp_path)
     argv = ["plan", "--model", str(tmp_path), "--policy", f"snapkv:recall=true,kv={kind}", "--budget", "64"]
     assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "the archive takes" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "archive" in line][:-1]
     with kvevict.evicting(shared(), "snapkv", budget=64, recall=True, kv=kind), torch.no_grad():
         cache = shared()(prompt(1, 520)["input_ids"], logits_to_keep=1).past_key_values
     size = sum(layer.archive.live_bytes() for layer in cache.layers)
-    assert told == [f"Beside that, the archive takes {size / 2**30:.3g} GiB; attention to it is left out."]
+    assert told[0].split() == ["archive,", "GiB", f"{size / 2**30:.4g}"]
+    assert told[1:] == ["The archive is beside the peak memory; attention to it is left out."]
     for place in ("memory", str(tmp_path)):  # of four layers, two are on the GPU at once
         argv[4] = f"snapkv:recall={place},kv={kind}"
         assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
         *lines, last = capsys.readouterr().out.strip().splitlines()
         assert json.loads(last)["archive"] == {"device_bytes": size // 2, "host_bytes": size}
-        here = f"{size / 2**30:.3g} GiB of the host's, {size / 2**31:.3g} GiB of the GPU's during a recall"
-        assert f"Beside that, the archive takes {here}; attention to it is left out." in lines
+        where = f"on the host, with {size / 2**31:.3g} GiB on the GPU during a recall"
+        assert f"The archive is beside the peak memory {where}; attention to it is left out." in lines
 
 
 @pytest.mark.parametrize("options, budget, kept, told", [

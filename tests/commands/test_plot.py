@@ -91,6 +91,14 @@ def test_budget():
     boxes_apart(figure)
 
 
+def test_one_budget():
+    """Its policies' points are near its tick."""
+    for axes in plot.budget([entry for entry in results() if entry["budget"] in (None, 64)]).axes:
+        low, high = axes.transData.inverted().transform([axes.transAxes.transform((x, 0)) for x in (0.4, 0.6)])[:, 0]
+        points = [x for data, *_ in axes.containers for x in data.get_xdata()]
+        assert len(points) == len(POLICIES) and low < min(points) < 64 < max(points) < high
+
+
 def test_budget_of_perplexities():
     lines = [line("full", 2.0, id=i, metric="perplexity") for i in range(2)]
     lines += [line("take", 2.0 + i / 4, "known", i, 0.25, metric="perplexity") for i in range(2)]
@@ -114,7 +122,8 @@ def test_command(tmp_path, capsys):
     file, out = written(tmp_path / "results.jsonl", results()), tmp_path / "figure.png"
     assert main(["plot", file, "--out", str(out), "--budgets", "48", "--mode", "known"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(out)
+    told, last = capsys.readouterr().out.splitlines()
+    assert told == f"scores by budget of {file} are in {out}" and json.loads(last)["out"] == str(out)
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,15 @@ def test_command(tmp_path, capsys):
     data.write_text("".join(json.dumps(dict(prompt=f"What is {i}?", response=f"It is {i}.")) + "\n" for i in range(4)))
     arguments = ["train", "--model", folder, "--data", str(data), "--out", str(tmp_path / "out"), "--steps", "2",
                  "--batch", "2", "--tokens", "3", "--held-out", "1"]  # fmt: skip
-    assert cli.main(arguments) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(tmp_path / "out")
+    told, left = [], "; it was finished before, nothing was left to train"
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+        line, last = capsys.readouterr().out.splitlines()
+        facts = json.loads(last)
+        assert facts["out"] == str(tmp_path / "out")
+        told.append(line)
+    start = f"{tmp_path / 'out'}: adapter of {facts['parameters']:,} parameters; step 2, loss "
+    assert told[0].startswith(start) and "; on held-out pairs loss " in told[0] and told[1] == told[0] + left
     assert cli.main(["generate", "--model", folder, "--file", str(data), "--budget", "8", "--policy",
                      f"lookahead:adapter={tmp_path / 'out'}", "--max-new-tokens", "2", "What?"]) == 0  # fmt: skip
     data.write_text('{"response": "x"}\n')

@@ -89,7 +89,8 @@ def test_a_server_that_is_killed_under_load(process, tmp_path):  # noqa: F811
     (["--policy", "nothing"], "unknown policy 'nothing'"), (["--budget", "-1"], "budget"),
     (["--memory-bytes", "x"], "--memory-bytes x: give a number of bytes"), (["--queue", "-1"], "queue"),
     (["--timeout", "0"], "timeout"), (["--store", "/dev/null"], "--store /dev/null"), (["/nowhere"], "/nowhere"),
-    (["--host", "1.2.3.4.5"], "1.2.3.4.5"),
+    (["--host", "1.2.3.4.5"], "1.2.3.4.5"), (["--port", "99999"], "--port 99999: give a number from 0 to 65535"),
+    (["--port", "-1"], "--port -1: give a number"),
 ])  # fmt: skip
 def test_mistakes_in_the_arguments(argv, said, capsys):
     assert main(["serve", "--port", "0", *argv]) == 2

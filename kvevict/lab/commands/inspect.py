@@ -67,10 +67,13 @@ def told_of(seen: dict[str, Any]) -> str:
     from ..analysis.speed import slots
 
     kept = f"{slots(seen)} of {seen['seen'][0]} slots per kv head"
-    if not seen["archive_bytes"] or all(each is None for each in seen["recalled"] or ()):  # nothing was there before
+    if not seen["archive_bytes"]:
         return kept
+    archive = f"archive of {seen['archive_bytes'] / 1024:,.0f} KiB"
+    if all(each is None for each in seen["recalled"] or ()):  # nothing was there before
+        return f"{kept}, beside an {archive}"
     back, total = (sum(sum(heads[0]) for heads in seen[key] or () if heads) for key in ("recalled", "kept"))
-    return f"{kept}, {back / total:.0%} of them from the archive of {seen['archive_bytes'] / 1024:,.0f} KiB"
+    return f"{kept}, {back / total:.0%} of them from the {archive}"
 
 
 def page_run(name: str, policy: Policy, answer: str, seen: dict[str, Any], facts: Iterable = ()) -> dict[str, Any]:

@@ -45,6 +45,10 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         UNPATCHED: cost(shape, None, args.tokens, **common),
         args.policy: cost(shape, policy, args.tokens, **common),
     }
+    if policy.recall:
+        layers, slots = shape.windows.count(None), args.batch * (args.tokens + args.new_tokens)
+        archive = slots * layers * replace(shape, kv=policy.kv).slot_bytes
+        runs[args.policy] |= {"archive_bytes": archive}
     if policy.recall_slots is not None:
         after = cost(shape, policy.recalling, args.tokens, **common)
         runs[args.policy] |= {name: after[name] for name in ("cache_bytes", "decode")}
@@ -58,11 +62,9 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if policy.recall:
-        slots = args.batch * (args.tokens + args.new_tokens)
-        archive = slots * shape.windows.count(None) * replace(shape, kv=policy.kv).slot_bytes
-        here = archive if policy.recall is True else 2 * archive // max(shape.windows.count(None), 2)
-        where = "" if policy.recall is True else f" of the host's, {here / 2**30:.3g} GiB of the GPU's during a recall"
-        print(f"Beside that, the archive takes {archive / 2**30:.3g} GiB{where}; attention to it is left out.")
+        here = archive if policy.recall is True else 2 * archive // max(layers, 2)
+        where = "" if policy.recall is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
+        print(f"The archive is beside the peak memory{where}; attention to it is left out.")
         archives = {"device_bytes": here, "host_bytes": 0 if policy.recall is True else archive}
     if policy.rows.n_d:
         print("What the policy drafts is left out.")
@@ -94,6 +96,7 @@ ROWS = (
     ("KV after, GiB", lambda run: (run["cache_bytes"] + run["sliding_bytes"]) / 2**30),
     ("activations, GiB", lambda run: run["activation_bytes"] / 2**30),
     ("peak memory, GiB", lambda run: run["peak_bytes"] / 2**30),
+    ("archive, GiB", lambda run: run["archive_bytes"] / 2**30 if "archive_bytes" in run else None),
     ("first token, s", lambda run: run["seconds"]),
     ("per new token, GFLOP", lambda run: run["decode"]["first"] and run["decode"]["first"]["flops"] / 1e9),
     ("moved per new token, GiB", lambda run: run["decode"]["first"] and run["decode"]["first"]["moved"] / 2**30),
@@ -103,7 +106,7 @@ ROWS = (
 )
 
 
-def _text(value: float) -> str:
+def _text(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -32,7 +32,7 @@ def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     figure = getattr(figures, args.kind)(chosen(read(args.results)[1], args))
     with replacing(args.out) as temporary:
         figure.savefig(temporary)
-    print(f"{args.kind} of {args.results} is in {args.out}")
+    print(f"scores by {args.kind.removesuffix('s')} of {args.results} are in {args.out}")
     return {"kind": args.kind, "out": args.out}
 
 

@@ -38,7 +38,8 @@ def budget(lines: list[dict[str, Any]]) -> Figure:
     figure, panels = _panels(len(columns))
     for panel, column in zip(panels, columns):
         _draw(panel, summary, column, names, budgets)
-        panel.set(xscale="log", xlabel=f"budget, {unit}")
+        half = 2**0.5  # half an octave beyond: the lines' shifts look small with one budget, too
+        panel.set(xscale="log", xlabel=f"budget, {unit}", xlim=(budgets[0] / half, budgets[-1] * half))
         panel.set_xticks(budgets, [f"{each:,}" for each in budgets], rotation=45)
         panel.minorticks_off()
     return _with_legend(figure, panels)
@@ -60,7 +61,9 @@ def turns(lines: list[dict[str, Any]]) -> Figure:
             shift = DODGE * ((i + 0.5) / len(summary) - 0.5)
             _errorbar(panel, [turn + shift for turn in mine], list(mine.values()), 100, label, style)
         panel.set(title=f"{task}, {mode}", xlabel="turn", ylabel="score, %", ylim=(-3, 103))
-        panel.set_xticks(sorted({tags[0] for cells in summary.values() for _, tags, _ in cells}))
+        known = sorted({tags[0] for cells in summary.values() for _, tags, _ in cells})
+        panel.set_xticks(known)
+        panel.set_xlim(known[0] - 0.5, known[-1] + 0.5)
     return _with_legend(figure, panels)
 
 
