@@ -148,7 +148,7 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     return output
 
 
-def _begin_anew(inputs: Any = None, *_: Any, input_ids: Any = None, **kwargs: Any) -> None:
+def _begin_anew(inputs: object = None, *_: object, input_ids: object = None, **kwargs: Any) -> None:
     """Begin a `generate` after a cache, whose tokens an earlier one's assistant cannot take back any more. Raises
     ValueError for a prompt that has nothing after the cache's tokens: Transformers would read it behind these."""
     cache, mask = kwargs.get(compat.CACHE), kwargs.get("attention_mask")

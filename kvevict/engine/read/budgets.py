@@ -25,9 +25,9 @@ class Budgets:
 
     def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list) -> None:
         self.policy, self.narrow, self.heads, self.seen = policy, narrow, heads, seen
-        self.spared = np.zeros(len(seen), bool)  # [B] rows that are not cut
-        self.most: Any = 0  # int [layers, B] slots of each layer of such a row
         self.layers = layers = len(narrow)
+        self.spared = np.zeros(len(seen), bool)  # [B] rows that are not cut
+        self.most = np.zeros((layers, len(seen)), np.int64)  # slots that each layer may keep of such a row
         self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
         self.budgets: Any = None  # like `targets`; for a batch row that is not cut now, the later limit
         self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that chunk

@@ -227,17 +227,19 @@ def _restore(layer: Any, archive: Storage | Apart) -> None:
     layer.storage, layer.head_offsets = _here(layer, _forked(archive)), None
 
 
-def recall_all(layers: Sequence[Any], meter: Any, always: bool) -> None:
+def recall_all(layers: Sequence[EvictionLayer], meter: Any, always: bool) -> None:
     """Let every layer have the archive's slots in place of its own, if all have an archive, and one has lost slots or
     always. What follows a prefix is read in one place with it once the layer attends, so that one layer at a time has a
     copy."""
-    known = all(layer.archive is not None for layer in layers)
-    lost = known and any((layer.archive.total_counts > layer.counts).any() for layer in layers)
+    archives = [layer.archive for layer in layers if layer.archive is not None]
+    known = len(archives) == len(layers)
+    pairs = list(zip(layers, archives, strict=True)) if known else []
+    lost = any((archive.total_counts > layer.counts).any() for layer, archive in pairs)
     if not (lost or (known and always)):
         return
     kept = [layer.positions() for layer in layers] if lost else []
     with meter.clock("recall"):
-        for layer in layers:
-            _restore(layer, layer.archive)
+        for layer, archive in pairs:
+            _restore(layer, archive)
     if lost:
         meter.recalls = [(before, layer.positions()) for before, layer in zip(kept, layers, strict=True)]

@@ -65,15 +65,15 @@ class Sequence:
                 )
             tokens_to_remove = min(0, tokens_to_remove - self.columns)
         count = -tokens_to_remove if self.seen is not None else 0
-        if count and self.policy is not None and self.policy.carry == "sum":
-            raise ValueError(
-                "crop cannot take attention back that is added up with the slots (h2o, vatp): fork the cache before "
-                "the tokens"
-            )
         if count > self.removable:
             raise ValueError(
                 f"crop cannot remove {count} tokens: only the last {self.removable} were read since slots were "
                 "evicted; read the prompt again instead, or fork the cache before a turn"
+            )
+        if count and self.policy is not None and self.policy.carry == "sum":
+            raise ValueError(
+                "crop cannot take attention back that is added up with the slots (h2o, vatp): fork the cache before "
+                "the tokens"
             )
         return count
 
