@@ -92,7 +92,7 @@ def test_sums_are_not_taken_back():
     with kvevict.evicting(net, "h2o", budget=64):
         cache = cache_of(net(ids(1, 20), use_cache=True))
         net(ids(1, 1), use_cache=True, **{CACHE: cache})
-        with pytest.raises(ValueError, match=r"crop cannot take attention back .* fork the cache"):
+        with pytest.raises(ValueError, match=r"crop cannot remove tokens whose attention .* fork the cache"):
             cache.crop(-1)
     assert cache.sequence.columns == 21
 

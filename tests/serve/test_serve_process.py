@@ -97,13 +97,6 @@ def test_mistakes_in_the_arguments(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_policy_that_the_model_does_not_have(capsys):
-    """The error is all that is said."""
-    assert main(["serve", "--port", "0", "--policy", "gate"]) == 2
-    said = capsys.readouterr().err
-    assert "gate" in said and "no beginning of a prompt is shared" not in said
-
-
 @pytest.mark.parametrize(("host", "want"), [
     ("127.0.0.1", "http://127.0.0.1:80/"), ("0.0.0.0", "http://localhost:80/"), ("::", "http://localhost:80/"),
     ("::1", "http://[::1]:80/"),

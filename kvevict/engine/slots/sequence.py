@@ -72,8 +72,8 @@ class Sequence:
             )
         if count and self.policy is not None and self.policy.carry == "sum":
             raise ValueError(
-                "crop cannot take attention back that is added up with the slots (h2o, vatp): fork the cache before "
-                "the tokens"
+                "crop cannot remove tokens whose attention is added up in other slots (h2o, vatp): fork the cache "
+                "before them"
             )
         return count
 
