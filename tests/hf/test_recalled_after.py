@@ -11,9 +11,10 @@ from tiny import byte_tokenizer, model, prompt, relative, shared
 
 import kvevict
 from kvevict.answer import continued, rows_of
-from kvevict.batch import Batch
+from kvevict.batch import Batch, Pools
 from kvevict.compat import CACHE, cache_of
 from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.families import find_decoder
 from kvevict.policy.building import build
 
 N, WINDOW = 5, 16  # the answer's first tokens, and the prompt's last rows that choose with theirs
@@ -145,6 +146,70 @@ def test_questions_of_different_lengths_are_as_alone(name):
                 asked(model, plain, torch.tensor([turn]))
             counts = [[layer.counts.sum() for layer in each.layers] for each in (plain, alone)]
             assert counts[0] == counts[1] and kept(plain) != kept(alone)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "adakv"])
+def test_answers_join_others_and_choose_as_alone(name, pooled):
+    """Questions about one text join a batch one after the other, while some answers attend to all slots and some have
+    chosen; rows leave in another order."""
+    model, most = shared(), 2e-2 if name == "int8" else 1e-4
+    options = dict(budget=48, chunk_size=64, recall=True, recall_after=N, tokenizer=False)
+    options |= dict(policy="snapkv", kv="int8") if name == "int8" else dict(policy=name)
+    with kvevict.evicting(model, **options):
+        pools = Pools(find_decoder(model), 8192) if pooled else None
+        cache = {} if pools is None else {CACHE: pools.cache()}
+        text = model(prompt(1, 150)["input_ids"], **cache, logits_to_keep=1).past_key_values
+        batch, alone, joins = Batch(model), {}, {0: 0, 2: 1, 4: 2, 9: 3}
+        for step in range(18):
+            if step in joins:
+                row, mine = joins[step], text.fork()
+                model(prompt(1, 12 + row, seed=row + 1)["input_ids"], **{CACHE: mine}, logits_to_keep=1)
+                mine.end_archive()  # as the server does: no turn follows
+                assert mine.sequence.awaits
+                alone[row] = copy.deepcopy(mine)
+                batch.add(row, mine)
+            if step == 14:
+                left = batch.remove(1)
+                assert kept(left) == kept(alone[1])
+            tokens = [5 + step + 7 * row for row in batch.rows]
+            for row, token, logits in zip(batch.rows, tokens, batch.step(tokens), strict=True):
+                assert relative(logits, decoded(model, alone[row], (token,)).logits[0, -1]) < most
+            since = batch.cache.sequence.since
+            each = [alone[row].sequence.since for row in batch.rows]
+            assert since is None or since.tolist() == [-1 if one is None else one[0] for one in each]
+            assert (since is None) == all(one is None for one in each)
+        assert kept(batch.cache) == [
+            [row for one in layers for row in one] for layers in zip(*(kept(alone[row]) for row in batch.rows))
+        ]
+        assert all(layer.storage.prefix is None for layer in batch.cache.layers)  # the text's memory may be free
+
+
+def test_a_batch_where_some_have_chosen_is_settled():
+    """A row with an archive joins: the answer that still attends to all slots has what its prompt chose."""
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **AFTER):
+        text = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
+        batch, caches = Batch(model), [text.fork() for _ in range(3)]
+        for cache in caches:
+            model(turn, **{CACHE: cache}, logits_to_keep=1)
+        for cache in caches[:2]:
+            cache.end_archive()
+        twin, chosen = (copy.deepcopy(cache) for cache in caches[:2])
+        batch.add("chosen", caches[1])
+        for token in TOKENS:
+            batch.step([token])
+            decoded(model, chosen, (token,))
+        batch.add("awaits", caches[0])
+        batch.step([3, 4])
+        decoded(model, chosen, (3,))
+        decoded(model, twin, (4,))
+        assert batch.cache.sequence.since.tolist() == [-1, 1]
+        batch.add("archive", caches[2])
+        assert not batch.cache.sequence.awaits
+        twin.settle()
+        for row, one in (("awaits", twin), ("chosen", chosen)):
+            assert kept(batch.remove(row)) == kept(one)
 
 
 def test_forks_copies_beams_and_crops_go_on_alike(read):

@@ -43,7 +43,7 @@ class Asking(Chooser):
 
     def put_aside(self, plan: Plan) -> None:
         for layer, *rest in self.asked:
-            archive.put_aside(layer, Awaited(plan.ranks.counts(layer).sum(1), *rest))
+            archive.put_aside(layer, Awaited([*range(len(layer.counts))], plan.ranks.counts(layer).sum(1), *rest))
 
 
 class Answered(Chooser):
@@ -63,9 +63,11 @@ class Answered(Chooser):
     def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
         sequence = step.cache.sequence
         assert sequence.since is not None
-        sequence.since = since = sequence.since + 1
-        if since.min() < step.plan.policy.answered:
+        sequence.since = since = np.where(sequence.since < 0, -1, sequence.since + 1)
+        if since[since >= 0].min() < step.plan.policy.answered:
             return
+        if (since < 0).any():
+            raise ValueError("other rows of the cache have chosen their slots: let kvevict.Batch step through it")
         floor = sequence.floor  # no token of the answer is lost, so all of them may be taken back
         away = [call.layer for call in self.calls if call.layer.awaited.chosen is None]
         for layer in away:

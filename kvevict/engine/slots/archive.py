@@ -105,15 +105,25 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
 
 
 def settle(sequence: Any, layers: Sequence[EvictionLayer]) -> None:
-    """Where an answer has ended or is not to choose: its layers have the slots that the prompt's rows chose, and those
-    since."""
+    """Where answers have ended or are not to choose: their layers have the slots that the prompt's rows chose, and
+    those since."""
     count, sequence.since = sequence.since, None
     for layer in layers if count is not None else ():
         awaited, layer.awaited = layer.awaited, None
         if awaited is not None and awaited.chosen is not None:
-            since = layer.storage.last(count)
             kept, layer.head_offsets = awaited.chosen
-            layer.storage = kept.moved(kept.grown(kept.counts + since.counts)).followed_by(since)
+            since = _rows(layer, awaited.at).last(count[awaited.at])
+            settled = kept.moved(kept.grown(kept.counts + since.counts)).followed_by(since)
+            others = [row for row in range(len(count)) if row not in awaited.at]
+            if others:
+                every = Storage.joined([settled, _rows(layer, others)])
+                settled = every.rows(torch.tensor([*awaited.at, *others]).argsort())
+            layer.storage = settled
+
+
+def _rows(layer: EvictionLayer, rows: list[int]) -> Storage:
+    """View batch rows of a layer's slots."""
+    return layer.storage.aliased(torch.tensor(rows, device=layer.device), rows)
 
 
 def append(layer: Any, *new: Any) -> None:

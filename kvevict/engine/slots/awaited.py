@@ -1,4 +1,4 @@
-"""What a layer has beside the slots of all tokens while an answer attends to these (`Policy.recall_after`)."""
+"""What a layer has beside the slots of all tokens while answers attend to these (`Policy.recall_after`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from .storage import Storage, together
 
 @dataclass(frozen=True)
 class Awaited:
-    """What a layer's prompt chose, and the rows that choose in the end. The tokens of the answer so far are the
-    sequence's `since`."""
+    """What a layer's prompt chose, and the rows that choose in the end, of the N batch rows `at`. The number of the
+    answers' tokens so far is the sequence's `since`."""
 
-    slots: np.ndarray  # [B] number over the heads of all ranks that the prompt's rows chose
-    protected: tuple[Tensor, Tensor]  # [B] first and last slots of the prompt that are always kept
+    at: list[int]  # batch rows of the cache, ascending: others have chosen
+    slots: np.ndarray  # [N] number over the heads of all ranks that the prompt's rows chose
+    protected: tuple[Tensor, Tensor]  # [N] first and last slots of the prompt that are always kept
     bounds: Bounds
-    skip: Tensor  # int32 [B] rows before this one do not count
-    q: Tensor  # [B, H, R, D] of the prompt's last rows, and of the answer's
-    out: Tensor | None  # [B, R, H, D] their outputs, if those are wanted
-    lse: Tensor | None  # [B, H, R] theirs over all slots up to their own; None: they see the chosen slots alone
+    skip: Tensor  # int32 [N] rows before this one do not count
+    q: Tensor  # [N, H, R, D] of the prompt's last rows, and of the answer's
+    out: Tensor | None  # [N, R, H, D] their outputs, if those are wanted
+    lse: Tensor | None  # [N, H, R] theirs over all slots up to their own; None: they see the chosen slots alone
     chosen: tuple | None = None  # the `storage` and `head_offsets` of these slots; None: the layer's own
 
     def with_row(self, q: Tensor, out: Tensor, lse: Tensor) -> Awaited:
-        """With a row of the answer, q [B, H, 1, D], out [B, 1, H, D] and lse [B, H, 1]."""
+        """With a row of the answers, of q [B, H, 1, D], out [B, 1, H, D] and lse [B, H, 1]."""
+        if len(self.at) < len(q):
+            q, out, lse = q[self.at], out[self.at], lse[self.at]
         outs = None if self.out is None else torch.cat([self.out, out], 1)
         sums = None if self.lse is None else torch.cat([self.lse, lse], 2)
         return replace(self, q=torch.cat([self.q, q], 2), out=outs, lse=sums)
@@ -41,19 +44,27 @@ class Awaited:
         lse = None if self.lse is None else self.lse[:, :, :left]
         return replace(self, q=self.q[:, :, :left], out=out, lse=lse)
 
-    def rows(self, chosen: Tensor) -> Awaited:
-        """With batch rows chosen [N], as of `Storage.rows`."""
-        at, kept = chosen.tolist(), self.chosen
+    def rows(self, rows: list[int]) -> Awaited | None:
+        """With these batch rows, as of `Storage.rows`. None: all of them have chosen."""
+        number, kept = {row: n for n, row in enumerate(self.at)}, self.chosen
+        at = [place for place, row in enumerate(rows) if row in number]
+        if not at:
+            return None
+        mine = [number[rows[place]] for place in at]
+        chosen = torch.tensor(mine, device=self.q.device)
         if kept is not None:
-            offsets = None if kept[1] is None else kept[1][at]
-            kept = kept[0].rows(chosen), offsets
+            kept = kept[0].rows(chosen), None if kept[1] is None else kept[1][mine]
         own = (self.protected, self.bounds, self.skip, self.q, self.out, self.lse)
         ends, bounds, skip, q, out, lse = (_rows(each, chosen) for each in own)
-        return Awaited(self.slots[at], ends, Bounds(*bounds), skip, q, out, lse, kept)
+        return Awaited(at, self.slots[mine], ends, Bounds(*bounds), skip, q, out, lse, kept)
+
+    def moved(self, start: int) -> Awaited:
+        """With batch rows that follow `start` others."""
+        return replace(self, at=[start + row for row in self.at])
 
     @classmethod
     def joined(cls, each: Sequence[Awaited]) -> Awaited:
-        """The batch rows of several, side by side; all of them `joins`."""
+        """The batch rows of several, one after the other; all of them `joins`."""
         most = max(one.q.shape[2] for one in each)
         after = [most - one.q.shape[2] for one in each]
         qs = [torch.nn.functional.pad(one.q, (0, 0, gap, 0)) for one, gap in zip(each, after, strict=True)]
@@ -67,8 +78,8 @@ class Awaited:
         slots = np.concatenate([one.slots for one in each])
         storages, offsets = zip(*(one.chosen for one in each), strict=True)
         chosen = Storage.joined(storages), together([*offsets])
-        out = torch.cat(outs) if outs else None
-        return cls(slots, (first, last), bounds, skip, torch.cat(qs), out, torch.cat(lses), chosen)
+        out, at = torch.cat(outs) if outs else None, [row for one in each for row in one.at]
+        return cls(at, slots, (first, last), bounds, skip, torch.cat(qs), out, torch.cat(lses), chosen)
 
     def joins(self, other: Awaited) -> bool:
         """Whether the rows of both can be side by side."""

@@ -170,7 +170,7 @@ class EvictionLayer(CacheLayerMixin):
             at = rows if isinstance(value, Tensor) else chosen
             setattr(self, name, None if value is None else value[at])
         self.memory = {name: value[rows] for name, value in self.memory.items()}
-        self.awaited = None if self.awaited is None else self.awaited.rows(rows)
+        self.awaited = None if self.awaited is None else self.awaited.rows(chosen)
         self.storage = self.storage.rows(rows)
         self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
         self.carry = of_layer(self.carry, self)
@@ -179,7 +179,7 @@ class EvictionLayer(CacheLayerMixin):
 
     @property
     def chosen(self) -> Storage:
-        """The slots that are chosen, where an answer attends to others, too."""
+        """The slots that are chosen, where all rows' answers attend to others, too."""
         return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
 
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form

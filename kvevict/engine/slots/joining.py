@@ -4,6 +4,7 @@ parting move no slot of a pool."""
 import copy
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -87,23 +88,24 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     return None
 
 
-def join_awaiting(one: EvictionCache, other: EvictionCache) -> bool:
-    """Whether answers in both attend to the slots of all tokens, and go on so side by side: these slots lie in the same
-    buffers, and are in no archive."""
-    for mine, yours in zip(one.layers, other.layers, strict=True):
-        awaited = getattr(mine, "awaited", None), getattr(yours, "awaited", None)
-        if None in awaited or not awaited[0].joins(awaited[1]):
+def go_on(caches: Items[EvictionCache]) -> bool:
+    """Whether answers that attend to the slots of all tokens go on so where these caches join: these slots lie in the
+    same buffers, and are in no archive."""
+    if any(obstacle(cache) for cache in caches):
+        return False
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        awaited = [layer.awaited for layer in layers if layer.awaited is not None]
+        if any(layer.archive is not None for layer in layers) or not all(each.joins(awaited[0]) for each in awaited):
             return False
-        here, there = mine.storage.prefix, yours.storage.prefix
-        if here is None or there is None or here.k is not there.k or mine.archive or yours.archive:
+        if len({id(layer.storage.prefix.k) for layer in layers if layer.storage.prefix is not None}) > 1:
             return False
     return True
 
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
     """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
-    Each row keeps a separate archive. Answers that still attend to all slots (`Policy.recall_after`) go on with those
-    that their prompts chose, unless `join_awaiting` says that they go on as they are.
+    Each row keeps a separate archive. Answers that still attend to all slots (`Policy.recall_after`) do so on, if
+    `go_on` says so; else they have those that their prompts chose.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -117,7 +119,7 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
         differs = unlike(first, cache)
         if differs is not None:
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
-    if not all(join_awaiting(first, cache) for cache in caches):
+    if any(cache.sequence.awaits for cache in caches) and not go_on(caches):
         for cache in caches:
             cache.settle()
     if any(layer.archive is not None for cache in caches for layer in cache.layers):
@@ -150,8 +152,9 @@ def _joined(layers: tuple) -> EvictionLayer:
     if any(layer.prompt is not None for layer in layers):
         prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
         whole.prompt = np.concatenate(prompts)
-    if first.awaited is not None:
-        whole.awaited = Awaited.joined([layer.awaited for layer in layers])
+    starts = [0, *accumulate(len(layer.counts) for layer in layers)]
+    awaited = [layer.awaited.moved(at) for layer, at in zip(layers, starts) if layer.awaited is not None]
+    whole.awaited = Awaited.joined(awaited) if awaited else None
     if first.archive is not None:
         whole.archive = archive.apart([layer.archive for layer in layers])
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}

@@ -25,7 +25,8 @@ class Sequence:
         self.floor = 0  # columns that crop may not take back: slots were evicted since, or belong to padding
         self.coming: tuple[int, Any] = (0, 0)  # columns of the running step, and tokens [B] (or a number) among them
         self.archived = 0  # columns whose slots are in the layers' archives, too
-        self.since: np.ndarray | None = None  # int [B] tokens of an answer that `awaits`; None: there is none
+        # int [B] tokens of an answer that attends to all slots; -1 in other rows; None: there is no such answer
+        self.since: np.ndarray | None = None
         self.removing: int | None = None  # tokens that a running crop of the cache removes
         self.half_read = False  # a call that changes the cache has not ended
         self.thread: int | None = None  # that the last such call began in
@@ -40,7 +41,7 @@ class Sequence:
 
     @property
     def awaits(self) -> bool:
-        """Whether an answer attends to the slots of all tokens, and has not chosen among them yet."""
+        """Whether a row's answer attends to the slots of all tokens, and has not chosen among them yet."""
         return self.since is not None
 
     def fix(self) -> None:
@@ -84,7 +85,7 @@ class Sequence:
         self.archived = min(self.archived, self.columns)
         self.seen = np.maximum(self.seen - count, 0)
         if self.since is not None:
-            self.since = self.since - count
+            self.since = np.where(self.since < 0, -1, self.since - count)
         if self.next_position is not None:
             self.next_position = self.next_position - count
 
@@ -93,7 +94,8 @@ class Sequence:
         assert self.seen is not None
         self.seen = self.seen[chosen]
         if self.since is not None:
-            self.since = self.since[chosen]
+            since = self.since[chosen]
+            self.since = None if (since < 0).all() else since
         if self.next_position is not None:
             self.next_position = self.next_position[chosen]
 
@@ -119,8 +121,10 @@ class Sequence:
         whole.columns = whole.archived = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)
         whole.seen = np.concatenate([one.seen for one in each])
-        if whole.since is not None:
-            whole.since = np.concatenate([one.since for one in each])
+        if any(one.awaits for one in each):
+            whole.since = np.concatenate(
+                [np.full(len(one.seen), -1) if one.since is None else one.since for one in each]
+            )
         whole.next_position = torch.cat([one.positions(device) for one in each])
         whole.packed = ()
         return whole

@@ -58,9 +58,9 @@ class Storage(Stored):
     def joined(cls, storages: Sequence[Storage]) -> Storage:
         """Concatenate batch rows: without a copy if all lie in one pool, else in new buffers."""
         storages = [each.whole() if each.far else each for each in storages]
-        first, prefix = storages[0], None
-        if any(each.prefix is not None for each in storages):
-            prefix = cls.joined([each._no_slots() if each.prefix is None else each.prefix for each in storages])
+        first, prefix = storages[0], next((each.prefix for each in storages if each.prefix is not None), None)
+        if prefix is not None:
+            prefix = cls.joined([each.prefix or prefix._no_slots(len(each.counts)) for each in storages])
         fields = {name: together([getattr(each, name) for each in storages]) for name in OF_ROWS}
         rows = replace(first, **fields, regions=sum((each.regions for each in storages), ()), prefix=prefix)
         if all(each.k is first.k for each in storages):
@@ -154,8 +154,9 @@ class Storage(Stored):
         """View batch rows chosen [N], the list `at` on the host, in the same buffers."""
         own = {name: getattr(self, name) for name in OF_ROWS}
         fields: Any = {name: x if x is None else x[chosen if isinstance(x, Tensor) else at] for name, x in own.items()}
-        regions = tuple(self.regions[row] for row in at) if self.regions else ()
-        prefix = None if self.prefix is None else self.prefix.aliased(chosen.to(self.prefix.device), at)
+        regions, prefix = tuple(self.regions[row] for row in at) if self.regions else (), None
+        if self.prefix is not None and self.prefix.total_counts[at].any():
+            prefix = self.prefix.aliased(chosen.to(self.prefix.device), at)
         return replace(self, **fields, regions=regions, prefix=prefix)
 
     def moved(
@@ -222,10 +223,11 @@ class Storage(Stored):
 
     _memory = property(lambda self: None if isinstance(self.pool, Files) else self.pool)
 
-    def _no_slots(self) -> Storage:
-        """View none of the slots, in the same buffers."""
-        none = 0 * self.counts
-        return replace(self, len=0 * self.len, counts=none, capacity=none, starts=none)
+    def _no_slots(self, rows: int) -> Storage:
+        """So many batch rows without a slot, in the same buffers."""
+        first = self.aliased(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+        none = 0 * first.counts
+        return replace(first, len=0 * first.len, counts=none, capacity=none, starts=none, prefix=None)
 
     def followed_by(self, other: Storage) -> Storage:
         """Append the slots of another storage; this one must have room for them."""
