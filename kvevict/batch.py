@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import rotary
 from .compat import CACHE
-from .engine.hook.installed import plan_of
 from .engine.slots.joining import Pools, join, part
 from .families import base_model, device_of, find_decoder
 
@@ -60,7 +58,8 @@ class Batch:
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
         ids = torch.as_tensor(tokens, device=self.device)[:, None]
-        due, others = _choosing(self.cache, plan_of(find_decoder(self.model)))
+        sequence = getattr(self.cache, "sequence", None)
+        due, others = ([], []) if sequence is None else sequence.choosing()
         if not due or not others:
             return self._logits(self.cache, ids)
         parts = [(part(self.cache, rows), ids[rows]) for rows in (due, others)]
@@ -69,19 +68,10 @@ class Batch:
         self.cache = part(join([cache for cache, _ in parts]), order.tolist())
         return logits[order.to(self.device)]
 
-    def _logits(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    def _logits(self, cache: object, ids: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocabulary] after ids [B, 1]."""
         sequence = getattr(cache, "sequence", None)
         following = None if sequence is None else sequence.next_position
         place = {} if following is None else dict(position_ids=following[:, None])
         out = self.model(ids, **{CACHE: cache}, **place, use_cache=True, return_dict=True)
         return out.logits[:, -1]
-
-
-def _choosing(cache: Any, plan: Any) -> tuple[list[int], list[int]]:
-    """The rows whose next token chooses their slots (`Policy.recall_after`), and the others: the former step apart."""
-    since = None if plan is None else getattr(getattr(cache, "sequence", None), "since", None)
-    if since is None:
-        return [], []
-    chooses = since == plan.policy.answered - 1
-    return (*(np.flatnonzero(each).tolist() for each in (chooses, ~chooses)),)

@@ -44,6 +44,13 @@ class Sequence:
         """Whether a row's answer attends to the slots of all tokens, and has not chosen among them yet."""
         return self.since is not None
 
+    def choosing(self) -> tuple[list[int], list[int]]:
+        """The rows whose answer's next token chooses their slots (`Policy.recall_after`), and the others."""
+        if self.since is None:
+            return [], []
+        due = self.since == self.policy.answered - 1
+        return np.flatnonzero(due).tolist(), np.flatnonzero(~due).tolist()
+
     def fix(self) -> None:
         """Nothing of what has been read, the running step's columns included, can be taken back."""
         self.floor = self.columns + self.coming[0]
@@ -122,9 +129,8 @@ class Sequence:
         whole.floor = whole.columns - min(one.removable for one in each)
         whole.seen = np.concatenate([one.seen for one in each])
         if any(one.awaits for one in each):
-            whole.since = np.concatenate(
-                [np.full(len(one.seen), -1) if one.since is None else one.since for one in each]
-            )
+            sinces = [np.full_like(one.seen, -1) if one.since is None else one.since for one in each]
+            whole.since = np.concatenate(sinces)
         whole.next_position = torch.cat([one.positions(device) for one in each])
         whole.packed = ()
         return whole
