@@ -82,7 +82,7 @@ def _get_candidate_generator(model: torch.nn.Module, run: Any, *args: Any, **kwa
     if cache is not None:
         if cache.get_seq_length():
             raise ValueError(
-                f"assisted and prompt-lookup decoding read the whole prompt anew, behind the {cache.get_seq_length()} "
+                f"assisted and prompt-lookup decoding read the whole prompt anew, after the {cache.get_seq_length()} "
                 "tokens that the cache holds: generate without the cache, or without an assistant"
             )
         cache.record_past = True

@@ -20,7 +20,7 @@ def of_chat(tokenizer: Any, messages: list[dict[str, Any]], field: str = "messag
         raise Refused(400, "the model has no chat template: ask at /v1/completions")
     for role in (message["role"] for message in messages):
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            sentence = f"{field}: there is no role {role[:200]!r}: give {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            sentence = f"{field}: {role[:200]!r} is not a role: give {', '.join(ROLES[:-1])} or {ROLES[-1]}"
             raise Refused(400, sentence, param=field)
     return [_taken(tokenizer, message) for message in messages]
 

@@ -59,7 +59,7 @@ def test_a_turn_of_one_token_beside_a_longer_one(policy, options):
 
 
 def test_a_prompt_without_tokens_after_the_cache_s():
-    """Transformers would read it behind these, and so would an assistant's calls with a longer one."""
+    """Transformers would read it after these, and so would an assistant's calls with a longer one."""
     net, first = model(), prompt(1, 40)
     with kvevict.evicting(net, "snapkv", budget=16, window=4):
         out = net.generate(**first, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
@@ -68,7 +68,7 @@ def test_a_prompt_without_tokens_after_the_cache_s():
             with pytest.raises(ValueError, match="the prompt has 40 tokens, no more than the 43 that the cache holds"):
                 net.generate(first["input_ids"], attention_mask=mask, max_new_tokens=2, **{CACHE: cache})
         longer = torch.cat([out.sequences, ids(1, 9)], 1)
-        with pytest.raises(ValueError, match="read the whole prompt anew, behind the 43 tokens"):
+        with pytest.raises(ValueError, match="read the whole prompt anew, after the 43 tokens"):
             net.generate(longer, max_new_tokens=2, prompt_lookup_num_tokens=3, eos_token_id=0, **{CACHE: cache})
         assert kept(cache) == held and cache.sequence.columns == 43
         net.generate(longer, max_new_tokens=2, **{CACHE: cache})

@@ -150,7 +150,7 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
 
 def _begin_anew(inputs: object = None, *_: object, input_ids: object = None, **kwargs: Any) -> None:
     """Begin a `generate` after a cache, whose tokens an earlier one's assistant cannot take back any more. Raises
-    ValueError for a prompt that has nothing after the cache's tokens: Transformers would read it behind these."""
+    ValueError for a prompt that has nothing after the cache's tokens: Transformers would read it after these."""
     cache, mask = kwargs.get(compat.CACHE), kwargs.get("attention_mask")
     held = getattr(getattr(cache, "sequence", None), "columns", 0)
     if not held:
