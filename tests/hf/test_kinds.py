@@ -7,6 +7,7 @@ import torch
 import zoo
 
 import kvevict
+from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.latent import LatentLayer
 
 KINDS = {
@@ -71,6 +72,27 @@ def test_follow_up_turn(model):
                 cache = out.past_key_values
                 parts.append(out.logits)
     assert tiny.relative(torch.cat(parts, 1), want) < 1e-4
+
+
+@pytest.mark.parametrize("policy, options", [
+    ("snapkv", dict(recall=True)), ("snapkv", dict(recall=True, chunk_size=16)), ("tova", {}), ("h2o", {}),
+], ids=["recall", "recall in chunks", "tova", "h2o"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["shared", "other names"], indirect=True)
+def test_a_cut_while_decoding_follows_all_that_attend(model, policy, options):
+    """A decoded token's logits do not know of the cut after it, also where layers read another layer's slots."""
+    ids, found = tiny.prompt(1, 60)["input_ids"], []
+    for interval in (1, 100):
+        own = dict(window=4) if policy == "snapkv" else {}
+        with (
+            torch.no_grad(),
+            kvevict.evicting(model, policy, budget=12, interval=interval, decode=True, **own, **options),
+        ):
+            cache = model(ids, logits_to_keep=1, use_cache=True).past_key_values
+            tokens = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (5, 9)]
+            assert all(max(map(len, row)) <= 12 + (interval > 1) * 2 for layer in cache.layers
+                       if isinstance(layer, EvictionLayer) for row in layer.positions())  # fmt: skip
+        found.append(tokens)
+    assert torch.equal(found[0][0], found[1][0])
 
 
 def test_candidates_that_are_taken_back(model, kind):

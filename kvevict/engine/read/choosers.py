@@ -68,19 +68,26 @@ class Deciding(Chooser):
         if policy.decode and observing and policy.rows.decoded and not policy.rows.newest:
             row = torch.cat([call.q, call.out.transpose(1, 2)], 3) if step.plan.wants_outputs else call.q
             layer.remember(row, policy.rows.decoded)
-        alive = step.plan.ranks.counts(layer).sum(1)
-        slots = self.decisions.kept(order, alive)
-        if slots is not None and policy.recall and layer.archive is not None:
-            archive.recall(layer, slots < alive)
-            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)  # these are of fewer slots
+        slots = self._slots(call)
         if policy.carry == "sum" and observing and policy.score.adds_attention:
             sums: Any = join("sum", call.probs, layer.carry)
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False
-            if evict.drop(call, slots, sums):
+            if call.index not in step.plan.last_reader and evict.drop(call, slots, sums):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
+
+    def _slots(self, call: LayerCall) -> np.ndarray | None:
+        """Slots [B] that a decoded token leaves to a layer; None: all of them."""
+        return self.decisions.kept(call.order, call.step.plan.ranks.counts(call.layer).sum(1))
+
+    def recall(self, call: LayerCall) -> None:
+        """Before `layer`, after a decoded token: in rows that lose slots, all tokens' slots take part."""
+        layer, slots = call.layer, self._slots(call)
+        if slots is not None and call.policy.recall and layer.archive is not None:
+            archive.recall(layer, slots < call.step.plan.ranks.counts(layer).sum(1))
+            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)  # these are of fewer slots
 
     def layer(self, call: LayerCall) -> None:
         policy, order, chunk = call.policy, call.order, call.step.chunk

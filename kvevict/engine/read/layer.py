@@ -202,6 +202,8 @@ def _is_due(call: LayerCall) -> bool:
 
 
 def _choose(call: LayerCall) -> None:
+    if call.step.decoding:
+        call.step.chooser.recall(call)
     storage = call.layer.storage
     with call.step.meter.clock("evict"):
         call.step.chooser.layer(call)
