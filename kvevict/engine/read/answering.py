@@ -56,7 +56,7 @@ class Answered(Chooser):
         self.calls: list[LayerCall] = []  # of the layers
 
     def takes(self, call: LayerCall) -> bool:
-        call.layer.awaited = call.layer.awaited.with_row(call.q, call.out, call.lse)
+        call.layer.awaited = call.layer.awaited.with_row(q=call.q, out=call.out, lse=call.lse)
         self.calls.append(call)
         return False
 
