@@ -1,7 +1,5 @@
 """An answer: text, reasoning, tool calls and end, made of the model's tokens one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 

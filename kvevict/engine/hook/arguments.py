@@ -1,7 +1,5 @@
 """The arguments of a decoder's call: checked before the cache changes, and cut to chunks."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -5,8 +5,6 @@ context (`using`), or else the model's default (`kvevict.patch`); a call without
 are restored when the model has no default policy and no call or block needs them any more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref

@@ -1,8 +1,6 @@
 """Recall's second choice: an answer's first tokens attend to the slots of all tokens, and then their rows, and the
 prompt's last ones, choose among these (`Policy.recall_after`, METHODS section 13)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,7 +7,6 @@ exceptions in `rules.py`. While decoding nothing is appended: the newest row obs
 """
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -147,4 +146,4 @@ class Rows(Part):
         return self
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)
