@@ -126,7 +126,7 @@ class Written:
     def _until_stop(self, text: str) -> str:
         """Return the letters, held ones first, that certainly stand before a stop string."""
         text = self._held + text
-        cut = cut_at(text, self.stops)
+        cut = min((at for at in map(text.find, self.stops) if at >= 0), default=len(text))
         if cut < len(text):
             self.ended, self._end, self._held = True, None, ""
         else:
@@ -151,11 +151,6 @@ class Written:
                     self.ended, self._end, self._called = True, None, True
                     return parts[: at if again else at + 1]
         return parts
-
-
-def cut_at(text: str, stops: Iterable[str]) -> int:
-    """Find where the first stop string begins; the text's length without one."""
-    return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
 
 
 def unfinished(text: str, stops: Iterable[str]) -> int:
