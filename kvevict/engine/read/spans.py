@@ -96,7 +96,10 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
-        answers = decodes and self.cache.sequence.awaits and self._is_answered()
+        own = (
+            self.cache.sequence.policy == policy and not arguments.rolls_back
+        )  # the prompt's policy, nothing is undone
+        answers = decodes and self.cache.sequence.awaits and own
         if not answers:
             archive.settle(self.cache.sequence, self.layers)
         if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
@@ -109,10 +112,6 @@ class Spans:
         elif decodes:
             chooser = Answered() if answers else None
         yield self.span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
-
-    def _is_answered(self) -> bool:
-        """Whether the policy is that of the prompt, and tokens are not to be taken back."""
-        return self.cache.sequence.policy == self.policy and not self.arguments.rolls_back
 
     def note_prompts(self) -> None:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""

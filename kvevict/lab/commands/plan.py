@@ -45,10 +45,6 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         UNPATCHED: cost(shape, None, args.tokens, **common),
         args.policy: cost(shape, policy, args.tokens, **common),
     }
-    if policy.recall:
-        layers, slots = shape.windows.count(None), args.batch * (args.tokens + args.new_tokens)
-        archive = slots * layers * replace(shape, kv=policy.kv).slot_bytes
-        runs[args.policy] |= {"archive_bytes": archive}
     if policy.recall_slots is not None:
         after = cost(shape, policy.recalling, args.tokens, **common)
         runs[args.policy] |= {name: after[name] for name in ("cache_bytes", "decode")}
@@ -62,7 +58,8 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if policy.recall:
-        here = archive if policy.recall is True else 2 * archive // max(layers, 2)
+        archive = runs[args.policy]["archive_bytes"]
+        here = archive if policy.recall is True else 2 * archive // max(shape.windows.count(None), 2)
         where = "" if policy.recall is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
         print(f"The archive is beside the peak memory{where}; attention to it is left out.")
         archives = {"device_bytes": here, "host_bytes": 0 if policy.recall is True else archive}
