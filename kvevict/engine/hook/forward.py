@@ -17,6 +17,7 @@ from ...context import context, current, enter, within
 from ...families import find_decoder
 from ..read.spans import Spans
 from ..read.step import OuterCall, Step
+from ..slots.adopt import EvictionCache
 from .arguments import Arguments
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
@@ -136,11 +137,14 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     plan = None if installed is None else installed.chosen()
     if plan is None or not installed.enter(decoder):
         return run(*args, **kwargs)
-    before = plan.meter()
-    _begin_anew(*args, **compat.named(kwargs))
+    before, kwargs = plan.meter(), compat.named(kwargs)
+    cache = kwargs.get(compat.CACHE)
+    if isinstance(cache, EvictionCache) and cache.sequence.columns:
+        cache.record_past = False  # an earlier call's assistant cannot take its tokens back any more
+        _check_after(cache.sequence.columns, *args, **kwargs)
     try:
         with within(plans={**context().plans, installed: plan}):
-            output = run(*args, **compat.named(kwargs))
+            output = run(*args, **kwargs)
     finally:
         installed.leave(decoder)
     if plan.meter() is not before and plan.policy.question == "later":
@@ -148,14 +152,12 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     return output
 
 
-def _begin_anew(inputs: object = None, *_: object, input_ids: object = None, **kwargs: Any) -> None:
-    """Begin a `generate` after a cache, whose tokens an earlier one's assistant cannot take back any more. Raises
-    ValueError for a prompt that has nothing after the cache's tokens: Transformers would read it behind these."""
-    cache, mask = kwargs.get(compat.CACHE), kwargs.get("attention_mask")
-    held = getattr(getattr(cache, "sequence", None), "columns", 0)
-    if not held:
-        return
-    cache.record_past, ids = False, input_ids if inputs is None else inputs
+def _check_after(
+    held: int, inputs: Any = None, *_: object, input_ids: Any = None, attention_mask: Any = None, **others: object
+) -> None:
+    """Raise ValueError for a prompt of a `generate` that has nothing after the `held` tokens of its cache: Transformers
+    would read it behind these."""
+    ids, mask = input_ids if inputs is None else inputs, attention_mask
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] > held:
         return
     if mask is None or mask.shape[-1] < held + ids.shape[1]:
