@@ -95,7 +95,7 @@ class LayerCall:
 
     def drafting(self, rows: int) -> LayerCall:
         """A smaller copy of this call, to wait while tokens are drafted: keys, values and the last rows."""
-        return self._reduced(None, self.rows.last(rows, self.step.plan.wants_outputs))
+        return self._reduced(None, self.rows.stored_rows(rows, self.step.plan.wants_outputs))
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:
         """A copy of this call with these rows, and without keys and values that it has expanded from latents."""

@@ -209,13 +209,9 @@ class LayerRows:
         """[B] the new columns' end, if all of them count."""
         return self.columns + 0 * self.first
 
-    def last(self, count: int, outputs: bool) -> "LayerRows":
-        """The last `count` rows, copied."""
-        out = self.out[:, -count:].clone() if outputs else None
-        return replace(self, q=self.q[:, :, -count:].clone(), lse=self.lse[:, :, -count:].clone(), out=out)
-
     def stored_rows(self, count: int, outputs: bool) -> "LayerRows":
-        """The last `count` of the stored rows, as `last`."""
+        """The last `count` of the stored rows, copied."""
         end = self.q.shape[2] - self.appended
-        out = None if self.out is None else self.out[:, :end]
-        return replace(self, q=self.q[:, :, :end], lse=self.lse[:, :, :end], out=out).last(count, outputs)
+        own = slice(max(end - count, 0), end)
+        out = self.out[:, own].clone() if outputs else None
+        return replace(self, q=self.q[:, :, own].clone(), lse=self.lse[:, :, own].clone(), out=out)
