@@ -59,10 +59,8 @@ class LayerCall:
         """int [B] how many of the S rows are no padding, on the host."""
         return self.columns - self.padding
 
-    @property
-    def to_store(self) -> list:
-        """k, v [B, Hkv, S, W] of the rows that the cut stores."""
-        return [x[:, :, : self.columns] for x in self.new]
+    # k, v [B, Hkv, S, W] of the rows that the cut stores
+    to_store = property(lambda self: [x[:, :, : self.columns] for x in self.new])
 
     @cached_property
     def rows(self) -> LayerRows:
