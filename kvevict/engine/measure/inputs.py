@@ -3,6 +3,7 @@
 A quantity that needs one gets it after the `Slots` and the `Observation`; only the inputs that are named are made.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ INPUTS.update({
     "hidden": lambda at: at.hidden,  # [B, T, E] the input of the layer's attention block, all rows
     # k, v [B, heads, p, D] of the rows that are read with the call and not stored
     "appended": lambda at: (at.k[:, :, at.columns :], at.v[:, :, at.columns :]),
-    # The layer's trained `gates.LayerGates` in a folder; None: the model's own.
-    "gates": lambda at, folder: gates.LayerGates(gates.loaded(folder, at.step.decoder), at.index, at.step.plan.ranks),
+    # `Gates.numbers` of the layer, by the trained gates in a folder; None: the model's own.
+    "gates": lambda at, folder: partial(gates.loaded(folder, at.step.decoder).numbers, at.index, at.step.plan.ranks),
     # The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none.
     "memory": lambda at, of: at.layer.memory.get(of),
     # fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does
