@@ -79,7 +79,6 @@ class Texts:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all texts."""
         with self._lock:
             self._refresh()
             return sum(each.size for each in self._known.values())

@@ -230,11 +230,12 @@ def _forward(self: Any, run: Any, plan: Any, args: tuple, kwargs: dict) -> Any:
 def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     arguments = Arguments(decoder, plan, kwargs)
     spans = Spans(arguments, run)
-    output = spans.read()
-    arguments.packing.unpack(output)
+    for _ in spans.steps():
+        pass
+    arguments.packing.unpack(spans.output)
     if arguments.top is None:
         spans.settle()
-    return arguments, output
+    return arguments, spans.output
 
 
 def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Step, None, Any]:

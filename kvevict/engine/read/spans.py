@@ -45,12 +45,6 @@ class Spans:
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self.output = output
 
-    def read(self) -> Any:
-        """The output after all `steps`."""
-        for _ in self.steps():
-            pass
-        return self.output
-
     def spans(self) -> Iterator[Step]:
         """The steps of the call, one after the other: each is to be done before the next is asked for."""
         arguments = self.arguments

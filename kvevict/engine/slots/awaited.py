@@ -77,7 +77,6 @@ class Awaited:
         return alike and self.chosen is not None and other.chosen is not None
 
     def tensors(self) -> tuple:
-        """All tensors."""
         own = () if self.chosen is None else self.chosen[0].tensors()
         return *own, *self.protected, *self.bounds, self.skip, self.q, self.out, self.lse
 

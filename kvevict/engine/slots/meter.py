@@ -110,5 +110,4 @@ def _place(archive: Storage | Apart | None) -> str | None:
 
 
 def allocated_bytes(layer: Any) -> int:
-    """Bytes of all tensors of a cache layer."""
     return sum(t.nbytes for t in tensors_of(layer))
