@@ -111,12 +111,10 @@ def restore(module: torch.nn.Module) -> None:
     name = standin.name
     if module.__dict__.get("_old_forward") is standin:  # accelerate may have hooked us after patching
         name = "_old_forward"
-    if module.__dict__.get(name) is not standin:
-        return
-    if standin.before is None and name == "forward":
-        del module.__dict__[name]
-    else:
+    if module.__dict__.get(name) is standin:
         setattr(module, name, standin.own)
+        if standin.before is None and name == "forward":
+            del module.__dict__[name]
 
 
 def _untraced(function: Any) -> Any:
@@ -172,15 +170,10 @@ def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> 
     """Stands in for the forward of the model around the decoder."""
     if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # not so remote code
         kwargs = compat.named(kwargs)
-    return contextvars.copy_context().run(_call, self, run, args, kwargs)
-
-
-def _call(model: torch.nn.Module, run: Any, args: tuple, kwargs: dict) -> Any:
-    wanted = kwargs.get("logits_to_keep", 0)
+    wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
-    call = OuterCall(model, kwargs.get("attention_mask"), wanted)
-    enter(outer=call)
-    with products.of_call(model, args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+    call = OuterCall(self, kwargs.get("attention_mask"), wanted)
+    with within(outer=call), products.of_call(self, ids, kwargs.get("inputs_embeds")):
         output = run(*args, **kwargs)
     if call.spans is not None:
         call.spans.settle()
