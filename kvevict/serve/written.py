@@ -1,6 +1,5 @@
 """An answer: text, reasoning, tool calls and end, made of the model's tokens one after the other."""
 
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from transformers.cli.serving.utils import ToolCall
@@ -130,7 +129,8 @@ class Written:
         if cut < len(text):
             self.ended, self._end, self._held = True, None, ""
         else:
-            cut -= unfinished(text, self.stops)
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            cut -= max(begun, default=0)
             self._held = text[cut:]
         self._certain += cut
         return text[:cut]
@@ -151,8 +151,3 @@ class Written:
                     self.ended, self._end, self._called = True, None, True
                     return parts[: at if again else at + 1]
         return parts
-
-
-def unfinished(text: str, stops: Iterable[str]) -> int:
-    """Count the last letters of a text that may begin a stop string."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

@@ -37,10 +37,12 @@ class Spans:
 
     def steps(self) -> Iterator[Step]:
         """Step through the call; yields each step once it is done."""
-        hidden = []
+        hidden, wanted = [], self.arguments.wanted
         for step in self.spans():
             output = self.step(step)
-            hidden = _last_rows([*hidden, output.last_hidden_state], self.arguments.wanted)
+            hidden.append(output.last_hidden_state)
+            while wanted and sum(h.shape[1] for h in hidden[1:]) >= wanted:  # 0: all rows are wanted
+                hidden.pop(0)
             yield step
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self.output = output
@@ -142,11 +144,3 @@ class Spans:
             first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
             final_position=final,
         )  # fmt: skip
-
-
-def _last_rows(hidden: list, wanted: int) -> list:
-    """The chunks that hold the last `wanted` rows; all of them for 0."""
-    if wanted:
-        while sum(h.shape[1] for h in hidden[1:]) >= wanted:
-            hidden = hidden[1:]
-    return hidden
