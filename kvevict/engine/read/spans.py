@@ -92,10 +92,8 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
-        own = (
-            self.cache.sequence.policy == policy and not arguments.rolls_back
-        )  # the prompt's policy, nothing is undone
-        answers = decodes and self.cache.sequence.awaits and own
+        answers = decodes and self.cache.sequence.awaits and not arguments.rolls_back
+        answers = answers and self.cache.sequence.policy == policy  # the prompt's
         if not answers:
             archive.settle(self.cache.sequence, self.layers)
         if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
