@@ -3,11 +3,13 @@ come back to be read. On a GPU a stream beside the model's copies them, while th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .mapped import Files
@@ -67,13 +69,19 @@ def transfer(into: Storage, source: Storage) -> torch.cuda.Event | None:
 
 
 def _copy(into: Storage, source: Storage) -> None:
+    for to, rows in _pairs(into, source):
+        # A copy to pageable memory (a file) has to end here: nothing else tells when it may be read.
+        to.copy_(rows, non_blocking=not into.on_host or to.is_pinned())
+
+
+def _pairs(into: Storage, source: Storage) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of `into` that are written, and those of `source`."""
     for b, heads in enumerate(into.starts.tolist()):
         for h, start in enumerate(heads):
             for storage, rows in source.places(b, h):
                 stop = start + rows.stop - rows.start
                 for mine, theirs in zip(into.buffers, storage.buffers, strict=True):
-                    # A copy to pageable memory (a file) has to end here: nothing else tells when it may be read.
-                    mine[start:stop].copy_(theirs[rows], non_blocking=not into.on_host or mine.is_pinned())
+                    yield mine[start:stop], theirs[rows]
                 start = stop
 
 
