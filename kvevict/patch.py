@@ -77,7 +77,11 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
         )
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
-    check_kv(chosen.kv, model)
+    if chosen.kv != "model" and families.is_latent(decoder.config):
+        raise ValueError(
+            f"kv={chosen.kv!r} and {type(decoder).__name__}: its heads share latents (MLA), which are stored in the "
+            "model's dtype only; give kv='model'"
+        )
     mapped.check(chosen.recall)
     made = Plan(chosen, decoder, split, question)
     rotates = quantities.rotates(chosen, rotary.rope_depends_on_length(decoder))
@@ -106,16 +110,6 @@ def slot_bytes(model: Any, kind: str = "model") -> int:
     config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
     widths = [families.widths(module, config)[0] for module in modules]
     return families.slot_heads(config) * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
-
-
-def check_kv(kind: str, model: Any) -> None:
-    """Raise ValueError for a model whose slots cannot be represented so."""
-    decoder = find_decoder(model)
-    if kind != "model" and families.is_latent(decoder.config):
-        raise ValueError(
-            f"kv={kind!r} and {type(decoder).__name__}: its heads share latents (MLA), which are stored in the model's "
-            "dtype only; give kv='model'"
-        )
 
 
 def unpatch(model: Any) -> Any:

@@ -4,8 +4,6 @@ PyTorch gives them to oneDNN, which packs the weights anew at every call. Its ow
 of the time (docs/performance.md). The choice is a setting of the process, so all threads have it while one decodes.
 """
 
-from __future__ import annotations
-
 import platform
 import threading
 from collections.abc import Iterator

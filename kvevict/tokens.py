@@ -41,5 +41,4 @@ def start_after(tokenizer: Any, ids: list[int], marks: Iterable[str], most: int)
 
 
 def squeezed(text: str) -> str:
-    """A text without its white space."""
     return "".join(text.split())

@@ -20,8 +20,7 @@ FAR = 100_000  # the highest position tried
 TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; ROUNDED: with 16-bit weights
 ROUNDED = 5e-2
 
-_rotates = WeakKeyDictionary()  # decoder -> result of `rotating`
-_residual = WeakKeyDictionary()  # decoder -> result of `after_attention`
+_known = WeakKeyDictionary()  # decoder -> {function: its finding}
 
 
 @contextlib.contextmanager
@@ -123,6 +122,16 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
+def _found(find: Callable[[Any, Any], Any], model: Any, decoder: Any, advice: str) -> Any:
+    """The finding of a function about a model, computed once. Raises ValueError, with advice, for a text: a fault."""
+    known = _known.setdefault(decoder, {})
+    if find not in known:
+        known[find] = find(model, decoder)
+    if isinstance(known[find], str):
+        raise ValueError(f"{known[find]}{advice}")
+    return known[find]
+
+
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
@@ -132,15 +141,10 @@ def rotating(model: Any, decoder: Any) -> dict[int, bool]:
     Every attention module gets two equal rows at two positions, so their queries differ by the rotation only. Raises
     ValueError if they differ and `rotary.rotate` does not turn one into the other.
     """
-    if decoder not in _rotates:
-        _rotates[decoder] = _rotating(model, decoder)
-    found = _rotates[decoder]
-    if isinstance(found, str):
-        raise ValueError(
-            f"{found}; kvevict cannot rotate its queries or keys: pass ema_alpha=0.0 with rows='probe', and no "
-            "score that rotates them (compactor, expected)"
-        )
-    return found
+    return _found(
+        _rotating, model, decoder, "; kvevict cannot rotate its queries or keys: pass ema_alpha=0.0 with rows='probe', "
+        "and no score that rotates them (compactor, expected)",
+    )  # fmt: skip
 
 
 def _here(hook: Any) -> Any:
@@ -208,12 +212,7 @@ def after_attention(model: Any, decoder: Any) -> dict[int, str]:
     """For each of the layers that evict, the submodule that takes the residual stream with attention's output added:
     {layer: name of the submodule}. Its input equals the layer's input only if attention's output is set to 0. Raises
     ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""
-    if decoder not in _residual:
-        _residual[decoder] = _after_attention(model, decoder)
-    found = _residual[decoder]
-    if isinstance(found, str):
-        raise ValueError(f"{found}: give the layer budget cd='layer' or cd='off'")
-    return found
+    return _found(_after_attention, model, decoder, ": give the layer budget cd='layer' or cd='off'")
 
 
 def _after_attention(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:

@@ -197,4 +197,4 @@ def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join("  ".join(aligned(row)).rstrip() for row in rows)
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -78,7 +78,11 @@ def _lookahead(args: Any, options: dict) -> dict | None:
     if Processes().rank > 0:
         return None  # the first process has written
     parameters, after = sum(p.numel() for p in adapter.parameters()), log.read_text(encoding="utf-8")
-    print(_told_rows(args.out, parameters, json.loads(after.splitlines()[-1]), after == before))
+    last = json.loads(after.splitlines()[-1])
+    told = f"{args.out}: adapter of {parameters:,} parameters; step {last['step']}, loss {last['loss']:.4f}"
+    if valid := last.get("valid"):
+        told += f"; on held-out pairs loss {valid['loss']:.4f}, recall {valid['recall']:.2f}, tau {valid['tau']:.2f}"
+    print(told + "; it was finished before, nothing was left to train" * (after == before))
     return {"model": name, "out": args.out, "parameters": parameters}
 
 
@@ -94,8 +98,12 @@ def _gates(args: Any, options: dict) -> dict | None:
         about = train(model, [text], args.out, **options).about
     if Processes().rank > 0:
         return None  # the first process has written
-    print(_told_gates(args.out, about))
-    return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": about.get("held_out")}
+    held, told = about.get("held_out"), "nothing was held out to measure them on"
+    if held is not None:
+        shares = ", ".join(f"{recall:.2f} at {share}" for share, recall in held["recall"].items())
+        told = f"on {held['tokens']} others R^2 {held['r2']:.2f}, recall {shares}"
+    print(f"{args.out}: gates of {about['tokens']} tokens; {told}")
+    return {"model": name, "out": args.out, "tokens": about["tokens"], "held_out": held}
 
 
 @contextlib.contextmanager
@@ -105,19 +113,3 @@ def _resumable(out: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the same command goes on from the last checkpoint in {out}") from None
-
-
-def _told_rows(out: str, parameters: int, last: dict, finished: bool) -> str:
-    """last: the last line of the training's log. finished: nothing was left to train."""
-    told = f"{out}: adapter of {parameters:,} parameters; step {last['step']}, loss {last['loss']:.4f}"
-    if valid := last.get("valid"):
-        told += f"; on held-out pairs loss {valid['loss']:.4f}, recall {valid['recall']:.2f}, tau {valid['tau']:.2f}"
-    return told + "; it was finished before, nothing was left to train" * finished
-
-
-def _told_gates(out: str, about: dict) -> str:
-    held = about.get("held_out")
-    if held is None:
-        return f"{out}: gates of {about['tokens']} tokens; nothing was held out to measure them on"
-    shares = ", ".join(f"{recall:.2f} at {share}" for share, recall in held["recall"].items())
-    return f"{out}: gates of {about['tokens']} tokens; on {held['tokens']} others R^2 {held['r2']:.2f}, recall {shares}"

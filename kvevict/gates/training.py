@@ -121,10 +121,6 @@ class Fit:
         product = torch.cat([torch.ones_like(x[:, :1]), x], 1).double().T @ rows
         self.products = product if self.products is None else self.products.add_(product)
 
-    def join(self, processes: Processes) -> None:
-        """Add the rows of other processes' fits of the same layer."""
-        self.products = processes.sum(self.products)
-
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(weight [heads, E], bias [heads]) fp32."""
         own = len(self.products)
@@ -164,7 +160,7 @@ class Run:
                 saved = time.monotonic()
         if self.processes.size > 1:
             for fit in self.fits.values():
-                fit.join(self.processes)
+                fit.products = self.processes.sum(fit.products)
         about = {name: self.about[name] for name in ("label", "length", "ridge", "base")}
         layers = {index: (fit.affine(),) for index, fit in self.fits.items()}
         return Gates(layers, about | dict(kind="linear", tokens=self.tokens, pieces=self.count))

@@ -33,10 +33,6 @@ def _numbers_int4(rows: Tensor, dim: int) -> Tensor:
     return hadamard(torch.cat([half & 15, half >> 4], 1).float() * scale + least)
 
 
-def _steps_int8(rows: Tensor) -> Tensor:
-    return rows.abs().amax(-1).float() / 127
-
-
 def _steps_int4(rows: Tensor) -> Tensor:
     x = hadamard(rows.float().reshape(-1, rows.shape[-1])).reshape(rows.shape)
     return (x.amax(-1) - x.amin(-1)) / 15
@@ -55,7 +51,7 @@ class Layout(NamedTuple):
 
 LAYOUTS = (
     Layout("model", None, None, 0, None, None),  # type: ignore[arg-type]
-    Layout("int8", 8, 8, 0, _numbers_int8, _steps_int8),
+    Layout("int8", 8, 8, 0, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
     Layout("int4", 4, 4, 1, _numbers_int4, _steps_int4),
 )
 MODEL, INT8, INT4 = range(len(LAYOUTS))

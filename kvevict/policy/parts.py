@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+from . import peers
 from .checks import builtin, unknown
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
-from .peers import check_gone
 from .refinements import REFINEMENTS, Refinement
 from .registry import Registry
 from .rows import ROWS, Rows
@@ -76,7 +76,8 @@ def check_option(name: str, known: Collection[str], kind: str = "option", parts:
     gone. For another part's option it says which options the policy's part has; parts: the policy's, by kind."""
     if name in known:
         return
-    check_gone(name, kind)
+    if name in peers.OPTIONS:
+        raise ValueError(f"unknown {kind} {name!r}; {peers.OPTIONS[name]}")
     text = unknown(kind, name, known)
     for each, part in (parts or {}).items() if "did you mean" not in text else ():
         owners = [repr(owner) for owner, other in PARTS[each][0].items() if name in option_names(other)]

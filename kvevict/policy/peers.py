@@ -62,9 +62,3 @@ def check(names: Any) -> None:
             raise ValueError(
                 f"unknown option {name!r}: here it is {NAMES[name]}; docs/migrating.md has other libraries' names"
             )
-
-
-def check_gone(option: str, kind: str = "option") -> None:
-    """Raise ValueError, with what to write instead, for an option that is gone."""
-    if option in OPTIONS:
-        raise ValueError(f"unknown {kind} {option!r}; {OPTIONS[option]}")

@@ -281,10 +281,8 @@ class Policy:
     def warmup_slots(self, tokens: int) -> int:
         """Return B_warmup of a row of `tokens` tokens (METHODS section 3): min(N, 10240, max(B, ceil(5N/64))), at least
         B."""
-        budget = self.slots(tokens)
-        if self.warmup_budget is not None:
-            return max(budget, self.warmup_budget)
-        return max(budget, min(tokens, 10240, max(budget, math.ceil(tokens * 5 / 64))))
+        usual = min(10240, math.ceil(tokens * 5 / 64))
+        return max(self.slots(tokens), usual if self.warmup_budget is None else self.warmup_budget)
 
     def check_layers(self, layer_count: int) -> None:
         """Raise ValueError if `select_by_layer` names layers that a model of `layer_count` evicting ones lacks."""

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -48,7 +49,7 @@ class Part:
         """Raise ValueError when the options do not fit each other or the policy."""
 
 
-def load_folder(package: Any) -> None:
+def load_folder(package: str) -> None:
     """Import every module of a package folder, so that each registers itself."""
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(sys.modules[package].__path__):
+        importlib.import_module(f"{package}.{module.name}")

@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from . import log
-from .errors import Refused, refused
+from .errors import Refused
 from .metrics import OTHER
 from .server import ENDPOINTS, Server
 
@@ -35,10 +35,9 @@ def application(server: Server) -> FastAPI:
     async def lifespan(app: Any) -> AsyncIterator[None]:
         yield
         written = await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
-        for _ in range(100):  # uvicorn has cancelled the requests that still ran: they are logged, and the process ends
-            if server.calls:
-                await asyncio.sleep(0.01)
-        log.stopped(written)
+        if tasks := [call.task for call in server.calls]:  # uvicorn has cancelled them: they are logged, then all ends
+            await asyncio.wait(tasks, timeout=1)
+        log.note("stopped", prefixes_written=written)
 
     allowed = {name_of(each) for each in (*LOCAL, *server.hosts)}
 
@@ -56,11 +55,9 @@ def application(server: Server) -> FastAPI:
     @app.exception_handler(Refused)
     @app.exception_handler(Exception)
     async def said(request: Any, error: Any) -> Any:
-        known = refused(error)
+        known = log.told(error)
         if isinstance(error, HTTPException) and known.status in (404, 405):
             known.message = routed(app, request.method, request.url.path)
-        if known.status == 500 and not isinstance(error, Refused):
-            log.failed(error)
         if not getattr(request.state, "noted", False):  # no call was made, which would count and log it
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)

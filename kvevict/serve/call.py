@@ -62,6 +62,7 @@ class Call:
     new_tokens: int = 0  # of all answers
     read_tokens: int = 0  # of the prompt, so far
     running: bool = False  # it has had its turn
+    task: Any = None  # the asyncio task that serves it
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _reasons: list = field(default_factory=list)
 

@@ -35,18 +35,14 @@ def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
             _holds(name, value)
         except UnicodeEncodeError:
             raise Refused(400, f"{what} has half of a surrogate pair: send whole characters") from None
-    said = _said(body)
-    return {name: _without_nulls(value) for name, value in said.items()}
-
-
-def _said(value: dict) -> dict:
-    return {name: each for name, each in value.items() if each is not None}
+    return {name: _without_nulls(value) for name, value in body.items() if value is not None}
 
 
 def _without_nulls(value: object, depth: int = 2) -> Any:
     """Drop nulls down to the functions of a message's calls, but not in the schemas and arguments of functions."""
     if isinstance(value, dict):
-        return {name: _without_nulls(each, depth - 1) if depth else each for name, each in _said(value).items()}
+        told = ((name, each) for name, each in value.items() if each is not None)
+        return {name: _without_nulls(each, depth - 1) if depth else each for name, each in told}
     return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 

@@ -85,14 +85,14 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """uvicorn's server with `Connection`s. note: as there; stops: called when a stop begins; stop: called where
-    requests still run after it."""
+    """uvicorn's server with `Connection`s. note: as there; begins: called when a stop begins; overdue: called where
+    requests still run `LAST` seconds before its end."""
 
     def __init__(
-        self, app: Any, note: Callable[[Refused, Any], None], stop: Callable[[], None],
-        stops: Callable[[], None] = lambda: None, **options: Any,
+        self, app: Any, note: Callable[[Refused, Any], None], overdue: Callable[[], None],
+        begins: Callable[[], None] = lambda: None, **options: Any,
     ) -> None:  # fmt: skip
-        self.stop, self.stops = stop, stops
+        self.overdue, self.begins = overdue, begins
         connection: Any = functools.partial(Connection, note=note)
         # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
         # descriptor for one it goes on to try, and logs an error for each.
@@ -108,7 +108,7 @@ class Serving(uvicorn.Server):
             each.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.stops()
-        timer = asyncio.get_running_loop().call_later(STOP - LAST, self.stop)
+        self.begins()
+        timer = asyncio.get_running_loop().call_later(STOP - LAST, self.overdue)
         await super().shutdown(sockets)
         timer.cancel()

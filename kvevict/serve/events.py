@@ -58,7 +58,9 @@ class Items:
         """End the response with an error, also before its beginning."""
         begun = "" if self._sent else self.begin()
         self._status, error = "failed", dict(code="server_error", message=message)
-        return begun + self._sent_as("error", **error, param=None) + self._of_all(self._response("failed", error=error))
+        return (
+            begun + self._event("error", "", **error, param=None) + self._of_all(self._response("failed", error=error))
+        )
 
     # -- items ------------------------------------------------------------------------------------------------------
 
@@ -126,10 +128,7 @@ class Items:
             return self._event(f"reasoning_text.{what}", **self._place(), **more)
         return self._event(f"output_text.{what}", **self._place(), **more, logprobs=[])
 
-    def _event(self, name: str, /, **fields: Any) -> str:
-        return self._sent_as(f"response.{name}", **fields)
-
-    def _sent_as(self, name: str, /, **fields: Any) -> str:
-        event = dict(type=name, sequence_number=self._sent, **fields)
+    def _event(self, name: str, prefix: str = "response.", /, **fields: Any) -> str:
+        event = dict(type=prefix + name, sequence_number=self._sent, **fields)
         self._sent += 1
-        return f"event: {name}\n{DATA}{json.dumps(event, ensure_ascii=False)}\n\n"
+        return f"event: {prefix}{name}\n{DATA}{json.dumps(event, ensure_ascii=False)}\n\n"

@@ -5,6 +5,7 @@ import logging
 import time
 from typing import Any, TypeAlias
 
+from . import errors
 from .call import Call
 from .errors import Refused
 
@@ -22,6 +23,10 @@ class Lines(logging.Formatter):
         if record.exc_info:
             said["error"] = self.formatException(record.exc_info)
         return json.dumps(said)
+
+
+def note(message: str, level: int = logging.INFO, **facts: Any) -> None:
+    LOG.log(level, message, extra={"facts": facts})
 
 
 def to_stderr() -> None:
@@ -44,7 +49,7 @@ class Troubles:
         kind, now = (message, getattr(error, "errno", None) or str(error)), time.monotonic()
         if now - self._told.get(kind, -AGAIN) >= AGAIN:
             self._told[kind] = now
-            LOG.warning(message, extra={"facts": {"reason": str(error)}})
+            note(message, logging.WARNING, reason=str(error))
 
 
 def served(call: Call, status: int, client: Client, error: Refused | None) -> None:
@@ -55,29 +60,21 @@ def served(call: Call, status: int, client: Client, error: Refused | None) -> No
     if call.first_token is not None:
         facts["first_token_seconds"] = round(call.first_token - call.began, 3)
     facts |= _of(error, client) if status >= 400 else {}
-    LOG.info("request", extra={"facts": facts})
+    note("request", **facts)
 
 
 def refused(endpoint: str, error: Refused, client: Client) -> None:
     """Log a request that was refused before it became a call."""
-    facts = dict(endpoint=endpoint, status=error.status)
-    LOG.info("refused", extra={"facts": facts | _of(error, client)})
+    note("refused", endpoint=endpoint, status=error.status, **_of(error, client))
 
 
 def _of(error: Refused | None, client: Client) -> dict[str, Any]:
     return dict(client=client and client[0], code=error and error.code, param=error and error.param)
 
 
-def stopping(requests: int, answers: int) -> None:
-    """Log that a stop begins. requests: that have not ended; answers: of these, that are being written."""
-    LOG.info("stopping", extra={"facts": dict(requests=requests, answers=answers)})
-
-
-def stopped(written: int) -> None:
-    """Log that a stop ends. written: prefixes that it wrote to the store."""
-    LOG.info("stopped", extra={"facts": dict(prefixes_written=written)})
-
-
-def failed(error: Exception) -> None:
-    """Log an error that no request caused."""
-    LOG.error("the model's call failed", exc_info=error)
+def told(error: Exception) -> Refused:
+    """Return the error that a client sees, and log one that no request caused."""
+    known = errors.refused(error)
+    if known.status == 500 and known is not error:
+        LOG.error("the model's call failed", exc_info=error)
+    return known

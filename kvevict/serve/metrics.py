@@ -15,7 +15,6 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 def progress(call: Call) -> dict[str, Any]:
-    """Tell how far a call is."""
     call.gather()
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max(min(call.read_tokens, whole) - cached, 0)

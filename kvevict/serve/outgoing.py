@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from . import log
 from .call import Call
-from .errors import Refused, refused
+from .errors import Refused
 from .written import Numbered
 
 DATA = "data: "
@@ -49,9 +49,7 @@ class Stream(StreamingResponse):
                 yield event
             self.status = 200
         except Exception as error:
-            known = refused(error)
-            if known.status == 500 and not isinstance(error, Refused):
-                log.failed(error)
+            known = log.told(error)
             yield self.failed(known)
             self.status, self.error = known.status, known
 

@@ -111,12 +111,12 @@ class Reader:
         """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without. The
         beginning may be that of a prompt which has the letters of the call's stored text."""
         _, stop = call.whole.text or (0, 0)
-        pasted = unmarked({end: key for end, key in call.keys.items() if end <= stop})
+        pasted = unmarked(call.keys) if stop else {}
         for end in reversed(call.keys):
             cache = self.prefixes.get(call.keys, end)
             if cache is not None and end >= WRITTEN:  # for other servers, and for this one after it was killed
                 self.prefixes.write(call.keys[end], cache)
-            if cache is None and end in pasted:
+            if cache is None and end <= stop:
                 cache = self.prefixes.get(pasted, end)
             if cache is not None:
                 call.cached_tokens = end

@@ -257,6 +257,7 @@ class Server:
         """Await the response of `work`. Its end, or that of its stream, is counted and logged."""
         request.state.noted, entered = True, False
         self.calls.append(call)
+        call.task = asyncio.current_task()
 
         def end(status: int, error: Refused | None = None) -> None:
             call.cancel()

@@ -1,6 +1,7 @@
 """Makes a server of a command's options, and runs it."""
 
 import gc
+import logging
 import os
 import socket
 import sys
@@ -45,18 +46,17 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
         gc.freeze()  # a collection of all that was imported stops every thread for a third of a second
         sys.setswitchinterval(SWITCH)
         port = listening.getsockname()[1]
-        facts = dict(model=server.name, host=host, port=port, page=page(host, port))
-        log.LOG.info("ready", extra={"facts": facts})
+        log.note("ready", model=server.name, host=host, port=port, page=page(host, port))
 
         def note(error: Any, client: Any) -> None:
             server.metrics.refused(OTHER, error.status)
             if error.status != 503:  # connections that are too many would fill the log
                 log.refused(OTHER, error, client)
 
-        def stops() -> None:
-            log.stopping(len(server.calls), server.scheduler.running)
+        def begins() -> None:  # requests that have not ended; of these, answers that are being written
+            log.note("stopping", requests=len(server.calls), answers=server.scheduler.running)
 
-        Serving(application(server), note, server.stop, stops).run(sockets=[listening])
+        Serving(application(server), note, server.stop, begins).run(sockets=[listening])
 
 
 def _apart(work: Callable[[], Server]) -> Server:
@@ -97,9 +97,7 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     policies = Policies(told, context, lambda policy: in_slots(policy, loaded), records)
     patch(loaded, policies.built(), tokenizer=tokenizer)
     if not policies.built().recall:
-        log.LOG.warning(
-            "no beginning of a prompt is shared", extra={"facts": {"reason": f"{told.policy} cannot recall"}}
-        )
+        log.note("no beginning of a prompt is shared", logging.WARNING, reason=f"{told.policy} cannot recall")
     folder = None if told.store is None else Path(told.store)
     if folder is not None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import files
+from . import log
 from .errors import Refused
-from .log import LOG, Troubles
+from .log import Troubles
 from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
@@ -77,7 +79,6 @@ class Texts:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all texts."""
         with self._lock:
             self._refresh()
             return sum(each.size for each in self._known.values())
@@ -214,8 +215,8 @@ class Texts:
             if isinstance(error, OSError):
                 self._troubles.note("a stored text cannot be read", error)
             elif before is None or before.mark is not None or before.file != file:
-                facts = {"file": str(path), "reason": str(error)}
-                LOG.warning("a stored text is damaged and not known", extra={"facts": facts})
+                told = "a stored text is damaged and not known"
+                log.note(told, logging.WARNING, file=str(path), reason=str(error))
             stays = before is not None and isinstance(error, OSError)  # it may be read later, so its prefixes stay
             self._note(owner, name, before._replace(file=file) if stays else _Known(0, None, file))
             return None

@@ -1,8 +1,5 @@
 """An answer: text, reasoning, tool calls and end, made of the model's tokens one after the other."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from transformers.cli.serving.utils import ToolCall
@@ -128,11 +125,12 @@ class Written:
     def _until_stop(self, text: str) -> str:
         """Return the letters, held ones first, that certainly stand before a stop string."""
         text = self._held + text
-        cut = cut_at(text, self.stops)
+        cut = min((at for at in map(text.find, self.stops) if at >= 0), default=len(text))
         if cut < len(text):
             self.ended, self._end, self._held = True, None, ""
         else:
-            cut -= unfinished(text, self.stops)
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            cut -= max(begun, default=0)
             self._held = text[cut:]
         self._certain += cut
         return text[:cut]
@@ -153,13 +151,3 @@ class Written:
                     self.ended, self._end, self._called = True, None, True
                     return parts[: at if again else at + 1]
         return parts
-
-
-def cut_at(text: str, stops: Iterable[str]) -> int:
-    """Find where the first stop string begins; the text's length without one."""
-    return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
-
-
-def unfinished(text: str, stops: Iterable[str]) -> int:
-    """Count the last letters of a text that may begin a stop string."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

@@ -2,10 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -15,7 +15,6 @@ from ..engine.slots.cache import HALF_READ, EvictionLayer
 from ..engine.slots.carried import wide
 from ..engine.slots.layers import StatefulLayer
 from ..engine.slots.mapped import is_folder
-from ..engine.slots.storage import Storage
 from ..policy.kv import KINDS
 from ..policy.policy import Policy
 from ..version import VERSION
@@ -103,9 +102,13 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
 def _slots(layer: EvictionLayer) -> dict[str, Any]:
     """`len`, and each slot's k, v and pos where they lie: of all tokens, if the layer has an archive."""
     counts, places = torch.zeros_like(layer.len, device="cpu"), []
-    for b, h, storage, rows in _places(layer):
-        counts[b, h] += rows.stop - rows.start
-        places.append((storage, rows))
+    whole: Any = layer.storage if layer.archive is None else layer.archive
+    since = layer.sequence.columns - layer.sequence.archived
+    last = [layer.storage.last(since)] if layer.archive is not None and since else []
+    for b, h in np.ndindex(layer.counts.shape):
+        for storage, rows in (place for each in (whole, *last) for place in each.places(b, h)):
+            counts[b, h] += rows.stop - rows.start
+            places.append((storage, rows))
 
     def pieces(name: str) -> sealed.Pieces:
         like = getattr(layer.storage, name)
@@ -113,18 +116,6 @@ def _slots(layer: EvictionLayer) -> dict[str, Any]:
         return sealed.Pieces(shape, like.dtype, lambda: (getattr(storage, name)[rows] for storage, rows in places))
 
     return dict(len=counts.to(layer.device)) | {name: pieces(name) for name in FLAT}
-
-
-def _places(layer: EvictionLayer) -> Iterator[tuple[int, int, Storage, slice]]:
-    """(b, h, storage, rows) of a head's slots, in order and head after head."""
-    archive, heads = layer.archive, layer.counts.shape[1]
-    whole: Any = layer.storage if archive is None else archive
-    since = layer.sequence.columns - layer.sequence.archived
-    last = layer.storage.last(since) if archive is not None and since else None
-    for b in range(len(layer.counts)):
-        for h in range(heads):
-            for storage, rows in [*whole.places(b, h), *([] if last is None else last.places(b, h))]:
-                yield b, h, storage, rows
 
 
 def _moments(layer: EvictionLayer, index: int) -> Any:

@@ -8,7 +8,7 @@ from caches import ids, kept, tokens_of
 from tiny import model, prompt, relative
 
 import kvevict
-from kvevict.compat import CACHE, cache_of
+from kvevict.compat import CACHE, STATE, cache_of
 from kvevict.policy.building import build
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -73,6 +73,7 @@ def test_a_prompt_without_tokens_after_the_cache_s():
         assert kept(cache) == held and cache.sequence.columns == 43
         net.generate(longer, max_new_tokens=2, **{CACHE: cache})
         assert cache.sequence.columns == 43 + 10 + 1
+    assert STATE not in net.model.__dict__  # a refused call is not one that still runs
 
 
 def test_a_turn_after_an_assisted_one():
@@ -188,6 +189,8 @@ def test_half_read_cache_is_refused():
     hook.remove()
     with pytest.raises(ValueError, match="half read"):
         net(ids(1, 10), past_key_values=cache)
+    with pytest.raises(ValueError, match="half read"):
+        net.generate(ids(1, 40), max_new_tokens=2, **{CACHE: cache})
     assert net(ids(1, 10)).logits.isfinite().all()
 
 

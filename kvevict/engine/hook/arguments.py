@@ -1,7 +1,5 @@
 """The arguments of a decoder's call: checked before the cache changes, and cut to chunks."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -59,7 +57,8 @@ class Arguments:
         self.places = Positions(decoder, position_ids, packing, mask, self.columns, self.tokens)
         self._mask = None if mask is None else torch.cat([mask[:, : self.columns], packing.pack(new)], 1)
         self.given = inputs.packed(packing)
-        self.ids = self.given.ids
+        self.ids, self.tokens_at, self.embedded = self.given.ids, self.given.at, self.given.embedded
+        self.positions = self.places.tokens  # of the new tokens
         if self.asks("output_attentions"):
             raise ValueError(
                 "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
@@ -83,18 +82,6 @@ class Arguments:
 
     def asks(self, flag: str) -> bool:
         return bool(self.given.more.get(flag, getattr(self.decoder.config, flag, False)))
-
-    def positions(self) -> torch.Tensor:
-        """[B, N] of the new tokens."""
-        return self.places.tokens()
-
-    def tokens_at(self, columns: torch.Tensor) -> torch.Tensor:
-        """Ids or embeddings at columns [B, p]."""
-        return self.given.at(columns)
-
-    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
-        return self.given.embedded(ids)
 
     def inputs(self, start: int, end: int, appended: AppendedRows | None = None) -> dict[str, Any]:
         """The decoder's arguments for columns start..end-1 and, after them, the appended rows."""

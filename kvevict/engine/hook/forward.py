@@ -17,6 +17,7 @@ from ...context import context, current, enter, within
 from ...families import find_decoder
 from ..read.spans import Spans
 from ..read.step import OuterCall, Step
+from ..slots.adopt import EvictionCache
 from .arguments import Arguments
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
@@ -110,12 +111,10 @@ def restore(module: torch.nn.Module) -> None:
     name = standin.name
     if module.__dict__.get("_old_forward") is standin:  # accelerate may have hooked us after patching
         name = "_old_forward"
-    if module.__dict__.get(name) is not standin:
-        return
-    if standin.before is None and name == "forward":
-        del module.__dict__[name]
-    else:
+    if module.__dict__.get(name) is standin:
         setattr(module, name, standin.own)
+        if standin.before is None and name == "forward":
+            del module.__dict__[name]
 
 
 def _untraced(function: Any) -> Any:
@@ -136,11 +135,14 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     plan = None if installed is None else installed.chosen()
     if plan is None or not installed.enter(decoder):
         return run(*args, **kwargs)
-    before = plan.meter()
-    _begin_anew(*args, **compat.named(kwargs))
+    before, kwargs = plan.meter(), compat.named(kwargs)
+    cache = kwargs.get(compat.CACHE)
     try:
+        if isinstance(cache, EvictionCache) and cache.sequence.columns and not cache.sequence.half_read:
+            cache.record_past = False  # an earlier call's assistant cannot take its tokens back any more
+            _check_after(cache.sequence.columns, *args, **kwargs)
         with within(plans={**context().plans, installed: plan}):
-            output = run(*args, **compat.named(kwargs))
+            output = run(*args, **kwargs)
     finally:
         installed.leave(decoder)
     if plan.meter() is not before and plan.policy.question == "later":
@@ -148,14 +150,12 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     return output
 
 
-def _begin_anew(inputs: object = None, *_: object, input_ids: object = None, **kwargs: Any) -> None:
-    """Begin a `generate` after a cache, whose tokens an earlier one's assistant cannot take back any more. Raises
-    ValueError for a prompt that has nothing after the cache's tokens: Transformers would read it after these."""
-    cache, mask = kwargs.get(compat.CACHE), kwargs.get("attention_mask")
-    held = getattr(getattr(cache, "sequence", None), "columns", 0)
-    if not held:
-        return
-    cache.record_past, ids = False, input_ids if inputs is None else inputs
+def _check_after(
+    held: int, inputs: Any = None, *_: object, input_ids: Any = None, attention_mask: Any = None, **others: object
+) -> None:
+    """Raise ValueError for a prompt of a `generate` that has nothing after the `held` tokens of its cache: Transformers
+    would read it after these."""
+    ids, mask = input_ids if inputs is None else inputs, attention_mask
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] > held:
         return
     if mask is None or mask.shape[-1] < held + ids.shape[1]:
@@ -170,15 +170,10 @@ def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> 
     """Stands in for the forward of the model around the decoder."""
     if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # not so remote code
         kwargs = compat.named(kwargs)
-    return contextvars.copy_context().run(_call, self, run, args, kwargs)
-
-
-def _call(model: torch.nn.Module, run: Any, args: tuple, kwargs: dict) -> Any:
-    wanted = kwargs.get("logits_to_keep", 0)
+    wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
-    call = OuterCall(model, kwargs.get("attention_mask"), wanted)
-    enter(outer=call)
-    with products.of_call(model, args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+    call = OuterCall(self, kwargs.get("attention_mask"), wanted)
+    with within(outer=call), products.of_call(self, ids, kwargs.get("inputs_embeds")):
         output = run(*args, **kwargs)
     if call.spans is not None:
         call.spans.settle()
@@ -228,11 +223,12 @@ def _forward(self: Any, run: Any, plan: Any, args: tuple, kwargs: dict) -> Any:
 def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     arguments = Arguments(decoder, plan, kwargs)
     spans = Spans(arguments, run)
-    output = spans.read()
-    arguments.packing.unpack(output)
+    for _ in spans.steps():
+        pass
+    arguments.packing.unpack(spans.output)
     if arguments.top is None:
         spans.settle()
-    return arguments, output
+    return arguments, spans.output
 
 
 def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Step, None, Any]:

@@ -5,8 +5,6 @@ context (`using`), or else the model's default (`kvevict.patch`); a call without
 are restored when the model has no default policy and no call or block needs them any more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref
@@ -128,8 +126,9 @@ def plan_of(decoder: torch.nn.Module) -> Plan | None:
     return None if installed is None else installed.chosen()
 
 
-def _held(top: torch.nn.Module, decoder: torch.nn.Module) -> Installed:
-    """The decoder's `Installed`, made now if needed, with one more user."""
+@contextlib.contextmanager
+def _held(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> Iterator[Installed]:
+    """Inside, the decoder's `Installed`, made now if needed, has one more user, and the hooks for a `Plan`."""
     with _installing:
         installed = of(decoder)
         if installed is None:
@@ -138,33 +137,26 @@ def _held(top: torch.nn.Module, decoder: torch.nn.Module) -> Installed:
         with installed.lock:
             installed._around(top, decoder)
             installed.users += 1
-        return installed
+    try:
+        if plan is not None:
+            with installed.lock:
+                installed._hook(decoder, plan)
+        yield installed
+    finally:
+        installed.leave(decoder)
 
 
 def set_own(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> None:
     """Set or replace a model's default policy; None: remove it."""
-    installed = _held(top, decoder)
-    try:
-        with installed.lock:
-            installed.own = plan
-            if plan is not None:
-                installed._hook(decoder, plan)
-    finally:
-        installed.leave(decoder)
+    with _held(top, decoder, plan) as installed:
+        installed.own = plan
 
 
 @contextlib.contextmanager
 def using(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> Iterator[None]:
     """Inside, in this thread and context, the model's calls have the policy of a `Plan`; None: they run unpatched."""
-    installed = _held(top, decoder)
-    try:
-        if plan is not None:
-            with installed.lock:
-                installed._hook(decoder, plan)
-        with within(plans={**context().plans, installed: plan}):
-            yield
-    finally:
-        installed.leave(decoder)
+    with _held(top, decoder, plan) as installed, within(plans={**context().plans, installed: plan}):
+        yield
 
 
 @contextlib.contextmanager

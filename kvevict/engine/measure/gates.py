@@ -44,9 +44,11 @@ class Gates:
             x = F.linear(F.gelu(x), *affine)
         return x
 
-    def on(self, layer: int, device: Any) -> None:
-        """Move a layer's gates to a device."""
-        self.layers[layer] = tuple(tuple(x.to(device) for x in affine) for affine in self.layers[layer])
+    def numbers(self, layer: int, ranks: Any, x: torch.Tensor) -> torch.Tensor:
+        """The tokens' numbers, fp32 [B, Hkv, T], from the inputs x [B, T, E] of a layer's attention, for the kv heads
+        of this one of `kvevict.engine.slots.ranks.Ranks`. The layer's gates move to x's device."""
+        self.layers[layer] = tuple(tuple(each.to(x.device) for each in affine) for affine in self.layers[layer])
+        return ranks.mine(self.logs(layer, x).exp().transpose(1, 2))
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError if they cannot
@@ -60,20 +62,6 @@ class Gates:
                 tensors[f"{layer}.{number}.bias"] = bias.cpu().contiguous()
         facts = dict(format=FORMAT, version=VERSION) | self.about
         sealed.write_pair(folder / WEIGHTS, folder / CONFIG, tensors, facts)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerGates:
-    """The gates of one layer, for the kv heads of this rank."""
-
-    gates: Gates
-    layer: int
-    ranks: Any  # kvevict.engine.slots.ranks.Ranks
-
-    def numbers(self, x: torch.Tensor) -> torch.Tensor:
-        """The tokens' numbers, fp32 [B, Hkv, T], from the inputs x [B, T, E] of the layer's attention."""
-        self.gates.on(self.layer, x.device)
-        return self.ranks.mine(self.gates.logs(self.layer, x).exp().transpose(1, 2))
 
 
 def load(folder: str | Path, model: Any) -> Gates:

@@ -3,6 +3,7 @@
 A quantity that needs one gets it after the `Slots` and the `Observation`; only the inputs that are named are made.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +26,19 @@ def rope_of(step: Any, module: Any) -> Rope:
     return Rope(step.decoder, module, step.plan.rotates.get(module.layer_idx))
 
 
-@INPUTS.add("rope")
-def _rope(at: Any) -> Rope:
-    """The layer's `Rope`."""
-    return rope_of(at.step, at.module)
-
-
-@INPUTS.add("hidden")
-def _hidden(at: Any) -> Any:
-    """[B, T, E] the input of the layer's attention block, all rows."""
-    return at.hidden
-
-
-@INPUTS.add("appended")
-def _appended(at: Any) -> tuple:
-    """k, v [B, heads, p, D] of the rows that are read with the call and not stored."""
-    return at.k[:, :, at.columns :], at.v[:, :, at.columns :]
+INPUTS.update({
+    "rope": lambda at: rope_of(at.step, at.module),  # the layer's `Rope`
+    "hidden": lambda at: at.hidden,  # [B, T, E] the input of the layer's attention block, all rows
+    # k, v [B, heads, p, D] of the rows that are read with the call and not stored
+    "appended": lambda at: (at.k[:, :, at.columns :], at.v[:, :, at.columns :]),
+    # `Gates.numbers` of the layer, by the trained gates in a folder; None: the model's own.
+    "gates": lambda at, folder: partial(gates.loaded(folder, at.step.decoder).numbers, at.index, at.step.plan.ranks),
+    # The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none.
+    "memory": lambda at, of: at.layer.memory.get(of),
+    # fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does
+    "carried": lambda at: at.layer.carry,
+    "ends_prompt": lambda at: at.step.ends_prompt,  # True for a prompt's last chunk
+})  # fmt: skip
 
 
 @INPUTS.add("output_weight")
@@ -54,12 +52,6 @@ def _output_weight(at: Any) -> Any:
 def _output_gram(at: Any) -> Any:
     """fp32 [H, D, D] the products W_O,h^T W_O,h of this rank's query heads."""
     return projection.gram(_output_weight(at), at.k)
-
-
-@INPUTS.add("gates")
-def _gates(at: Any, folder: str | None) -> gates.LayerGates:
-    """The layer's trained gates in a folder; None: the model's own."""
-    return gates.LayerGates(gates.loaded(folder, at.step.decoder), at.module.layer_idx, at.step.plan.ranks)
 
 
 @INPUTS.add("moments")
@@ -80,12 +72,6 @@ def _moments(at: Any, stats: Any = None) -> tuple:
     return tuple(x.to(like.device) for x in each)
 
 
-@INPUTS.add("memory")
-def _memory(at: Any, of: Any) -> Any:
-    """The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none."""
-    return at.layer.memory.get(of)
-
-
 @INPUTS.add("last_position")
 def _last_position(at: Any) -> Any:
     """int64 [B] the position of the last token that was read."""
@@ -93,15 +79,3 @@ def _last_position(at: Any) -> Any:
     tokens = step.positions.shape[1] - step.appended
     # A call of repeated rows alone has no new token: the rows begin right after the prompt's last one.
     return (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()
-
-
-@INPUTS.add("carried")
-def _carried(at: Any) -> Any:
-    """fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does."""
-    return at.layer.carry
-
-
-@INPUTS.add("ends_prompt")
-def _ends_prompt(at: Any) -> bool:
-    """True for a prompt's last chunk."""
-    return at.step.chunk is not None and at.step.chunk.last

@@ -1,8 +1,6 @@
 """Recall's second choice: an answer's first tokens attend to the slots of all tokens, and then their rows, and the
 prompt's last ones, choose among these (`Policy.recall_after`, METHODS section 13)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -56,7 +54,7 @@ class Answered(Chooser):
         self.calls: list[LayerCall] = []  # of the layers
 
     def takes(self, call: LayerCall) -> bool:
-        call.layer.awaited = call.layer.awaited.with_row(call.q, call.out, call.lse)
+        call.layer.awaited = call.layer.awaited.with_row(q=call.q, out=call.out, lse=call.lse)
         self.calls.append(call)
         return False
 

@@ -1,8 +1,6 @@
 """Choosers carry out the eviction of a call's slots. A call has one chooser, and it sees the layers in order. The
 chooser for drafting is in draft.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

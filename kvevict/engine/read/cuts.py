@@ -1,7 +1,5 @@
 """What follows a recorded token: slots are evicted from its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from operator import is_

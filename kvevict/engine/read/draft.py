@@ -45,10 +45,6 @@ class _Noting(Chooser):
         self.rows[call.index].append((call.q, call.k, call.v))
         return False
 
-    def drafted(self, index: int) -> list[torch.Tensor]:
-        """q, k, v of all rows of a layer, which are forgotten here."""
-        return [torch.cat(part, 2) for part in zip(*self.rows.pop(index), strict=True)]
-
 
 class Drafting(Chooser):
     """Layers wait until tokens were drafted; then `chooser` sees them in order."""
@@ -67,7 +63,8 @@ class Drafting(Chooser):
         noting = self._drafted(spans, step, hidden, calls)
         while calls:
             call = calls.pop(0)
-            call.rows = replace(call.rows, drafted=tuple(noting.drafted(call.index)))
+            rows = zip(*noting.rows.pop(call.index), strict=True)
+            call.rows = replace(call.rows, drafted=tuple(torch.cat(part, 2) for part in rows))
             with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(call)
 

@@ -36,9 +36,11 @@ def numbers(call: LayerCall) -> Numbers:
     with call.step.meter.clock("score"):
         score = policy.score.score(call.slots, *measured(call, policy.score.needs))
         if chunk is not None and chunk.again is not None:
-            score = _of_parts(call, score)
+            parts, index = call.step.read.numbers, call.index  # the largest over the parts so far; NaN: none yet
+            score = parts[index] = torch.fmax(parts[index], score) if index in parts else score
             if not chunk.last:
                 return Numbers(call.layer.carry, score)
+            del parts[index]
         if policy.carry != "none":  # of each head, even where the score is one for all
             score = score.expand(-1, call.slots.n.shape[1], -1)
         carried = join(policy.carry, score, call.layer.carry)
@@ -101,13 +103,6 @@ def _complete(call: LayerCall, part: Observers) -> Observers:
     else:
         out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=part.stop.to(torch.int32), **kv.options)
     return replace(part, out=out, lse=lse)
-
-
-def _of_parts(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
-    """Each slot's largest number over the prompt's parts so far; NaN: none yet."""
-    known, index = call.step.read.numbers, call.index
-    known[index] = torch.fmax(known[index], score) if index in known else score
-    return known.pop(index) if call.step.chunk.last else known[index]
 
 
 def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:

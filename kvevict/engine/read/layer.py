@@ -59,10 +59,8 @@ class LayerCall:
         """int [B] how many of the S rows are no padding, on the host."""
         return self.columns - self.padding
 
-    @property
-    def to_store(self) -> list:
-        """k, v [B, Hkv, S, W] of the rows that the cut stores."""
-        return [x[:, :, : self.columns] for x in self.new]
+    # k, v [B, Hkv, S, W] of the rows that the cut stores
+    to_store = property(lambda self: [x[:, :, : self.columns] for x in self.new])
 
     @cached_property
     def rows(self) -> LayerRows:
@@ -95,7 +93,7 @@ class LayerCall:
 
     def drafting(self, rows: int) -> LayerCall:
         """A smaller copy of this call, to wait while tokens are drafted: keys, values and the last rows."""
-        return self._reduced(None, self.rows.last(rows, self.step.plan.wants_outputs))
+        return self._reduced(None, self.rows.stored_rows(rows, self.step.plan.wants_outputs))
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:
         """A copy of this call with these rows, and without keys and values that it has expanded from latents."""

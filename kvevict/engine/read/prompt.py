@@ -53,6 +53,7 @@ class Prompt:
         self.read, self.prompts = read, [layer.prompt for layer in self.layers]
         held = self._stored().sum(0)
         going_on = (read.tokens == 0) | self._decoded(held)
+        asks = policy.answered and context().asks and not arguments.rolls_back  # an answer's first tokens choose, too
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
             for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
@@ -60,7 +61,7 @@ class Prompt:
                     archive.recall_all(self.layers, meter, policy.schedule == "prompt" and read.evicts)
                     read.budgets.recall()
                 chooser = self._chooser(chunk)
-                if chunk.last and not going_on.any() and self._is_asked():
+                if asks and chunk.last and not going_on.any() and read.budgets.cuts.any():
                     chooser = Asking(chooser)
                 yield self.spans.span(chunk.start, chunk.end, meter, chooser, read, chunk, sum(rows[at + 1 :]))
                 self._set_budgets()
@@ -97,7 +98,8 @@ class Prompt:
         chunks = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(len(chunks) + bool(self.drafted) + (chunks[-1].appended > 0))
         budgets.check_groups(policy, self.cache, layers, plan.ranks)
-        if self._scores(evicts):
+        scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1  # a text, not a prompt
+        if scores and arguments.own_cache and evicts and policy.schedule == "prompt":
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
                 "text under eviction read its first part into a cache and pass the rest, or take a policy with a "
@@ -137,12 +139,6 @@ class Prompt:
         if calls > 1 and flags:
             raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
-    def _scores(self, evicts: bool) -> bool:
-        """True if the call scores a text without a cache of the caller's: it then evicts only at its end."""
-        arguments, evicts = self.arguments, evicts and self.policy.schedule == "prompt"
-        scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1
-        return evicts and arguments.own_cache and scores
-
     def _chooser(self, chunk: Any) -> Any:
         """The chooser of a chunk. The layers get the decided budgets."""
         policy, planned, stored = self.policy, self.read.budgets, self._stored()
@@ -154,11 +150,6 @@ class Prompt:
         cuts = planned.cuts.any()
         chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
         return Drafting(chooser) if chunk.last and cuts and policy.rows.needs_full_prompt else chooser
-
-    def _is_asked(self) -> bool:
-        """Whether the answer's first tokens choose among the slots of all tokens."""
-        asks = self.policy.answered and context().asks and not self.arguments.rolls_back
-        return bool(asks and self.read.budgets.cuts.any())
 
     def _stored(self) -> np.ndarray:
         """[layers, B] slots over all heads."""

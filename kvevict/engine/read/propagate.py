@@ -8,8 +8,6 @@ tokens; these keep their positions. Every layer counts all tokens as seen, and r
 layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ differs from token to token then lies in memory that stays where it is. And Pyth
 is found out from two tokens, once for a plan.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

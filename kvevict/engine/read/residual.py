@@ -1,7 +1,5 @@
 """TADA's measurements of a call: every layer's error by its scores, and its rotation of the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any

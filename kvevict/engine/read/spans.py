@@ -37,19 +37,15 @@ class Spans:
 
     def steps(self) -> Iterator[Step]:
         """Step through the call; yields each step once it is done."""
-        hidden = []
+        hidden, wanted = [], self.arguments.wanted
         for step in self.spans():
             output = self.step(step)
-            hidden = _last_rows([*hidden, output.last_hidden_state], self.arguments.wanted)
+            hidden.append(output.last_hidden_state)
+            while wanted and sum(h.shape[1] for h in hidden[1:]) >= wanted:  # 0: all rows are wanted
+                hidden.pop(0)
             yield step
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self.output = output
-
-    def read(self) -> Any:
-        """The output after all `steps`."""
-        for _ in self.steps():
-            pass
-        return self.output
 
     def spans(self) -> Iterator[Step]:
         """The steps of the call, one after the other: each is to be done before the next is asked for."""
@@ -96,7 +92,8 @@ class Spans:
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self.begin()
-        answers = decodes and self.cache.sequence.awaits and self._is_answered()
+        answers = decodes and self.cache.sequence.awaits and not arguments.rolls_back
+        answers = answers and self.cache.sequence.policy == policy  # the prompt's
         if not answers:
             archive.settle(self.cache.sequence, self.layers)
         if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
@@ -109,10 +106,6 @@ class Spans:
         elif decodes:
             chooser = Answered() if answers else None
         yield self.span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
-
-    def _is_answered(self) -> bool:
-        """Whether the policy is that of the prompt, and tokens are not to be taken back."""
-        return self.cache.sequence.policy == self.policy and not self.arguments.rolls_back
 
     def note_prompts(self) -> None:
         """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
@@ -149,11 +142,3 @@ class Spans:
             first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
             final_position=final,
         )  # fmt: skip
-
-
-def _last_rows(hidden: list, wanted: int) -> list:
-    """The chunks that hold the last `wanted` rows; all of them for 0."""
-    if wanted:
-        while sum(h.shape[1] for h in hidden[1:]) >= wanted:
-            hidden = hidden[1:]
-    return hidden

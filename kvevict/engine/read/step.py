@@ -84,6 +84,8 @@ class Step(CallRows):
     attended: list | None = None  # of a token that is recorded: the LayerCalls to decide later; None: at once
 
     unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # by the extra rows
+    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # `Rows` that observe
+    watchers = property(lambda self: () if self.read is None else self.read.watchers)  # none while decoding
 
     @cached_property
     def unseen_columns(self) -> torch.Tensor:
@@ -140,13 +142,3 @@ class Step(CallRows):
             return True
         looks = self.chooser is not None and self.chooser.looks
         return self.decoding and (looks or not layer.decodes_after_prefix or layer.storage.far)
-
-    @property
-    def rows(self) -> Any:
-        """The policy's `Rows`: the queries that observe."""
-        return self.plan.policy.rows if self.read is None else self.read.rows
-
-    @property
-    def watchers(self) -> tuple:
-        """The read's watchers; while decoding there are none."""
-        return () if self.read is None else self.read.watchers

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Apart:
-    """The archives of batch rows that decode together, one for each: rows join and leave without a copy of them."""
+    """The archives of batch rows that decode together, one for each: rows join and leave without a copy of them. The
+    methods are those of a `Storage`, but nothing is expected of a row alone."""
 
     each: list[Storage]
 
@@ -33,43 +34,34 @@ class Apart:
     on_host = property(lambda self: self.each[0].on_host)
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
-        """As `Storage.append`; nothing is expected of a row alone."""
         rows = [slice(row, row + 1) for row in range(len(self.each))]
         return Apart(
             [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
         )
 
     def centred_as(self, other: Storage) -> Apart:
-        """As `Storage.centred_as`."""
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
     def with_all(self, other: Storage, expected: int = 0) -> Apart:
-        """As `Storage.with_all`; nothing is expected of a row alone."""
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 
     def as_prefix(self) -> Apart:
-        """As `Storage.as_prefix`: each row's archive has one."""
-        return self
+        return self  # each row's archive has one
 
     def crop(self, count: int) -> Apart:
-        """As `Storage.crop`."""
         return Apart([one.crop(count) for one in self.each])
 
     def rows(self, chosen: Tensor) -> Storage | Apart:
-        """As `Storage.rows`."""
         found = [self.each[row].forked() for row in chosen.tolist()]
         return found[0] if len(found) == 1 else Apart(found)
 
     def forked(self) -> Apart:
-        """As `Storage.forked`."""
         return Apart([one.forked() for one in self.each])
 
     def gathered(self) -> Storage:
-        """All slots in one place, for reading."""
         return Storage.joined(self.each).gathered()
 
     def places(self, b: int, h: int) -> list[tuple[Stored, slice]]:
-        """As `Storage.places`."""
         return self.each[b].places(0, h)
 
     def tensors(self) -> tuple:
@@ -237,19 +229,18 @@ def _restore(layer: Any, archive: Storage | Apart) -> None:
     layer.storage, layer.head_offsets = _here(layer, _forked(archive)), None
 
 
-def recall_all(layers: Sequence[EvictionLayer], meter: Any, always: bool) -> None:
+def recall_all(layers: Sequence[Any], meter: Any, always: bool) -> None:
     """Let every layer have the archive's slots in place of its own, if all have an archive, and one has lost slots or
     always. What follows a prefix is read in one place with it once the layer attends, so that one layer at a time has a
     copy."""
-    archives = [layer.archive for layer in layers if layer.archive is not None]
-    known = len(archives) == len(layers)
-    pairs = list(zip(layers, archives, strict=True)) if known else []
-    lost = any((archive.total_counts > layer.counts).any() for layer, archive in pairs)
-    if not (lost or (known and always)):
+    if any(layer.archive is None for layer in layers):
+        return
+    lost = any((layer.archive.total_counts > layer.counts).any() for layer in layers)
+    if not (lost or always):
         return
     kept = [layer.positions() for layer in layers] if lost else []
     with meter.clock("recall"):
-        for layer, archive in pairs:
-            _restore(layer, archive)
+        for layer in layers:
+            _restore(layer, layer.archive)
     if lost:
         meter.recalls = [(before, layer.positions()) for before, layer in zip(kept, layers, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ...policy.seen.slots import Bounds
 from .storage import Storage, together
+
+OF_ROWS = {"q": 2, "out": 1, "lse": 2}  # fields of rows, and the dimension that counts these
 
 
 @dataclass(frozen=True)
@@ -29,34 +31,36 @@ class Awaited:
     lse: Tensor | None  # [N, H, R] theirs over all slots up to their own; None: they see the chosen slots alone
     chosen: tuple | None = None  # the `storage` and `head_offsets` of these slots; None: the layer's own
 
-    def with_row(self, q: Tensor, out: Tensor, lse: Tensor) -> Awaited:
+    def with_row(self, **row: Tensor) -> Awaited:
         """With a row of the answers, of q [B, H, 1, D], out [B, 1, H, D] and lse [B, H, 1]."""
-        if len(self.at) < len(q):
-            q, out, lse = q[self.at], out[self.at], lse[self.at]
-        outs = None if self.out is None else torch.cat([self.out, out], 1)
-        sums = None if self.lse is None else torch.cat([self.lse, lse], 2)
-        return replace(self, q=torch.cat([self.q, q], 2), out=outs, lse=sums)
+        if len(self.at) < len(row["q"]):
+            row = {name: x[self.at] for name, x in row.items()}
+        return self._changed(lambda x, dim, name: torch.cat([x, row[name]], dim))
 
     def crop(self, count: int) -> Awaited:
         """Without the last `count` rows."""
-        left = self.q.shape[2] - count
-        out = None if self.out is None else self.out[:, :left]
-        lse = None if self.lse is None else self.lse[:, :, :left]
-        return replace(self, q=self.q[:, :, :left], out=out, lse=lse)
+        left = slice(self.q.shape[2] - count)
+        return self._changed(lambda x, dim, name: x[(slice(None),) * dim + (left,)])
+
+    def _changed(self, change: Callable[[Tensor, int, str], Tensor], **fields: Any) -> Awaited:
+        """With change(tensor, dimension of its rows, name) in place of q, out and lse, where they are."""
+        for name, dim in OF_ROWS.items():
+            x = getattr(self, name)
+            fields[name] = None if x is None else change(x, dim, name)
+        return replace(self, **fields)
 
     def rows(self, rows: list[int]) -> Awaited | None:
         """With these batch rows, as of `Storage.rows`. None: all of them have chosen."""
-        number, kept = {row: n for n, row in enumerate(self.at)}, self.chosen
+        number = {row: n for n, row in enumerate(self.at)}
         at = [place for place, row in enumerate(rows) if row in number]
         if not at:
             return None
         mine = [number[rows[place]] for place in at]
         chosen = torch.tensor(mine, device=self.q.device)
-        if kept is not None:
-            kept = kept[0].rows(chosen), None if kept[1] is None else kept[1][mine]
-        own = (self.protected, self.bounds, self.skip, self.q, self.out, self.lse)
-        ends, bounds, skip, q, out, lse = (_rows(each, chosen) for each in own)
-        return Awaited(at, self.slots[mine], ends, Bounds(*bounds), skip, q, out, lse, kept)
+        kept = self.chosen and (self.chosen[0].rows(chosen), _rows(self.chosen[1], mine))
+        own = {name: _rows(getattr(self, name), chosen) for name in ("protected", "skip", *OF_ROWS)}
+        bounds = Bounds(*_rows(self.bounds, chosen))
+        return replace(self, at=at, slots=self.slots[mine], bounds=bounds, chosen=kept, **own)
 
     def moved(self, start: int) -> Awaited:
         """With batch rows that follow `start` others."""
@@ -66,20 +70,19 @@ class Awaited:
     def joined(cls, each: Sequence[Awaited]) -> Awaited:
         """The batch rows of several, one after the other; all of them `joins`."""
         most = max(one.q.shape[2] for one in each)
-        after = [most - one.q.shape[2] for one in each]
-        qs = [torch.nn.functional.pad(one.q, (0, 0, gap, 0)) for one, gap in zip(each, after, strict=True)]
-        outs = [one.out for one in each if one.out is not None]
-        outs = [torch.nn.functional.pad(out, (0, 0, 0, 0, most - out.shape[1], 0)) for out in outs]
-        lses = [one.lse for one in each if one.lse is not None]  # all of them: none has chosen slots alone
-        lses = [torch.nn.functional.pad(lse, (gap, 0)) for lse, gap in zip(lses, after, strict=True)]
+        each = [one._padded(most - one.q.shape[2]) for one in each]
+        own = {name: together([getattr(one, name) for one in each]) for name in ("slots", "skip", *OF_ROWS)}
         first, last = (torch.cat(ends) for ends in zip(*(one.protected for one in each), strict=True))
         bounds = Bounds(*(together([*parts]) for parts in zip(*(one.bounds for one in each), strict=True)))
-        skip = torch.cat([one.skip + gap for one, gap in zip(each, after, strict=True)])
-        slots = np.concatenate([one.slots for one in each])
         storages, offsets = zip(*(one.chosen for one in each), strict=True)
         chosen = Storage.joined(storages), together([*offsets])
-        out, at = torch.cat(outs) if outs else None, [row for one in each for row in one.at]
-        return cls(at, slots, (first, last), bounds, skip, torch.cat(qs), out, torch.cat(lses), chosen)
+        at = [row for one in each for row in one.at]
+        return cls(at=at, protected=(first, last), bounds=bounds, chosen=chosen, **own)
+
+    def _padded(self, gap: int) -> Awaited:
+        """With so many rows before the others that do not count."""
+        pad = torch.nn.functional.pad
+        return self._changed(lambda x, dim, _: pad(x, (0, 0) * (x.ndim - 1 - dim) + (gap, 0)), skip=self.skip + gap)
 
     def joins(self, other: Awaited) -> bool:
         """Whether the rows of both can be side by side."""
@@ -88,13 +91,12 @@ class Awaited:
         return alike and self.chosen is not None and other.chosen is not None
 
     def tensors(self) -> tuple:
-        """All tensors."""
         own = () if self.chosen is None else self.chosen[0].tensors()
         return *own, *self.protected, *self.bounds, self.skip, self.q, self.out, self.lse
 
 
-def _rows(each: Any, chosen: Tensor) -> Any:
-    """Batch rows of a tensor, of None or of several of these."""
+def _rows(each: Any, chosen: Any) -> Any:
+    """Batch rows of an array, of None or of several of these."""
     if isinstance(each, tuple):
         return tuple(_rows(one, chosen) for one in each)
     return None if each is None else each[chosen]

@@ -80,7 +80,6 @@ class EvictionLayer(CacheLayerMixin):
         self.kinds: kv.Kinds | None = None  # of the slots; None: no patched call has attended yet
 
     def reset(self) -> None:
-        """Forget everything."""
         EvictionLayer.__init__(self, self.sequence)
 
     def fork(self, storage: Storage | None = None) -> EvictionLayer:

@@ -161,12 +161,7 @@ def _joined(layers: tuple) -> EvictionLayer:
     whole.carry = None
     if any(layer.carry is not None for layer in layers):
         width = whole.longest()
-        whole.carry = of_layer(torch.cat([_carried(layer, width) for layer in layers]), whole)
+        none = [torch.zeros(*layer.counts.shape, 0, device=layer.device) for layer in layers]
+        each = [no if layer.carry is None else layer.carry for layer, no in zip(layers, none, strict=True)]
+        whole.carry = of_layer(torch.cat([wide(x, width)[..., :width] for x in each]), whole)
     return whole
-
-
-def _carried(layer: EvictionLayer, width: int) -> torch.Tensor:
-    """A layer's carried numbers [B, Hkv, width], NaN where a slot has none."""
-    if layer.carry is None:
-        return torch.full((*layer.counts.shape, width), torch.nan, device=layer.device)
-    return wide(layer.carry, width)[..., :width]

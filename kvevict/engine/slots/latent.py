@@ -5,8 +5,6 @@ expanded from the stored slots for one call. So the layer has one kv head to cho
 A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
 of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers with a state beside their slots, or a sliding window in place of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -74,7 +74,11 @@ class Meter:
             kept_share=[n / (heads * tokens) if tokens else 1.0 for n, tokens in zip(slots, seen, strict=True)],
             cache_bytes=live,
             full_cache_bytes=sum(seen) * computed,
-            bits=[None if layer is None else _bits(layer) for layer in layers],
+            bits=[
+                layer
+                and [kv.LAYOUTS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
+                for layer in layers
+            ],
             wider_keys=[
                 index for index, layer in enumerate(layers) if layer and kv.is_wider(layer.storage.kinds, kind)
             ],
@@ -105,11 +109,5 @@ def _place(archive: Storage | Apart | None) -> str | None:
     return "files" if in_file(one) else str(one.device)
 
 
-def _bits(layer: Any) -> list:
-    """Bits of a number of a layer's stored keys and values."""
-    return [kv.LAYOUTS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
-
-
 def allocated_bytes(layer: Any) -> int:
-    """Bytes of all tensors of a cache layer."""
     return sum(t.nbytes for t in tensors_of(layer))

@@ -1,7 +1,5 @@
 """The slot counts of a cache's layers while tokens are decoded, in memory that stays where it is."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence as Items
 from operator import is_

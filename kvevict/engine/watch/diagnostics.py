@@ -96,13 +96,10 @@ class Diagnostics(Watcher):
         nothing = [0, 0.0, 0.0, 1.0]
 
         def of(index: int, i: int) -> list:
-            if index not in self.sums:
-                return [nothing[i]] * rows
-            counts = self.sums[index][0].tolist()
+            counts, *totals = self.sums.get(index, torch.zeros(len(NAMES), rows)).tolist()
             if i == 0:
                 return [int(count) for count in counts]
-            totals = self.sums[index][i].tolist()
-            return [total / count if count else nothing[i] for total, count in zip(totals, counts)]
+            return [total / count if count else nothing[i] for total, count in zip(totals[i - 1], counts)]
 
         return dict(diagnostics={
             name: [of(index, i) if ours else None for index, ours in enumerate(own)] for i, name in enumerate(NAMES)

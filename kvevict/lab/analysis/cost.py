@@ -14,7 +14,6 @@ under take and snapkv in docs/performance.md, more under h2o, kvzip and read-twi
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +75,7 @@ def plan(
     flops, moved         per stage: FLOPs, bytes; "linear", products with weights of the prompt's rows; "attention" of
                          those rows; "appended", both of rows that are appended to chunks
     cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
+    archive_bytes        with recall: of the archive, after the `new_tokens`
     sliding_bytes        of sliding-window layers after the prompt
     weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
     peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
@@ -107,6 +107,7 @@ def plan(
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
     decode = _decode(shape, policy, layers, tokens, new_tokens, batch, hardware)
+    result |= dict(archive_bytes=slot * layers.count * (tokens + new_tokens)) if policy.recall else {}
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 
 
@@ -152,36 +153,27 @@ def _pair(shape: Shape, batch: int) -> int:
     return 4 * shape.head_dim * shape.heads * batch
 
 
-def decoding(
-    shape: Shape, policy: Policy, slots: list[Any], budgets: list[Any], seen: int, count: int, batch: int = 1
-) -> Iterator[tuple[dict[str, tuple[float, ...]], list[Any]]]:
-    """Yields (stages, slots per kv head of each layer after it) of each of `count` tokens decoded after `seen`. Of a
-    mixture only the chosen experts' weights are read."""
-    slot = shape.slot_bytes * batch
-    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights
-    linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
-    for number in range(1, count + 1):
-        slots = [n + 1 for n in slots]
-        windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
-        attended, moved = sum(slots) + windows, slot * sum(slots) + shape.new_bytes * batch * windows
-        slots = [budget if overfull(policy, n, budget) else n for n, budget in zip(slots, budgets, strict=True)]
-        yield {"linear": linear, "attention": (_pair(shape, batch) * attended, moved)}, slots
-
-
 def _decode(
     shape: Shape, policy: Policy, layers: Layers, seen: int, new_tokens: int, batch: int, hardware: Hardware
 ) -> dict:
     bill, each, slots, budgets = Bill(hardware), [], layers.kept, layers.budgets
     if policy.keep_prompt:
         budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
-    for stages, left in decoding(shape, policy, slots, budgets, seen, new_tokens, batch):
+    slot = shape.slot_bytes * batch
+    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights  # the chosen experts' of a mixture
+    linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
+    for number in range(1, new_tokens + 1):
+        slots = [n + 1 for n in slots]
+        windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
+        attended, moved = sum(slots) + windows, slot * sum(slots) + shape.new_bytes * batch * windows
+        stages = {"linear": linear, "attention": (_pair(shape, batch) * attended, moved)}
         each.append((*map(sum, zip(*stages.values())), bill.add(stages)))
-        slots = left
+        slots = [budget if overfull(policy, n, budget) else n for n, budget in zip(slots, budgets, strict=True)]
     interval: Any = policy.interval if policy.decode else 1
     return dict(
         tokens=new_tokens, first=_mean(each[:interval], batch), last=_mean(each[-interval:], batch),
         flops=sum(bill.flops.values()), moved=sum(bill.moved.values()), seconds=bill.seconds,
-        cache_bytes=round(shape.slot_bytes * batch * sum(slots)),
+        cache_bytes=round(slot * sum(slots)),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +45,14 @@ def page(
 
 def gaps(positions: list) -> list:
     """Ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] is [0, 3, 4, 1]."""
-    if not positions:
-        return []
-    breaks = [i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
-    starts = [0, *breaks, len(positions)]
-    runs = [(positions[a], b - a) for a, b in pairwise(starts)]
-    stops = [0] + [at + length for at, length in runs]
-    return [number for (at, length), stop in zip(runs, stops) for number in (at - stop, length)]
+    made, end = [], 0
+    for at in positions:
+        if made and at == end:
+            made[-1] += 1
+        else:
+            made += [at - end, 1]
+        end = at + 1
+    return made
 
 
 def places(pieces: list, words: str) -> list:

@@ -75,7 +75,7 @@ def measure(
     peak_bytes (the process' peak memory above the memory resident before) and, if patched, the read's report, with the
     kept positions on request.
     """
-    ids, timer = ids.to(device_of(model)), _FirstToken()
+    ids, timer = ids.to(device_of(model)), _Times()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     if one_line:
         inputs["stopping_criteria"] = until_line_end(tokenizer, ids.shape[1])
@@ -88,7 +88,7 @@ def measure(
         out = model.generate(**inputs, streamer=timer)
         end = time.perf_counter()
         new = out[0, ids.shape[1] :]
-        first = timer.first or end
+        first = timer[1] if len(timer) > 1 else end
         return dict(
             answer=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True), new_tokens=len(new),
             read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak(ids.device) - before,
@@ -129,17 +129,11 @@ def ask_each(
     return made
 
 
-class _FirstToken:
-    """A streamer that only notes when the first new token came."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.first: float | None = None
+class _Times(list[float]):
+    """A streamer that only notes when tokens came: first the prompt, then each new one."""
 
     def put(self, tokens: torch.Tensor) -> None:
-        self.calls += 1
-        if self.calls == 2:  # the first call brings the prompt
-            self.first = time.perf_counter()
+        self.append(time.perf_counter())
 
     def end(self) -> None:
         pass

@@ -62,4 +62,4 @@ def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
     return context - new_tokens if limit is None else min(limit, context - new_tokens)
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -46,6 +46,7 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     from transformers.utils import logging
 
     from ...policy.checks import count
+    from ..analysis.speed import COSTS, costs
 
     count("--cases", args.cases, 1)
     check_folder("--out", args.out)
@@ -56,7 +57,13 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     asked = list(ask(model, tokenizer, policies, args))
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
-    print(answers_table(asked), costs_table(totals), sep="\n\n")
+    answers: list = [("question", "truth", *asked[0]["runs"])]
+    for one in asked:
+        answers.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))
+    told: list = [("", "right", *COSTS)]
+    for run, row in totals.items():
+        told.append((run, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])))
+    print(grid(answers, left=len(answers[0])), grid(told), sep="\n\n")
     made = write(Path(args.out), tokenizer, asked, policies, name)
     print("\nWhich tokens were kept:", *made, sep="\n  ")
     settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
@@ -98,23 +105,6 @@ def total(name: str, asked: list) -> dict:
         right=sum(run["right"] for run in runs), cases=len(runs), cache_bytes=int(median(sizes)), slots=slots[0],
         **{key: median(run[key] for run in runs) for key in ("peak_bytes", "read_seconds", "decode_seconds")},
     )  # fmt: skip
-
-
-def answers_table(asked: list) -> str:
-    """A table of the questions, their answers, and each run's answers."""
-    rows = [("question", "truth", *asked[0]["runs"])]
-    for one in asked:
-        rows.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))
-    return grid(rows, left=len(rows[0]))
-
-
-def costs_table(totals: dict) -> str:
-    from ..analysis.speed import COSTS, costs
-
-    rows = [("", "right", *COSTS)]
-    for name, row in totals.items():
-        rows.append((name, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])))
-    return grid(rows)
 
 
 def said(run: dict) -> str:

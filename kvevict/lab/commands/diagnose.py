@@ -35,13 +35,16 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     from tqdm import tqdm
 
     from ..analysis.compare import NAMES
+    from ..evaluate.intervals import standard_error
 
     policies = build_policies(args.policies, args)
     name, model, tokenizer, prompts = load_file(args) if args.file else load_facts(args)
     with tqdm(total=len(prompts) * len(policies), unit="policy", delay=1, leave=False, disable=None) as bar:
         each = [one(model, tokenizer, policies, *prompt, bar) for prompt in prompts]
     found, said = mean([found for found, _ in each]), [said for _, said in each]
-    errors = {key: {n: error([alone["runs"][key][n] for alone, _ in each]) for n in NAMES} for key in policies}
+    numbers = {key: {n: [alone["runs"][key][n] for alone, _ in each] for n in NAMES} for key in policies}
+    wide = standard_error if len(each) > 1 else lambda values: None
+    errors = {key: {n: wide(values) for n, values in own.items()} for key, own in numbers.items()}
     print(f"{round(found['tokens'])} prompt tokens, budget {args.budget}; the full cache answers: {'; '.join(said)}\n")
     heads = ("", "slots/head", "joint error", "output error", "recall", "top 16")
     print(grid([heads, *((key, *cells(run, errors[key])) for key, run in found["runs"].items())]))
@@ -111,13 +114,6 @@ def mean(found: list[Any]) -> Any:
     if isinstance(first, list):
         return [mean(list(values)) for values in zip(*found, strict=True)]
     return first if len(found) == 1 else sum(found) / len(found)
-
-
-def error(values: list) -> float | None:
-    """The standard error of a mean; None of a single value."""
-    from ..evaluate.intervals import standard_error
-
-    return standard_error(values) if len(values) > 1 else None
 
 
 def cells(run: dict, errors: dict) -> list:

@@ -21,14 +21,21 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--bandwidth", type=float, help="memory GB/s; default: an H100 SXM's")
     parser.add_argument("--efficiency", type=float, help="share of both that is reached; default 0.7")
     args = parser.parse_args(argv)
-    from ...models import small_llama
+    from transformers import AutoConfig
+
+    from ...families import context_of
+    from ...models import check_there, pretrained, small_llama
     from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
+    from ..analysis.shape import shape_of
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
     policy = build_policies([args.policy], args)[args.policy]
-    shape, context = _shape(args.model or small_llama(), args.dtype)
+    name = args.model or small_llama()
+    check_there(name)
+    config = pretrained(AutoConfig, name)
+    shape, context = shape_of(config, args.dtype), context_of(config.get_text_config())
     if args.tokens is None:
         args.tokens = LONG if context is None else max(1, min(LONG, context - args.new_tokens))
     if context is not None and args.tokens + args.new_tokens > context:
@@ -45,10 +52,6 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         UNPATCHED: cost(shape, None, args.tokens, **common),
         args.policy: cost(shape, policy, args.tokens, **common),
     }
-    if policy.recall:
-        layers, slots = shape.windows.count(None), args.batch * (args.tokens + args.new_tokens)
-        archive = slots * layers * replace(shape, kv=policy.kv).slot_bytes
-        runs[args.policy] |= {"archive_bytes": archive}
     if policy.recall_slots is not None:
         after = cost(shape, policy.recalling, args.tokens, **common)
         runs[args.policy] |= {name: after[name] for name in ("cache_bytes", "decode")}
@@ -62,7 +65,8 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         most = "the full cache" if policy.budget is None else f"a budget of {policy.budget}"
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if policy.recall:
-        here = archive if policy.recall is True else 2 * archive // max(layers, 2)
+        archive = runs[args.policy]["archive_bytes"]
+        here = archive if policy.recall is True else 2 * archive // max(shape.windows.count(None), 2)
         where = "" if policy.recall is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
         print(f"The archive is beside the peak memory{where}; attention to it is left out.")
         archives = {"device_bytes": here, "host_bytes": 0 if policy.recall is True else archive}
@@ -70,19 +74,6 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
         print("What the policy drafts is left out.")
     facts = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}
     return facts | ({"archive": archives} if policy.recall else {})
-
-
-def _shape(name: str, dtype: str) -> tuple:
-    """(`Shape`, context in tokens or None) of a model's config."""
-    from transformers import AutoConfig
-
-    from ...families import context_of
-    from ...models import check_there, pretrained
-    from ..analysis.shape import shape_of
-
-    check_there(name)
-    config = pretrained(AutoConfig, name)
-    return shape_of(config, dtype), context_of(config.get_text_config())
 
 
 ROWS = (

@@ -99,10 +99,6 @@ class Reading:
     options: dict | None
     seconds: float
 
-    def fork(self) -> Any:
-        """A separate cache for one question. Kept slots are shared; an unpatched model's cache is copied."""
-        return forked(cache_of(self.out))
-
 
 @torch.no_grad()
 def read(model: Any, tokenizer: Any, asked: Asked, run: Run, alone: bool = True) -> Reading:
@@ -141,7 +137,7 @@ def ask(model: Any, tokenizer: Any, asked: Asked, run: Run, text: Reading | None
     alone = run.mode == "later" or text is not None
     own = text or read(model, tokenizer, asked, run, alone)
     result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
-    policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else text.fork()
+    policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else forked(cache_of(text.out))
     if policy is not None:
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:

@@ -113,15 +113,11 @@ def evaluate(model: Any, tokenizer: Any, plan: Plan, out: str | Path, name: str 
                 wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
                 return _lines(model, tokenizer, text, wanted, responses, settings.seed, plan, batch_size)
 
-            texts = [text for text in _texts(cases) if any(missing[case.id] for case in text)]
+            texts = [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
+            texts = [text for text in texts if any(missing[case.id] for case in text)]
             for line in processes.lines(texts, measure):
                 results.write(line)
                 bar.update()
-
-
-def _texts(cases: list) -> list:
-    """The cases in lists: one after the other that have the same context."""
-    return [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
 
 
 def _lines(

@@ -6,7 +6,6 @@ returns each head's slots, int32 [B, Hkv] with that sum, at least the protected 
 of tokens that are selected together.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,4 +64,4 @@ def above(slots: Slots, score: torch.Tensor, bar: torch.Tensor) -> torch.Tensor:
     return (slots.least + (enough & slots.competing).sum(-1)).to(torch.int32)
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

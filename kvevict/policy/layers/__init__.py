@@ -4,7 +4,6 @@ options.
 A layer budget gives shares; `layer_slots` rounds them to whole slots by the rules of METHODS section 4.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -78,4 +77,4 @@ def layer_slots(
     return slots.T.repeat_interleave(weight, 0)
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

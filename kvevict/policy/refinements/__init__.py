@@ -2,7 +2,6 @@
 A refinement gets the score [B, Hkv, C] (or [B, 1, C]), pooled where slots compete, and returns the numbers that are
 ranked, of the same kind; or it gives the numbers that a head's slots are taken by once their count is known."""
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,4 +31,4 @@ class Refinement(Part):
         return score
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

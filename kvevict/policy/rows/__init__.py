@@ -7,9 +7,8 @@ exceptions in `rules.py`. While decoding nothing is appended: the newest row obs
 """
 
 import contextlib
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from ..inputs import CallRows, Chunk, LayerRows, Observation
@@ -31,10 +30,8 @@ class AppendedRows:
 
     def last(self, count: int) -> "AppendedRows":
         """Return the last `count` rows."""
-        tokens, positions, columns = (
-            t if t is None else t[:, -count:] for t in (self.tokens, self.positions, self.columns)
-        )
-        return AppendedRows(tokens, positions, columns, self.adapter, self.unseen)
+        own = {name: getattr(self, name) for name in ("tokens", "positions", "columns")}
+        return replace(self, **{name: t if t is None else t[:, -count:] for name, t in own.items()})
 
     def adapted(self, decoder: Any) -> Any:
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
@@ -147,4 +144,4 @@ class Rows(Part):
         return self
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -112,11 +112,7 @@ class Probe(Rows):
         if self.span:
             start = arguments.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
         start = torch.as_tensor(start, device=arguments.device).expand(arguments.batch)
-        return self._rows(start, longest, arguments, read)
-
-    def _rows(self, start: Any, count: int, arguments: Any, read: Any) -> AppendedRows:
-        """Append `count` tokens from columns start [B] on."""
-        columns = start.long()[:, None] + torch.arange(count, device=arguments.device)
+        columns = start.long()[:, None] + torch.arange(longest, device=arguments.device)
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         return AppendedRows(arguments.tokens_at(columns), None, columns)
 

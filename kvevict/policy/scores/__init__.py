@@ -5,7 +5,6 @@ layer, and returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column 
 a separate step. It protects slots by their number at either end, never by editing scores.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -121,4 +120,4 @@ class Attention(Pooled):
         return ("attention",) if usual else (need("attention", reduce=self.reduce, group=self.group),)
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -80,11 +80,8 @@ class CallRows:
     appended = property(lambda self: 0 if self.chunk is None else self.chunk.appended)  # the last rows, not stored
     ends_prompt = property(lambda self: self.chunk is not None and self.chunk.last)
     again = property(lambda self: None if self.chunk is None else self.chunk.again)  # None: the call reads its columns
-
-    @property
-    def tokens(self) -> Any:
-        """int [B] rows without padding, appended ones included; on the host."""
-        return self.positions.shape[1] - self.padding
+    # int [B] rows without padding, appended ones included; on the host
+    tokens = property(lambda self: self.positions.shape[1] - self.padding)
 
     @cached_property
     def columns(self) -> int:
@@ -116,26 +113,15 @@ class LayerRows:
     read = property(lambda self: self.rows.read)
     left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call's
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
+    next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B], after the last stored row
+    has_tokens = property(lambda self: self.first < self.columns)  # bool [B]: not all stored rows are padding
+    budget = property(lambda self: self.upload(self.host_budget))  # int32 [B] on the layer's device
+    end = property(lambda self: self.columns + 0 * self.first)  # [B] the new columns' end, if all of them count
 
     @cached_property
     def first(self) -> torch.Tensor:
         """int32 [B] columns of left padding among the stored rows."""
         return self.rows.first.clamp_max(self.columns)
-
-    @property
-    def next_position(self) -> torch.Tensor:
-        """[B] the position after the last stored row."""
-        return self.positions[:, self.columns - 1] + 1
-
-    @property
-    def has_tokens(self) -> torch.Tensor:
-        """bool [B]: not all stored rows are padding."""
-        return self.first < self.columns
-
-    @property
-    def budget(self) -> torch.Tensor:
-        """`host_budget` as an int32 tensor on the layer's device."""
-        return self.upload(self.host_budget)
 
     def upload(self, numbers: Any) -> torch.Tensor:
         """The host's numbers [B] as an int32 tensor on the layer's device."""
@@ -204,18 +190,9 @@ class LayerRows:
         skip = 0 * self.first if skip is None else skip
         return Observation((Observers(queries, skip, stop, False, unseen=unseen_at),))
 
-    @property
-    def end(self) -> torch.Tensor:
-        """[B] the new columns' end, if all of them count."""
-        return self.columns + 0 * self.first
-
-    def last(self, count: int, outputs: bool) -> "LayerRows":
-        """The last `count` rows, copied."""
-        out = self.out[:, -count:].clone() if outputs else None
-        return replace(self, q=self.q[:, :, -count:].clone(), lse=self.lse[:, :, -count:].clone(), out=out)
-
     def stored_rows(self, count: int, outputs: bool) -> "LayerRows":
-        """The last `count` of the stored rows, as `last`."""
+        """The last `count` of the stored rows, copied."""
         end = self.q.shape[2] - self.appended
-        out = None if self.out is None else self.out[:, :end]
-        return replace(self, q=self.q[:, :, :end], lse=self.lse[:, :, :end], out=out).last(count, outputs)
+        own = slice(max(end - count, 0), end)
+        out = self.out[:, own].clone() if outputs else None
+        return replace(self, q=self.q[:, :, own].clone(), lse=self.lse[:, :, own].clone(), out=out)

@@ -61,10 +61,7 @@ class KV:
     first: torch.Tensor  # [B] int32 columns of left padding
     options: dict[str, Any]  # scale, softcap, sinks of attention
 
-    @property
-    def end(self) -> torch.Tensor:
-        """[B] the new columns' end."""
-        return self.k.shape[2] + 0 * self.first
+    end = property(lambda self: self.k.shape[2] + 0 * self.first)  # [B] the new columns' end
 
     def within(self, begin: torch.Tensor, count: torch.Tensor) -> "KV":
         """The same, with only stored slots begin .. begin + count - 1 [B, heads]."""

@@ -4,7 +4,6 @@ A selection may change the numbers that rank slots (runs of slots instead of slo
 slots, and those counts after it. The best are then taken per head; ties go to the earlier slot.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,4 +38,4 @@ class Selection(Part):
         return keep
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -5,7 +5,6 @@ quantities it needs. Only these are computed, each once per layer and cut.
 """
 
 import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -143,4 +142,4 @@ def per_head(slots: Slots, of: str, function: Any) -> torch.Tensor:
     return slots.heads.merge(out)
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -28,16 +28,16 @@ class Gate(Quantity):
     def ready(self, decoder: Any, modules: Any) -> None:
         gates.loaded(self.gates, decoder, anew=True)
 
-    def tokens(self, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
-        return of_layer.numbers(hidden)
+    def tokens(self, hidden: torch.Tensor, numbers_of: Any) -> torch.Tensor:
+        return numbers_of(hidden)
 
-    def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, of_layer: Any) -> torch.Tensor:
+    def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, numbers_of: Any) -> torch.Tensor:
         kv, new = slots.kv, slots.kv.k.shape[2]
         if not new:
             return torch.ones(*slots.n.shape, slots.columns, device=slots.device)
         # The new column of each alive slot; less than the row's padding for slots stored before.
         columns = torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()
-        numbers = of_layer.numbers(hidden[:, :new])
+        numbers = numbers_of(hidden[:, :new])
         padding = torch.arange(new, device=slots.device) < kv.first[:, None, None]
         mean = numbers.masked_fill(padding, 0).sum(2, keepdim=True) / (new - kv.first).clamp_min(1)[:, None, None]
         placed = numbers.gather(2, columns.clamp(0, new - 1))

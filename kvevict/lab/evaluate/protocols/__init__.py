@@ -4,7 +4,6 @@ per paper; the file registers its `Protocol`.
 A comparison changes one thing, gives both sides the same cases, and pairs them case by case.
 """
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -87,4 +86,4 @@ def runs(*args: Any) -> list[Run]:
     return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

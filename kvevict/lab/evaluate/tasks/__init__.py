@@ -9,7 +9,6 @@ the same cases again.
 import dataclasses
 import functools
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,4 +90,4 @@ def opening(question: str, mark: str = "Answer:") -> str:
     return question[question.rindex(mark) :]
 
 
-load_folder(sys.modules[__name__])
+load_folder(__name__)

@@ -198,8 +198,7 @@ def xquad(settings: Settings) -> Iterator[Case]:
     rng.shuffle(articles)
     left = [paragraph for article in articles for paragraph in article]
     for i in range(settings.cases):
-        pairs = [(q, dict.fromkeys(a["text"] for a in answers)) for _, asked in left for q, answers in asked]
-        longest = max((plain(question) for question, _ in pairs), key=len, default="")
+        longest = max((plain(question) for _, asked in left for question, _ in asked), key=len, default="")
 
         def fits(n: int, longest: str = longest, left: list = left) -> bool:
             return n <= len(left) and settings.tokens(joined(left[:n]) + longest) <= settings.length

@@ -12,7 +12,7 @@ name with `held_out` true. These tasks use only such names.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -103,46 +103,36 @@ def draw(rng: Random, count: int) -> list[tuple[str, str, str]]:
     return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
 
 
-@TASKS.add("needle")
-def needle(settings: Settings) -> Iterator[Case]:
-    for depth in settings.depths:
-        for i in range(settings.cases):
-            rng = settings.rng("needle", settings.length, depth, i)
-            facts = draw(rng, 4)
-            relation, who, what = facts[0]
-            asked = question(relation, who)
-            tags = dict(length=settings.length, depth=depth, facts=4)
-            case = f"needle/{settings.length}/{depth}/{i}"
-            context = hidden(settings, rng, facts, asked, depth)
-            yield one_line(settings, "needle", case, context, asked, (what,), "exact", tags)
-
-
-def eight(name: str) -> Callable[[Callable[..., tuple]], Callable[..., tuple]]:
-    """Register a task of eight facts. build(rng, facts) returns a case's parts: (facts, question, answers, metric,
-    further tags)."""
+def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Any], Any]:
+    """Register a task of `count` facts. build(rng, facts) returns a case's parts: (facts, question, answers, metric,
+    further tags). at_depths: the first fact is at each of the settings' depths, in turn; else anywhere."""
 
     def register(build: Any) -> Any:
         @TASKS.add(name)
         def cases(settings: Settings) -> Iterator[Any]:
-            for i in range(settings.cases):
-                rng = settings.rng(name, settings.length, i)
-                facts, asked, answers, metric, more = build(rng, draw(rng, 8))
-                tags = dict(length=settings.length, facts=8) | more
-                context = hidden(settings, rng, facts, asked)
-                yield one_line(settings, name, f"{name}/{settings.length}/{i}", context, asked, answers, metric, tags)
+            depths: Any = [(depth,) for depth in settings.depths] if at_depths else [()]
+            for depth, i in product(depths, range(settings.cases)):
+                place = settings.length, *depth, i
+                rng = settings.rng(name, *place)
+                facts, asked, answers, metric, more = build(rng, draw(rng, count))
+                tags = dict(length=settings.length, **dict(zip(["depth"], depth)), facts=count) | more
+                context = hidden(settings, rng, facts, asked, *depth)
+                id = "/".join(map(str, (name, *place)))
+                yield one_line(settings, name, id, context, asked, answers, metric, tags)
 
         return build
 
     return register
 
 
-@eight("facts")
-def one_of_eight(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+@of_facts("facts")
+@of_facts("needle", 4, at_depths=True)
+def one_of_them(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     relation, who, what = facts[0]
     return facts, question(relation, who), (what,), "exact", {}
 
 
-@eight("multivalue")
+@of_facts("multivalue")
 def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     wanted = rng.randint(2, 4)
     relation, who, _ = facts[0]
@@ -151,7 +141,7 @@ def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     return facts, question_all(relation, who), answers, "contains_all", dict(values=wanted)
 
 
-@eight("tracking")
+@of_facts("tracking")
 def chained(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
     relation, _, what = facts[2]
     names = [who for _, who, _ in facts[:3]]
