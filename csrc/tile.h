@@ -179,7 +179,7 @@ static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t 
       const uint16_t *const second = c + 1 < n ? kv_column_pairs(x, c0 + c + 1, rows[1]) : zeros;
       for (int64_t d = 0; d < x->D; d++) {
         const uint32_t word = first[d] | (uint32_t)second[d] << 16;
-        memcpy(v + d, &word, sizeof word);
+        v[d] = kv_float(word);
         other |= (word & high) == high || (word & low) == low;
       }
     } else {
