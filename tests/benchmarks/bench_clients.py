@@ -6,8 +6,8 @@ The same of another server that runs, with its name for the same model (and with
 
     python tests/benchmarks/bench_clients.py --model DIR --haystack BOOK --url http://127.0.0.1:8080/v1 --name NAME
 
-Prompts are parts of the book, of about --prompt tokens; an answer has --tokens, at temperature 0. Every prompt is first
-asked alone: answers that differ later are counted, and of each the nats between the two tokens where they part, as the
+Prompts are parts of the book, of about --prompt tokens, after the same --shared tokens of it, if any; an answer has
+--tokens, at temperature 0. Every prompt is first asked alone: answers that differ later are counted, and of each the nats between the two tokens where they part, as the
 model has them alone. All numbers of clients are timed in turn, --runs times. Prints
 tokens/s of all clients, and seconds to the first token: median and 99 of 100. Then a request comes every --every
 seconds while a text of --long tokens is read; prints the same of these requests.
@@ -95,23 +95,25 @@ def main():
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=200)
+    parser.add_argument("--shared", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--long", type=int, default=20000)
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--budget", default="512")
+    parser.add_argument("--policy", help="of kvevict serve")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--url")
     parser.add_argument("--name")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    ids = tokenizer(Path(args.haystack).read_text("utf-8")[: 8 * (args.long + args.requests * args.prompt)])[
-        "input_ids"
-    ]
+    most = args.shared + args.long + args.requests * args.prompt
+    ids = tokenizer(Path(args.haystack).read_text("utf-8")[: 8 * most])["input_ids"]
+    shared, ids = tokenizer.decode(ids[: args.shared]), ids[args.shared :]
     cuts = [
         ids[at : at + args.prompt - n % 7] for n, at in enumerate(range(0, args.requests * args.prompt, args.prompt))
     ]
-    prompts = [tokenizer.decode(cut) for cut in cuts]
+    prompts = [shared + tokenizer.decode(cut) for cut in cuts]
     rest = ids[args.requests * args.prompt :]
     process, port = (None, None) if args.url else started("kvevict", args)
     try:

@@ -42,6 +42,8 @@ def started(side, args):
         port = free.getsockname()[1]
     common = [args.model, "--dtype", args.dtype, "--device", "cpu", "--port", str(port)]
     command = [sys.executable, "-m", "kvevict", "serve", *common, "--budget", str(args.budget)]
+    if getattr(args, "policy", None):
+        command += ["--policy", args.policy]
     if side == "transformers":
         command = [str(Path(sys.executable).parent / "transformers"), "serve", *common]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
