@@ -7,10 +7,10 @@ The same of another server that runs, with its name for the same model (and with
     python tests/benchmarks/bench_clients.py --model DIR --haystack BOOK --url http://127.0.0.1:8080/v1 --name NAME
 
 Prompts are parts of the book, of about --prompt tokens, after the same --shared tokens of it, if any; an answer has
---tokens, at temperature 0. Every prompt is first asked alone: answers that differ later are counted, and of each the nats between the two tokens where they part, as the
-model has them alone. All numbers of clients are timed in turn, --runs times. Prints
-tokens/s of all clients, and seconds to the first token: median and 99 of 100. Then a request comes every --every
-seconds while a text of --long tokens is read; prints the same of these requests.
+--tokens, at temperature 0. Every prompt is first asked alone: answers that differ later are counted, and of each the
+nats between the two tokens where they part, as the model has them alone. All numbers of clients are timed in turn,
+--runs times. Prints tokens/s of all clients, and seconds to the first token: median and 99 of 100. Then a request comes
+every --every seconds while a text of --long tokens is read; prints the same of these requests.
 """
 
 import argparse
