@@ -97,11 +97,11 @@ class Prompt:
         chunks = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(len(chunks) + bool(self.drafted) + (chunks[-1].appended > 0))
         budgets.check_groups(policy, self.cache, layers, plan.ranks)
-        if self._scores(evicts):
+        if evicts and (policy.schedule == "prompt" or len(chunks) == 1) and self._scores():
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
-                "text under eviction read its first part into a cache and pass the rest, or take a policy with a "
-                "chunk_size; logits_to_keep=1 is enough to read",
+                "text under eviction read its first part into a cache and pass the rest, or evict after each chunk "
+                "(schedule='chunk') with a chunk_size below its length; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
         cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)
@@ -137,11 +137,11 @@ class Prompt:
         if calls > 1 and flags:
             raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
-    def _scores(self, evicts: bool) -> bool:
-        """True if the call scores a text without a cache of the caller's: it then evicts only at its end."""
-        arguments, evicts = self.arguments, evicts and self.policy.schedule == "prompt"
-        scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1
-        return evicts and arguments.own_cache and scores
+    def _scores(self) -> bool:
+        """True if the call scores a text: it wants logits of several tokens, and has no cache of the caller's."""
+        arguments = self.arguments
+        several = arguments.wanted != 1 and arguments.tokens > 1
+        return arguments.top is not None and several and arguments.own_cache
 
     def _chooser(self, chunk: Any) -> Any:
         """The chooser of a chunk. The layers get the decided budgets."""
