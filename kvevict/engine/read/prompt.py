@@ -70,13 +70,13 @@ class Prompt:
                 layer.prompt, held = None, plan.ranks.counts(layer).copy()
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
-            if self.drafted:
-                yield self.spans.span(self.columns, arguments.tokens, meter, Chooser())
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             own = [index in plan.order for index in range(len(self.cache.layers))]
             meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], policy.kv)
             for watcher in read.watchers:
                 meter.report |= watcher.report(len(read.seen), own)
+        if self.drafted:  # not of the prompt, nor of its report
+            yield self.spans.span(self.columns, arguments.tokens, meter, Chooser())
         self.cache.meter = meter
         plan.keep(meter)
         if isinstance(chooser, Asking):
