@@ -163,8 +163,8 @@ def _policy_of(text: str, path: str) -> Any:
         return None if text is None else Policy.from_json(text)
     except ValueError as error:
         warnings.warn(
-            f"{path} was read with a policy that cannot be used here ({error}): its slots are loaded, answers attend to "
-            "all of them, and none recalls; import the module that registers the policy's own parts before "
+            f"{path} was read with a policy that cannot be used here ({error}): answers attend to all slots in the "
+            "file, and none recalls; import the module that registers the policy's own parts before "
             "kvevict.load_cache, or read the text again with a policy that is known",
             stacklevel=3,
         )

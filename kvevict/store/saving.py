@@ -178,8 +178,8 @@ def _text_of(policy: Policy) -> Any:
         return None if policy is None else policy.to_json()
     except ValueError as error:
         warnings.warn(
-            f"the file cannot name the cache's policy ({error}): once it is loaded, answers attend to all of its slots, "
-            "and none recalls; save a cache that was read with a policy of registered parts",
+            f"the file cannot name the cache's policy ({error}): once it is loaded, answers attend to all of its "
+            "slots, and none recalls; save a cache that was read with a policy of registered parts",
             stacklevel=3,
         )
         return None
