@@ -144,7 +144,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     written(folder, made)
     for other, text in (
         (model("qwen3"), "another model: its model_type is 'llama', this model's 'qwen3'"),
-        (model(num_hidden_layers=3), "another model: its layers is 4"),
+        (model(num_hidden_layers=3), "another model: its layers are 4"),
         (tiny.model(vocab_size=VOCAB, seed=1), "another model: its weights are"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -181,7 +181,7 @@ def test_gates_of_other_weights_are_not_the_default(tmp_path):
     written(tmp_path / "model" / "kvevict_gates", made)
     adapted = peft.get_peft_model(made, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     assert unasked(find_decoder(adapted)) == "read-twice"
-    with pytest.raises(ValueError, match="its weights are '.*', this model's '"):
+    with pytest.raises(ValueError, match=r"its weights are '.*', this model's '"):
         kvevict.patch(adapted, "gate", budget=80)
     with adapted.disable_adapter():
         assert unasked(find_decoder(adapted)) == "gate"
