@@ -26,8 +26,8 @@ def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options:
         for kind, (registry, _) in PARTS.items() if policy not in PRESETS else ():
             if policy in registry:
                 raise ValueError(
-                    f"unknown policy {policy!r}: it is a {registry.kind}; name a policy that has it: "
-                    f"'snapkv:{kind}={policy}', or 'snapkv' and {kind}={policy!r}"
+                    f"unknown policy {policy!r}: it is a name for {kind}=; write 'snapkv:{kind}={policy}', or 'snapkv' "
+                    f"and {kind}={policy!r}"
                 )
         choices = dict(PRESETS.find(policy))
         if budget is None and options.get("threshold") is None:
