@@ -108,7 +108,7 @@ def own(decoder: Any) -> Path | None:
     return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
 
 
-def fit(decoder: Any) -> bool:
+def fit(decoder: torch.nn.Module) -> bool:
     """Whether `own` finds gates that are of these weights, and not of those without an adapter. Raises ValueError for a
     damaged folder."""
     folder = own(decoder)
