@@ -30,7 +30,7 @@ SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's po
 
 def unasked(decoder: torch.nn.Module) -> str:
     """The default policy for a text that is asked about later: the best measured (docs/results.md)."""
-    return "gate" if gates.own(decoder) else "read-twice"
+    return "gate" if gates.fit(decoder) else "read-twice"
 
 
 def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None = None, **options: Any) -> EvictionCache:
@@ -40,9 +40,9 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
     policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the one that
                       the model is patched with, if it is such a one (not take+edie, snapkv, h2o, ...); else "gate" if
-                      the model's folder has gates or gates were named for it before, or "read-twice" in chunks short
-                      enough to be repeated within the model's positions, with a patched model's budget and kv.
-                      With recall=True: take+edie, and each question chooses its slots from all tokens
+                      the model's folder has gates of its weights or such were named for it before, or "read-twice" in
+                      chunks short enough to be repeated within the model's positions, with a patched model's budget
+                      and kv. With recall=True: take+edie, and each question chooses its slots from all tokens
 
     The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
     missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.

@@ -23,6 +23,12 @@ def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options:
             given |= {} if budget is None else {"budget": budget}
             given |= {} if chunk_size is None else {"chunk_size": chunk_size}
             return build(name, **given | options)
+        for kind, (registry, _) in PARTS.items() if policy not in PRESETS else ():
+            if policy in registry:
+                raise ValueError(
+                    f"unknown policy {policy!r}: it is a name for {kind}=; write 'snapkv:{kind}={policy}', or 'snapkv' "
+                    f"and {kind}={policy!r}"
+                )
         choices = dict(PRESETS.find(policy))
         if budget is None and options.get("threshold") is None:
             raise ValueError(

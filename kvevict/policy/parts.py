@@ -1,8 +1,10 @@
 """The parts of a policy that have options: by name, as objects, and in JSON."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from . import peers
 from .checks import builtin, unknown
@@ -67,8 +69,21 @@ def option_names(part: Any) -> set[str]:
 
 def written(kind: str, part: Any) -> str:
     """Write a part as an option, by its name, or by its class if it is not registered."""
-    known = (repr(name) for name, each in PARTS[kind][0].items() if each is type(part))
-    return f"{kind}={next(known, type(part).__name__)}"
+    return f"{kind}={PARTS[kind][0].name_or_class(part)}"
+
+
+def returned(
+    kind: str, part: object, x: object, shape: Sequence[int], heads: Iterable[int] = (), dtype: object = torch.float32
+) -> torch.Tensor:
+    """Return the tensor x that a part returned. Raises TypeError or ValueError unless it is of the dtype and of a shape
+    [B, Hkv, ..], with any of `heads` in the place of Hkv. No number is looked at, so no device is waited for."""
+    allowed = [[shape[0], each, *shape[2:]] for each in (shape[1], *heads)]
+    if isinstance(x, torch.Tensor) and x.dtype == dtype and list(x.shape) in allowed:
+        return x
+    said = f"{PARTS[kind][0].kind} {PARTS[kind][0].name_or_class(part)} returned"
+    if not isinstance(x, torch.Tensor) or x.dtype != dtype:
+        raise TypeError(f"{said} {getattr(x, 'dtype', type(x).__name__)}: return a tensor of {dtype}")
+    raise ValueError(f"{said} the shape {list(x.shape)}: return {' or '.join(map(str, allowed))}")
 
 
 def check_option(name: str, known: Collection[str], kind: str = "option", parts: dict[str, Any] | None = None) -> None:

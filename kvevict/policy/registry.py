@@ -41,6 +41,10 @@ class Registry(dict[str, Any]):
                 return name
         raise ValueError(f"{self.kind} {value!r} is not registered, so it has no name")
 
+    def name_or_class(self, part: object) -> str:
+        """Write the name of a part, or its class if it is not registered."""
+        return next((repr(name) for name, each in self.items() if each is type(part)), type(part).__name__)
+
 
 class Part:
     """A part of a policy: a frozen dataclass, its fields are its options."""

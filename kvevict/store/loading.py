@@ -1,6 +1,7 @@
 """Loads a cache from its file, in place where it can stay there."""
 
 import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +73,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         check(tensors, facts, common)
         weights, configuration = common["weights"], common["configuration"]
         known = None if configuration is None else Identity(weights, dict(configuration))
-        policy = _policy_of(common["policy"])
+        policy = _policy_of(common["policy"], path)
     except WRONG as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     differs = known and known.difference(identity(decoder))
@@ -153,13 +154,20 @@ def _part(tensors: dict, ranks: Any) -> dict:
     return part
 
 
-def _policy_of(text: str) -> Any:
-    """The policy that `_text_of` wrote; None for None, and where a part of it is not registered here."""
+def _policy_of(text: str, path: str) -> Any:
+    """The policy that `_text_of` wrote; None for None. None and a warning where this process does not take it, as where
+    a part of it is not registered: the file's slots are whole without it."""
     if not isinstance(text, (str, type(None))):
         raise TypeError(f"policy is {text!r}, not a text")
     try:
         return None if text is None else Policy.from_json(text)
-    except ValueError:
+    except ValueError as error:
+        warnings.warn(
+            f"{path} was read with a policy that cannot be used here ({error}): answers attend to all slots in the "
+            "file, and none recalls; import the module that registers the policy's own parts before "
+            "kvevict.load_cache, or read the text again with a policy that is known",
+            stacklevel=3,
+        )
         return None
 
 

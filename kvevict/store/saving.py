@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -161,10 +162,15 @@ def _joined(parts: Any) -> dict:
 
 
 def _text_of(policy: Policy) -> Any:
-    """A policy as JSON; None if it is unknown or JSON cannot hold it."""
+    """A policy as JSON; None if it is unknown, and with a warning if JSON cannot hold it."""
     try:
         if policy is not None and is_folder(policy.recall):
             policy = replace(policy, recall=True)  # a folder is this machine's
         return None if policy is None else policy.to_json()
-    except ValueError:
+    except ValueError as error:
+        warnings.warn(
+            f"the file cannot name the cache's policy ({error}): once it is loaded, answers attend to all of its "
+            "slots, and none recalls; save a cache that was read with a policy of registered parts",
+            stacklevel=3,
+        )
         return None

@@ -38,8 +38,8 @@ def test_from_a_text_to_an_answer(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("other, said", [
-    (dict(family="qwen3"), "is of another model: its model_type is 'llama', this model's is 'qwen3'"),
-    (dict(seed=1), "is of another model: its weights is"),
+    (dict(family="qwen3"), "is of another model: its model_type is 'llama', this model's 'qwen3'"),
+    (dict(seed=1), "is of another model: its weights are"),
 ], ids=str)  # fmt: skip
 def test_a_file_of_another_model_is_refused(other, said, tmp_path, capsys):
     """By its name, before the text is read."""

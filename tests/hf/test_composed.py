@@ -199,8 +199,10 @@ def test_use_cache_left_false():
 
 def test_scoring_before_anything_is_evicted():
     net, ids = kvevict.patch(tiny.model(), "snapkv", **SNAPKV), tiny.prompt(1, 50)["input_ids"]
-    with pytest.warns(UserWarning, match="logits of 50 tokens that were read before anything was evicted"):
-        net(ids)
+    for more in (dict(), dict(chunk_size=64)):  # one chunk
+        kvevict.patch(net, "snapkv", **more, **SNAPKV)
+        with pytest.warns(UserWarning, match="logits of 50 tokens that were read before anything was evicted"):
+            net(ids)
     kvevict.patch(net, "snapkv", chunk_size=16, **SNAPKV)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -168,6 +168,18 @@ def test_assisted_after_eviction(kind, policy):
         assert torch.equal(generate(model, inputs, 16), want)
 
 
+@pytest.mark.parametrize("kind", ["lookup", "itself"])
+def test_a_report_without_the_assistant_s_candidates(kind):
+    """It is of the prompt alone, as without an assistant."""
+    model, inputs, reports = shared(), repetitive(), []
+    with kvevict.evicting(model, "snapkv", **PRESETS["snapkv"]):
+        for more in ({}, assistant(kind)):
+            generate(model, inputs, 8, **more)
+            report = kvevict.report(model)
+            reports.append([report[name] for name in ("seen", "kept", "kept_share", "cache_bytes")])
+    assert reports[0] == reports[1] and reports[0][0] == [48]
+
+
 @pytest.mark.parametrize("kind", ["lookup", "model"])
 @pytest.mark.parametrize("policy", [
     ("kvzip", dict(budget=20)), ("kvzip+", dict(budget=20)), ("read-twice", dict(budget=0.5)),

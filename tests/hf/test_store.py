@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -234,6 +235,28 @@ def test_what_a_file_says(saved):
     assert said["kvevict"] == kvevict.__version__
     assert kvevict.Policy.from_json(said["policy"]) == build("h2o", budget=10)
     assert kvevict.load_cache(saved["llama"], shared()).sequence.policy == build("h2o", budget=10)
+
+
+@dataclass(frozen=True)
+class Own(kvevict.Score):
+    rows = kvevict.ROWS["window"](4)
+    needs = ("attention",)
+
+
+def test_a_policy_that_is_not_known_here(tmp_path, monkeypatch):
+    """As where the module of an own score is not imported: a warning names the score; all slots are there."""
+    model, inputs = shared(), prompt(1, 40)
+    monkeypatch.setitem(kvevict.SCORES, "own", Own)
+    with kvevict.evicting(model, "snapkv", score="own", budget=10, recall=True):
+        cache = read(model, inputs)
+    kvevict.save_cache(cache, tmp_path / "cache")
+    assert kvevict.load_cache(tmp_path / "cache", model).sequence.policy == cache.sequence.policy
+    monkeypatch.delitem(kvevict.SCORES, "own")
+    with pytest.warns(UserWarning, match="unknown score 'own'; .* answers attend to all.* import the module"):
+        loaded = kvevict.load_cache(tmp_path / "cache", model)
+    assert loaded.sequence.policy is None and loaded.layers[0].counts.tolist() == [[40, 40]]
+    with pytest.warns(UserWarning, match="cannot name the cache's policy .*Own.* is not registered"):
+        kvevict.save_cache(cache, tmp_path / "other")
 
 
 def test_another_version(saved, tmp_path):

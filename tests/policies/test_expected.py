@@ -117,11 +117,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "text").write_text("no tensors")
     rope = dict(rope_type="default", rope_theta=500.0)
     for other, path, text in (
-        (model("qwen3"), "stats", "of another model: its model_type is 'llama', this model's is 'qwen3'"),
-        (model(num_key_value_heads=4), "stats", "of another model: its heads is"),
+        (model("qwen3"), "stats", "of another model: its model_type is 'llama', this model's 'qwen3'"),
+        (model(num_key_value_heads=4), "stats", "of another model: its heads are"),
         (tiny.model(vocab_size=VOCAB, rope_parameters=rope), "stats", "of another model: its rope is"),
-        (model(num_hidden_layers=3), "stats", "of another model: its layers is 4"),
-        (model(seed=1), "stats", "of another model: its weights is"),
+        (model(num_hidden_layers=3), "stats", "of another model: its layers are 4"),
+        (model(seed=1), "stats", "of another model: its weights are"),
         (made, "nothing", "does not exist"),
         (made, "text", "cannot be read"),
     ):

@@ -143,9 +143,9 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
         assert "_kvevict" not in made.model.__dict__
     written(folder, made)
     for other, text in (
-        (model("qwen3"), "another model: its model_type is 'llama', this model's is 'qwen3'"),
-        (model(num_hidden_layers=3), "another model: its layers is 4"),
-        (tiny.model(vocab_size=VOCAB, seed=1), "another model: its weights is"),
+        (model("qwen3"), "another model: its model_type is 'llama', this model's 'qwen3'"),
+        (model(num_hidden_layers=3), "another model: its layers are 4"),
+        (tiny.model(vocab_size=VOCAB, seed=1), "another model: its weights are"),
     ):
         with pytest.raises(ValueError, match=text):
             kvevict.patch(other, "gate", budget=80, gates=folder)
@@ -171,6 +171,23 @@ def test_gates_that_were_named_once(tmp_path):
     assert unasked(decoder) == "read-twice"
     with pytest.raises(ValueError, match="gates is missing"):
         kvevict.patch(made, "gate", budget=80)
+
+
+def test_gates_of_other_weights_are_not_the_default(tmp_path):
+    """Those beside a model are of its weights without an adapter."""
+    peft = pytest.importorskip("peft")
+    model().save_pretrained(tmp_path / "model")
+    made = type(model()).from_pretrained(tmp_path / "model")
+    written(tmp_path / "model" / "kvevict_gates", made)
+    adapted = peft.get_peft_model(made, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    assert unasked(find_decoder(adapted)) == "read-twice"
+    with pytest.raises(ValueError, match=r"its weights are '.*', this model's '"):
+        kvevict.patch(adapted, "gate", budget=80)
+    with adapted.disable_adapter():
+        assert unasked(find_decoder(adapted)) == "gate"
+    (tmp_path / "model" / "kvevict_gates" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a folder of gates"):
+        unasked(find_decoder(adapted))
 
 
 def shorten(path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from transformers import DynamicCache
 
 import kvevict
 from kvevict.policy import peers
@@ -142,6 +143,44 @@ def test_rows_of_one_s_own():
         assert saved.rows == First()
     finally:
         del kvevict.ROWS["first"]
+
+
+@pytest.mark.parametrize("kind, name, message", [
+    ("score", "length", "score 'own' returned the shape .1, 2, 39.: return .1, 2, 40. or .1, 1, 40."),
+    ("score", "dtype", "score 'own' returned torch.float64: return a tensor of torch.float32"),
+    ("score", "none", "score 'own' returned NoneType: return"),
+    ("select", "length", "selection 'own' returned the shape"),
+    ("heads", "heads", "head budget 'own' returned the shape .1, 1.: return .1, 2."),
+    ("heads", "dtype", "head budget 'own' returned torch.int64: return a tensor of torch.int32"),
+    ("heads", "many", "head budget 'own' keeps .20, 20. slots of a layer's heads: .* and a sum of 16"),
+    ("heads", "few", "head budget 'own' keeps .1, 1. slots of a layer's heads: return at least .4, 4."),
+    ("layers", "short", "layer budget 'own' returned the shares .*: return 4 finite numbers >= 0"),
+    ("layers", "long", "return 4 finite"), ("layers", "negative", "return 4 finite"),
+    ("layers", "nan", "return 4 finite"),
+])  # fmt: skip
+@torch.no_grad()
+def test_what_a_part_of_one_s_own_must_return(kind, name, message, monkeypatch):
+    """The error names the part, before a slot is lost."""
+    registry, base = PARTS[kind]
+    wrong = dict(
+        length=lambda x: x[..., :-1], none=lambda x: None, heads=lambda x: x[:, :1],
+        dtype=lambda x: x.double() if x.is_floating_point() else x.long(),
+        many=lambda x: 0 * x + 20, few=lambda x: 0 * x + 1,
+        short=lambda x: x[:3], long=lambda x: [*x, 1], negative=lambda x: [-1, *x[1:]], nan=lambda x: [*x[1:], np.nan],
+    )[name]  # fmt: skip
+    right = dict(score=kvevict.SCORES["snapkv"], heads=kvevict.HEADS["flat"], layers=base, select=base)[kind]
+    method = dict(score="score", heads="keep", layers="shares", select="rank")[kind]
+    own = type(
+        "Own", (right,), {method: lambda self, *args, **more: wrong(getattr(right, method)(self, *args, **more))}
+    )
+    monkeypatch.setitem(registry, "own", dataclass(frozen=True)(own))
+    model, inputs = tiny.model(), tiny.prompt(1, 40)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises((ValueError, TypeError), match=message):
+        kvevict.patch(model, "snapkv", budget=8, window=4, **{kind: "own"})
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+    with pytest.raises(ValueError, match=f"unknown policy 'own': it is a name for {kind}=; write 'snapkv:{kind}=own'"):
+        kvevict.patch(model, "own", budget=8)
 
 
 @torch.no_grad()

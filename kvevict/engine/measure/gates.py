@@ -96,6 +96,13 @@ def own(decoder: Any) -> Path | None:
     return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
 
 
+def fit(decoder: torch.nn.Module) -> bool:
+    """Whether `own` finds gates that are of these weights, and not of those without an adapter. Raises ValueError for a
+    damaged folder."""
+    folder = own(decoder)
+    return folder is not None and not other_model(_config(folder, repr(os.fspath(folder)))["base"], decoder)
+
+
 def _read(folder: str | Path, decoder: Any) -> Any:
     name = repr(os.fspath(folder))
     config = _config(Path(folder), name)

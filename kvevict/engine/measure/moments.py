@@ -88,7 +88,7 @@ def other_model(facts: dict, decoder: Any) -> str:
     for name, value in model_of(decoder).items():
         known = facts.get(name)
         if differ(known, value) if name == "weights" else known != value:
-            return f"its {name} is {known!r}, this model's is {value!r}"
+            return f"its {name} {'are' if name.endswith('s') else 'is'} {known!r}, this model's {value!r}"
     return ""
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from ... import _ops
-from ...policy.heads import above
+from ...policy.heads import HEADS, HeadBudget, above
 from ...policy.heads.equal import Equal, shares
 from ...policy.inputs import as_needs
+from ...policy.parts import returned
 from ...policy.scores import Score
 from ...policy.seen.rows import Observation, Observers
 from ...policy.seen.slots import Slots
@@ -35,6 +36,8 @@ def numbers(call: LayerCall) -> Numbers:
     policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
         score = policy.score.score(call.slots, *measured(call, policy.score.needs))
+        heads = call.rows.q.shape[1] if policy.score.per_query_head else 1
+        score = returned("score", policy.score, score, call.slots.shape, (heads,))
         if chunk is not None and chunk.again is not None:
             parts, index = call.step.read.numbers, call.index  # the largest over the parts so far; NaN: none yet
             score = parts[index] = torch.fmax(parts[index], score) if index in parts else score
@@ -116,17 +119,17 @@ def ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
 
 def _ranked(call: LayerCall, score: torch.Tensor) -> torch.Tensor:
     policy, slots, select = call.policy, call.slots, call.select
-    pooled = policy.score.pooled(slots, score)
+    pooled = returned("score", policy.score, policy.score.pooled(slots, score), slots.shape, (1,))
     if policy.refine.refines:  # protected slots take part, by their plain scores
         pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
     with call.step.meter.clock("score"):
-        score = policy.refine.refine(slots, pooled)
+        score = returned("refine", policy.refine, policy.refine.refine(slots, pooled), slots.shape, (1,))
     score = score.expand(-1, slots.n.shape[1], -1)
     with call.step.meter.clock("select"):
         if not select.shared:
-            return select.rank(slots, score).contiguous()
-        ranks = slots.heads.ranks
-        return ranks.mine(select.rank(slots.all_ranks(policy.shared), ranks.gather(score))).contiguous()
+            return returned("select", select, select.rank(slots, score), slots.shape).contiguous()
+        ranks, every = slots.heads.ranks, slots.all_ranks(policy.shared)
+        return ranks.mine(returned("select", select, select.rank(every, ranks.gather(score)), every.shape)).contiguous()
 
 
 class Choice(NamedTuple):
@@ -151,11 +154,26 @@ def choose(
         whole = call.slots.all_ranks(call.policy.shared)
         every = ranks.gather(score, whole.columns) if heads.ragged or select.spares else score
         if final:
-            keep = select.trim_to_runs(whole, every, heads.keep(whole, every, wanted, select.run))
-            keep = within(keep, whole, every, bar)
+            keep = heads.keep(whole, every, wanted, select.run)
+            keep = returned("heads", heads, keep, whole.n.shape, dtype=torch.int32)
+            keep = within(select.trim_to_runs(whole, every, keep), whole, every, bar)
         else:
             keep = heads.reserve(whole, every, wanted, select.run)
-        return take(call, score, keep)
+        counts, least = np.array(torch.stack([keep, whole.least]).tolist())  # the host waits for the device once
+        _check(heads, counts, least, whole, slots if final else whole.alive)
+        return take(call, score, keep, counts)
+
+
+def _check(heads: HeadBudget, counts: np.ndarray, least: np.ndarray, slots: Slots, most: np.ndarray) -> None:
+    """Raise ValueError unless a head budget keeps counts [B, Hkv] slots, the `least` protected ones or more, and of a
+    row the `most` [B] or fewer, unless more are protected."""
+    bad = ((counts < least) | (counts > slots.all_counts)).any(1) | (counts.sum(1) > np.maximum(most, least.sum(1)))
+    if bad.any():
+        b = int(bad.argmax())
+        raise ValueError(
+            f"head budget {HEADS.name_or_class(heads)} keeps {counts[b].tolist()} slots of a layer's heads: return at "
+            f"least {least[b].tolist()}, at most {slots.all_counts[b].tolist()}, and a sum of {most[b]}"
+        )
 
 
 def _equal(call: LayerCall, slots: np.ndarray) -> Any:

@@ -71,13 +71,13 @@ class Prompt:
                 layer.prompt, held = None, plan.ranks.counts(layer).copy()
                 if policy.keep_prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
-            if self.drafted:
-                yield self.spans.span(self.columns, arguments.tokens, meter, Chooser())
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             own = [index in plan.order for index in range(len(self.cache.layers))]
             meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], policy.kv)
             for watcher in read.watchers:
                 meter.report |= watcher.report(len(read.seen), own)
+        if self.drafted:  # not of the prompt, nor of its report
+            yield self.spans.span(self.columns, arguments.tokens, meter, Chooser())
         self.cache.meter = meter
         plan.keep(meter)
         if isinstance(chooser, Asking):
@@ -99,11 +99,11 @@ class Prompt:
         self._check(len(chunks) + bool(self.drafted) + (chunks[-1].appended > 0))
         budgets.check_groups(policy, self.cache, layers, plan.ranks)
         scores = arguments.top is not None and arguments.wanted != 1 and arguments.tokens > 1  # a text, not a prompt
-        if scores and arguments.own_cache and evicts and policy.schedule == "prompt":
+        if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(chunks) == 1):
             warnings.warn(
                 f"these are logits of {prompt} tokens that were read before anything was evicted from them: to score a "
-                "text under eviction read its first part into a cache and pass the rest, or take a policy with a "
-                "chunk_size; logits_to_keep=1 is enough to read",
+                "text under eviction read its first part into a cache and pass the rest, or evict after each chunk "
+                "(schedule='chunk') with a chunk_size below its length; logits_to_keep=1 is enough to read",
                 stacklevel=2,
             )
         cautions.of_prompt(policy, self.cache, arguments.decoder.config, seen)

@@ -64,6 +64,10 @@ def layer_slots(
     measured = measured or [None] * len(tokens)
     rows = [policy.layers.shares(policy, layers, n, m) for n, m in zip(tokens, measured, strict=True)]
     shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # whatever torch's default is
+    given = not any(measured)  # a measured error may be NaN
+    if shares.shape[1:] != (layers,) or (given and not bool(((shares >= 0) & shares.isfinite()).all())):
+        name = LAYERS.name_or_class(policy.layers)
+        raise ValueError(f"layer budget {name} returned the shares {rows[0]}: return {layers} finite numbers >= 0")
     most = torch.full_like(shares, PLENTY * kv_heads, dtype=torch.long)
     most = most if alive is None else torch.as_tensor(alive).T.long()
     shares = torch.stack([shares[:, group].mean(1) for group in groups], 1)

@@ -99,6 +99,11 @@ class Slots:
     def columns(self) -> int:
         return int(self.counts.max()) if self.counts.size else 0
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, Hkv, C] of numbers of the slots."""
+        return *self.counts.shape, self.columns
+
     @cached_property
     def padding(self) -> np.ndarray:
         """`kv.first` on the host: int [B] columns of left padding. Like `n`, to be read before the slots are cut."""
