@@ -207,11 +207,15 @@ class Scheduler:
         return None
 
     def _step(self) -> None:
-        chose = [group for group in self._groups if group.step()]
-        self._groups = [group for group in self._groups if group.batch.rows and group not in chose]
-        for group in chose:  # they may go on beside others
-            for row in group.batch.rows:
-                self.run(row, group.plan, group.batch.remove(row))
+        choosing = [alone for group in self._groups for alone in group.choosing()]
+        for group in [*self._groups, *choosing]:
+            if group.batch.rows:
+                group.step()
+        self._groups = [group for group in self._groups if group.batch.rows]
+        for alone in choosing:
+            for row in alone.batch.rows:  # one, if it has not ended
+                alone.batch.cache.end_archive()
+                self.run(row, alone.plan, alone.batch.cache)
         self._stepped = time.monotonic()
         self._leave()
 
@@ -228,9 +232,10 @@ class Group:
         self.model, self.plan, self.batch = model, plan, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
-        """Add an answer; False if it cannot share a step with the others."""
-        there = self.batch.cache
-        if there is not None and (there.sequence.awaits or cache.sequence.awaits) and not go_on([there, cache]):
+        """Add an answer; False if it cannot share a step with the others, or is not to: answers that have chosen their
+        slots are recorded, until others join."""
+        there, awaits = self.batch.cache, cache.sequence.awaits
+        if there is not None and (there.sequence.awaits != awaits or (awaits and not go_on([there, cache]))):
             return False
         try:
             self.batch.add(row, cache)
@@ -240,9 +245,20 @@ class Group:
             return False
         return True
 
-    def step(self) -> bool:
-        """Write a token of each answer. Returns whether they attended to all slots, and have chosen now."""
-        rows, awaited = self.batch.rows, self.batch.cache.sequence.awaits
+    def choosing(self) -> list["Group"]:
+        """The answers whose next token chooses their slots (`Policy.recall_after`), each by itself from here on."""
+        since = None if self.batch.cache is None else self.batch.cache.sequence.since
+        if since is None:
+            return []
+        last = self.plan.policy.answered - 1
+        rows = [row for row, count in zip(self.batch.rows, since, strict=True) if count >= last]
+        groups = [Group(self.model, self.plan) for _ in rows]
+        for group, row in zip(groups, rows, strict=True):
+            group.add(row, self.batch.remove(row))
+        return groups
+
+    def step(self) -> None:
+        rows = self.batch.rows
         try:
             with using(base_model(self.model), find_decoder(self.model), self.plan):
                 step(self.batch)
@@ -250,7 +266,3 @@ class Group:
             for row in rows:
                 row.fail(error)
             self.batch.keep([])
-        chose = awaited and bool(self.batch.rows) and not self.batch.cache.sequence.awaits
-        if chose:
-            self.batch.cache.end_archive()
-        return chose
