@@ -247,11 +247,8 @@ class Group:
 
     def choosing(self) -> list["Group"]:
         """The answers whose next token chooses their slots (`Policy.recall_after`), each by itself from here on."""
-        since = None if self.batch.cache is None else self.batch.cache.sequence.since
-        if since is None:
-            return []
-        last = self.plan.policy.answered - 1
-        rows = [row for row, count in zip(self.batch.rows, since, strict=True) if count >= last]
+        due = [] if self.batch.cache is None else self.batch.cache.sequence.choosing()[0]
+        rows = [self.batch.rows[at] for at in due]
         groups = [Group(self.model, self.plan) for _ in rows]
         for group, row in zip(groups, rows, strict=True):
             group.add(row, self.batch.remove(row))

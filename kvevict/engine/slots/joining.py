@@ -104,8 +104,8 @@ def go_on(caches: Items[EvictionCache]) -> bool:
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
     """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
-    Each row keeps a separate archive. Answers that still attend to all slots (`Policy.recall_after`) do so on, if
-    `go_on` says so; else they have those that their prompts chose.
+    Each row keeps a separate archive. Answers that still attend to all slots (`Policy.recall_after`) go on so if
+    `go_on` says it; else they have those that their prompts chose.
 
     Raises ValueError for caches that cannot share a step.
     """

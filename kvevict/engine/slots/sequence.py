@@ -25,7 +25,7 @@ class Sequence:
         self.floor = 0  # columns that crop may not take back: slots were evicted since, or belong to padding
         self.coming: tuple[int, Any] = (0, 0)  # columns of the running step, and tokens [B] (or a number) among them
         self.archived = 0  # columns whose slots are in the layers' archives, too
-        # int [B] tokens of an answer that attends to all slots; -1 in other rows; None: there is no such answer
+        # int [B] tokens of an answer that attends to all slots; -1 in other rows; None: no row has one
         self.since: np.ndarray | None = None
         self.removing: int | None = None  # tokens that a running crop of the cache removes
         self.half_read = False  # a call that changes the cache has not ended
