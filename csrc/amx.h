@@ -85,10 +85,36 @@ static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const
       else
         kv_amx_block(0, add, a + r * lda, lda, b + j, ldb, words, c + r * ldc + j, ldc);
 }
+/* C [64, 16] = A [64, words] B [words, 16], as kv_amx_block: A is read once, in order, B lies in the first caches. */
+static inline void kv_amx_column(const float *a, int64_t words, const float *b, float *c) {
+  const int64_t as = 4 * words, step = SQUARE * words, size = sizeof *c * SQUARE;
+  KV_TILE_ZERO(0);
+  KV_TILE_ZERO(1);
+  KV_TILE_ZERO(2);
+  KV_TILE_ZERO(3);
+  for (int64_t i = 0; i < words; i += SQUARE) {
+    KV_TILE_LOAD(7, b + i * SQUARE, size);
+    KV_TILE_LOAD(4, a + i, as);
+    KV_TILE_ADD(0, 4, 7);
+    KV_TILE_LOAD(5, a + step + i, as);
+    KV_TILE_ADD(1, 5, 7);
+    KV_TILE_LOAD(6, a + 2 * step + i, as);
+    KV_TILE_ADD(2, 6, 7);
+    KV_TILE_LOAD(4, a + 3 * step + i, as);
+    KV_TILE_ADD(3, 4, 7);
+  }
+  KV_TILE_STORE(0, c, size);
+  KV_TILE_STORE(1, c + SQUARE * SQUARE, size);
+  KV_TILE_STORE(2, c + 2 * SQUARE * SQUARE, size);
+  KV_TILE_STORE(3, c + 3 * SQUARE * SQUARE, size);
+}
 #else /* never called */
 typedef int kv_amx;
 static inline kv_amx kv_amx_begin(void) { return 0; }
 static inline void kv_amx_end(kv_amx before) { (void)before; }
+static inline void kv_amx_column(const float *a, int64_t words, const float *b, float *c) {
+  (void)a, (void)words, (void)b, (void)c;
+}
 static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b,
                                    int64_t ldb, int64_t words, float *c, int64_t ldc) {
   (void)add, (void)rows, (void)columns, (void)a, (void)lda, (void)b, (void)ldb, (void)words, (void)c, (void)ldc;

@@ -14,11 +14,12 @@ namespace {
 
 #ifdef KVEVICT_CUDA_ARCHS
 constexpr const char *cuda_archs = KVEVICT_CUDA_ARCHS;
-#define KV_CUDA(op) kv_##op##_cuda_scratch, kv_##op##_cuda
+#define KV_BOTH(op) kv_##op##_cuda_scratch, kv_##op##_cuda
 #else
 constexpr const char *cuda_archs = "";
-#define KV_CUDA(op) nullptr, nullptr
+#define KV_BOTH(op) nullptr, nullptr
 #endif
+#define KV_CPU(op) nullptr, nullptr
 
 /* The sizes that the struct has by their names. */
 template <typename Args>
@@ -95,11 +96,12 @@ void called(Arguments args, const Kernels<Args> &kernels, StableIValue *stack) {
   call.give_results();
 }
 
-#define KV_CALLED(op, with)                                                                         \
-  void call_##op(StableIValue *stack, uint64_t, uint64_t) {                                         \
-    called(tables::op::args, Kernels<kv_##op>{kv_##op##_check, kv_##op##_cpu, KV_CUDA(op)}, stack); \
+#define KV_CALLED(op, where)                                                                      \
+  void call_##op(StableIValue *stack, uint64_t, uint64_t) {                                       \
+    called(tables::op::args, Kernels<kv_##op>{kv_##op##_check, kv_##op##_cpu, where(op)}, stack); \
   }
-KV_OPS(KV_CALLED, )
+KV_BOTH_OPS(KV_CALLED, KV_BOTH)
+KV_CPU_OPS(KV_CALLED, KV_CPU)
 
 using Library = torch::stable::detail::StableLibrary;
 
@@ -118,7 +120,7 @@ bool registered() {
     KV_OPS(KV_IMPLEMENT, cpu)
 #ifdef KVEVICT_CUDA_ARCHS
     static Library cuda(Library::Kind::IMPL, "kvevict", "CUDA", __FILE__, __LINE__);
-    KV_OPS(KV_IMPLEMENT, cuda)
+    KV_BOTH_OPS(KV_IMPLEMENT, cuda)
 #endif
     return true;
   }();

@@ -8,7 +8,7 @@ const char *kv_status_text(kv_status status) {
       return "ok";
     case KV_BAD_SHAPE:
       return "shapes do not fit: expected dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512 (on a GPU "
-             "8..256)";
+             "8..256), K of linear a multiple of 32";
     case KV_BAD_DTYPE:
       return "this op does not take this dtype, kind or reduction";
     case KV_BAD_COUNT:
@@ -184,4 +184,10 @@ kv_status kv_decode_check(const kv_decode *a, int counts) {
     if (before < 0 || len < 0 || before + len >= (a->probs ? a->C : INT32_MAX)) return KV_BAD_COUNT;
   }
   return KV_OK;
+}
+
+kv_status kv_linear_check(const kv_linear *a, int counts) {
+  (void)counts;
+  if (a->B < 0 || a->T < 0 || a->N < 0 || a->K < 0 || a->K % 32) return KV_BAD_SHAPE;
+  return kv_bad_dtype(a->dtype) ? KV_BAD_DTYPE : KV_OK;
 }

@@ -267,15 +267,29 @@ typedef struct {
   int64_t rows, rows_prefix; /* of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_decode;
 
-/* The list of ops: prototypes, the dispatch table and the registration are X(op, with) of each. */
-#define KV_OPS(X, with) \
-  X(attend, with)       \
-  X(score, with)        \
-  X(peak, with)         \
-  X(error, with)        \
-  X(kl, with)           \
-  X(kl_grad, with)      \
-  X(refine, with)       \
+/* y = x weight^T + bias, torch's linear, of a few rows: summed in fp32, rounded once. A row's sums do not depend on the
+ * other rows. On CPUs alone. */
+typedef struct {
+  kv_dtype dtype;
+  int64_t B, T, N, K; /* K a multiple of 32 */
+  const void *x;      /* [B, T, K] dtype */
+  int64_t x_stride[2];
+  const void *weight; /* [N, K] dtype */
+  const void *bias;   /* [N] dtype or NULL */
+  void *out;          /* [B, T, N] dtype */
+} kv_linear;
+
+/* The lists of ops: prototypes, the dispatch table and the registration are X(op, with) of each. */
+#define KV_CPU_OPS(X, with) X(linear, with)
+#define KV_OPS(X, with) KV_BOTH_OPS(X, with) KV_CPU_OPS(X, with)
+#define KV_BOTH_OPS(X, with) \
+  X(attend, with)            \
+  X(score, with)             \
+  X(peak, with)              \
+  X(error, with)             \
+  X(kl, with)                \
+  X(kl_grad, with)           \
+  X(refine, with)            \
   X(norm, with) X(quadratic, with) X(select, with) X(compact, with) X(decode, with)
 
 /* kv_<op>_check checks shapes, dtypes and, with `counts`, the arrays of lengths, counts and indices, which must then be
@@ -289,11 +303,14 @@ typedef struct {
  * Returns 0, or the cudaError_t of a launch that failed; kv_cuda_text has its text. */
 #define KV_PROTOTYPES(op, with)                            \
   kv_status kv_##op##_check(const kv_##op *a, int counts); \
-  kv_status kv_##op##_cpu(const kv_##op *a);               \
-  int64_t kv_##op##_cuda_scratch(const kv_##op *a);        \
+  kv_status kv_##op##_cpu(const kv_##op *a);
+#define KV_CUDA_PROTOTYPES(op, with)                \
+  int64_t kv_##op##_cuda_scratch(const kv_##op *a); \
   int kv_##op##_cuda(const kv_##op *a, void *scratch, void *stream);
 KV_OPS(KV_PROTOTYPES, )
+KV_BOTH_OPS(KV_CUDA_PROTOTYPES, )
 #undef KV_PROTOTYPES
+#undef KV_CUDA_PROTOTYPES
 const char *kv_cuda_text(int error);
 
 /* Threads. The host program sets how loops run, at any time and from any thread; unset, they run one after the other.

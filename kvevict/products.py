@@ -1,7 +1,8 @@
-"""Products of a decoded token's one row with weights in bf16, on x86.
+"""Products of few rows, as those of decoded tokens, with 16-bit weights on a CPU: by `_ops.linear`, which reads each
+weight once.
 
-PyTorch gives them to oneDNN, which packs the weights anew at every call. Its own loop reads each weight once, in half
-of the time (docs/performance.md). The choice is a setting of the process, so all threads have it while one decodes.
+PyTorch gives them to oneDNN, which packs the weights anew at every call (docs/performance.md). While a patched model
+decodes, `torch.nn.functional.linear` is the function of this module, for all threads of the process.
 """
 
 import platform
@@ -11,30 +12,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-X86 = platform.machine().lower() in ("x86_64", "amd64")
-ONEDNN: Any = torch.backends.mkldnn
+from . import _ops
+
+MEASURED = platform.machine().lower() in ("x86_64", "amd64")  # whether ours is known to be faster
+HALVES = torch.bfloat16, torch.float16
+MOST = 32  # rows: with more, torch's is as fast
+FUNCTIONAL: Any = torch.nn.functional
 _lock = threading.Lock()
-_inside = 0  # threads that decode a token
-_before = True  # the setting that they found
+_inside = 0  # threads that decode
+_before: Any = FUNCTIONAL.linear  # the function that they found
 
 
-def of_call(
-    model: torch.nn.Module, ids: torch.Tensor | None, embeds: torch.Tensor | None
-) -> AbstractContextManager[None]:
+def of_call(model: torch.nn.Module, ids: Tensor | None, embeds: Tensor | None) -> AbstractContextManager[None]:
     """A context for a call of the model with ids [B, N] or embeddings [B, N, width]."""
     x = embeds if ids is None else ids
-    one = X86 and x is not None and x.shape[:2] == (1, 1) and x.device.type == "cpu"
-    return _without_packing() if one and next(model.parameters(), x).dtype == torch.bfloat16 else nullcontext()
+    few = MEASURED and x is not None and x.device.type == "cpu" and x.shape[:2].numel() <= MOST
+    return _own() if few and next(model.parameters(), x).dtype in HALVES else nullcontext()
 
 
 @contextmanager
-def _without_packing() -> Iterator[None]:
+def _own() -> Iterator[None]:
     global _inside, _before
     with _lock:
         if _inside == 0:
-            _before = ONEDNN.enabled
-            ONEDNN.enabled = False
+            _before, FUNCTIONAL.linear = FUNCTIONAL.linear, linear
         _inside += 1
     try:
         yield
@@ -42,4 +45,31 @@ def _without_packing() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0:
-                ONEDNN.enabled = _before
+                FUNCTIONAL.linear = _before
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`: by `_ops.linear` for few rows in 16 bits, where no gradient is wanted."""
+    if not _takes(input, weight, bias):
+        return _before(input, weight, bias)
+    return _ops.linear(input, weight, bias) if input.ndim == 3 else _ops.linear(input[None], weight, bias)[0]
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    width = x.shape[-1]
+    return (
+        x.ndim in (2, 3)
+        and x.dtype in HALVES
+        and weight.dtype == x.dtype
+        and width % 32 == 0
+        and x.numel() <= MOST * width
+        and weight.is_contiguous()
+        and not torch.compiler.is_compiling()
+        and all(each is None or _is_plain(each) for each in (x, weight, bias))
+    )
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor is no subclass, lies on the CPU and has no gradient to come."""
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
+    return plain and not (x.requires_grad and torch.is_grad_enabled())

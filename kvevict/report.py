@@ -52,6 +52,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
             "the cache that was read"
         )
     result = copy.deepcopy({key: value for key, value in meter.report.items() if positions or key != "positions"})
+    result["recalled"] = meter.recalled()
     if positions:
         result["positions"] = [
             None if layer is None else [[head.tolist() for head in row] for row in layer]

@@ -1,4 +1,4 @@
-/* attend and decode on every instruction set of this processor against loops in double, written from the comments of
+/* attend, decode and linear on every instruction set of this processor against loops in double, written from the comments of
  * kvevict.h, and called by several threads at once. Outputs start as NaN; each result is computed again with threads
  * and must have the same bits. See run.sh. */
 #include <stdatomic.h>
@@ -235,12 +235,41 @@ static void test_half(kv_dtype dtype) {
   }
 }
 
+static void test_linear(kv_dtype dtype) {
+  const int64_t B = below(5), T = below(9), N = below(200), K = 32 * below(9), gap = below(3), rows = B * T;
+  void *x = numbers(dtype, rows * (K + gap)), *weight = numbers(dtype, N * K), *bias = numbers(dtype, N);
+  void *out[2] = {numbers(dtype, rows * N), numbers(dtype, rows * N)};
+  for (int64_t i = 0; i < rows * K; i++) put(dtype, x, i / (K ? K : 1) * (K + gap) + i % (K ? K : 1), normal());
+  for (int64_t i = 0; i < N * K; i++) put(dtype, weight, i, normal());
+  for (int64_t i = 0; i < N; i++) put(dtype, bias, i, normal());
+  kv_linear a = {dtype, B, T, N, K, x, {T * (K + gap), K + gap}, weight, below(2) ? bias : NULL, NULL};
+  for (int i = 0; i < 2; i++) {
+    a.out = out[i];
+    kv_set_parallel(i ? threads_hook : NULL, 3);
+    check(kv_linear_cpu(&a) == KV_OK, "linear status");
+  }
+  for (int64_t i = 0; i < rows * N; i++) {
+    double want = a.bias ? get(dtype, bias, i % N) : 0, size = fabs(want);
+    for (int64_t k = 0; k < K; k++) {
+      const double term = get(dtype, x, i / N * (K + gap) + k) * get(dtype, weight, i % N * K + k);
+      want += term, size += fabs(term);
+    }
+    const double rounded = dtype == KV_F32 ? 0 : dtype == KV_F16 ? 0x1p-11 : 0x1p-8;
+    check_close(get(dtype, out[0], i), want, (double)(K + 1) * 0x1p-24 * size + rounded * fabs(want) + 1e-7, "linear",
+                i);
+    check(get(dtype, out[0], i) == get(dtype, out[1], i), "linear, serial and parallel");
+  }
+  discard(x), discard(weight), discard(bias), discard(out[0]), discard(out[1]);
+}
+
 static void test_refusals(void) {
   kv_attend a = {.B = 1, .H = 4, .Hkv = 2, .D = 64};
   a.Hkv = 3, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "H not a multiple of Hkv");
   a.Hkv = 2, a.D = 60, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D not a multiple of 8");
   a.D = 520, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "D over 512");
   a.D = 64, a.T = -1, check(kv_attend_cpu(&a) == KV_BAD_SHAPE, "T negative");
+  kv_linear y = {.B = 1, .T = 1, .N = 1, .K = 40};
+  check(kv_linear_cpu(&y) == KV_BAD_SHAPE, "K not a multiple of 32");
   a.T = 1, a.dtype = (kv_dtype)3, check(kv_attend_cpu(&a) == KV_BAD_DTYPE, "dtype");
   kv_attend none = {.B = 0, .H = 4, .Hkv = 2, .D = 64};
   check(kv_attend_cpu(&none) == KV_OK, "empty batch");
@@ -262,6 +291,8 @@ static int test_isa(void) {
   report("attend", before), before = failures;
   for (int i = 0; i < n; i++) test_decode((kv_dtype)(i % 3), i % 5 ? one_of(8, slots) : 1500);
   report("decode", before), before = failures;
+  for (int i = 0; i < n; i++) test_linear((kv_dtype)(i % 3));
+  report("linear", before), before = failures;
   test_threads();
   report("threads", before), before = failures;
   test_half(KV_F16), test_half(KV_BF16), test_refusals();

@@ -98,6 +98,8 @@ KV_OP(compact, KV_RESULTS())
 KV_OP(decode, KV_RESULTS({a->out, a->B * a->H * a->D *size_of(a->dtype)}, {a->lse, a->B * a->H * 4},
                          {a->probs, a->B * a->Hkv * a->C * 4}))
 
+kv_status kv_linear_cpu(const kv_linear *) { return KV_BAD_ISA; } /* it has no CUDA kernel */
+
 const char *kv_cpu_isa(void) { return "CUDA on a CPU"; }
 const char *kv_cpu_isas(void) { return kv_cpu_isa(); }
 void kv_set_parallel(kv_parallel, int) {}

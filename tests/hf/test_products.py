@@ -1,4 +1,4 @@
-"""Products of a decoded token's one row: oneDNN is off for them in bf16 on x86, and only for them."""
+"""Products of a decoded token's few rows in 16 bits: `_ops.linear` makes them on x86, and only them."""
 
 import threading
 
@@ -11,25 +11,28 @@ from kvevict import products
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
-    pytest.mark.skipif(not products.X86, reason="other processors' products are left alone"),
+    pytest.mark.skipif(not products.MEASURED, reason="other processors' products are left alone"),
 ]
+TORCHS = torch.nn.functional.linear
 
 
 @pytest.fixture(autouse=True)
-def enabled():
-    """oneDNN is on before a test, and as the test found it after."""
-    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, True
+def restored():
+    """After a test the function is torch's again."""
     yield
-    assert torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = before
+    assert torch.nn.functional.linear is TORCHS
+
+
+def is_own():
+    return torch.nn.functional.linear is products.linear
 
 
 def settings_in(model, then=lambda: None):
-    """A list that gets oneDNN's setting in each call of the model's head."""
+    """A list that gets whether the products are ours in each call of the model's head."""
     seen = []
 
     def note(*_):
-        seen.append(torch.backends.mkldnn.enabled)
+        seen.append(is_own())
         then()
 
     model.lm_head.register_forward_hook(note)
@@ -41,13 +44,13 @@ def own(dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(("dtype", "rows", "wanted"), [
-    (torch.bfloat16, 1, [True, False, False]), (torch.bfloat16, 2, [True] * 3), (torch.float32, 1, [True] * 3),
+    (torch.bfloat16, 1, True), (torch.float16, 32, True), (torch.bfloat16, 33, False), (torch.float32, 1, False),
 ])  # fmt: skip
-def test_only_one_row_in_bf16(dtype, rows, wanted):
+def test_only_few_rows_in_16_bits(dtype, rows, wanted):
     model = own(dtype)
     seen = settings_in(model)
     model.generate(tiny.prompt(rows, 40)["input_ids"], max_new_tokens=3, min_new_tokens=3)
-    assert seen == wanted
+    assert seen == [False, wanted, wanted]
 
 
 def test_embeddings_of_one_token():
@@ -55,30 +58,55 @@ def test_embeddings_of_one_token():
     seen = settings_in(model)
     out = model(**tiny.prompt(1, 20))
     model(inputs_embeds=model.get_input_embeddings()(torch.tensor([[7]])), past_key_values=out.past_key_values)
-    assert seen == [True, False]
+    assert seen == [False, True]
 
 
-def test_a_setting_of_the_user_stays():
+def test_a_function_of_the_user_stays(monkeypatch):
+    def function(*args):
+        return TORCHS(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", function)
     model = own()
-    torch.backends.mkldnn.enabled = False
     seen = settings_in(model)
     model.generate(**tiny.prompt(1, 40), max_new_tokens=3, min_new_tokens=3)
-    assert seen == [False] * 3
-    assert not torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = True
+    assert seen == [False, True, True] and torch.nn.functional.linear is function
+    monkeypatch.undo()
+
+
+def test_what_is_left_to_torch():
+    """Whatever has a gradient, a subclass or a width that the op does not take; the results are torch's, bit by bit."""
+    x, weight = torch.randn(2, 3, 64).bfloat16(), torch.nn.Parameter(torch.randn(80, 64).bfloat16())
+    x.requires_grad_()
+    narrow, wide = torch.randn(1, 24).half(), torch.randn(33, 32).half()
+    of_narrow, of_wide = torch.randn(8, 24).half(), torch.randn(8, 32).half()
+    with products._own():
+        assert torch.equal(torch.nn.functional.linear(narrow, of_narrow), TORCHS(narrow, of_narrow))
+        assert torch.equal(torch.nn.functional.linear(wide, of_wide), TORCHS(wide, of_wide))
+        assert torch.equal(torch.nn.functional.linear(wide[:1], of_wide.mT.contiguous().mT), TORCHS(wide[:1], of_wide))
+        with torch.enable_grad():
+            assert torch.nn.functional.linear(x, weight).grad_fn is not None
+        assert torch.nn.functional.linear(x, weight).grad_fn is None
+
+
+def test_rows_of_two_dimensions():
+    """As a mixture's experts have them."""
+    x, weight, bias = torch.randn(3, 64).bfloat16(), torch.randn(80, 64).bfloat16(), torch.randn(80).bfloat16()
+    with products._own():
+        found = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(found, TORCHS(x, weight, bias), rtol=2**-7, atol=2**-6)
 
 
 def test_it_is_restored_after_an_error():
     model = own()
 
     def fail():
-        if not torch.backends.mkldnn.enabled:
+        if is_own():
             raise RuntimeError("in a decoded token")
 
     settings_in(model, fail)
     with pytest.raises(RuntimeError, match="in a decoded token"):
         model.generate(**tiny.prompt(1, 40), max_new_tokens=3, min_new_tokens=3)
-    assert torch.backends.mkldnn.enabled
+    assert not is_own()
 
 
 def test_two_threads_that_overlap():
@@ -87,14 +115,14 @@ def test_two_threads_that_overlap():
     ended = threading.Event()
 
     def wait_of_first():
-        if not torch.backends.mkldnn.enabled:
+        if is_own():
             inside.wait()
 
     def wait_of_second():
-        if not torch.backends.mkldnn.enabled:
+        if is_own():
             inside.wait()
             assert ended.wait(60)
-            assert not torch.backends.mkldnn.enabled
+            assert is_own()
 
     seen = [settings_in(first, wait_of_first), settings_in(second, wait_of_second)]
     caches = [model(**tiny.prompt(1, 20)).past_key_values for model in (first, second)]
@@ -108,7 +136,7 @@ def test_two_threads_that_overlap():
     other.start()
     decode(first, caches[0], ended.set)
     other.join()
-    assert seen == [[True, False]] * 2
+    assert seen == [[False, True]] * 2
 
 
 def test_logits_are_the_same_but_for_rounding():

@@ -199,6 +199,12 @@ def norm(held, x, first, stop, p, columns):
     return out
 
 
+def linear(x, weight, bias=None, *, size=False):
+    """size: of the terms, the sum of their absolute values."""
+    x, weight, bias = (None if t is None else t.double().abs() if size else t.double() for t in (x, weight, bias))
+    return torch.einsum("btk,nk->btn", x, weight) + (0 if bias is None else bias)
+
+
 def quadratic(held, x, first, stop, matrix, linear=None, *, columns, size=False):
     """size: of the terms, the sum of their absolute values."""
     out = torch.zeros(*matrix.shape[:2], columns, dtype=torch.double)

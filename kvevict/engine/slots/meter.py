@@ -41,6 +41,7 @@ class Meter:
         self.replayed = 0  # decoded tokens since then that were replayed
         # Of each layer the positions [row][head] of its slots before all came back, and after; None: nothing came back.
         self.recalls: list[tuple[list, list]] | None = None
+        self.back: list[tuple[list, list]] | None = None  # those of the read that `report` tells of
         self.report: dict | None = None
 
     def clock(self, stage: str) -> _Clock:
@@ -64,10 +65,7 @@ class Meter:
         storages = [layer.storage for layer in own]
         computed = sum(2 * one.counts.shape[1] * one.like.element_size() * one.dim for one in storages)
         positions = [None if layer is None else layer.positions() for layer in layers]
-        recalled = None
-        if self.recalls is not None:
-            recalls, self.recalls = iter(self.recalls), None
-            recalled = [None if now is None else _recalled(*next(recalls), now) for now in positions]
+        self.back, self.recalls = self.recalls, None
         self.report = dict(
             seen=seen,
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],
@@ -86,10 +84,17 @@ class Meter:
             peak_cache_bytes=max(self.peak, live),
             archive_bytes=archive,
             archive_in=_place(own[0].archive),
-            recalled=recalled,
             overhead_bytes=sum(map(allocated_bytes, own)) - live - archive,
             positions=positions,
         )
+
+
+    def recalled(self) -> list | None:
+        """[layer][row][head] the slots that came back in the read of `report`; None: nothing could."""
+        if self.back is None or self.report is None:
+            return None
+        back = iter(self.back)
+        return [None if now is None else _recalled(*next(back), now) for now in self.report["positions"]]
 
 
 def _recalled(kept: list, whole: list, now: list) -> list:
