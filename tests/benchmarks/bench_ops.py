@@ -1,5 +1,5 @@
 """python tests/benchmarks/bench_ops.py [--quick] [--only REGEX] [--cpu-time] [--device cuda]: the ops beside torch's
-SDPA on the same data.
+SDPA, and `linear` beside torch's, on the same data.
 
 SDPA gets [stored | new] in one tensor. Joining them is not timed, although a cache would have to do it for each call.
 Every result is compared before it is timed; times are medians, with the two sides alternating. On a GPU a side is
@@ -335,6 +335,19 @@ def bench_short(H, Hkv, D, stored, rows, dtype):
     return [(f"short attend {name}", attend, "sdpa", sdpa, ("fp32", 4 * D * H * rows * stored))]
 
 
+def bench_linear(N, K, rows, dtype):
+    """A product of a decoded token's rows, with as many matrices in turn as no cache holds, as a model has."""
+    x, weights = torch.randn(rows, 1, K).to(dtype), [torch.randn(N, K).to(dtype) for _ in range(2**28 // (2 * N * K))]
+
+    def every(function):
+        return [function(x, weight) for weight in weights]
+
+    close("linear", ops.linear(x, weights[0]), F.linear(x, weights[0]), TOLERANCE[dtype])
+    work = ("read", 2 * N * K * len(weights))
+    name = f"linear {N} x {K} {rows} rows {str(dtype)[6:]}"
+    return [(name, lambda: every(ops.linear), "torch", lambda: every(F.linear), work)]
+
+
 class UpProjection(torch.nn.Module):
     """What DeepSeek-V2-Lite's attention makes keys and values of latents with; `plain`: of a Linear, which decoding
     absorbs, else of one that it does not look into."""
@@ -452,6 +465,9 @@ def few_rows():
                 yield bench_short, (8 * group, 8, 128, 32768, rows, dtype)
         yield bench_short, (4, 1, 128, 32768, 16, dtype)
         yield bench_latent, (4096, dtype)
+    for shape in ((576, 576), (1536, 576), (49152, 576), (4096, 4096)):
+        for rows in (1, 8, 32):
+            yield bench_linear, (*shape, rows, torch.bfloat16)
 
 
 def main():
