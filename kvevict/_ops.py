@@ -3,7 +3,8 @@ written once, in csrc/ops.def.
 
 Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
 rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows: rows of a flat buffer of
-slots, C, K and N: columns of a score, of an index and of a target (of `linear`, inputs and outputs); heads: H if group is "none", else Hkv.
+slots, C, K and N: columns of a score, of an index and of a target, K and N of `linear` its inputs and outputs; heads: H
+if group is "none", else Hkv.
 
 A head's alive slots are [stored | new]: the stored ones are a `Held`, new columns count from first[b] (those before are
 left padding). Without a dtype in its shape a tensor is float32, float16 or bfloat16, as the op's first; q, k, v, o, x
@@ -227,5 +228,5 @@ def decode(
 
 @op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, as `torch.nn.functional.linear`, for a few rows: summed in fp32 and rounded once. A row's result
+    """x weight^T + bias, as `torch.nn.functional.linear`, of few rows: summed in fp32 and rounded once. A row's result
     does not depend on the other rows. K is a multiple of 32. On a CPU only."""

@@ -13,7 +13,8 @@ def drawn(B, T, N, K, dtype, bias=True, seed=0):
     """x with a stride of its own in each dimension."""
     generator = torch.Generator().manual_seed(seed)
     x, weight, more = (torch.randn(*n, generator=generator) for n in ((T, B, K + 8), (N, K), (N,)))
-    return dict(x=x.to(dtype).transpose(0, 1)[..., 3 : K + 3], weight=weight.to(dtype), bias=more.to(dtype) if bias else None)
+    x = x.to(dtype).transpose(0, 1)[..., 3 : K + 3]
+    return dict(x=x, weight=weight.to(dtype), bias=more.to(dtype) if bias else None)
 
 
 def check(p):
@@ -28,7 +29,8 @@ def check(p):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "B, T, N, K", [(1, 1, 64, 32), (2, 1, 65, 64), (1, 3, 7, 96), (4, 4, 200, 576), (1, 17, 130, 160), (3, 11, 63, 2048)]
+    "B, T, N, K",
+    [(1, 1, 64, 32), (2, 1, 65, 64), (1, 3, 7, 96), (4, 4, 200, 576), (1, 17, 130, 160), (3, 11, 63, 2048)],
 )
 def test_matches(B, T, N, K, bias, dtype):
     check(drawn(B, T, N, K, dtype, bias))

@@ -88,7 +88,6 @@ class Meter:
             positions=positions,
         )
 
-
     def recalled(self) -> list | None:
         """[layer][row][head] the slots that came back in the read of `report`; None: nothing could."""
         if self.back is None or self.report is None:
