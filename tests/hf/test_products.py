@@ -56,7 +56,7 @@ def test_only_few_rows_in_16_bits(dtype, rows, wanted):
 def test_embeddings_of_one_token():
     model = own()
     seen = settings_in(model)
-    out = model(**tiny.prompt(1, 20))
+    out = model(**tiny.prompt(1, 40))
     model(inputs_embeds=model.get_input_embeddings()(torch.tensor([[7]])), past_key_values=out.past_key_values)
     assert seen == [False, True]
 
@@ -125,7 +125,7 @@ def test_two_threads_that_overlap():
             assert is_own()
 
     seen = [settings_in(first, wait_of_first), settings_in(second, wait_of_second)]
-    caches = [model(**tiny.prompt(1, 20)).past_key_values for model in (first, second)]
+    caches = [model(**tiny.prompt(1, 40)).past_key_values for model in (first, second)]
 
     def decode(model, cache, end):
         with torch.no_grad():
@@ -147,3 +147,17 @@ def test_logits_are_the_same_but_for_rounding():
     kvevict.patch(model, "snapkv", budget=64)
     found = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]
     torch.testing.assert_close(found, wanted, rtol=2**-5, atol=2**-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_recorded_tokens_have_the_same_bits(rows):
+    """A recorded token calls the op itself; a row's logits do not depend on the other rows of its batch."""
+    ids, model, logits = tiny.prompt(1, 60)["input_ids"], tiny.model().bfloat16(), []
+    for compiled, count in ((False, 1), (False, rows), (True, rows)):
+        kvevict.patch(model, "snapkv", budget=40, compiled=compiled)
+        cache = model(ids.expand(count, -1), logits_to_keep=1).past_key_values
+        each = [model(torch.full((count, 1), 5 + token), past_key_values=cache).logits for token in range(40)]
+        logits.append(torch.cat(each, 1))
+    assert kvevict.report(cache)["replayed"] > 0
+    assert torch.equal(logits[1], logits[2])
+    assert rows == 1 or torch.equal(logits[0].expand_as(logits[1]), logits[1])
