@@ -134,7 +134,7 @@ class Reading(Watcher):
     def _before(self) -> str | None:
         """The file with what was read of the text, to go on after; None: nothing was. Parts are joined into one, others
         removed."""
-        at = sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
+        at = sorted(int(name) for name in os.listdir(self.folder) if name.isdecimal())
         found = {part.start: part for start in at if (part := self._part(self._name(start))) is not None}
         file = self._part(self.path)
         if file is not None and (0 not in found or file.stop >= found[0].stop):
@@ -159,7 +159,7 @@ class Reading(Watcher):
         """Remove all parts but this one, and what a killed process was writing."""
         for name in os.listdir(self.folder):
             path = os.path.join(self.folder, name)
-            if path != part and name.isdigit():
+            if path != part and name.isdecimal():
                 os.unlink(path)
             elif name.startswith(".kvevict-"):
                 shutil.rmtree(path, ignore_errors=True)

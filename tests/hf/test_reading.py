@@ -24,7 +24,7 @@ import kvevict
 from kvevict import sealed
 from kvevict.compat import CACHE, cache_of
 from kvevict.context import within
-from kvevict.engine.slots import ranks
+from kvevict.engine.slots import host, ranks
 from kvevict.engine.slots.adopt import EvictionCache
 from kvevict.engine.slots.mapped import in_file
 from kvevict.engine.watch.watcher import Watcher
@@ -405,3 +405,13 @@ def test_a_chat(tmp_path):
         read(path, text, model, tokenizer=tiny.byte_tokenizer())
     want = kvevict.answer(model, tokenizer, kvevict.load_cache(path, model), ASKED, max_new_tokens=8)
     assert kvevict.answer(model, tokenizer, text, ASKED, max_new_tokens=8, file=path, **SNAPKV) == want
+
+
+@pytest.mark.parametrize("name", ["snapkv", "int8"])
+def test_an_archive_on_the_host(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "is_away", lambda device: True)
+    path, text, options = tmp_path / "cache", text_of(200), CHUNKED[name] | dict(recall="memory")
+    stopped(path, text, 3, **options)
+    got = read(path, text, **options)
+    assert all(layer.archive.on_host for layer in got.layers)
+    assert equal(got, turns(text, [72, 128], **options)) and equal(read(path, text, stop=0, **options), got)
