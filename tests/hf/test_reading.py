@@ -173,6 +173,7 @@ def test_parts_that_hold_all(tmp_path):
 
 @pytest.mark.parametrize("damage", ["a byte", "cut", "empty", "missing"])
 @pytest.mark.parametrize("at", [0, 8, 72])
+@pytest.mark.drawn(4)
 def test_a_damaged_part(damage, at, tmp_path):
     """The reading goes on before it, and says so; later parts are not used."""
     path, text = tmp_path / "cache", text_of(200)
@@ -293,7 +294,8 @@ def killed(folder, kills, seed=0):
                 found[0] += 1
                 shutil.copytree(f"{path}.parts", f"{copied}.parts")
                 reading = parts.Reading(copied, model, policy, ids_of(tokenizer, text))
-                with warnings.catch_warnings(action="error"):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
                     reading._before()
                 ends.append(reading.done)
                 shutil.rmtree(f"{copied}.parts")
@@ -301,6 +303,7 @@ def killed(folder, kills, seed=0):
     return found
 
 
+@pytest.mark.slow
 def test_killed(tmp_path):
     left, ended = killed(tmp_path, 5)
     assert left and left + ended <= 5
