@@ -1,6 +1,7 @@
 """One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
 
 import inspect
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from .policy.policy import Policy
 from .policy.text import DEFAULT
 from .policy.tokenizer import told
 from .prompts import frame, ids_of
+from .store.parts import Reading
 from .writing import Sampling, written
 
 KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
@@ -33,7 +35,10 @@ def unasked(decoder: torch.nn.Module) -> str:
     return "gate" if gates.fit(decoder) else "read-twice"
 
 
-def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None = None, **options: Any) -> EvictionCache:
+def read(
+    model: Any, tokenizer: Any, context: str, policy: str | Policy | None = None, *,
+    file: str | os.PathLike | None = None, **options: Any,
+) -> EvictionCache:  # fmt: skip
     """Read a text with a policy. Returns the cache of the kept slots, for `answer`, `save_cache` or `cache.fork()`.
 
     model             as `kvevict.patch` takes it
@@ -43,6 +48,11 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
                       the model's folder has gates of its weights or such were named for it before, or "read-twice" in
                       chunks short enough to be repeated within the model's positions, with a patched model's budget
                       and kv. With recall=True: take+edie, and each question chooses its slots from all tokens
+    file              with recall=True: the cache is written there, as by `save_cache`, and what is read before, chunk
+                      by chunk, to parts in the folder FILE.parts. A call with the same text, model and policy loads the
+                      file, or goes on after the parts of a process that was killed; with a longer text that begins with
+                      the file's it reads the rest. Raises ValueError for files of another text, model or policy, and
+                      OSError where the folder cannot be written to, or another process reads into it
 
     The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
     missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.
@@ -59,8 +69,15 @@ def read(model: Any, tokenizer: Any, context: str, policy: str | Policy | None =
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
     _check_room(model, ids.shape[1], "the text")
+
+    def forward(past: EvictionCache | None, at: int) -> EvictionCache:
+        return cache_of(
+            inner(input_ids=ids[:, at:], logits_to_keep=1, use_cache=True, return_dict=True, **{CACHE: past})
+        )
+
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad(), within(asks=False):
-        cache = cache_of(inner(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True))
+        by = plan_of(find_decoder(model)).policy
+        cache = forward(None, 0) if file is None else Reading(file, model, by, head + body).cache(forward)
     if not cache.sequence.policy.recall:
         cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
     return cache

@@ -17,7 +17,7 @@ class Context:
     question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
     asks: bool = True  # whether an answer follows what is read, whose first tokens attend to all slots
     learns: bool = True  # whether the policy may learn from what is read, for later reads
-    watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer of a read
+    watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer and chunk of a read
     pause: Any = None  # called before each layer of a read; it may decode tokens of other caches
     ready: Any = None  # (a decoder, its output), in place of the decoder's next call
     note: Any = None  # note(module, query, key): called in unpatched attention

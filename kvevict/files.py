@@ -26,13 +26,13 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike, replace: bool = True) -> Iterator[str]:
+def replacing(path: str | os.PathLike, replace: bool = True, sync: bool = True) -> Iterator[str]:
     """Yield the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
     there. replace: False raises FileExistsError where there is one already.
 
     The temporary file is in a private folder beside the old one, so that processes that write the same path do not
-    collide. It is synced to the disk before it gets its name. After an error `path` is unchanged and nothing else is
-    left.
+    collide. With `sync` it is on the disk before it gets its name. After an error `path` is unchanged and nothing else
+    is left.
 
     Raises the file system's OSError if nothing can be written, and ValueError if `path` is not a regular file (a
     device, for example).
@@ -47,13 +47,15 @@ def replacing(path: str | os.PathLike, replace: bool = True) -> Iterator[str]:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".kvevict-", ignore_cleanup_errors=True) as own:
             temporary = os.path.join(own, name)
             yield temporary
-            _sync(temporary)
+            if sync:
+                _sync(temporary)
             (os.replace if replace else _place)(temporary, path)
     except OSError as error:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, path) from None  # with the name that the caller knows
-    _sync(folder)
+    if sync:
+        _sync(folder)
 
 
 def _place(temporary: Any, path: str | os.PathLike) -> None:

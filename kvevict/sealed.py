@@ -70,13 +70,18 @@ def _checksum(data: Any, before: int) -> Any:
     return start, f"{value:08x}".encode()
 
 
-def write(path: str | os.PathLike, tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str]) -> None:
+def write(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str], sync: bool = True
+) -> None:
     """Write tensors and texts to a safetensors file, whole or not at all, for the user alone (0600). Each part of a
-    tensor is read where it lies. Raises OSError where that is impossible."""
+    tensor is read where it lies. sync: as `replacing` takes it. Raises OSError where that is impossible."""
     names = sorted(tensors, key=lambda name: (-[*TYPES].index(tensors[name].dtype), name))
     head = _head({name: tensors[name] for name in names}, metadata | {NAME: EMPTY})
     field: Any = FIELD.search(head)
-    with replacing(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+    with (
+        replacing(path, sync=sync) as temporary,
+        open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file,
+    ):
         file.write(head)
         checksum = zlib.crc32(head)
         for name in names:

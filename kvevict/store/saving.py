@@ -36,9 +36,15 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
         raise ValueError(
             f"a {type(cache).__name__} that was not filled by kvevict: read a prompt with a patched model first"
         )
-    sequence, ranks, failed = cache.sequence, cache.ranks, None
-    if sequence.half_read:
+    if cache.sequence.half_read:
         raise ValueError(HALF_READ)
+    write(cache, path, dict(name=name))
+
+
+def write(cache: EvictionCache, path: str | os.PathLike, said: dict[str, str], sync: bool = True) -> None:
+    """Write what a cache holds, as `save_cache` does. said: further texts for the file's metadata, or in place of
+    others; sync: as `kvevict.files.replacing` takes it."""
+    sequence, ranks, failed = cache.sequence, cache.ranks, None
     tensors, facts = _contents(cache)
     following = None if sequence.next_position is None else sequence.next_position.tolist()
     common: dict[str, Any] = dict(packed=sequence.packed, next_position=following, kvevict=VERSION)
@@ -57,8 +63,8 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
                 check(all_heads, facts, common)
             except WRONG as error:
                 raise ValueError(f"this cache cannot be saved, no file of it could be loaded: {error}") from None
-            metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common), "name": name}
-            sealed.write(path, all_heads, metadata)
+            metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
+            sealed.write(path, all_heads, metadata | said, sync)
         except Exception as error:
             failed = error
     failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
@@ -171,6 +177,6 @@ def _text_of(policy: Policy) -> Any:
         warnings.warn(
             f"the file cannot name the cache's policy ({error}): once it is loaded, answers attend to all of its "
             "slots, and none recalls; save a cache that was read with a policy of registered parts",
-            stacklevel=3,
+            stacklevel=4,
         )
         return None

@@ -67,6 +67,8 @@ class Prompt:
                 self._set_budgets()
                 if chooser.errors is not None:
                     read.budgets.note(chooser.errors.layers(plan, arguments.device).cpu().numpy())
+                for watcher in read.watchers:
+                    watcher.chunk(self.cache)
             for layer, before in zip(self.layers, self.prompts, strict=True):
                 layer.prompt, held = None, plan.ranks.counts(layer).copy()
                 if policy.keep_prompt:

@@ -136,10 +136,13 @@ def _on_host(layer: EvictionLayer) -> bool:
     return isinstance(layer.archive_place, str) and host.is_away(layer.storage.device)
 
 
+def _files(layer: EvictionLayer) -> Files | None:
+    return Files(str(layer.archive_place)) if is_folder(layer.archive_place) else None
+
+
 def _empty(layer: EvictionLayer) -> Storage:
     """An archive without slots; a prefix of the layer's slots that lies in the host's memory is that of the archive."""
-    place, storage = layer.archive_place, layer.storage
-    files = Files(str(place)) if is_folder(place) else None
+    files, storage = _files(layer), layer.storage
     if not _on_host(layer):
         return storage.blank(files)
     return host.elsewhere(storage, torch.device("cpu"), True, files, storage.prefix if storage.far else None)
@@ -155,7 +158,9 @@ def append_last(layer: Any) -> None:
         host.wait()  # for later tokens these slots may move
     else:
         layer.storage = storage.as_prefix()
-        layer.archive = layer.storage.forked()
+        layer.archive, files = layer.storage.forked(), _files(layer)
+        if files is not None:
+            layer.archive.pool = files  # it lends what later tokens need
 
 
 def _in_place(layer: Any) -> Storage | Apart:

@@ -6,10 +6,11 @@ import torch
 
 from ..read.evict import Choice
 from ..read.layer import LayerCall
+from ..slots.adopt import EvictionCache
 
 
 class Watcher:
-    """Called for every layer of a read, in the thread that reads. It changes nothing."""
+    """Called for every layer and chunk of a read, in the thread that reads. It changes nothing."""
 
     rows = 0  # how many of a call's last query rows `cut` needs; layers whose choice is deferred keep as many
 
@@ -19,6 +20,9 @@ class Watcher:
 
     def cut(self, call: LayerCall, choice: Choice) -> None:
         """A layer is about to lose slots, by a `kvevict.engine.read.evict.Choice`."""
+
+    def chunk(self, cache: EvictionCache) -> None:
+        """A chunk was read, and all of its layers have chosen."""
 
     def report(self, rows: int, own: list[bool]) -> dict[str, Any]:
         """Entries for `kvevict.report`, for a batch of `rows` rows. own: by layer, whether it is evicted from."""
