@@ -216,9 +216,9 @@ def _calls(name: str, message: dict) -> None:
 
 def _arguments(name: str, arguments: str) -> None:
     try:
-        json.loads(arguments if isinstance(arguments, str) else "{}")
+        json.loads((isinstance(arguments, str) and arguments) or "{}")
     except (ValueError, RecursionError):
-        raise Refused(400, f"{name}: a tool call's arguments are not JSON") from None
+        raise Refused(400, f"{name}: a tool call's arguments are not JSON", param=name) from None
 
 
 def _bias(bias: dict, vocabulary: int) -> None:
