@@ -168,7 +168,9 @@ def response(body: dict[str, Any]) -> None:
             _content("input", item.get("summary", []), ("summary_text",))
         else:
             names = ("call_id", "output") if kind == "function_call_output" else ("call_id", "name", "arguments")
-            _must(all(isinstance(item.get(name), str) for name in names), f"input: a {kind} needs {', '.join(names)}")
+            fits = (isinstance(item.get(name), (str, list) if name == "output" else str) for name in names)
+            _must(all(fits), f"input: a {kind} needs {', '.join(names)}")
+            _content("input", item.get("output", ""), ("input_text",))
             _arguments("input", item.get("arguments", "{}"))
     _must(any(item.get("type") != "reasoning" for item in asked), "input must hold more than reasoning")
 
