@@ -20,7 +20,7 @@ def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     check_file("--out", args.out)
     text = read_text(args.data, "--data")
     name, model, tokenizer = loaded(args)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.limit]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: args.limit]
     about = measure_queries(model, ids, args.out, length=args.length, progress=True)
     print(f"{args.out}: the queries of {about['tokens']} tokens in {about['layers']} layers")
     return {"model": name, "out": args.out, "tokens": about["tokens"]}

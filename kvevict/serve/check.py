@@ -168,7 +168,9 @@ def response(body: dict[str, Any]) -> None:
             _content("input", item.get("summary", []), ("summary_text",))
         else:
             names = ("call_id", "output") if kind == "function_call_output" else ("call_id", "name", "arguments")
-            _must(all(isinstance(item.get(name), str) for name in names), f"input: a {kind} needs {', '.join(names)}")
+            fits = (isinstance(item.get(name), (str, list) if name == "output" else str) for name in names)
+            _must(all(fits), f"input: a {kind} needs {', '.join(names)}")
+            _content("input", item.get("output", ""), ("input_text",))
             _arguments("input", item.get("arguments", "{}"))
     _must(any(item.get("type") != "reasoning" for item in asked), "input must hold more than reasoning")
 
@@ -216,9 +218,9 @@ def _calls(name: str, message: dict) -> None:
 
 def _arguments(name: str, arguments: str) -> None:
     try:
-        json.loads(arguments if isinstance(arguments, str) else "{}")
+        json.loads((isinstance(arguments, str) and arguments) or "{}")
     except (ValueError, RecursionError):
-        raise Refused(400, f"{name}: a tool call's arguments are not JSON") from None
+        raise Refused(400, f"{name}: a tool call's arguments are not JSON", param=name) from None
 
 
 def _bias(bias: dict, vocabulary: int) -> None:

@@ -44,9 +44,9 @@ def number(least: float, most: float) -> Values:
     return Values(lambda value: is_number(value, least, most), f"a number from {least} to {most}")
 
 
-def whole(least: int, most: int | None = None) -> Values:
-    words = f"a whole number of at least {least}" + ("" if most is None else f", and at most {most}")
-    return Values(lambda value: is_whole(value) and is_number(value, least, most or 1 << 31), words)
+def whole(least: int, most: int = 1 << 31) -> Values:
+    words = f"a whole number of at least {least}, and at most {most}"
+    return Values(lambda value: is_whole(value) and is_number(value, least, most), words)
 
 
 def _is_stop(value: object) -> bool:

@@ -98,7 +98,7 @@ class Chat(Completions):
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
         calls = [_call(call, part) for part in parts if isinstance(part, ToolCall)]
-        said: dict = dict(role="assistant", content=text, refusal=None)
+        said: dict = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
         said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
         return dict(message=said) | self._logs(parts)
 

@@ -90,11 +90,11 @@ def _taken(tokenizer: Any, message: dict) -> dict:
 
 
 def _call(call: dict) -> dict:
-    """Make the arguments of a tool call an object, as templates take them."""
+    """Make the arguments of a tool call an object, as templates take them; without letters it is empty."""
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = json.loads(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

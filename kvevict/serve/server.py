@@ -34,7 +34,7 @@ from .scheduler import Scheduler
 from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
-JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)")
+JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {  # path: handler, its check
     CHAT: (Chat, check.chat),
     COMPLETIONS: (Completions, check.completion),

@@ -47,7 +47,8 @@ def of_choice(said: dict) -> dict:
     choice = said["choices"][0]
     message = choice.get("message", {})
     calls = [each["function"] for each in message.get("tool_calls", [])]
-    text = choice["text"] if "text" in choice else message["content"]
+    text = choice["text"] if "text" in choice else message["content"] or ""
+    assert "text" in choice or (message["content"] is None) == (bool(calls) and not text)
     found = dict(text=text, reasoning=message.get("reasoning_content", ""), calls=calls)
     return found | dict(finish=choice["finish_reason"], usage=said["usage"])
 

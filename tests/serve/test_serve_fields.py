@@ -258,6 +258,17 @@ def test_values_that_are_refused(path, value, said):
     assert response.status_code == 400 and said in error["message"] and error["param"] == next(iter(value))
 
 
+def calling(arguments) -> list:
+    call = dict(id="1", type="function", function=dict(name="f", arguments=arguments))
+    said = [dict(role="assistant", content=None, tool_calls=[call]), dict(role="tool", tool_call_id="1", content="3")]
+    return [dict(role="user", content=WHO), *said]
+
+
+def test_calls_without_arguments():
+    """A client that joins the parts of a stream has no letters of them."""
+    assert text_of(asked(CHAT, messages=calling(""))) == text_of(asked(CHAT, messages=calling("{}")))
+
+
 BAD = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="nothing")), schema=dict(type="nothing"))
 WRONG = [  # endpoint, change of a body, the field that is wrong
     *((CHAT, dict(kvevict=dict(policy=policy)), "kvevict.policy") for policy in ("nothing", "lagkv", "speckv", 3)),
@@ -270,6 +281,9 @@ WRONG = [  # endpoint, change of a body, the field that is wrong
     (CHAT, dict(stream_options=dict(include_usage=True)), "stream_options"),
     (CHAT, dict(generation_config="{"), "generation_config"),
     (CHAT, dict(response_format=BAD), "response_format"), (RESPONSES, dict(text=dict(format=BAD)), "text.format"),
+    (CHAT, dict(messages=calling("no")), "messages"),
+    *((RESPONSES, dict(input=[dict(type="function_call_output", call_id="1", output=each)]), "input")
+      for each in (None, 3, [dict(type="input_image", image_url="")], [3])),
     (TEXTS, dict(name="a/b"), "name"), (TEXTS, dict(text="%PDF-"), "text"), (TEXTS, dict(policy="nothing"), "policy"),
     *((TEXTS, dict(budget=budget), "budget") for budget in (1, 2000, "5XB")),
 ]  # fmt: skip
@@ -391,7 +405,7 @@ def test_nulls(path):
         output = Response.model_validate(asked(path)).model_dump()["output"]
         output += [dict(type="reasoning", id="r", summary=[], content=None, encrypted_content=None)]
         output += [dict(call, type="function_call", call_id="1", id=None, status=None)]
-        output += [dict(type="function_call_output", call_id="1", output="3", status=None)]
+        output += [dict(type="function_call_output", call_id="1", output=[dict(type="input_text", text="3")])]
         field = dict(input=[dict(role="user", content=WHO, type=None), *output])
     assert counted(asked(path, **field))[0] > counted(usual(path))[0]
 
@@ -446,7 +460,7 @@ def test_an_input_s_items_are_messages():
         dict(role="developer", content="Be kind."), dict(role="user", content=[dict(type="input_text", text="Well?")]),
         dict(type="reasoning", content=[dict(type="reasoning_text", text="Hm.")]),
         dict(type="function_call", call_id="1", name="f", arguments='{"x": null}'),
-        dict(type="function_call_output", call_id="1", output="3"),
+        dict(type="function_call_output", call_id="1", output=[dict(type="input_text", text="3")]),
     ]  # fmt: skip
     call = dict(id="1", type="function", function=dict(name="f", arguments=dict(x=None)))
     assert of_input(tokenizer, items, "Be brief.") == [

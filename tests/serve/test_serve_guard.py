@@ -194,6 +194,21 @@ def test_numbers_that_are_small(client, numbers):
         assert said(response) == said(client.post("/v1/chat/completions", **ONCE, temperature=0))
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "top_k"])
+def test_numbers_that_are_large(client, name):
+    assert client.post("/v1/chat/completions", **ONCE | {name: 1 << 31}).status_code == 200
+    message = client.post("/v1/chat/completions", **ONCE | {name: 10**12}).json()["error"]["message"]
+    assert message.startswith(f"{name} must be") and message.endswith(f"at most {1 << 31}")
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+def test_types_of_json(client, kind):
+    """RFC 9110: a media type has no case."""
+    headers = {"host": "localhost", "content-type": kind}
+    status, _, body = sent(client, headers, [b"{"], "POST", "/v1/chat/completions")
+    assert status == 400 and b"not JSON" in body
+
+
 @pytest.mark.parametrize("path", FIELDS)
 def test_fields_that_are_nested_deeply(client, path):
     """400 with the field's name, and no end of the stack."""

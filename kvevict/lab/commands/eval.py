@@ -28,8 +28,8 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
                         help="slots per kv head, shares (1/8, 0.1) or bytes (64MiB); default 128")  # fmt: skip
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[0], help="tokens read at once; 0: all (default)")
     parser.add_argument("--mode", choices=["known", "later", "both", "other"], default="both",
-                        help="question known or not; other, for turns: each asked of the slots that the turn before "
-                        "chose")  # fmt: skip
+                        help="question known or later; default both; other, for turns: each asked of the slots that "
+                        "the turn before chose")  # fmt: skip
     parser.add_argument("--temperature", type=float, help="sample answers; default: the likeliest token")
     parser.add_argument("--cases", type=int, default=20, help="per length, seed (and depth); default 20")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each makes different cases; default 0")
