@@ -106,7 +106,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "execution_device", None) is not None:
                 return torch.empty(0, device=one.execution_device).device
-    return next(module.parameters()).device
+    return next(module.parameters(), torch.empty(0)).device  # torch.ao's quantised modules, of a CPU, have none
 
 
 def mixer_of(layer: torch.nn.Module) -> Any:
