@@ -262,7 +262,8 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
         if hasattr(weight, "to_local"):  # a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    unit = torch.eye(getattr(linear, "in_features", 0) or len(linear.weight), dtype=dtype, device=device_of(linear))
+    columns = next((part.in_features for part in linear.modules() if hasattr(part, "in_features")), 0)  # or a part's
+    unit = torch.eye(columns or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
