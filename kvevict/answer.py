@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import cautions, families, rotary
+from . import cautions, families, prompts, rotary
 from .compat import CACHE, cache_of
 from .context import within
 from .engine.hook.installed import plan_of, using
@@ -59,8 +59,7 @@ def read(
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
-    if not callable(tokenizer):
-        raise TypeError(f"tokenizer must be the model's tokenizer, got {type(tokenizer).__name__}")
+    prompts.check(tokenizer)
     _check(model)
     body = ids_of(tokenizer, context)
     if not body:
@@ -113,6 +112,7 @@ def answer(
     """
     count("max_new_tokens", max_new_tokens, 1)
     count("batch_size", batch_size, 1)
+    prompts.check(tokenizer)
     sampling = Sampling(temperature, top_p, sampling_seed)
     asked = [] if isinstance(questions, str) else list(questions)
     if isinstance(questions, str) or not all(isinstance(question, str) for question in asked):

@@ -106,7 +106,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "execution_device", None) is not None:
                 return torch.empty(0, device=one.execution_device).device
-    return next(module.parameters()).device
+    return next(module.parameters(), torch.empty(0)).device  # torch.ao's quantised modules, of a CPU, have none
 
 
 def mixer_of(layer: torch.nn.Module) -> Any:
@@ -262,7 +262,8 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
         if hasattr(weight, "to_local"):  # a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    unit = torch.eye(getattr(linear, "in_features", 0) or len(linear.weight), dtype=dtype, device=device_of(linear))
+    columns = next((part.in_features for part in linear.modules() if hasattr(part, "in_features")), 0)  # or a part's
+    unit = torch.eye(columns or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import families, known, rotary, trial
+from . import families, known, prompts, rotary, trial
 from .engine.hook import installed
 from .engine.measure import quantities
 from .engine.read.plan import Plan
@@ -60,8 +60,8 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     """The `Plan` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen = build(policy, **options)
-    if not (tokenizer is None or tokenizer is False or callable(tokenizer)):
-        raise TypeError(f"tokenizer must be the model's tokenizer, or False, got {type(tokenizer).__name__}")
+    if tokenizer is not None and tokenizer is not False:
+        prompts.check(tokenizer, ", or False")
     decoder = find_decoder(model)
     check_model(model)
     if tokenizer is None and depends(chosen):

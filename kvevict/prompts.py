@@ -9,6 +9,14 @@ MARK = "\u0001"  # put beside a message in a chat template, to keep the template
 MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
 
 
+def check(tokenizer: Any, other: str = "") -> None:
+    """Raise TypeError for an object that is not a tokenizer; `other` names what else may be given."""
+    processor = hasattr(tokenizer, "tokenizer") and not hasattr(tokenizer, "vocab_size")  # of texts and pictures
+    if processor or not callable(tokenizer):
+        advice = ": give the processor's own, processor.tokenizer" if processor else ""
+        raise TypeError(f"tokenizer must be the model's tokenizer{other}, got {type(tokenizer).__name__}{advice}")
+
+
 def first_ids(
     tokenizer: Any, text: str, count: int, tokenise: Callable[[Any, str], list[int]] | None = None
 ) -> tuple[list[int], bool]:

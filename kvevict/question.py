@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import prompts
 from .cautions import once
 from .context import within
 from .engine.hook.arguments import Arguments
@@ -54,8 +55,9 @@ def _check(question: Any, tokenizer: Any) -> None:
     if isinstance(question, str):
         if not question.strip():
             raise ValueError("question is empty: give its words as the prompt has them")
-        if not callable(tokenizer):
+        if tokenizer is None:
             raise TypeError("tokenizer is missing: a question that is a text is found with the model's tokenizer")
+        prompts.check(tokenizer)
         return
     pair = isinstance(question, tuple) and len(question) == 2
     if not (pair and all(isinstance(end, numbers.Integral) for end in question)):

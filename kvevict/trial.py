@@ -196,7 +196,7 @@ def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: to
     """Whether equal rows at two positions differ. Raises ValueError where they do, but not by the known rotation."""
     if all(torch.equal(x[:, :, 0], x[:, :, 1]) for x in pair):
         return False
-    exact = next(module.parameters()).dtype == torch.float32
+    exact = next((weight.dtype for weight in module.parameters()), None) == torch.float32
     for x in pair:
         rotated = rotary.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
         error = _error(rotated, x[:, :, 1:])

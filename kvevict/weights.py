@@ -232,6 +232,10 @@ def _weights(model: torch.nn.Module) -> Iterator[Any]:
         raise _Unreadable  # a plain tensor may be one rank's part of a weight
     for module, name, tensor in _parts(model):
         yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
+    for module in model.modules():
+        packed = getattr(module, "_weight_bias", None)  # of torch.ao: its weight is in an object of C++
+        if packed is not None:
+            yield packed()[0].int_repr()
 
 
 def _parts(model: Any) -> Iterator[Any]:

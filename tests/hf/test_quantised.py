@@ -87,6 +87,28 @@ def goes_on_from_a_file(model, inputs, folder):
         assert torch.equal(got, model(**step, past_key_values=cache).logits)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.ao is deprecated
+@pytest.mark.parametrize("policy, options", [*POLICIES, ("defensive", dict(budget=40)), ("expected", dict(budget=40))])
+def test_modules_without_parameters(policy, options, tmp_path):
+    """torch.ao quantises the inputs, too, by their largest number, so that rows depend on each other: in one pass
+    tokens are the unpatched model's. A file of a model that differs in such modules alone is refused."""
+
+    def quantised(seed):
+        model, other = tiny.model(), tiny.model(seed=seed)
+        for mine, theirs in zip(model.model.layers, other.model.layers, strict=True):
+            mine.self_attn.o_proj.load_state_dict(theirs.self_attn.o_proj.state_dict())
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    model, inputs = quantised(0), tiny.prompt(2, 50, pad=(0, 9))
+    want = tiny.generate(model, inputs)
+    with kvevict.evicting(model, policy, **options | dict(budget=60, chunk_size=None, tokenizer=False)):
+        assert torch.equal(tiny.generate(model, inputs), want)
+    kvevict.patch(model, policy, **options)
+    goes_on_from_a_file(model, inputs, tmp_path)
+    with pytest.raises(ValueError, match="its weights are"):
+        kvevict.load_cache(tmp_path / "cache", quantised(1))
+
+
 class Rounding(torch.nn.Module):
     """A linear layer that rounds its input to steps that depend on all rows, like kernels over quantised weights."""
 

@@ -3,6 +3,7 @@ oracle with the same span of each row's tokens as its probe."""
 
 import argparse
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -737,9 +738,28 @@ def test_the_tokenizer_of_the_models_folder(tmp_path):
         assert kvevict.report(patched, positions=True)["positions"] == known
 
 
-def test_a_tokenizer_is_one(net):
-    with pytest.raises(TypeError, match="tokenizer must be"):
-        kvevict.patch(net, "take+edie", budget=60, tokenizer="name")
+class Processor:
+    """As Transformers' are: its first argument is a picture."""
+
+    tokenizer = tiny.byte_tokenizer()
+
+    def __call__(self, images=None, text=None, **options):
+        raise OSError(f"no picture: {images}")
+
+
+@pytest.mark.parametrize("given, said", [("name", "got str"), (Processor(), r"got Processor.*processor\.tokenizer")])
+def test_a_tokenizer_is_one(net, given, said):
+    def observing(given):
+        with kvevict.observing("a text", given):
+            pass
+
+    for call in (
+        functools.partial(kvevict.patch, net, "take+edie", budget=60, tokenizer=given),
+        functools.partial(kvevict.read, net, given, "a text", budget=60),
+        functools.partial(kvevict.answer, net, given, None, ["a question"]), functools.partial(observing, given),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"tokenizer must be .*{said}"):
+            call()
 
 
 # -- how many digits a token holds ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def test_critical_by_hand(seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", ["as it is", "int8", "conv", "lora"])
+@pytest.mark.parametrize("change", ["as it is", "int8", "conv", "lora", "wrapped"])
 def test_the_output_projection_of_any_kind(change):
     """A projection that is not a plain matrix is measured by projecting unit vectors; a bias is left out."""
     module = tiny.model().model.layers[0].self_attn
@@ -42,6 +42,8 @@ def test_the_output_projection_of_any_kind(change):
         module.o_proj.more, want = more, want + more
     elif change == "int8":
         module.o_proj = _Stored(plain)
+    elif change == "wrapped":  # by a module that says no size
+        module.o_proj = torch.nn.Sequential(plain)
     torch.testing.assert_close(families.output_weight(module, torch.float32), want, rtol=0, atol=1e-5)
 
 
