@@ -415,14 +415,15 @@ def test_command_of_drafts(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["model", "k8v4"])
 def test_command_of_recall(kind, tmp_path, capsys):
-    """The archive is told, as `report` measures it but for its room to grow."""
+    """The archive is told, as `report` measures it but for each head's room to grow, offset, length and centre."""
     shared().config.save_pretrained(tmp_path)
     argv = ["plan", "--model", str(tmp_path), "--policy", f"snapkv:recall=true,kv={kind}", "--budget", "64"]
     assert cli.main([*argv, "--tokens", "500", "--new-tokens", "20", "--dtype", "float32"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "archive" in line][:-1]
     with kvevict.evicting(shared(), "snapkv", budget=64, recall=True, kv=kind), torch.no_grad():
         cache = shared()(prompt(1, 520)["input_ids"], logits_to_keep=1).past_key_values
-    size = sum(layer.archive.live_bytes() for layer in cache.layers)
+    archives = [layer.archive for layer in cache.layers]
+    size = sum(one.live_bytes() + one.pos.element_size() * int(one.counts.sum()) for one in archives)
     assert told[0].split() == ["archive,", "GiB", f"{size / 2**30:.4g}"]
     assert told[1:] == ["The archive is beside the peak memory; attention to it is left out."]
     for place in ("memory", str(tmp_path)):  # of four layers, two are on the GPU at once

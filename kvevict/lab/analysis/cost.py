@@ -26,6 +26,7 @@ from .shape import Shape
 from .slots import Layers, Taken
 
 UNPATCHED = "unpatched"  # the run of the unpatched model
+POSITION = 4  # bytes of a slot's position
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def plan(
     flops, moved         per stage: FLOPs, bytes; "linear", products with weights of the prompt's rows; "attention" of
                          those rows; "appended", both of rows that are appended to chunks
     cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
-    archive_bytes        with recall: of the archive, after the `new_tokens`
+    archive_bytes        with recall: of the archive, positions included, after the `new_tokens`
     sliding_bytes        of sliding-window layers after the prompt
     weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
     peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
@@ -107,7 +108,8 @@ def plan(
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
     decode = _decode(shape, policy, layers, tokens, new_tokens, batch, hardware)
-    result |= dict(archive_bytes=slot * layers.count * (tokens + new_tokens)) if policy.recall else {}
+    archived = slot + POSITION * shape.kv_heads * batch
+    result |= dict(archive_bytes=archived * layers.count * (tokens + new_tokens)) if policy.recall else {}
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 
 
