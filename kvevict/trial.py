@@ -198,6 +198,8 @@ def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: to
         return False
     exact = next((weight.dtype for weight in module.parameters()), None) == torch.float32
     for x in pair:
+        if not x.isfinite().all():
+            raise ValueError("they are not finite: load the model in bfloat16 or float32")
         rotated = rotary.rotate(decoder, module, x[:, :, :1], positions[:, 0], positions[:, 1])
         error = _error(rotated, x[:, :, 1:])
         if not error < (TOLERANCE[torch.float32] if exact else ROUNDED):

@@ -339,14 +339,22 @@ def test_other_caches(model):
     for kind in ("static", "offloaded", "offloaded_static"):
         with pytest.raises(ValueError, match=r"DynamicCache|offload"):
             model.generate(ids, max_new_tokens=2, cache_implementation=kind)
-    for cache in (
-        StaticCache(config=model.config, max_cache_len=40),
-        DynamicCache(config=model.config, offloading=True),
-        ((torch.zeros(1, 2, 3, 32),) * 2,) * 4,
-        "a cache",
+    for cache, advice in (
+        (StaticCache(config=model.config, max_cache_len=40), "drop cache_implementation"),
+        (DynamicCache(config=model.config, offloading=True), "drop cache_implementation"),
+        (((torch.zeros(1, 2, 3, 32),) * 2,) * 4, "give one, or none"),
+        ("a cache", "give one, or none"),
     ):
-        with pytest.raises((ValueError, TypeError), match=r"past_key_values.*DynamicCache"):
+        with pytest.raises((ValueError, TypeError), match=rf"past_key_values.*DynamicCache: {advice}"):
             model(ids, past_key_values=cache)
+
+
+def test_queries_that_are_not_finite():
+    """As of a model whose numbers are too large for fp16."""
+    model = tiny.model()
+    model.model.layers[1].self_attn.q_proj.weight.data.fill_(torch.inf)
+    with pytest.raises(ValueError, match="not finite: load the model in bfloat16"):
+        kvevict.patch(model, "expected", budget=40)
 
 
 def test_quantized_cache(model):

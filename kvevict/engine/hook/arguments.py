@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from ...compat import CACHE
 from ...context import context
@@ -115,10 +115,10 @@ def check_tokens(tokens: int, cache: Any) -> None:
 def columns_of(cache: Any, batch: int) -> int:
     """Number of columns that a cache has seen. Raises ValueError if `batch` rows cannot continue from it."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
+        advice = "drop cache_implementation and offloading" if isinstance(cache, Cache) else "give one, or none"
         raise ValueError(
             f"past_key_values is {'an offloaded' if getattr(cache, 'offloading', False) else 'a'} "
-            f"{type(cache).__name__} that kvevict cannot evict from; it works with a "
-            "plain DynamicCache: drop cache_implementation and offloading"
+            f"{type(cache).__name__} that kvevict cannot evict from; it works with a plain DynamicCache: {advice}"
         )
     columns = cache.get_seq_length()
     if not isinstance(cache, EvictionCache):
