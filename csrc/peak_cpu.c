@@ -4,13 +4,21 @@
  */
 #include "observe.h"
 
-/* The largest of `most` weights, NaN if one is NaN; logits from `most` to the end of its vector are -inf. */
+/* The largest of `most` weights, NaN if one is NaN: that of the largest logit. Those from `most` to the end of its
+ * vector are -inf. */
 static float kv_peak_row(const float *s, int64_t most, float lse) {
-  vf acc = vf_set1(0);
-  for (int64_t c = 0; c < most; c += VL) acc = vf_max_nan(acc, vf_exp2(vf_load(s + c) - lse));
-  float top = 0;
-  for (int i = 0; i < VL; i++) top = isnan(acc[i]) || acc[i] > top ? acc[i] : top;
-  return top;
+  float top = -INFINITY;
+  vf acc = vf_set1(top);
+  vu bad = {0};
+  for (int64_t c = 0; c < most; c += VL) {
+    const vf x = vf_load(s + c);
+    acc = vf_max(acc, x), bad |= (vu)(x != x);
+  }
+  for (int i = 0; i < VL; i++) {
+    if (bad[i]) return NAN;
+    top = acc[i] > top ? acc[i] : top;
+  }
+  return vf_exp2(vf_set1(top - lse))[0];
 }
 
 /* Steps t0 .. t1 - 1 of one head. */
