@@ -153,10 +153,9 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->dst);
-  if (kinds != KV_OK) return kinds;
-  if (a->src.k_packing && a->src.k_packing != a->dst.k_packing) return KV_BAD_KIND;
-  if (a->src.v_packing && a->src.v_packing != a->dst.v_packing) return KV_BAD_KIND;
+  if (kv_slots_check(&a->src) != KV_OK || kv_slots_check(&a->dst) != KV_OK) return KV_BAD_DTYPE;
+  if (a->src.k_packing && a->dst.k_packing && a->src.k_packing != a->dst.k_packing) return KV_BAD_KIND;
+  if (a->src.v_packing && a->dst.v_packing && a->src.v_packing != a->dst.v_packing) return KV_BAD_KIND;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
     const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
     if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;

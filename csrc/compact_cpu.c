@@ -15,17 +15,23 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
 }
 
 /* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to row `to` of rows at dst.
- * A slot that is not packed yet becomes so, if rows of dst are. */
+ * What is packed on one side alone is packed, or unpacked. */
 static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_packing packing,
                        const float *centre) {
   const int64_t width = kv_row_bytes(packing, src->dtype, src->D);
   const kv_run rows = kv_columns_run(src, from, run);
   dst += to * width;
-  if (packing == KV_AS_COMPUTED || from < src->packed)
+  if ((packing == KV_AS_COMPUTED) == (from >= src->packed))
     move_rows(dst, rows.x, run, rows.stride, width);
-  else
+  else if (packing != KV_AS_COMPUTED)
     for (int64_t i = 0; i < run; i++)
       kv_row_store(src->dtype, src->D, rows.x + i * rows.stride, packing, centre, dst + i * width);
+  else
+    for (int64_t i = 0; i < run; i++) {
+      float numbers[KV_MOST_D];
+      kv_column_load(src, from + i, numbers);
+      kv_store_row(src->dtype, numbers, dst + i * width, src->D);
+    }
 }
 
 static void move_run(const kv_compact *a, int64_t b, int64_t h, int64_t from, int64_t run, int64_t to) {

@@ -1,6 +1,6 @@
 /* Moves the kept slots of [stored | new] together on a GPU. A block moves a strip of 32 bytes of every row of one
- * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. Rows that are to be packed
- * follow in a second kernel, as in place they come after those that are.
+ * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. Rows that are to be packed or
+ * unpacked follow in a second kernel; in place the former come after those that are packed.
  *
  * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones; no later tile reads what
  * it overwrites, and the barrier separates all reads of a tile from its writes.
@@ -60,12 +60,17 @@ static __host__ __device__ __forceinline__ Moved moved(const kv_compact &a, bool
           (int)(packing == KV_AS_COMPUTED ? a.D * (a.dtype == KV_F32 ? 4 : 2) : kv_packed_bytes(packing, a.D))};
 }
 
-static __host__ __device__ __forceinline__ int strips_of(const Moved &x) {
-  return x.packing != KV_AS_COMPUTED && x.from_packing == KV_AS_COMPUTED ? 0 : (x.bytes + STRIP - 1) / STRIP;
+/* Whether src and dst store rows in different ways. */
+static __host__ __device__ __forceinline__ bool converts(const Moved &x) {
+  return (x.packing == KV_AS_COMPUTED) != (x.from_packing == KV_AS_COMPUTED);
 }
 
-/* Block (head, i): i counts the strips of the keys, then of the values, then the positions. Rows of src that are packed
- * in dst alone, and new ones there, are left to pack_kernel. */
+static __host__ __device__ __forceinline__ int strips_of(const Moved &x) {
+  return converts(x) ? 0 : (x.bytes + STRIP - 1) / STRIP;
+}
+
+/* Block (head, i): i counts the strips of the keys, then of the values, then the positions. Rows that are packed on one
+ * side alone, and new ones that dst packs, are left to convert_kernel. */
 static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int of_keys = strips_of(moved(a, true)), keep = a.keep[head];
@@ -93,33 +98,56 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
     move_column<uint4>(at, at.n, to, first < x.bytes, index, keep, lane, THREADS / lanes);
 }
 
-/* Block (head, i): packs rows of keys (i even) or values that are not packed yet, a warp a row. */
+/* Writes row c of x as numbers of E; all lanes of the warp call it together. */
 template <class E>
-static __global__ void __launch_bounds__(THREADS, 3) pack_kernel(const kv_compact a) {
+static __device__ __forceinline__ void unpack_row(const Columns &x, int c, int D, E *to) {
+  constexpr int W = VECTOR<E>, V = KV_MOST_D / (32 * W);
+  float y[V][W];
+  column_numbers<E, 32, V>(x, c, true, D, y);
+#pragma unroll
+  for (int v = 0; v < V; v++)
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+      const int d = (v * 32 + lane_id()) * W + i;
+      if (d < D) to[d] = from_float<E>(y[v][i]);
+    }
+}
+
+/* Block (head, i): the rows of keys (i even) or values that are packed or unpacked, a warp a row. */
+template <class E>
+static __global__ void __launch_bounds__(THREADS, 3) convert_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const bool keys = blockIdx.y % 2 == 0;
   const Moved x = moved(a, keys);
-  if (x.packing == KV_AS_COMPUTED) return;
+  if (x.packing == KV_AS_COMPUTED && x.from_packing == KV_AS_COMPUTED) return;
   const int32_t *index = a.index ? a.index + head * a.K : nullptr;
   const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E))
                                  : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E));
-  const int keep = a.keep[head], done = x.from_packing == KV_AS_COMPUTED ? 0 : plain.len;
+  const Columns rows =
+      columns_of(plain, x.from, a.src.offset[head], x.from_packing, keys ? centre_of(a.src, head, a.D) : nullptr, a.D);
+  const int keep = a.keep[head], done = x.packing == KV_AS_COMPUTED ? 0 : rows.packed();
   for (int j = blockIdx.y / 2 * (THREADS / 32) + warp_id(); j < keep; j += PACKERS * (THREADS / 32)) {
     const int i = index ? index[j] : j;
+    unsigned char *const to = x.to + (a.dst.offset[head] + j) * x.bytes;
     if (i < done) continue;
-    pack_row(reinterpret_cast<const E *>(kv_segments_at(&plain, i)), x.packing,
-             keys ? centre_of(a.dst, head, a.D) : nullptr, (int)a.D, x.to + (a.dst.offset[head] + j) * x.bytes);
+    if (x.packing == KV_AS_COMPUTED)
+      unpack_row(rows, i, (int)a.D, reinterpret_cast<E *>(to));
+    else
+      pack_row(reinterpret_cast<const E *>(kv_segments_at(&plain, i)), x.packing,
+               keys ? centre_of(a.dst, head, a.D) : nullptr, (int)a.D, to);
   }
 }
 
 int64_t kv_compact_cuda_scratch(const kv_compact *) { return 0; }
 
 int kv_compact_cuda(const kv_compact *a, void *, void *stream) {
-  const unsigned heads = (unsigned)(a->B * a->Hkv), strips = strips_of(moved(*a, true)) + strips_of(moved(*a, false));
+  const Moved k = moved(*a, true), v = moved(*a, false);
+  const unsigned heads = (unsigned)(a->B * a->Hkv), strips = strips_of(k) + strips_of(v);
   if (heads == 0) return 0;
   const int error = launch<compact_kernel>(dim3(heads, strips + 1), THREADS, 0, stream, *a);
-  if (error || (a->dst.k_packing == KV_AS_COMPUTED && a->dst.v_packing == KV_AS_COMPUTED)) return error;
+  const bool plain = k.packing == KV_AS_COMPUTED && v.packing == KV_AS_COMPUTED;
+  if (error || (plain && !converts(k) && !converts(v))) return error;
   return dispatch(a->dtype, [&](auto e) {
-    return launch<pack_kernel<decltype(e)>>(dim3(heads, 2 * PACKERS), THREADS, 0, stream, *a);
+    return launch<convert_kernel<decltype(e)>>(dim3(heads, 2 * PACKERS), THREADS, 0, stream, *a);
   });
 }

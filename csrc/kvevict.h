@@ -237,11 +237,12 @@ typedef struct {
 
 /* Moves the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets): with an
  * ascending index no slot is read after it was overwritten. At other offsets of the same buffers, no row of dst may be
- * one of src. Rows of src that are packed must be packed in the same way in dst. */
+ * one of src. Rows that are packed in dst alone are packed, those that are packed in src alone unpacked; rows that are
+ * packed in both are so in the same way. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, K;
-  kv_slots src; /* centre unused */
+  kv_slots src;
   kv_new chunk;
   const int32_t *index; /* [B, Hkv, K] ascending, or NULL: slots 0..keep-1 */
   const int32_t *keep;  /* [B, Hkv] */

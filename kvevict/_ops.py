@@ -208,8 +208,8 @@ def compact(
     src: Held, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, index: Tensor | None, keep: Tensor, dst: Held
 ) -> None:
     """Move slots index[b,h,:keep[b,h]] of [src | new] to dst.offset[b,h] of dst, in order. dst may be src with the
-    same offsets. index None: slots 0 .. keep[b,h] - 1. Where dst is packed, slots that are not yet become so; src must
-    otherwise be of the same kind.
+    same offsets. index None: slots 0 .. keep[b,h] - 1. Rows that are packed in dst alone are packed, in src alone
+    unpacked; in both they must be of the same kind.
     """
 
 

@@ -243,6 +243,37 @@ def test_compact(dtype, kinds):
 
 
 @cases
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compact_unpacks(dtype, kinds):
+    """Stored rows become the numbers that they stand for, to the dtype's last bit; new ones move as they are."""
+    for seed in range(4):
+        plain = problem(seed, dtype=dtype, D=(64, 40, 128, 8)[seed], first=[0, 3], layout=problems.LAYOUTS[seed])
+        p = moving(pack(plain, kinds, seed, seed % 2 == 0), seed)
+        for name in "kv":
+            p[f"dst_{name}"], p[f"dst_{name}_kind"] = plain["k"].new_full((len(p["dst_k"]), p["k"].shape[3]), NAN), 0
+        before = copied(p, *DST)
+        call(ops.compact, p)
+        untouched = torch.ones(len(p["dst_k"]), dtype=torch.bool)
+        for b, h in [(b, h) for b in range(2) for h in range(2)]:
+            n, to, length = int(p["keep"][b, h]), int(p["dst_offset"][b, h]), int(p["src_len"][b, h])
+            index, untouched[to : to + n] = p["index"][b, h, :n].long(), False
+            old = index[index < length] + p["src_offset"][b, h]
+            new = index[index >= length] - length + int(p["first"][b])
+            assert torch.equal(p["dst_pos"][to : to + n], torch.cat([p["src_pos"][old], p["pos"][b, new]]))
+            for name, kind in zip("kv", kinds, strict=True):
+                rows, stored = p[f"dst_{name}"][to : to + n], p[f"src_{name}"][old]
+                if kind:
+                    centred = name == "k" and p["src_centre"] is not None
+                    centre = p["src_centre"][b, h].double() if centred else 0.0
+                    want = ref.unpacked(stored, rows.shape[1], kind, centre)
+                    close(rows[: len(old)], want, torch.finfo(dtype).eps + 2.0**-20, least=0.1)
+                else:
+                    assert same_bits(rows[: len(old)], stored)
+                assert same_bits(rows[len(old) :], p[name][b, h, new])
+        assert all(same_bits(p[name][untouched], before[name][untouched]) for name in DST)
+
+
+@cases
 def test_compact_in_place(kinds):
     p = pack(problem(2, T=20, room=20, first=[0, 5]), kinds)
     out_of_place = moving(p, 2)
@@ -341,7 +372,8 @@ def test_kinds_that_do_not_fit():
         call(ops.decode, forked(decoding(p)) | other)
     with pytest.raises(RuntimeError, match="must be of the same kind"):
         moved = moving(p, 1)
-        call(ops.compact, moved | {"dst_k": torch.zeros(len(moved["dst_k"]), 64), "dst_k_kind": 0})
+        other = torch.zeros(len(moved["dst_k"]), 36, dtype=torch.uint8)
+        call(ops.compact, moved | {"dst_k": other, "dst_k_kind": ref.INT4})
 
 
 @cases

@@ -39,7 +39,7 @@ def given(op):
         dst_v=torch.zeros(64, 64),
         dst_pos=torch.zeros(64, dtype=torch.int32),
     )
-    p |= {f"{name}_centre": torch.zeros(B, 2, 64) for name in ("held", "dst")}
+    p |= {f"{name}_centre": torch.zeros(B, 2, 64) for name in ("held", "src", "dst")}
     p |= dict(dst_offset=torch.arange(0, 16, 4).view(2, 2), index=torch.arange(3).int().expand(2, 2, 3).contiguous())
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}
 
