@@ -77,10 +77,11 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
         )
     chosen.rows.ready(decoder)
     chosen = in_slots(chosen, model)
-    if chosen.kv != "model" and families.is_latent(decoder.config):
+    if chosen.archive_kv != "model" and families.is_latent(decoder.config):
+        name = "kv" if chosen.recall_kv is None else "recall_kv"
         raise ValueError(
-            f"kv={chosen.kv!r} and {type(decoder).__name__}: its heads share latents (MLA), which are stored in the "
-            "model's dtype only; give kv='model'"
+            f"{name}={chosen.archive_kv!r} and {type(decoder).__name__}: its heads share latents (MLA), which are "
+            f"stored in the model's dtype only; give {name}='model'"
         )
     mapped.check(chosen.recall)
     made = Plan(chosen, decoder, split, question)

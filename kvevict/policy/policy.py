@@ -64,6 +64,8 @@ class Policy:
                    in the memory of the model's device. "memory": in the host's, pinned for a model on a GPU, to which
                    it comes one layer at a time; on a CPU as True. A folder's path: in files there, mapped into the
                    host's memory ("./memory" is a folder of that name)
+    recall_kv      with recall=True: how the archive's slots are represented, as in `kv`, where the others are as
+                   computed (kv="model"); those that a turn chooses become so again. None: as in `kv`
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`,
                    which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
                    `budget` keeps all slots
@@ -105,6 +107,7 @@ class Policy:
     keep_prompt: bool = False
     kv: str = "model"
     recall: bool | str = False
+    recall_kv: str | None = None
     recall_slots: int | float | None = None
     recall_after: int | None = None
     layers: LayerBudget | str = "uniform"
@@ -209,6 +212,11 @@ class Policy:
                 "window, probe or number of recent slots"
             )
         return dataclasses.replace(self, budget=min(slots, PLENTY))
+
+    @property
+    def archive_kv(self) -> str:
+        """How the slots of an archive are represented."""
+        return self.recall_kv or self.kv
 
     @property
     def protected(self) -> int:

@@ -39,6 +39,8 @@ def check(policy: Policy) -> None:
             )
     one_of("schedule", policy.schedule, ("prompt", "chunk"))
     one_of("kv", policy.kv, KINDS)
+    if policy.recall_kv is not None:
+        _check_recall_kv(policy)
     if policy.schedule == "chunk" and policy.chunk_size is None:
         raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
     for name, least in (("warmup_layers", 1), ("tsp", 0)):
@@ -75,6 +77,16 @@ def _check_budget(policy: Policy) -> None:
             f"budget={budget} is too small: the policy always keeps {smallest - 1} slots of each head (window, probe, "
             "recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
             f"give budget >= {smallest} or fewer of those"
+        )
+
+
+def _check_recall_kv(policy: Policy) -> None:
+    one_of("recall_kv", policy.recall_kv, KINDS)
+    if not policy.recall:
+        raise ValueError(f"recall_kv={policy.recall_kv!r} is about recall: give recall=True too, or leave it out")
+    if policy.kv != "model":
+        raise ValueError(
+            f"recall_kv={policy.recall_kv!r}: with kv={policy.kv!r} the archive is as the slots; leave it out"
         )
 
 

@@ -20,6 +20,7 @@ from ..engine.slots.ranks import of
 from ..engine.slots.storage import Storage
 from ..files import is_remote
 from ..policy.checks import parsed
+from ..policy.kv import KINDS
 from ..policy.policy import Policy
 from ..version import VERSION
 from ..weights import Identity, Owner, identity
@@ -179,6 +180,8 @@ def _fill_cache(cache: EvictionCache, fact: dict, policy: Any) -> None:
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer) and policy is not None:
             layer.archive_place = policy.recall
+            if policy.recall_kv is not None:
+                layer.kinds = KINDS[policy.kv]  # of those that are chosen from these
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)

@@ -70,7 +70,7 @@ class Reading(Watcher):
             raise ValueError("file= names a text's tokens alone, not those that PEFT puts before it: read without it")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ValueError(f"file={self.path!r} is not a regular file; give another path")
-        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.kv)
+        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.archive_kv)
         self.comparable = _comparable(policy)
 
     def cache(self, forward: Callable[[EvictionCache | None, int], EvictionCache]) -> EvictionCache:

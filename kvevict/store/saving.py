@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .. import families, sealed
+from ..engine.slots import archive
 from ..engine.slots.adopt import EvictionCache
 from ..engine.slots.cache import HALF_READ, EvictionLayer
 from ..engine.slots.carried import wide
@@ -84,15 +85,16 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
                 f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
             )
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
-            values = _slots(layer) | {name: getattr(layer, name) for name in OPTIONAL}
+            slots = archive.every(layer)
+            values = _rows(layer, slots) | {name: getattr(layer, name) for name in OPTIONAL}
             values["seen"] = torch.tensor(sequence.seen, dtype=torch.int32, device=layer.device)
-            values["centre"] = layer.centre
+            values["centre"] = slots.centre
             values["moments"] = _moments(layer, index)
             values["carry"] = None if layer.carry is None else wide(layer.carry, int(values["len"].max()))
             values["budget"] = None if layer.budget is None else torch.tensor(layer.budget, dtype=torch.int32)
             own = None if layer.prompt is None else cache.ranks.mine(layer.prompt)
             values["prompt"] = None if own is None else torch.tensor(own, dtype=torch.int32)
-            fact, kinds = dict(kind=families.FULL_ATTENTION, columns=sequence.columns), layer.storage.kinds
+            fact, kinds = dict(kind=families.FULL_ATTENTION, columns=sequence.columns), slots.kinds
             packed_as = dict(bits=[WORDS[kind] for kind in kinds])
             facts.append(fact if kinds == KINDS["model"] else fact | packed_as)
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
@@ -106,19 +108,16 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
     return tensors, facts
 
 
-def _slots(layer: EvictionLayer) -> dict[str, Any]:
-    """`len`, and each slot's k, v and pos where they lie: of all tokens, if the layer has an archive."""
+def _rows(layer: EvictionLayer, slots: Any) -> dict[str, Any]:
+    """`len`, and each slot's k, v and pos where they lie."""
     counts, places = torch.zeros_like(layer.len, device="cpu"), []
-    whole: Any = layer.storage if layer.archive is None else layer.archive
-    since = layer.sequence.columns - layer.sequence.archived
-    last = [layer.storage.last(since)] if layer.archive is not None and since else []
     for b, h in np.ndindex(layer.counts.shape):
-        for storage, rows in (place for each in (whole, *last) for place in each.places(b, h)):
+        for storage, rows in slots.places(b, h):
             counts[b, h] += rows.stop - rows.start
             places.append((storage, rows))
 
     def pieces(name: str) -> sealed.Pieces:
-        like = getattr(layer.storage, name)
+        like = getattr(places[0][0], name)
         shape = int(counts.sum()), *like.shape[1:]
         return sealed.Pieces(shape, like.dtype, lambda: (getattr(storage, name)[rows] for storage, rows in places))
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import zoo
-from recalling import OTHERS, POLICIES, SNAPKV, Heard, decoded
+from recalling import IN_8_BITS, OTHERS, PACKED, POLICIES, SNAPKV, Heard, decoded
 from tiny import prompt, relative, shared
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -20,6 +20,7 @@ from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
+from kvevict.policy import kv
 from kvevict.policy.building import build
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -48,14 +49,16 @@ def test_the_archive_has_every_token(name):
             continue
         for part, got in ((1, archive.dense("k")), (2, archive.dense("v"))):
             want = heard.all(at, part)
-            assert torch.equal(got, want) if name != "int8" else relative(got, want) < 0.02
+            assert torch.equal(got, want) if name not in PACKED else relative(got, want) < 0.02
         assert sum(int(each.chosen.total_counts.sum()) for each in cache.layers) <= 4 * 2 * 2 * (24 + 6)
 
 
-def test_a_turn_keeps_what_its_rows_choose_from_all_tokens():
-    """The best of all tokens by the turn's last rows, in float64, where most of them had been evicted."""
+@pytest.mark.parametrize("kind", [None, "int8", "k8v4", "int4"])
+def test_a_turn_keeps_what_its_rows_choose_from_all_tokens(kind):
+    """The best of all tokens by the turn's last rows, in float64, where most of them had been evicted. Those of an
+    archive of few bits have the numbers that it holds, and are slots as computed from there on."""
     model = shared()
-    with kvevict.evicting(model, **SNAPKV):
+    with kvevict.evicting(model, **SNAPKV, recall_kv=kind):
         with Heard() as before:
             cache = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
         lost = [set(range(150)) - set(layer.positions()[0][0].tolist()) for layer in cache.layers]
@@ -65,6 +68,17 @@ def test_a_turn_keeps_what_its_rows_choose_from_all_tokens():
     for at, layer in enumerate(cache.layers):
         q = turn.all(at, 0)[0, :, -4:].double()
         k = torch.cat([before.all(at, 1), turn.all(at, 1)], 2)[0].double()
+        if kind is not None:
+            assert layer.archive.kinds == kv.KINDS[kind] and layer.storage.kinds == kv.KINDS["model"]
+            for name in "kv":
+                held, every = layer.storage.dense(name)[0], layer.archive.dense(name)[0]
+                for h in range(2):
+                    pos = layer.positions()[0][h].long()
+                    assert relative(held[h, pos < 150], every[h, pos[pos < 150]]) < 1e-6
+                    assert torch.equal(
+                        held[h, pos >= 150], turn.all(at, "qkv".index(name))[0, h, pos[pos >= 150] - 150]
+                    )
+            k[:, :150] = layer.archive.dense("k")[0, :, :150].double()
         k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
         hidden = torch.arange(170) > torch.arange(166, 170)[:, None]
         weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
@@ -85,7 +99,9 @@ def test_with_room_for_all_tokens_nothing_changes(name):
     options = POLICIES[name] | dict(budget=4096)
     found = []
     for recall in (True, False):
-        with kvevict.evicting(model, **options | ({} if recall else dict(recall=False, recall_after=0))):
+        with kvevict.evicting(
+            model, **options | ({} if recall else dict(recall=False, recall_after=0, recall_kv=None))
+        ):
             cache = model(ids, logits_to_keep=1).past_key_values
             decoded(model, cache)
             out = model(turn, **{CACHE: cache}, logits_to_keep=1).logits
@@ -93,7 +109,7 @@ def test_with_room_for_all_tokens_nothing_changes(name):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "one pass", "ada", "take+edie"])
+@pytest.mark.parametrize("name", ["snapkv", "one pass", "ada", "take+edie", IN_8_BITS])
 def test_a_turn_chooses_fewer_slots_than_the_reading_kept(name):
     """A turn under `recall_slots` keeps what it keeps under a policy with that budget, after the same reading."""
     model, text, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
@@ -211,7 +227,7 @@ def test_forks_copies_rows_and_crops(name):
         want, held = asked(cache)
         for fork in forks:
             got, places_of = asked(fork)
-            assert relative(got, want) < 1e-5 and (name == "int8" or places_of == held)
+            assert relative(got, want) < 1e-5 and (name in PACKED or places_of == held)
         alone = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
         if name != "decode":
             decoded(model, alone, (5,))
@@ -341,6 +357,9 @@ def test_refusals():
             build("snapkv", budget=64, recall=wrong)
     for options, kind, said in (
         (dict(recall_slots=64), ValueError, "recall=True too"),
+        (dict(recall_kv="int8"), ValueError, "recall=True too"),
+        (dict(recall_kv="int8", recall=True, kv="int8"), ValueError, "the archive is as the slots; leave it out"),
+        (dict(recall_kv="8", recall=True), ValueError, "recall_kv"),
         (dict(recall_slots=32, recall=True), ValueError, "recall_slots: budget=32 is too small"),
         (dict(recall_slots="1MiB", recall=True), TypeError, "recall_slots: bytes are for budget"),
         (dict(recall_slots=1.5, recall=True), ValueError, "recall_slots: budget=1.5 is not a fraction"),
@@ -358,16 +377,16 @@ def same_archives(one, other, name, row=slice(None)):
         ]
         for part in ("k", "v"):
             got, want = mine.dense(part)[row], theirs.dense(part)
-            assert relative(got[:, :, : want.shape[2]], want) < (0.02 if name == "int8" else 1e-5)
+            assert relative(got[:, :, : want.shape[2]], want) < (0.02 if name in PACKED else 1e-5)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("name", ["snapkv", "take+edie", "int8", "ada", "decode"])
+@pytest.mark.parametrize("name", ["snapkv", "take+edie", *PACKED, "ada", "decode"])
 def test_rows_that_decode_together_have_their_own_archives(name, pooled):
     """Texts of different lengths, and two questions about one of them, join and leave in another order: each answer
     and archive is that of a sequence alone, and so is the turn after it."""
     model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
-    most = 2e-3 if name == "int8" else 1e-4
+    most = 2e-3 if name in PACKED else 1e-4
     with kvevict.evicting(model, **POLICIES[name]):
         pools = Pools(find_decoder(model), 8192) if pooled else None
         batch, twins = Batch(model), {}
@@ -435,7 +454,7 @@ def test_beams_share_the_archive():
         assert [layer.archive.prefix.k.data_ptr() for layer in cache.layers] == before
 
 
-@pytest.mark.parametrize("name", ["snapkv", "int8", "decode"])
+@pytest.mark.parametrize("name", ["snapkv", *PACKED, "decode"])
 def test_saved_and_loaded(name, tmp_path):
     """A file has the slots of all tokens, and a turn after it is as after the cache in memory."""
     model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]

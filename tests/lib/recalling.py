@@ -8,6 +8,7 @@ from kvevict.compat import CACHE
 from kvevict.engine.hook import attention as hook
 
 SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_after=0)
+IN_8_BITS = "archive in 8 bits"
 POLICIES = {
     "snapkv": SNAPKV,
     "take+edie": dict(
@@ -15,12 +16,14 @@ POLICIES = {
     ),
     "one pass": SNAPKV | dict(chunk_size=None),
     "int8": SNAPKV | dict(kv="int8"),
+    IN_8_BITS: SNAPKV | dict(recall_kv="int8"),
     "ada": SNAPKV | dict(policy="adakv"),
     "cake": SNAPKV | dict(policy="cake"),
     "laq": dict(policy="laq", budget=24, window=4, recall=True),
     "after": SNAPKV | dict(recall_after=3),
     "decode": SNAPKV | dict(decode=True, interval=3),
 }
+PACKED = "int8", IN_8_BITS
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")  # windows, states, latents, sinks
 
 

@@ -55,12 +55,14 @@ def attention(
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
+    policy, chunk = step.plan.policy, key.shape[2] - step.appended
+    seen = query[:, :, :chunk], key[:, :, :chunk], step.first.clamp_max(chunk), options, step.plan.ranks  # else padding
     if not layer.is_represented:
-        chunk = key.shape[2] - step.appended
-        first = step.first.clamp_max(chunk)  # a row of padding alone
-        layer.represent(step.plan.policy.kv, query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks)
+        layer.represent(policy.kv, *seen)
         if step.decoding:  # `Step.through` has counted the token in the others
             layer.tick()
+    if policy.recall_kv is not None and not step.decoding:
+        layer.represent_archive(policy.recall_kv, *seen)
     call = LayerCall(step, module, query, key, value, new, options, hidden)
     attend(call)
     decide(call)

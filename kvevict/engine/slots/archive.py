@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...policy.kv import Kinds
 from . import host
 from .awaited import Awaited
 from .mapped import Files, is_folder
-from .storage import Storage
+from .storage import Storage, together
 from .stored import Stored
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Apart:
     device = property(lambda self: self.each[0].device)
     kinds = property(lambda self: self.each[0].kinds)
     on_host = property(lambda self: self.each[0].on_host)
+    centre = property(lambda self: together([one.centre for one in self.each]))
+    is_centred = property(lambda self: all(one.is_centred for one in self.each))
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
         rows = [slice(row, row + 1) for row in range(len(self.each))]
@@ -125,10 +128,28 @@ def append(layer: Any, *new: Any) -> None:
         layer.archive = _empty(layer)
     archive, expected = layer.archive.centred_as(layer.storage), layer.archive_expected
     if archive.on_host:  # the op that packs rows writes them where they were computed
-        like = layer.storage if layer.storage.kinds == archive.kinds else Storage.empty(new[0])
-        layer.archive = archive.with_all(like.blank(None).append(*new), expected)
+        layer.archive = archive.with_all(_near(layer, archive).append(*new), expected)
     else:
         layer.archive = archive.append(*new, expected)
+
+
+def represent(layer: Any, kinds: Kinds | None, centre: Tensor, known: np.ndarray) -> None:
+    """Begin a layer's archive in these kinds. None: it has begun. centre, known: of its rows, as in
+    `Storage.centred_at`."""
+    if kinds is None:
+        layer.archive = layer.archive.centred_at(centre.to(layer.archive.device), known)
+        layer.storage = layer.storage.centred_as(layer.archive)  # while all slots are there
+    else:
+        like = layer.storage.none(kinds)
+        layer.archive = _empty(layer, like if like.centre is None else like.centred_at(centre, known))
+
+
+def _near(layer: EvictionLayer, archive: Storage | Apart) -> Storage:
+    """No slots, in the kinds of an archive, on the layer's device."""
+    if archive.kinds == layer.storage.kinds:
+        return layer.storage.blank(None)
+    each = archive.each if isinstance(archive, Apart) else [archive]
+    return Storage.joined([host.elsewhere(one, layer.device, False) for one in each])
 
 
 def _on_host(layer: EvictionLayer) -> bool:
@@ -140,9 +161,10 @@ def _files(layer: EvictionLayer) -> Files | None:
     return Files(str(layer.archive_place)) if is_folder(layer.archive_place) else None
 
 
-def _empty(layer: EvictionLayer) -> Storage:
-    """An archive without slots; a prefix of the layer's slots that lies in the host's memory is that of the archive."""
-    files, storage = _files(layer), layer.storage
+def _empty(layer: EvictionLayer, like: Storage | None = None) -> Storage:
+    """An archive without slots for such as the layer's, or as those of `like`. A prefix of the layer's slots that lies
+    in the host's memory is that of the archive."""
+    files, storage = _files(layer), like or layer.storage
     if not _on_host(layer):
         return storage.blank(files)
     return host.elsewhere(storage, torch.device("cpu"), True, files, storage.prefix if storage.far else None)
@@ -199,6 +221,11 @@ def whole(layer: Any) -> Storage:
     return _here(layer, _with_last(layer, _forked(layer.archive)))
 
 
+def every(layer: EvictionLayer) -> Storage | Apart:
+    """The same where they lie, for reading; a layer's slots if it has no archive."""
+    return layer.storage if layer.archive is None else _with_last(layer, layer.archive.forked())
+
+
 def _forked(archive: Storage | Apart) -> Storage:
     return archive.gathered().forked() if isinstance(archive, Apart) else archive.forked()
 
@@ -207,7 +234,10 @@ def _with_last(layer: Any, archive: Any) -> Any:
     count = layer.sequence.columns - layer.sequence.archived
     if not count:
         return archive
-    archive = archive.centred_as(layer.storage).with_all(layer.storage.last(count))
+    archive, last = archive.centred_as(layer.storage), layer.storage.last(count)
+    if archive.on_host and archive.kinds != last.kinds:
+        last = _near(layer, archive).with_all(last)
+    archive = archive.with_all(last)
     if archive.on_host:
         host.wait()  # the layer's slots may move, and the host may read its own
     return archive
@@ -225,9 +255,18 @@ def recall(layer: Any, due: np.ndarray) -> None:
         host.wait()  # for this step's row: the host may move it
     if not due.all() or isinstance(every, Apart):
         rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
-        every = Storage.joined([_here(layer, archived) if recalls else kept for recalls, archived, kept in rows])
+        every = Storage.joined(
+            [_here(layer, archived) if recalls else _alike(layer, kept, archived) for recalls, archived, kept in rows]
+        )
     _restore(layer, every if every.on_host else every.gathered())
     layer.storage.fetch()
+
+
+def _alike(layer: EvictionLayer, kept: Storage, archived: Storage) -> Storage:
+    """Kept slots in the kinds of a row's archive."""
+    if kept.kinds == archived.kinds:
+        return kept
+    return host.elsewhere(archived, layer.device, False).with_all(kept)
 
 
 def _restore(layer: Any, archive: Storage | Apart) -> None:

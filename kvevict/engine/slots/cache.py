@@ -214,12 +214,29 @@ class EvictionLayer(CacheLayerMixin):
             self.kinds = kv.KINDS[kind]
         if self.kinds[0] == kv.MODEL:  # type: ignore[index]  # set above
             return
+        kinds, centre, known = self._packing(kind if is_first else None, query, key, first, options, ranks)
+        if kinds is None:
+            self.storage = self.storage.centred_at(centre, known)
+        else:
+            self.kinds, self.storage = kinds, self.storage.gathered().repacked(kinds, centre, known)
+
+    @torch.no_grad()
+    def represent_archive(self, kind: str, *seen: Any) -> None:
+        """The same for an archive in kinds of its own, which begins here. seen: as `represent`, from query on."""
+        if self.archive is None or not self.archive.is_centred:
+            archive.represent(self, *self._packing(kind if self.archive is None else None, *seen))
+
+    def _packing(
+        self, kind: str | None, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
+    ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
+        """The kinds for rows of a `kind` (None: they are chosen), a centre of each batch row, and the rows that it is
+        known of."""
 
         def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
 
         keys, held, weights = key, seen(key), self._attention(query, key, first, options)
-        if is_first and self.counts.any():
+        if kind is not None and self.counts.any():
             keys = self.storage.dense("k")
             held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
             weights = weights[:, :, : keys.shape[2]]
@@ -227,16 +244,12 @@ class EvictionLayer(CacheLayerMixin):
             at = (torch.arange(keys.shape[2], device=keys.device) - first[:, None]).clamp_min(0)
             weights = weights.gather(2, at[:, None].expand(-1, keys.shape[1], -1))
         centre, known = kv.centre(keys, weights * held), held.any(2).any(1).cpu().numpy()
-        if not is_first:
-            self.storage = self.storage.centred_at(centre, known)
-            return
 
         def error(of_keys: int) -> float:
             errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], of_keys)
             return float(ranks.gather(errors[None]).mean())
 
-        self.kinds = kv.chosen(kind, error)
-        self.storage = self.storage.gathered().repacked(self.kinds, centre, known)
+        return None if kind is None else kv.chosen(kind, error), centre, known
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
         """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
@@ -254,7 +267,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> None:
         """Evict, as `Storage.keep`."""
-        self.storage = self.storage.keep(index, keep, *new)
+        self.storage = self.storage.keep(index, keep, *new, computed=self.kinds == kv.KINDS["model"])
         self.sequence.fix()
         self.expected, self.prompt = 0, None
 

@@ -127,6 +127,10 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
             for layer, like in zip(cache.layers, first.layers, strict=True):
                 layer.archive_place = like.archive_place
                 archive.append_last(layer)  # the rows' archives lack as many columns from here on: none
+    for each in zip(*(cache.layers for cache in caches), strict=True):
+        kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
+        if len(kinds) > 1:  # slots of all tokens beside chosen ones
+            raise ValueError("two caches differ in their kind of stored slots: decode them in batches of their own")
     device: Any = first.layers[0].device  # of our layers, by `obstacle`
     sequence = Sequence.joined([cache.sequence for cache in caches], device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]

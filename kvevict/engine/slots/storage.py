@@ -110,12 +110,16 @@ class Storage(Stored):
             return self._refilled(None, counts, k, v, pos, first)
         return self._blank(self.grown(counts, expected))._filled(self, None, counts, k, v, pos, first)
 
-    def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> Storage:
+    def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor, computed: bool = False) -> Storage:
         """A storage with only slots index [B, Hkv, K] of [stored | new], ascending; keep[b,h] of them, on the host.
 
-        new   k, v [B, Hkv, S, D], pos [B, S], first [B]; none of them without new columns
+        new        k, v [B, Hkv, S, D], pos [B, S], first [B]; none of them without new columns
+        computed   packed slots become slots as computed
         """
         wanted = keep + ROOM
+        if computed and self.kinds != kv.KINDS["model"]:
+            into = self.none(kv.KINDS["model"])._blank(wanted)
+            return into._filled(self.gathered(), index, keep, *new)
         fits = self.prefix is None and (wanted <= self.capacity).all()
         if fits and self.capacity.sum() <= 2 * wanted.sum():
             return self._refilled(index, keep, *new)
@@ -167,7 +171,7 @@ class Storage(Stored):
 
     def repacked(self, kinds: kv.Kinds, centre: Tensor, known: np.ndarray) -> Storage:
         """Pack these slots anew, in other kinds, around centres as in `centred_at`."""
-        into = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, kinds)
+        into = self.none(kinds)
         if into.centre is not None:
             into = into.centred_at(centre, known)
         return into._blank(self.capacity)._filled(self, None, self.counts)
@@ -191,6 +195,10 @@ class Storage(Stored):
         """An empty storage for slots of the same kind."""
         none = 0 * self.counts
         return replace(self, pool=pool, prefix=prefix)._blank(none)._holding(torch.zeros_like(self.len), none)
+
+    def none(self, kinds: kv.Kinds) -> Storage:
+        """An empty storage for these heads' slots in other kinds, without centres."""
+        return Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, kinds)
 
     def fetch(self) -> None:
         """Begin to copy all slots of a far storage to its device, for `gathered`."""

@@ -108,7 +108,7 @@ def plan(
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
     decode = _decode(shape, policy, layers, tokens, new_tokens, batch, hardware)
-    archived = slot + POSITION * shape.kv_heads * batch
+    archived = (replace(shape, kv=policy.archive_kv).slot_bytes + POSITION * shape.kv_heads) * batch
     result |= dict(archive_bytes=archived * layers.count * (tokens + new_tokens)) if policy.recall else {}
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 
