@@ -37,6 +37,8 @@ class Policies:
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
         policy = build(name, **common | own)
+        if policy.recall_kv is not None:
+            raise ValueError("recall_kv: here a text's slots are those that answers attend to: give kvevict serve --kv")
         if self.records and "compiled" not in own:
             policy = replace(policy, compiled=True)
         if "recall" not in own:

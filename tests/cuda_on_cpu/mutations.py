@@ -157,6 +157,8 @@ MUTATIONS = [
              "no barrier before unpacked values are looked at", mode="race", tests=f"{HALF} and 5-", of="packed"),
     Mutation("compact", "compact_cuda.cu", "if (i < done) continue;", "if (i <= done) continue;",
              "the first new row is not packed", tests="test_compact", of="packed"),
+    Mutation("compact", "compact_cuda.cu", "? 0 : rows.packed();", "? rows.packed() : rows.packed();",
+             "packed rows are not unpacked", tests="test_compact", of="packed"),
     Mutation("compact", "columns.cuh", "other ? 0 : rintf(", "other ? 0 : floorf(", "numbers are rounded down",
              tests="test_compact", of="packed"),
 ]  # fmt: skip

@@ -20,6 +20,8 @@ from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.engine.slots.joining import join
 from kvevict.engine.slots.storage import Storage
 from kvevict.families import find_decoder
+from kvevict.lab.analysis.cost import plan
+from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import kv
 from kvevict.policy.building import build
 
@@ -307,6 +309,19 @@ def test_report_counts_what_came_back(family):
                 assert counts[row][head] == len(old & {*now.tolist()})
                 lost += counts[row][head]
     assert lost > 0
+
+
+@pytest.mark.parametrize("kind", ["model", "int8", "k8v4", "int4"])
+def test_bytes_of_an_archive_of_few_bits(kind):
+    """Those of `kvevict plan` for the text's slots, beside 12 bytes a head and the centre of packed keys."""
+    model = shared()
+    with kvevict.evicting(model, **SNAPKV, recall_kv=kind):
+        cache = model(prompt(1, 96)["input_ids"], logits_to_keep=1).past_key_values
+        policy = cache.sequence.policy
+    want = plan(shape_of(model.config, dtype="float32"), policy, 96, new_tokens=0)
+    centres = sum(0 if layer.archive.centre is None else layer.archive.centre.nbytes for layer in cache.layers)
+    assert kvevict.report(cache)["archive_bytes"] == want["archive_bytes"] + centres + 4 * 2 * 12
+    assert want["cache_bytes"] == 4 * 2 * 24 * 2 * 32 * 4
 
 
 def test_a_turn_without_recall_ends_the_archive():

@@ -78,6 +78,11 @@ def test_policies_that_cannot_recall(caplog):
     assert [cached(ask(client, name, **more)) for name in ("Orshan", "Velmora")] == [0, 0]
 
 
+def test_an_archive_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="give kvevict serve --kv"):
+        server(policy="take+edie:recall=true,recall_kv=int8")
+
+
 def test_a_prompt_that_leaves_no_positions_to_repeat_it():
     client = Client(server())
     ids = client.server.tokenizer(FILLER * 95)["input_ids"]
