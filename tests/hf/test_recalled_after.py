@@ -15,6 +15,7 @@ from kvevict.batch import Batch, Pools
 from kvevict.compat import CACHE, cache_of
 from kvevict.engine.slots.cache import EvictionLayer
 from kvevict.families import find_decoder
+from kvevict.policy import kv
 from kvevict.policy.building import build
 
 N, WINDOW = 5, 16  # the answer's first tokens, and the prompt's last rows that choose with theirs
@@ -122,12 +123,13 @@ def test_a_first_cut_in_place():
     assert found[0] == found[1] and {len(head) for layer in found[1] for head in layer[0]} == {25}
 
 
+@pytest.mark.parametrize("kind", [None, "int8"])
 @pytest.mark.parametrize("name", ["take+edie", "adakv", "chunkkv", "cake", "snapkv"])
-def test_questions_of_different_lengths_are_as_alone(name):
+def test_questions_of_different_lengths_are_as_alone(name, kind):
     """Rows of a batch, padded at the left; each layer has as many slots as without `recall_after`."""
     model, ids = shared(), prompt(1, 150)["input_ids"]
     turns = [prompt(1, n, seed=n)["input_ids"][0].tolist() for n in (9, 40, 23)]
-    options = dict(policy=name, budget=48, chunk_size=64, recall=True, tokenizer=False)
+    options = dict(policy=name, budget=48, chunk_size=64, recall=True, recall_kv=kind, tokenizer=False)
     with kvevict.evicting(model, **options, recall_after=N):
         cache = model(ids, logits_to_keep=1).past_key_values
         batch = rows_of(cache, len(turns))
@@ -233,11 +235,13 @@ def test_forks_copies_beams_and_crops_go_on_alike(read):
         assert decoded(model, cache, TOKENS).logits.isfinite().all()
 
 
-def test_files(read, tmp_path):
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_files(kind, tmp_path):
     """A file has the slots of all tokens, of an answer that attends to them too; a turn after it chooses as one does
     from a cache in memory."""
-    model, (_, text), turn = shared(), read, prompt(1, 20, seed=1)["input_ids"]
-    with kvevict.evicting(model, **AFTER):
+    model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
+    with kvevict.evicting(model, **AFTER, recall_kv=kind):
+        text = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values
         cache = text.fork()
         asked(model, cache, turn, TOKENS[:2])
         for each in (text, cache):
@@ -247,6 +251,7 @@ def test_files(read, tmp_path):
             mine = each.fork()
             assert torch.equal(asked(model, loaded, turn), asked(model, mine, turn))
             assert kept(loaded) == kept(mine)
+            assert {layer.storage.kinds for layer in loaded.layers} == {kv.KINDS["model"]}
 
 
 def test_a_prompt_that_is_known():

@@ -90,7 +90,7 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
 
 def go_on(caches: Items[EvictionCache]) -> bool:
     """Whether answers that attend to the slots of all tokens go on so where these caches join: these slots lie in the
-    same buffers, and are in no archive."""
+    same buffers, as those that are chosen are stored, and are in no archive."""
     if any(obstacle(cache) for cache in caches):
         return False
     for layers in zip(*(cache.layers for cache in caches), strict=True):
@@ -98,6 +98,8 @@ def go_on(caches: Items[EvictionCache]) -> bool:
         if any(layer.archive is not None for layer in layers) or not all(each.joins(awaited[0]) for each in awaited):
             return False
         if len({id(layer.storage.prefix.k) for layer in layers if layer.storage.prefix is not None}) > 1:
+            return False
+        if len({layer.storage.kinds for layer in layers}) > 1:
             return False
     return True
 
