@@ -284,6 +284,17 @@ def test_generate(options, compiled):
     assert found[0].shape == (2, N + 9)
 
 
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_recorded_tokens_follow(kind):
+    """And are those of an answer that is not recorded."""
+    model, ids, found = shared(), prompt(1, 90)["input_ids"], []
+    for compiled in (False, True):
+        with kvevict.evicting(model, **AFTER | dict(compiled=compiled, recall_kv=kind)):
+            found.append(model.generate(ids, max_new_tokens=N + 25, eos_token_id=None, do_sample=False)[0, 90:])
+            assert (kvevict.report(model)["replayed"] > 10) == compiled
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name, kind", [pytest.param(*each, id=each[0]) for each in zoo.types() if each[0] in OTHERS])
 def test_other_models(name, kind):
     """Windows, states and latents beside or in place of slots."""

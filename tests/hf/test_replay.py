@@ -243,7 +243,7 @@ def test_slots_that_move_with_every_token(replayed):
     """A policy that evicts while decoding is then watched for `WATCHES` tokens."""
     watched = []
 
-    def keep(storage, index, keep, *new):
+    def keep(storage, index, keep, *new, computed):
         return storage.moved(keep + 64, index, keep, *new)
 
     def watch(replay, step, run):

@@ -55,18 +55,26 @@ def attention(
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
-    policy, chunk = step.plan.policy, key.shape[2] - step.appended
-    seen = query[:, :, :chunk], key[:, :, :chunk], step.first.clamp_max(chunk), options, step.plan.ranks  # else padding
-    if not layer.is_represented:
-        layer.represent(policy.kv, *seen)
-        if step.decoding:  # `Step.through` has counted the token in the others
-            layer.tick()
-    if policy.recall_kv is not None and not step.decoding:
-        layer.represent_archive(policy.recall_kv, *seen)
+    archives = step.plan.policy.recall_kv is not None and not step.decoding
+    if archives or not layer.is_represented:
+        _represent(step, layer, archives, query, key, options)
     call = LayerCall(step, module, query, key, value, new, options, hidden)
     attend(call)
     decide(call)
     return call.out[..., :width], None
+
+
+def _represent(step: Any, layer: Any, archives: bool, query: torch.Tensor, key: torch.Tensor, options: dict) -> None:
+    """Before a layer attends: choose how what it has not stored before is stored. archives: in an archive, too."""
+    policy, chunk = step.plan.policy, key.shape[2] - step.appended
+    first = step.first.clamp_max(chunk)  # a row of padding alone
+    seen = query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks
+    if not layer.is_represented:
+        layer.represent(policy.kv, *seen)
+        if step.decoding:  # `Step.through` has counted the token in the others
+            layer.tick()
+    if archives:
+        layer.represent_archive(policy.recall_kv, *seen)
 
 
 def _stored_form(layer: Any, *tensors: Any) -> list:
