@@ -105,12 +105,13 @@ def in_slots(policy: Policy, model: Any) -> Policy:
     return policy.in_slots(slot_bytes(model, policy.kv)) if isinstance(policy.budget, str) else policy
 
 
-def slot_bytes(model: Any, kind: str = "model") -> int:
-    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`."""
+def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
+    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`; beside: bytes
+    of a slot beside its key and value."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
     widths = [families.widths(module, config)[0] for module in modules]
-    return families.slot_heads(config) * sum(kv.slot_bytes(kind, width, dtype.itemsize) for width in widths)
+    return families.slot_heads(config) * sum(kv.slot_bytes(kind, width, dtype.itemsize) + beside for width in widths)
 
 
 def unpatch(model: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 MOST = 1.0  # expected error of a logit above which keys take more bits
 FEW = 16  # keys of a head, or more, lie about as far from their centre as later ones; of fewer it counts as 0
+POSITION = 4  # bytes of a slot's position
 ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre and the kind
 
 

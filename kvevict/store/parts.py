@@ -29,6 +29,7 @@ from ..engine.slots.cache import EvictionLayer
 from ..engine.watch.watcher import Watcher
 from ..patch import slot_bytes
 from ..policy.checks import parsed
+from ..policy.kv import POSITION
 from ..policy.policy import Policy
 from ..weights import Identity, identity
 from .form import FLAT, FORMAT
@@ -70,7 +71,7 @@ class Reading(Watcher):
             raise ValueError("file= names a text's tokens alone, not those that PEFT puts before it: read without it")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ValueError(f"file={self.path!r} is not a regular file; give another path")
-        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.archive_kv)
+        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.archive_kv, POSITION)
         self.comparable = _comparable(policy)
 
     def cache(self, forward: Callable[[EvictionCache | None, int], EvictionCache]) -> EvictionCache:

@@ -7,7 +7,7 @@ import fuzzing
 import problems
 import torch
 from helpers import ERRORS, call, same_bits
-from op_cases import attend, compact, decode, error, kl, norm, peak, quadratic, refine, score, select
+from op_cases import attend, compact, decode, error, kl, linear, norm, peak, quadratic, refine, score, select
 from problems import DTYPES
 
 from kvevict import _native
@@ -53,6 +53,9 @@ OPS = {  # name: (its tests, arguments drawn)
         problem(rng), rng.choice("kv"), rng.randrange(99))),
     "select": (select, lambda rng: select.drawn(rng.randrange(10**6), C=rng.choice((1, 2, 7, 64, 200)))),
     "compact": (compact, lambda rng: compact.prepared(problem(rng), rng.randrange(99))),
+    "linear": (linear, lambda rng: linear.drawn(
+        rng.choice((0, 1, 2, 5)), rng.choice((1, 3, 17)), rng.choice((0, 1, 63, 64, 130)), 32 * rng.randrange(7),
+        rng.choice(DTYPES), rng.random() < 0.5, rng.randrange(99))),
     "decode": (decode, lambda rng: decode.prepared(problem(rng) | one_row(rng), rng.random() < 0.7)),
 }  # fmt: skip
 WRITTEN = {"compact": compact.DST, "decode": decode.SLOTS}

@@ -1,29 +1,10 @@
 import pytest
-import ref
 import torch
 from helpers import ERRORS, guarded, opcheck, same_bits, same_for_threads
+from op_cases.linear import check, drawn
+from problems import DTYPES
 
 from kvevict import _ops as ops
-
-DTYPES = torch.float32, torch.bfloat16, torch.float16
-ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def drawn(B, T, N, K, dtype, bias=True, seed=0):
-    """x with a stride of its own in each dimension."""
-    generator = torch.Generator().manual_seed(seed)
-    x, weight, more = (torch.randn(*n, generator=generator) for n in ((T, B, K + 8), (N, K), (N,)))
-    x = x.to(dtype).transpose(0, 1)[..., 3 : K + 3]
-    return dict(x=x, weight=weight.to(dtype), bias=more.to(dtype) if bias else None)
-
-
-def check(p):
-    """A sum of K products and a bias in fp32, in any order, rounded to the dtype once."""
-    got, want, size = ops.linear(**p), ref.linear(**p), ref.linear(**p, size=True)
-    assert got.dtype == p["x"].dtype and got.shape == want.shape
-    sums = (p["x"].shape[-1] + 1) * 2.0**-24 * size
-    assert ((got.double() - want).abs() <= sums + ROUNDED[got.dtype] * (want.abs() + sums)).all()
-    return got
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +59,7 @@ def test_threads():
 
 
 WRONG = {  # beside what test_table.py gives every argument
-    "K is no multiple of 32": lambda p: {"x": p["x"][..., :40], "weight": p["weight"][:, :40].contiguous()},
+    "K is not a multiple of 32": lambda p: {"x": p["x"][..., :40], "weight": p["weight"][:, :40].contiguous()},
     "rows of another width": lambda p: {"x": p["x"][..., :32]},
     "weight dtype": lambda p: {"weight": p["weight"].half()},
     "bias of another length": lambda p: {"bias": p["bias"][1:]},

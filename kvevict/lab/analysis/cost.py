@@ -21,12 +21,12 @@ from ...engine.measure import quantities
 from ...engine.read.plan import tsp_of
 from ...engine.read.schedule import overfull
 from ...policy.checks import count
+from ...policy.kv import POSITION
 from ...policy.policy import Policy
 from .shape import Shape
 from .slots import Layers, Taken
 
 UNPATCHED = "unpatched"  # the run of the unpatched model
-POSITION = 4  # bytes of a slot's position
 
 
 @dataclass(frozen=True)
