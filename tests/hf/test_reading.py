@@ -148,7 +148,10 @@ def test_a_text_that_grows(name, more, tmp_path):
     path, text, options = tmp_path / "cache", text_of(150), CHUNKED[name]
     short = text_of(150).split()[: 150 - more]
     read(path, " ".join(short), **options)
-    with mock.patch.object(parts, "slot_bytes", lambda model, kind, beside: 1 << 60), pytest.raises(OSError, match="make room"):
+    with (
+        mock.patch.object(parts, "slot_bytes", lambda model, kind, beside: 1 << 60),
+        pytest.raises(OSError, match="make room"),
+    ):
         read(path, text, **options)
     if more == 50:
         assert stopped(path, text, 1, **options) == [f"{150 - more:09d}"]

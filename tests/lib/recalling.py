@@ -22,8 +22,9 @@ POLICIES = {
     "laq": dict(policy="laq", budget=24, window=4, recall=True),
     "after": SNAPKV | dict(recall_after=3),
     "decode": SNAPKV | dict(decode=True, interval=3),
+    f"decode, {IN_8_BITS}": SNAPKV | dict(decode=True, interval=3, recall_kv="int8"),
 }
-PACKED = "int8", IN_8_BITS
+PACKED = "int8", IN_8_BITS, f"decode, {IN_8_BITS}"
 OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")  # windows, states, latents, sinks
 
 

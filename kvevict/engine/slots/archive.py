@@ -256,17 +256,15 @@ def recall(layer: Any, due: np.ndarray) -> None:
     if not due.all() or isinstance(every, Apart):
         rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
         every = Storage.joined(
-            [_here(layer, archived) if recalls else _alike(layer, kept, archived) for recalls, archived, kept in rows]
+            [_alike(_here(layer, archived), kept) if recalls else kept for recalls, archived, kept in rows]
         )
     _restore(layer, every if every.on_host else every.gathered())
     layer.storage.fetch()
 
 
-def _alike(layer: EvictionLayer, kept: Storage, archived: Storage) -> Storage:
-    """Kept slots in the kinds of a row's archive."""
-    if kept.kinds == archived.kinds:
-        return kept
-    return host.elsewhere(archived, layer.device, False).with_all(kept)
+def _alike(archived: Storage, kept: Storage) -> Storage:
+    """The slots of a row's archive as the kept ones of other rows are stored."""
+    return archived if archived.kinds == kept.kinds else kept.blank(None).with_all(archived.gathered())
 
 
 def _restore(layer: Any, archive: Storage | Apart) -> None:
