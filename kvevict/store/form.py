@@ -11,6 +11,7 @@ from ..policy.kv import LAYOUTS, MODEL, row_bytes
 from ..sealed import Pieces, whole
 
 FORMAT = "kvevict-cache-5"
+ANY = FORMAT.rstrip("0123456789")  # how the format of every version begins
 FLAT = ("k", "v", "pos")  # a row per slot
 OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row

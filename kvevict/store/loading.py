@@ -24,7 +24,7 @@ from ..policy.kv import KINDS
 from ..policy.policy import Policy
 from ..version import VERSION
 from ..weights import Identity, Owner, identity
-from .form import FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer
+from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer
 
 
 def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
@@ -52,7 +52,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         facts, common = parsed(meta.get("layers", "null")), parsed(meta.get("cache", "null"))
     except ValueError as error:
         raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
-    if not str(meta.get("format")).startswith(FORMAT.rstrip("0123456789")) or not isinstance(facts, list):
+    if not str(meta.get("format")).startswith(ANY) or not isinstance(facts, list):
         raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
     if meta["format"] != FORMAT:
         raise ValueError(

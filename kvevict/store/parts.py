@@ -32,7 +32,7 @@ from ..policy.checks import parsed
 from ..policy.kv import POSITION
 from ..policy.policy import Policy
 from ..weights import Identity, identity
-from .form import FLAT, FORMAT
+from .form import ANY, FLAT, FORMAT
 from .loading import load_cache
 from .saving import write
 
@@ -172,7 +172,13 @@ class Reading(Watcher):
             return None
         advice = f"delete {self.path if path == self.path else self.folder}, or give another file="
         try:
-            tensors, texts = sealed.tensors(path), sealed.texts(path)
+            texts = sealed.texts(path)
+        except ValueError:
+            texts = {}
+        if path == self.path and not texts.get("format", "").startswith(ANY):
+            raise ValueError(f"{path} is not a cache: file= is the file that kvevict.read writes; give another file=")
+        try:
+            tensors = sealed.tensors(path)
         except ValueError as error:
             if path != self.path:
                 return None

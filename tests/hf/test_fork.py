@@ -128,6 +128,12 @@ def test_generate_with_beams():
     ask = dict(inputs=ids(1, 7, 2), attention_mask=torch.ones(1, 67, dtype=torch.long), max_new_tokens=12, num_beams=3)
     want = net.generate(**ask, past_key_values=copy.deepcopy(cache))
     assert torch.equal(net.generate(**ask, past_key_values=cache.fork()), want)
+    of_one_row = read(net)
+    with pytest.raises(ValueError, match=r"1 rows, the input has 3: .* call batch_repeat_interleave\(3\) on the cache"):
+        net.generate(**ask, past_key_values=of_one_row.fork())
+    fork = of_one_row.fork()
+    fork.batch_repeat_interleave(3)
+    assert torch.equal(net.generate(**ask, past_key_values=fork), want)
 
 
 @pytest.mark.parametrize("draft_keys", [False, True])

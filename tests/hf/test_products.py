@@ -1,6 +1,7 @@
 """Products of a decoded token's few rows in 16 bits: `_ops.linear` makes them on x86, and only them."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -61,20 +62,48 @@ def test_embeddings_of_one_token():
     assert seen == [False, True]
 
 
-def test_a_function_of_the_user_stays(monkeypatch):
-    def function(*args):
-        return TORCHS(*args)
+def test_a_function_of_another_library_is_called(monkeypatch):
+    """As that of a profiler that counts, or of an emulated number format."""
+    shapes = []
+
+    def function(x, *args):
+        shapes.append(x.shape)
+        return TORCHS(x, *args)
 
     monkeypatch.setattr(torch.nn.functional, "linear", function)
     model = own()
     seen = settings_in(model)
     model.generate(**tiny.prompt(1, 40), max_new_tokens=3, min_new_tokens=3)
-    assert seen == [False, True, True] and torch.nn.functional.linear is function
+    assert torch.nn.functional.linear is function and seen == [False] * 3
     monkeypatch.undo()
+    assert sum(shape[1] == 1 for shape in shapes) > 2 * len(model.model.layers)
+
+
+def test_a_function_that_comes_while_a_token_is_decoded_stays():
+    """And ours, where that library puts it back when nothing is decoded, calls torch's."""
+    x, weight = torch.randn(1, 64).bfloat16(), torch.randn(80, 64).bfloat16()
+    with products._own():
+        found, torch.nn.functional.linear = torch.nn.functional.linear, len
+    assert torch.nn.functional.linear is len
+    torch.nn.functional.linear = found
+    assert torch.equal(found(x, weight), TORCHS(x, weight))
+    with products._own():
+        assert found(x, weight).shape == (1, 80)
+
+
+def test_another_thread_has_torchs_products():
+    """So that a model which is not patched has the same bits whatever other threads do, and derivatives."""
+    x, weight = torch.randn(1, 512).bfloat16(), torch.randn(2000, 512).bfloat16()
+    with products._own(), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(torch.nn.functional.linear, x, weight).result(), TORCHS(x, weight))
+        of = pool.submit(torch.func.jvp, lambda x: torch.nn.functional.linear(x, weight), (x,), (x,)).result()
+        assert torch.equal(of[1], TORCHS(x, weight))
+        pool.submit(torch.fx.symbolic_trace, torch.nn.Linear(64, 80)).result()
 
 
 def test_what_is_left_to_torch():
-    """Whatever has a gradient, a subclass or a width that the op does not take; the results are torch's, bit by bit."""
+    """Whatever has a gradient, is a subclass or has sizes that the op does not take, and autocast, which chooses the
+    dtype; the results are torch's, bit by bit."""
     x, weight = torch.randn(2, 3, 64).bfloat16(), torch.nn.Parameter(torch.randn(80, 64).bfloat16())
     x.requires_grad_()
     narrow, wide = torch.randn(1, 24).half(), torch.randn(33, 32).half()
@@ -83,6 +112,11 @@ def test_what_is_left_to_torch():
         assert torch.equal(torch.nn.functional.linear(narrow, of_narrow), TORCHS(narrow, of_narrow))
         assert torch.equal(torch.nn.functional.linear(wide, of_wide), TORCHS(wide, of_wide))
         assert torch.equal(torch.nn.functional.linear(wide[:1], of_wide.mT.contiguous().mT), TORCHS(wide[:1], of_wide))
+        for bias in (torch.ones(1).half(), torch.ones(1, 8).half(), torch.ones(16).half()[::2]):
+            assert torch.equal(torch.nn.functional.linear(wide[:2], of_wide, bias), TORCHS(wide[:2], of_wide, bias))
+        assert torch.equal(torch.nn.functional.linear(wide[:2], of_wide[0]), TORCHS(wide[:2], of_wide[0]))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.nn.functional.linear(wide[:2], of_wide).dtype == torch.bfloat16
         with torch.enable_grad():
             assert torch.nn.functional.linear(x, weight).grad_fn is not None
         assert torch.nn.functional.linear(x, weight).grad_fn is None

@@ -18,6 +18,7 @@ import tiny
 import torch
 import zoo
 from recalling import POLICIES
+from safetensors.torch import save_file
 from tiny import prompt
 
 import kvevict
@@ -218,9 +219,14 @@ def test_others(tmp_path):
     kvevict.save_cache(read(path, text), tmp_path / "saved")
     with pytest.raises(ValueError, match="does not say what it is of"):
         read(tmp_path / "saved", text)
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(ValueError, match="text is damaged"):
-        read(tmp_path / "text", text)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=f"cache is damaged: .*; delete {path}, or give another file="):
+        read(path, text)
+    save_file(dict(weight=torch.ones(2)), tmp_path / "weights", metadata=dict(format="pt"))
+    (tmp_path / "text").write_text("the text, as the commands take it by --file")
+    for name in ("weights", "text"):  # nobody is told to delete these
+        with pytest.raises(ValueError, match=f"{name} is not a cache: [^;]*; give another file=$"):
+            read(tmp_path / name, text)
     with pytest.raises(ValueError, match="is not a cache written by kvevict"):
         stopped(tmp_path / "new", text, 2)
         kvevict.load_cache(tmp_path / "new.parts/000000004", tiny.shared())

@@ -129,7 +129,11 @@ def columns_of(cache: Any, batch: int) -> int:
     if sequence.half_read or sequence.columns != columns:
         raise ValueError(HALF_READ)
     if sequence.seen is not None and len(sequence.seen) != batch:
-        raise ValueError(f"past_key_values holds a batch of {len(sequence.seen)} rows, the input has {batch}")
+        rows, copies = len(sequence.seen), batch // len(sequence.seen)
+        advice = f": for {copies} beams or answers of a row call batch_repeat_interleave({copies}) on the cache first"
+        raise ValueError(
+            f"past_key_values holds a batch of {rows} rows, the input has {batch}{'' if batch % rows else advice}"
+        )
     return columns
 
 
