@@ -65,7 +65,7 @@ CAUGHT = {
     "box_barrier_not_fenced": ("no fence_proxy_async after barrier_init",) * 3,
     "box_misaligned": ("not to a multiple of 128 bytes",) * 3,
     "box_refilled_too_early": ("wait for barrier_wait", "wait for barrier_wait", RACE),
-    "box_source_changes": ("what TMA reads was changed", "what TMA reads was changed", "race on .* in global"),
+    "box_source_changes": ("what TMA reads was changed",) * 3,
     "mask_off_by_one": (WRONG, WRONG, WRONG),
     "last_block_relaxed": (None, None, "of another block wrote it"),
     "reads_other_block": (None, None, "of another block"),

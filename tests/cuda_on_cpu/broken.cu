@@ -329,7 +329,7 @@ static __device__ void copied(float *y) {
     if (fault != NOT_FENCED) fence_proxy_async();
   }
   fill();
-  if (fault == SOURCE_CHANGES && t == 3) halves[3].bits ^= 1;
+  if (fault == SOURCE_CHANGES && t == 0) halves[3].bits ^= 1;
   __syncthreads();
   if (fault == ONE_WAITS ? t == 0 : fault != NOT_WAITED) barrier_wait(barrier, fault == WRONG_PARITY ? 1 : 0);
   y[t] = to_float(s[n * ATOM + (k ^ 8 * n)]) + to_float(s[2 * ATOM + t % 64]);
