@@ -21,12 +21,15 @@ static __device__ __forceinline__ T *atom_aligned(T *p) {
   return reinterpret_cast<T *>(reinterpret_cast<unsigned char *>(p) + (0u - shared_address(p)) % 1024);
 }
 
-/* Of the columns from `b` on, in an atom's first row: bits 0-13 the address, 16-29 the distance of columns of atoms
- * (unused where the swizzle is as wide as the product reads), 32-45 that of 8 rows, each / 16; 62-63: the swizzle of 128
- * bytes. */
-static __device__ __forceinline__ uint64_t operand(const void *b) {
-  return (shared_address(b) >> 4 & 0x3fffu) | 1ull << 16 | (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
+/* B from the column at `b` on, in an atom's first row, as products take it: the lower half of a descriptor, of which bits
+ * 0-13 are the address / 16 and 16-29 the distance of columns of atoms, unused with this swizzle. The upper half: bits
+ * 32-45 the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
+static __device__ __forceinline__ uint32_t operand(const void *b) {
+  return (shared_address(b) >> 4 & 0x3fffu) | 1u << 16;
 }
+constexpr uint64_t OPERAND = (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
+/* The one so many bytes on. */
+static __device__ __forceinline__ uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
 
 #define KV_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define KV_32(d) KV_4(d, 0), KV_4(d, 1), KV_4(d, 2), KV_4(d, 3), KV_4(d, 4), KV_4(d, 5), KV_4(d, 6), KV_4(d, 7)
@@ -38,19 +41,19 @@ static __device__ __forceinline__ uint64_t operand(const void *b) {
       " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18,"                       \
       " %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;}" \
       : KV_32(d)                                                                                                     \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add)                                            \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(OPERAND | b), "r"((int)add)                                  \
       : "memory")
 
 /* Starts d = A B^T, or d += A B^T; b: its operand(). Until wgmma_wait d is undefined, and a and B must stay as they
  * are. */
 template <class E>
-static __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add);
+static __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add);
 template <>
-__device__ __forceinline__ void wgmma<f16>(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+__device__ __forceinline__ void wgmma<f16>(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add) {
   KV_WGMMA("f16");
 }
 template <>
-__device__ __forceinline__ void wgmma<bf16>(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+__device__ __forceinline__ void wgmma<bf16>(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add) {
   KV_WGMMA("bf16");
 }
 

@@ -9,11 +9,14 @@
 
 #include "score.cuh"
 
-/* Three warpgroups of 64 keys; K's tile is read once, before the loop. */
+constexpr int TILE_ROWS = 64; /* of queries */
+
+/* Three warpgroups of 64 keys. K's tile is read once, before the loop; the ring has ATOMS atoms of a tile's rows a
+ * stage. */
 template <int D>
 struct Sm90Tile {
-  static constexpr int ROWS = 64, WARPS = 12, KEYS = WARPS * 16, THREADS = WARPS * 32, STAGES = 4;
-  static constexpr int ATOMS = (D + ATOM - 1) / ATOM, STAGE = ROWS * ATOMS * ATOM; /* numbers of a stage */
+  static constexpr int ROWS = TILE_ROWS, WARPS = 12, KEYS = WARPS * 16, THREADS = WARPS * 32, STAGES = 4;
+  static constexpr int ATOMS = (D + ATOM - 1) / ATOM, STAGE = ROWS * ATOMS * ATOM; /* of numbers */
   static constexpr size_t SHARED =
       896 + (STAGES * STAGE + KEYS * D) * 2 + STAGES * (ROWS * sizeof(RowValues) + sizeof(uint64_t));
 };
@@ -31,7 +34,7 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
   const Observed x = observed<E>(a.rows, head);
   const int c0 = blockIdx.x * X::KEYS, column = c0 + warp_id() * 16, thread = threadIdx.x;
   const Rows all = seeing(a, x, c0);
-  const int heads = all.heads.n, steps = X::ROWS / heads, tile = steps * heads; /* rows of a tile, its others are 0 */
+  const int heads = all.heads.n, steps = X::ROWS / heads, tile = steps * heads; /* of ROWS rows; no others are seen */
   const int tiles = (all.count + tile - 1) / tile * (x.G / heads);
 
   /* Starts copying the next tile of rows; returns this thread's row of it. */
@@ -73,12 +76,12 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
                 k + tile_at<E, D>(warp_id() * 16 + lane_id() % 16, 2 * i + lane_id() / 16));
 
   const auto multiply = [&](int t, float(&s)[1][NT][4]) {
-    const E *const rows = ring + t % X::STAGES * X::STAGE;
+    const uint32_t rows = operand(ring + t % X::STAGES * X::STAGE);
     if (t < tiles) barrier_wait(barriers + t % X::STAGES, t / X::STAGES % 2);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < D / 16; i++)
-      wgmma<E>(s[0], keys[i], operand(rows + i / 4 * X::ROWS * ATOM + i % 4 * 16), i > 0);
+      wgmma<E>(s[0], keys[i], operand_on(rows, i / 4 * X::ROWS * ATOM_BYTES + i % 4 * 32), i > 0);
     wgmma_commit();
   };
   Group<1> group;
@@ -91,7 +94,7 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
     multiply(t + 1, next);
     add_tile(a, total, s, values + t % X::STAGES * X::ROWS, logits, column + fragment_row(), full);
     keep(t + X::STAGES - 1, later);
-    wgmma_wait<0>(next[0]);
+    wgmma_wait<0>(next[0]); /* ptxas serialises products that are under way at the loop's end */
     row += tile;
     if (row < all.count || g == x.G) return;
     add_heads(a, x, group, total, head, g, heads, column);
@@ -122,12 +125,12 @@ int score_sm90(const kv_score &a, const Logits &logits, float power, void *strea
   if (!wanted(a)) return -1;
   const kv_observers &rows = a.rows;
   const uint32_t heads = (uint32_t)heads_together(a.reduce, a.group, (int)(rows.H / rows.Hkv));
-  if (heads > 64) return -1;
+  if (heads > TILE_ROWS) return -1;
   TensorMap q;
   const uint64_t size[4] = {(uint64_t)rows.D, (uint64_t)rows.H, (uint64_t)rows.R, (uint64_t)rows.B};
   const uint64_t stride[3] = {2 * (uint64_t)rows.q_stride[1], 2 * (uint64_t)rows.q_stride[2],
                               2 * (uint64_t)rows.q_stride[0]};
-  const uint32_t box[4] = {ATOM, heads, 64 / heads, 1};
+  const uint32_t box[4] = {ATOM, heads, TILE_ROWS / heads, 1};
   if (!tensor_map(&q, rows.dtype == KV_BF16, rows.q, size, stride, box)) return -1;
   return dispatch(rows.dtype, rows.D, [&](auto e, auto d) {
     using E = decltype(e);

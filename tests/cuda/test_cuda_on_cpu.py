@@ -55,7 +55,7 @@ CAUGHT = {
     "wgmma_d_changes": ("an accumulator was written",) * 3,
     "wgmma_misaligned": ("do not start at a multiple of 1024 bytes",) * 3,
     "wgmma_not_swizzled": (WRONG, WRONG, WRONG),
-    "wgmma_warps_differ": ("another descriptor than other warps'",) * 3,
+    "wgmma_warps_differ": ("another operand than other warps'",) * 3,
     "box_not_waited": (WRONG, WRONG, RACE),
     "box_one_waits": (WRONG, WRONG, RACE),
     "box_wrong_parity": (WRONG, WRONG, RACE),

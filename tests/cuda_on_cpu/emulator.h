@@ -25,7 +25,7 @@ struct Copy {
 struct Product {
   float (*d)[4];
   const uint32_t *a;
-  uint64_t b;
+  uint32_t b;
   uint32_t a_issued[4];
   long group;
   std::vector<float> result;      /* what d will be */
@@ -59,7 +59,7 @@ struct Block {
   uint32_t number;                          /* of this block, in the order of running */
   uint32_t epoch;                           /* barriers passed */
   uint32_t warp_epoch[LANES];               /* barriers that each warp passed */
-  std::vector<uint64_t> brought[LANES / 4]; /* the descriptors of each warpgroup's products */
+  std::vector<uint32_t> brought[LANES / 4]; /* the operands of each warpgroup's products */
   size_t multiplied[LANES];                 /* how many of them each warp has brought */
 };
 

@@ -18,14 +18,13 @@ unsigned char *at_shared(uint32_t address) { return block.shared + (address - SH
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 /* Where the 16 bytes with columns 8 half .. of row r of B are. */
-unsigned char *part_of(uint64_t b, int r, int half) {
-  const uint32_t start = (uint32_t)(b & 0x3fff) << 4, eight_rows = (uint32_t)(b >> 32 & 0x3fff) << 4;
-  return at_shared(swizzled(start + r / 8 * eight_rows + r % 8 * ATOM_BYTES + 16 * half));
+unsigned char *part_of(uint32_t b, int r, int half) {
+  return at_shared(swizzled(((b & 0x3fff) << 4) + (uint32_t)(r * ATOM_BYTES + 16 * half)));
 }
 
-void check_operand(uint64_t b, int rows, Place place) {
-  const uint32_t start = (uint32_t)(b & 0x3fff) << 4;
-  if (b >> 62 != 1 || (b >> 49 & 7)) fail("wgmma at line %d: not a descriptor of operand()", place.line);
+void check_operand(uint32_t b, int rows, Place place) {
+  const uint32_t start = (b & 0x3fff) << 4;
+  if (b >> 14 != 4) fail("wgmma at line %d: not an operand()", place.line);
   if (start >> 7 & 7) fail("wgmma at line %d: its rows do not start at a multiple of 1024 bytes", place.line);
   if (start % 32) fail("wgmma at line %d: its columns are not a multiple of 16", place.line);
   for (int i = 0; i < 2 * rows; i++)
@@ -34,7 +33,7 @@ void check_operand(uint64_t b, int rows, Place place) {
 }
 
 /* B, read by the warp that executes. */
-std::vector<uint16_t> read_b(uint64_t b, int rows) {
+std::vector<uint16_t> read_b(uint32_t b, int rows) {
   std::vector<uint16_t> x(16 * (size_t)rows);
   for (int i = 0; i < 2 * rows; i++) {
     note(neighbour(LANES - 1), part_of(b, i / 2, i % 2), 16, Access::read_async);
@@ -60,7 +59,7 @@ uint32_t shared_address(const void *p) {
   return SHARED_AT + (uint32_t)(static_cast<const unsigned char *>(p) - block.shared);
 }
 
-/* Each warp multiplies its 16 rows; the warps of a warpgroup must bring the same descriptors in the same order. */
+/* Each warp multiplies its 16 rows; the warps of a warpgroup must bring the same operands in the same order. */
 template <class E>
 void wgmma(void *const lanes[32]) {
   const Wgmma &first = *static_cast<const Wgmma *>(lanes[0]);
@@ -69,7 +68,7 @@ void wgmma(void *const lanes[32]) {
   auto &brought = block.brought[warp / 4];
   const size_t number_of = block.multiplied[warp]++;
   if (number_of == brought.size()) brought.push_back(first.b);
-  if (brought[number_of] != first.b) fail("wgmma at line %d: another descriptor than other warps'", first.place.line);
+  if (brought[number_of] != first.b) fail("wgmma at line %d: another operand than other warps'", first.place.line);
 
   const std::vector<uint16_t> b = read_b(first.b, rows);
   float a[16][16];

@@ -12,11 +12,11 @@ struct TensorMap {
 namespace emulator {
 uint32_t shared_address(const void *p);
 
-/* A lane's part of a product of a warp; b: the descriptor. */
+/* A lane's part of a product of a warp. */
 struct Wgmma {
   float (*d)[4];
   const uint32_t *a;
-  uint64_t b;
+  uint32_t b;
   bool add;
   int columns; /* of d, 8 each */
   Place place;
@@ -40,13 +40,12 @@ template <class T>
 T *atom_aligned(T *p) {
   return reinterpret_cast<T *>(reinterpret_cast<unsigned char *>(p) + (0u - emulator::shared_address(p)) % 1024);
 }
-inline uint64_t operand(const void *b) {
-  return (emulator::shared_address(b) >> 4 & 0x3fffu) | 1ull << 16 | (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
-}
+inline uint32_t operand(const void *b) { return (emulator::shared_address(b) >> 4 & 0x3fffu) | 1u << 16; }
+inline uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
 
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 template <class E, int columns>
-void wgmma(float (&d)[columns][4], const uint32_t (&a)[4], uint64_t b, bool add, KV_AT) {
+void wgmma(float (&d)[columns][4], const uint32_t (&a)[4], uint32_t b, bool add, KV_AT) {
   emulator::Wgmma mine = {d, a, b, add, columns, {file, line}};
   emulator::collective("wgmma", mine.place, &mine, emulator::wgmma<E>);
 }
