@@ -50,7 +50,7 @@ static __device__ __forceinline__ RowValues row_values(const kv_observers &a, co
 
 /* How many heads of a group are reduced as one set of rows: all of them where only the sum over all rows is wanted,
  * else one after the other. */
-static __device__ __forceinline__ int heads_together(kv_reduce rows, kv_reduce group, int G) {
+static __host__ __device__ __forceinline__ int heads_together(kv_reduce rows, kv_reduce group, int G) {
   return rows != KV_MAX && (group == KV_SUM || group == KV_MEAN) ? G : 1;
 }
 

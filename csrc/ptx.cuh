@@ -1,6 +1,6 @@
-/* All inline PTX, one function per instruction (sm_80 and up), and the 16-bit types. Kernels use CUDA through this
- * file, warp.cuh and launch.cuh only. tests/cuda_on_cpu/ptx.h has the same functions in plain C++: a new one goes into
- * both. A Hopper path would add its wrappers here too: mbarrier, bulk tensor copies, wgmma.
+/* All inline PTX, one function per instruction (sm_80 and up; hopper.cuh has that of sm_90a), and the 16-bit types.
+ * Kernels use CUDA through this file, hopper.cuh, warp.cuh and launch.cuh only. tests/cuda_on_cpu/ptx.h has the same
+ * functions in plain C++: a new one goes into both.
  *
  * Fragments (PTX manual, m16n8k16). Lane l, g = l / 4, c = 2 * (l % 4); a 32-bit register holds two values, the lower
  * column (A, D) or row (B) in its low half:

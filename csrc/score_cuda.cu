@@ -4,7 +4,7 @@
  * while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T and four lanes are added at
  * the end: no atomics, the same order every time. */
 // budget: regs 255, smem 98304 (of peak_cuda.cu, where lse is not given)
-#include "observe.cuh"
+#include "score.cuh"
 
 /* KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74 KiB. */
 template <class E, int D>
@@ -15,46 +15,6 @@ struct ScoreTile {
   static constexpr int BLOCKS = MT < 2 ? 1 : D == 96 ? 2 : 3; /* of a multiprocessor, at least: 255 or 168 registers */
   static constexpr size_t SHARED = (size_t)(KEYS + 2 * ROWS) * D * sizeof(E) + 2 * ROWS * sizeof(RowValues);
 };
-
-/* How a tile is summed: every row sees every key; some rows do not; -a ln a in place of a. */
-enum Terms { ALL_SEE, SOME_SEE, ENTROPY };
-
-/* total gains the sum over the tile's rows of weight * 2^x, with x = scale s - lse, or of -weight * 2^x ln 2^x. */
-template <Terms terms, int MT, int NT>
-static __device__ __forceinline__ void add_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
-                                                const RowValues *values, float scale, int key) {
-  float sum[MT][2] = {};
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const RowValues row = values[8 * n + fragment_column() + j];
-      each_row<MT>([&](int m, int half) {
-        const float x = fmaf(s[m][n][2 * half + j], scale, -row.lse);
-        float term = exp2_approx(x);
-        if (terms == ENTROPY) term *= (x < -127 ? -127 : x) * -LN2;
-        if (terms != ALL_SEE && key + 16 * m + 8 * half >= row.seen) term = 0;
-        sum[m][half] = fmaf(row.weight, term, sum[m][half]);
-      });
-    }
-  each_row<MT>([&](int m, int half) { total[m][half] += sum[m][half]; });
-}
-
-/* total becomes the largest 2^x over the keys that the rows see. */
-template <int MT, int NT>
-static __device__ __forceinline__ void max_rows(float (&total)[MT][2], const float (&s)[MT][NT][4],
-                                                const RowValues *values, float scale, int key) {
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const RowValues row = values[8 * n + fragment_column() + j];
-      each_row<MT>([&](int m, int half) {
-        const float p = exp2_approx(fmaf(s[m][n][2 * half + j], scale, -row.lse));
-        if (key + 16 * m + 8 * half < row.seen) total[m][half] = max_nan(total[m][half], p);
-      });
-    }
-}
 
 template <class E, int D>
 static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, D>::BLOCKS)
@@ -68,16 +28,12 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
   if (head >= rows.B * rows.Hkv) return;
   const Observed x = observed<E>(rows, head);
   const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
-  const int heads = heads_together(a.reduce, a.group, x.G);
-
-  /* Rows from `from` on see a key of the tile. */
-  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0);
-  const int count = c0 < x.k.at.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
-  const Divisor by_heads = divisor(heads);
+  const Rows all = seeing(a, x, c0);
+  const int heads = all.heads.n, count = all.count;
   int seen = 0; /* of this thread's row in the next tile */
   const auto load = [&](int stage, int g, int r0) {
     if (g == x.G || r0 >= count) return RowValues{};
-    const Rows some = {x.h * x.G + g, from, count, by_heads};
+    const Rows some = {all.head + g, all.from, count, all.heads};
     const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
     tile_load<E, D, X::ROWS, X::THREADS>(q + stage * X::ROWS * D, queries, r0, rows.D);
     cp_async_commit();
@@ -102,23 +58,10 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
       const RowValues *now = values + stage * X::ROWS;
       float s[MT][NT][4];
       multiply<E, D, D / 16>(s, k, warp_id() * MT * 16, q + stage * X::ROWS * D);
-      transform(s, logits);
-      if (a.reduce == KV_MAX)
-        max_rows(total, s, now, logits.scale, key);
-      else if (a.term == KV_ENTROPY)
-        add_rows<ENTROPY>(total, s, now, logits.scale, key);
-      else if (full)
-        add_rows<ALL_SEE>(total, s, now, logits.scale, key);
-      else
-        add_rows<SOME_SEE>(total, s, now, logits.scale, key);
+      add_tile(a, total, s, now, logits, key, full);
       keep(stage ^ 1, next);
     }
-    each_row<MT>([&](int m, int half) {
-      total[m][half] = a.reduce == KV_MAX ? row_max_nan(total[m][half]) : lanes_sum<4>(total[m][half]);
-    });
-    const float over = a.reduce == KV_MEAN ? max((int)rows.R - x.row_first, 1) : 1;
-    group.add(total, a.group, g, heads, x.G, over, group_out(a.out, head, x.G, a.group, a.C), a.C,
-              c0 + warp_id() * MT * 16);
+    add_heads(a, x, group, total, head, g, heads, c0 + warp_id() * MT * 16);
   }
 }
 
@@ -133,6 +76,8 @@ int kv_score_cuda(const kv_score *a, void *scratch, void *stream) {
   const float power = x.term == KV_SQUARE ? 2 : 1;
   Logits logits = logits_of(x.rows.scale, x.rows.softcap);
   logits.scale *= power;
+  const int done = score_sm90(x, logits, power, stream);
+  if (done >= 0) return done;
   return dispatch(x.rows.dtype, x.rows.D, [&](auto e, auto d) {
     constexpr int D = decltype(d)::value;
     using X = ScoreTile<decltype(e), D>;

@@ -2,13 +2,14 @@
 
     python tests/cuda/cuda_gate.py [--archs 80,90] [--counts 80] [attend select ...]
 
-A warning, local memory (spilled registers, or an array that is not in registers), static shared memory, or more
-registers than the file's line "budget: regs N, smem BYTES" states is an error. tests/cuda_on_cpu/run.sh checks BYTES,
-the most dynamic shared memory of a block, against the launches. Prints a table of the kernels and, with
-nvdisasm on PATH (`pip install nvidia-cuda-nvdisasm`), the machine instructions of each one's main loops: those that
-multiply matrices, or the one with the most arithmetic. With g++, for decode and attend also the blocks of a decoded
-token and of short queries on 32,768 slots (launches.cpp), and how often they fill a GPU; fewer blocks than it has
-multiprocessors are an error.
+A warning, local memory (spilled registers, or an array that is not in registers), static shared memory, wgmma that
+ptxas makes wait for one another, or more registers than the file's line "budget: regs N, smem BYTES" states is an
+error. tests/cuda_on_cpu/run.sh checks BYTES, the most dynamic shared memory of a block, against the launches. Files
+*_sm90.cu are compiled for sm_90a alone. Prints a table of the kernels and, with nvdisasm on PATH
+(`pip install nvidia-cuda-nvdisasm`), the machine instructions of each one's main loops: those that multiply matrices,
+or the one with the most arithmetic. With g++, for decode and attend also the blocks of a decoded token and of short
+queries on 32,768 slots (launches.cpp), and how often they fill a GPU; fewer blocks than it has multiprocessors are an
+error.
 """
 
 import argparse
@@ -28,12 +29,14 @@ HERE = Path(__file__).resolve().parent
 # By architecture: a GPU's name, its multiprocessors and the KiB of shared memory of each.
 GPUS = {"80": ("A100", 108, 164), "90": ("H100", 132, 228), "120": ("RTX 5090", 170, 100)}
 MOST_SHARED = 101376  # the limit of a block on sm_86, sm_89 and sm_120
+MOST_SHARED_SM90 = 232448
 
 # Columns of the instruction table; an instruction counts where its name first matches.
 KINDS = {
-    "mma": r"HMMA", "ldmatrix": r"LDSM|MOVM", "cp.async": r"LDGSTS", "fma": r"FFMA|FADD|FMUL", "mufu": r"MUFU",
+    "mma": r"HMMA", "wgmma": r"HGMMA", "ldmatrix": r"LDSM|MOVM", "cp.async": r"LDGSTS",
+    "fma": r"FFMA|FADD|FMUL", "mufu": r"MUFU",
     "global": r"LDG|STG|LD\.|ST\.|ATOMG|RED", "shared": r"LDS|STS|ATOMS", "local": r"LDL|STL", "shuffle": r"SHFL",
-    "barrier": r"BAR|LDGDEPBAR|DEPBAR",
+    "barrier": r"BAR|LDGDEPBAR|DEPBAR|SYNCS|WARPGROUP",
 }  # fmt: skip
 
 
@@ -44,6 +47,14 @@ INSTRUCTION = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?) ?;"
 def budget_of(source):
     found = re.search(r"budget: regs (\d+), smem (\d+)", source.read_text())
     return {"regs": int(found[1]), "smem": int(found[2])} if found else None
+
+
+def for_sm90(source):
+    return source.stem.endswith("_sm90")
+
+
+def op_of(source):
+    return re.sub("_cuda$|_sm90$", "", source.stem)
 
 
 def compile_one(source, arch, folder):
@@ -84,8 +95,9 @@ def faults(source, arch, kernels):
         if kernels:
             yield f"{source.name} has no line 'budget: regs N, smem BYTES'"
         return
-    if budget["smem"] > MOST_SHARED:
-        yield f"{source.name} wants {budget['smem']} bytes of shared memory, no more than {MOST_SHARED} are everywhere"
+    most = MOST_SHARED_SM90 if for_sm90(source) else MOST_SHARED
+    if budget["smem"] > most:
+        yield f"{source.name} wants {budget['smem']} bytes of shared memory, no more than {most} are everywhere"
     for name, used in zip(demangled(kernels), kernels.values()):
         if used["spilled"]:
             yield f"sm_{arch} {source.name} {name}: {used['spilled']} bytes of registers spilled"
@@ -131,7 +143,7 @@ def main_loops(lines):
         inner = [(a, b) for a, b in loops if start <= a and b <= end and (a, b) != (start, end)]
         outer = sum(a <= start and end <= b for a, b in loops) - 1
         own = counted([lines[i] for i in range(start, end + 1) if not any(a <= i <= b for a, b in inner)])
-        products = any(re.match(KINDS["mma"], line) for line in lines[start:end])
+        products = any(re.match("HG?MMA", line) for line in lines[start:end])
         found.append((outer, own, products, not inner))
     around = [(outer, own) for outer, own, products, _ in found if products]
     innermost = [(0, own) for _, own, _, last in found if last]
@@ -148,7 +160,7 @@ def print_table(head, rows):
 def print_counts(sources, arch, folder):
     rows = []
     for source in sources:
-        code = code_of(folder / f"{source.stem}.{arch}.cubin")
+        code = code_of(folder / f"{source.stem}.{'90a' if for_sm90(source) else arch}.cubin")
         for name, lines in sorted(zip(demangled(code), code.values())):
             head = [name, counted(lines)["instructions"]]
             for outer, loop in main_loops(lines) or [(0, Counter())]:
@@ -197,28 +209,31 @@ def main():
     parser.add_argument("--counts", default="80", help="for which GPU instructions are counted (80)")
     asked = parser.parse_args()
     archs = asked.archs.split(",")
-    sources = [s for s in sorted(CSRC.glob("*_cuda.cu")) if not asked.ops or s.stem.removesuffix("_cuda") in asked.ops]
+    sources = sorted([*CSRC.glob("*_cuda.cu"), *CSRC.glob("*_sm90.cu")])
+    sources = [s for s in sources if not asked.ops or op_of(s) in asked.ops]
     known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
     if unknown := [arch for arch in archs if f"compute_{arch.rstrip('a')}" not in known]:
         sys.exit(f"this nvcc does not know sm_{', sm_'.join(unknown)}")
 
     with tempfile.TemporaryDirectory() as name:
         folder, wrong = Path(name), []
-        jobs = [(source, arch) for source in sources for arch in archs]
+        jobs = [(source, arch) for source in sources for arch in (["90a"] if for_sm90(source) else archs)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             done = list(pool.map(lambda job: compile_one(*job, folder), jobs))
         used = {}
         for (source, arch), (code, report, _) in zip(jobs, done):
             kernels = kernels_in(report)
             wrong += [f"sm_{arch} {source.name}: nvcc says\n{report}"] if code else faults(source, arch, kernels)
+            wrong += [f"sm_{arch} {source.name}: {line}" for line in report.splitlines() if "(C75" in line]  # of wgmma
             for kernel, what in zip(demangled(kernels), kernels.values()):
                 used.setdefault((source.stem, kernel), {})[arch] = what["regs"]
         budgets = {source.stem: budget_of(source) or {"regs": "-", "smem": "-"} for source in sources}
         print("Registers of a thread by GPU, and the file's budget with the shared memory of a block")
-        rows = [[kernel, *(regs.get(arch, "-") for arch in archs), *budgets[stem].values()]
+        shown = list(dict.fromkeys([*archs, *(arch for _, arch in jobs)]))
+        rows = [[kernel, *(regs.get(arch, "-") for arch in shown), *budgets[stem].values()]
                 for (stem, kernel), regs in sorted(used.items())]  # fmt: skip
-        print_table(["kernel", *(f"sm_{arch}" for arch in archs), "regs", "smem"], rows)
-        if which("g++") and {"attend", "decode"} <= {s.stem.removesuffix("_cuda") for s in sources} and not wrong:
+        print_table(["kernel", *(f"sm_{arch}" for arch in shown), "regs", "smem"], rows)
+        if which("g++") and {"attend", "decode"} <= {*map(op_of, sources)} and not wrong:
             wrong += print_waves(used, archs, folder)
         if which("nvdisasm") and asked.counts in archs and not wrong:
             print_counts(sources, asked.counts, folder)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in less than 8 minutes: gpu_check.sh [FOLDER]. Builds the package for the machine's GPU,
+# Everything that needs a GPU, in less than 10 minutes: gpu_check.sh [FOLDER]. Builds the package for the machine's GPU,
 # runs the ops' tests and test_gpu.py, the kernels under compute-sanitizer if it is installed, and the benchmark; writes
-# at most seven files to FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table steps.txt.
+# at most nine files to FOLDER ($OUT if it is set, else gpu_check/): the outputs, bench.json and the table steps.txt.
 # Continues after a failure; its exit status is 0 if all steps passed. Needs nvcc, torch with CUDA,
 # Transformers, safetensors, tqdm and pytest; pytest-xdist makes it faster.
 set -uo pipefail
@@ -37,6 +37,9 @@ ops+=(tests/ops/test_packed.py)
 step build 120 python3 setup.py build_ext --inplace
 python3 -c 'from kvevict import _ops; assert _ops.build_info()["cuda"], "the build has no CUDA kernels"' || exit 1
 step tests 120 python3 -m pytest -q -o addopts= $workers -k "cuda or gpu" "${ops[@]}" tests/cuda/test_gpu.py
+if [ "$gpu" = 90 ]; then # score by wgmma, which is off otherwise
+  step wgmma 30 env KVEVICT_WGMMA=1 python3 -m pytest -q -o addopts= $workers -k "cuda or gpu" tests/ops/test_score.py
+fi
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
     # Each tensor has its own allocation, so that memory after it is not another tensor's.
@@ -46,7 +49,9 @@ if command -v compute-sanitizer >/dev/null; then
   done
 fi
 step bench 110 python3 tests/benchmarks/bench_ops.py --device cuda
-grep -v '^{' "$out/bench.txt"
+[ "$gpu" != 90 ] || step bench_wgmma 50 env KVEVICT_WGMMA=1 \
+  python3 tests/benchmarks/bench_ops.py --device cuda --only "(attend|window).* 4096,"
+grep -hv '^{' "$out"/bench*.txt
 grep '^{"machine"' "$out/bench.txt" >"$out/bench.json"
 printf '\n== %d s in all\n' "$SECONDS"
 cat "$out/steps.txt"

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import conftest
+import helpers
 import pytest
 import ref
 import tiny
@@ -92,6 +93,28 @@ def test_graph(kv):
             p[name].copy_(want[name])
         graph.replay()
         assert same(got, chunk(want))
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("reduce, group", [("sum", "mean"), ("max", "none")])
+@pytest.mark.parametrize("D, dtype", [(64, torch.bfloat16), (80, torch.float16), (128, torch.bfloat16)])
+def test_score_by_wgmma(D, dtype, reduce, group, monkeypatch):
+    """It is the kernel that runs, repeats bit for bit, and gives the other kernel's and the oracle's scores."""
+    p = problem(3, B=2, Hkv=2, G=3, T=700, D=D, dtype=dtype, lens=[[900, 31], [0, 513]], first=[0, 9])
+    p |= {"stop": i32([700, 690]), "row_first": i32([0, 5]), "columns": 1600, "lse": None, "causal": True}
+    p |= {"reduce": reduce, "group": group}
+    monkeypatch.setattr(helpers, "device", torch.device("cuda"))
+    want = helpers.call(ops.score, p)
+    monkeypatch.setenv("KVEVICT_WGMMA", "1")
+    with torch.profiler.profile() as profile:
+        got = helpers.call(ops.score, p)
+    assert any("score_sm90_kernel" in event.key for event in profile.key_averages())
+    assert same_bits(got, helpers.call(ops.score, p))
+    helpers.close(got, helpers.call(ref.score, p), 2 * helpers.FP32)
+    helpers.close(got, want.double(), 2 * helpers.FP32)
 
 
 def test_more_heads_than_a_grid():

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "hopper.cuh"
 #include "launch.cuh"
 #include "warp.cuh"
 
@@ -246,6 +247,109 @@ KERNEL exchanged_a ARGUMENTS { product<broken ? 2 : 0, f16>(x, y); }
 KERNEL not_transposed ARGUMENTS { product<broken ? 3 : 0, bf16>(x, y); }
 KERNEL wrong_row_of_d ARGUMENTS { product<broken ? 4 : 0, f16>(x, y); }
 
+/* One product of a warpgroup: A [64, 64] reverses, rows 0 and 1 of B are the halves of x, exchanged. */
+enum WgmmaFault {
+  NO_PROXY_FENCE = 1,
+  NO_FENCE,
+  NO_WAIT,
+  TOO_FEW,
+  B_CHANGES,
+  A_CHANGES,
+  D_CHANGES,
+  MISALIGNED,
+  NOT_SWIZZLED,
+  WARPS_DIFFER
+};
+template <int fault>
+static __device__ void multiplied(const float *x, float *y) {
+  bf16 *const b = atom_aligned(shared_memory<bf16>()) + (fault == MISALIGNED ? ATOM : 0);
+  const int t = threadIdx.x, lane = lane_id(), row = t / 32 * 16 + lane / 4, n = t / 64, k = t % 64;
+  const bf16 number = from_float<bf16>(x[(1 - n) * 64 + k]); /* the race check does not see a call's store */
+  b[n * ATOM + (fault == NOT_SWIZZLED ? k : k ^ 8 * n)].bits = number.bits;
+  if (fault != NO_PROXY_FENCE) fence_proxy_async();
+  __syncthreads();
+  uint32_t a[4][4];
+  for (int i = 0; i < 16; i++) {
+    const int m = row + i % 2 * 8, column = i / 4 * 16 + i / 2 % 2 * 8 + lane % 4 * 2;
+    a[i / 4][i % 4] = pack<bf16>(column == 63 - m ? 1.0f : 0.0f, column + 1 == 63 - m ? 1.0f : 0.0f);
+  }
+  float d[8][4];
+  if (fault != NO_FENCE) wgmma_fence();
+  for (int i = 0; i < 4; i++) {
+    const int step = fault == WARPS_DIFFER && t >= 96 ? 3 - i : i;
+    wgmma<bf16>(d, a[step], operand(b + 16 * step), i > 0);
+  }
+  wgmma_commit();
+  if (fault == B_CHANGES && t == 0) b[0] = bf16{0};
+  if (fault == A_CHANGES) a[3][0] ^= 1;
+  if (fault == D_CHANGES) d[0][0] = 0;
+  if (fault != NO_WAIT) wgmma_wait<fault == TOO_FEW ? 1 : 0>(d);
+  if (lane % 4 == 0)
+    for (int i = 0; i < 4; i++) y[i % 2 * 64 + row + i / 2 * 8] = d[0][i];
+}
+KERNEL wgmma_without_proxy_fence ARGUMENTS { multiplied<broken ? NO_PROXY_FENCE : 0>(x, y); }
+KERNEL wgmma_without_fence ARGUMENTS { multiplied<broken ? NO_FENCE : 0>(x, y); }
+KERNEL wgmma_not_waited ARGUMENTS { multiplied<broken ? NO_WAIT : 0>(x, y); }
+KERNEL wgmma_wait_for_too_few ARGUMENTS { multiplied<broken ? TOO_FEW : 0>(x, y); }
+KERNEL wgmma_b_changes ARGUMENTS { multiplied<broken ? B_CHANGES : 0>(x, y); }
+KERNEL wgmma_a_changes ARGUMENTS { multiplied<broken ? A_CHANGES : 0>(x, y); }
+KERNEL wgmma_d_changes ARGUMENTS { multiplied<broken ? D_CHANGES : 0>(x, y); }
+KERNEL wgmma_misaligned ARGUMENTS { multiplied<broken ? MISALIGNED : 0>(x, y); }
+KERNEL wgmma_not_swizzled ARGUMENTS { multiplied<broken ? NOT_SWIZZLED : 0>(x, y); }
+KERNEL wgmma_warps_differ ARGUMENTS { multiplied<broken ? WARPS_DIFFER : 0>(x, y); }
+
+/* The halves of x by TMA, exchanged, and a row past the last, of zeros. */
+static bf16 halves[N];
+static TensorMap halves_map;
+enum BoxFault {
+  NOT_WAITED = 1,
+  ONE_WAITS,
+  WRONG_PARITY,
+  EXPECTS_LESS,
+  EXPECTS_MORE,
+  EXPECTS_TWICE,
+  NOT_FENCED,
+  MISALIGNED_BOX,
+  REFILLED,
+  SOURCE_CHANGES
+};
+template <int fault>
+static __device__ void copied(float *y) {
+  bf16 *const s = atom_aligned(shared_memory<bf16>()) + (fault == MISALIGNED_BOX ? 8 : 0);
+  uint64_t *const barrier = reinterpret_cast<uint64_t *>(s + 8 * ATOM);
+  const int t = threadIdx.x, n = t / 64, k = 63 - t % 64;
+  const auto fill = [&] {
+    if (t > 0) return;
+    barrier_expect(barrier, (fault == EXPECTS_LESS ? 2 : fault == EXPECTS_MORE ? 4 : 3) * ATOM_BYTES);
+    if (fault == EXPECTS_TWICE) barrier_expect(barrier, 0);
+    for (int i = 0; i < 3; i++) copy_box(s + i * ATOM, halves_map, barrier, 0, 0, i < 2 ? 1 - i : i, 0);
+  };
+  if (t == 0) {
+    barrier_init(barrier);
+    if (fault != NOT_FENCED) fence_proxy_async();
+  }
+  fill();
+  if (fault == SOURCE_CHANGES && t == 0) halves[3].bits ^= 1;
+  __syncthreads();
+  if (fault == ONE_WAITS ? t == 0 : fault != NOT_WAITED) barrier_wait(barrier, fault == WRONG_PARITY ? 1 : 0);
+  y[t] = to_float(s[n * ATOM + (k ^ 8 * n)]) + to_float(s[2 * ATOM + t % 64]);
+  if (fault && fault != REFILLED) return;
+  if (!fault) __syncthreads();
+  fill();
+  barrier_wait(barrier, 1);
+  y[t] += to_float(s[n * ATOM + (k ^ 8 * n)]) - to_float(halves[N - 1 - t]);
+}
+KERNEL box_not_waited(const float *, float *y) { copied<broken ? NOT_WAITED : 0>(y); }
+KERNEL box_one_waits(const float *, float *y) { copied<broken ? ONE_WAITS : 0>(y); }
+KERNEL box_wrong_parity(const float *, float *y) { copied<broken ? WRONG_PARITY : 0>(y); }
+KERNEL box_expects_less(const float *, float *y) { copied<broken ? EXPECTS_LESS : 0>(y); }
+KERNEL box_expects_more(const float *, float *y) { copied<broken ? EXPECTS_MORE : 0>(y); }
+KERNEL box_expects_twice(const float *, float *y) { copied<broken ? EXPECTS_TWICE : 0>(y); }
+KERNEL box_barrier_not_fenced(const float *, float *y) { copied<broken ? NOT_FENCED : 0>(y); }
+KERNEL box_misaligned(const float *, float *y) { copied<broken ? MISALIGNED_BOX : 0>(y); }
+KERNEL box_refilled_too_early(const float *, float *y) { copied<broken ? REFILLED : 0>(y); }
+KERNEL box_source_changes(const float *, float *y) { copied<broken ? SOURCE_CHANGES : 0>(y); }
+
 KERNEL mask_off_by_one ARGUMENTS {
   float *s = shared_memory<float>();
   const int t = threadIdx.x, last = N - 1 - t;
@@ -292,7 +396,8 @@ int main(int count, char **arguments) {
   const char *name = count > 2 ? arguments[1] : "", *how = count > 2 ? arguments[2] : "";
   if (count > 3) emulator::set_order((unsigned)atoi(arguments[3]));
   float *x = static_cast<float *>(malloc(N * sizeof *x)), *y = static_cast<float *>(calloc(N + 5, sizeof *y));
-  for (int i = 0; i < N; i++) x[i] = (float)(i + 1);
+  for (int i = 0; i < N; i++) x[i] = (float)(i + 1), halves[i] = from_float<bf16>(x[i]);
+  if (!tensor_map(&halves_map, true, halves, {64, 1, 2, 1}, {128, 128, 256}, {64, 1, 1, 1})) return 3;
   int error = -1;
 #define CASE(kernel, ...) \
   if (!strcmp(name, #kernel)) error = run<kernel<false>, kernel<true>>(how, __VA_ARGS__);
@@ -323,6 +428,26 @@ int main(int count, char **arguments) {
   CASE(exchanged_a, 1, x, y)
   CASE(not_transposed, 1, x, y)
   CASE(wrong_row_of_d, 1, x, y)
+  CASE(wgmma_without_proxy_fence, 1, x, y, 10240)
+  CASE(wgmma_without_fence, 1, x, y, 10240)
+  CASE(wgmma_not_waited, 1, x, y, 10240)
+  CASE(wgmma_wait_for_too_few, 1, x, y, 10240)
+  CASE(wgmma_b_changes, 1, x, y, 10240)
+  CASE(wgmma_a_changes, 1, x, y, 10240)
+  CASE(wgmma_d_changes, 1, x, y, 10240)
+  CASE(wgmma_misaligned, 1, x, y, 10240)
+  CASE(wgmma_not_swizzled, 1, x, y, 10240)
+  CASE(wgmma_warps_differ, 1, x, y, 10240)
+  CASE(box_not_waited, 1, x, y, 4096)
+  CASE(box_one_waits, 1, x, y, 4096)
+  CASE(box_wrong_parity, 1, x, y, 4096)
+  CASE(box_expects_less, 1, x, y, 4096)
+  CASE(box_expects_more, 1, x, y, 4096)
+  CASE(box_expects_twice, 1, x, y, 4096)
+  CASE(box_barrier_not_fenced, 1, x, y, 4096)
+  CASE(box_misaligned, 1, x, y, 4096)
+  CASE(box_refilled_too_early, 1, x, y, 4096)
+  CASE(box_source_changes, 1, x, y, 4096)
   CASE(mask_off_by_one, 1, x, y)
   CASE(last_block_relaxed, 4, x, y)
   CASE(reads_other_block, 4, x, y)

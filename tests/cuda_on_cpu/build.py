@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-EMULATOR = [HERE / name for name in ("emulator.cpp", "tensor.cpp", "race.cpp")]
+EMULATOR = [HERE / name for name in ("emulator.cpp", "tensor.cpp", "hopper.cpp", "race.cpp")]
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Flags for the kernels, for the emulator, and for linking.

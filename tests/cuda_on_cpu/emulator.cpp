@@ -61,11 +61,6 @@ bool same(const Thread &a, const Thread &b) {
   return a.place.line == b.place.line && !strcmp(a.what, b.what) && !strcmp(a.place.file, b.place.file);
 }
 
-void make_ready(Thread &thread) {
-  thread.state = State::ready;
-  ready.push_back(&thread);
-}
-
 Thread &next() {
   if (shuffled_order) std::swap(ready.front(), ready[drawn(ready.size())]);
   Thread &thread = *ready.front();
@@ -98,7 +93,10 @@ void start_threads() {
     threads[i].index = {(unsigned)i, 0, 0};
     threads[i].number = i;
     threads[i].copies.clear();
-    threads[i].groups = 0;
+    threads[i].groups = threads[i].product_groups = 0;
+    threads[i].products.clear();
+    threads[i].fenced = false, threads[i].fences = 0;
+    std::fill(threads[i].waited, threads[i].waited + MOST_BARRIERS + 1, 0u);
     stacks.prepare(threads[i]);
     make_ready(threads[i]);
   }
@@ -129,8 +127,9 @@ void run_block(uint32_t number, size_t shared_bytes) {
   unsigned char *bytes = static_cast<unsigned char *>(memory), *shared = bytes + guard;
   memset(memory, MARK, shared_bytes + 2 * guard);
   memset(shared, 0xff, shared_bytes);
-  block = {(int)blockDim.x, shared, shared_bytes, number, 0, {}};
+  block = {(int)blockDim.x, shared, shared_bytes, number, 0, {}, {}, {}};
   begin_block_accesses();
+  begin_block_barriers();
   start_threads();
   run_threads();
   for (size_t i = 0; i < guard && !failed; i++)
@@ -162,6 +161,16 @@ void fail(const char *format, ...) {
   va_end(arguments);
   report(text);
   stop();
+}
+
+void make_ready(Thread &thread) {
+  thread.state = State::ready;
+  ready.push_back(&thread);
+}
+
+void wait_elsewhere(const char *what, Place place) {
+  wait_at(what, place, nullptr);
+  stacks.leave(*current);
 }
 
 void *block_shared() { return block.shared; }
@@ -230,7 +239,8 @@ int run_grid(const char *function, dim3 grid, int threads_of_block, size_t share
   kernel_name = name_in(function);
   message.clear();
   failed = false;
-  if (threads_of_block < LANES || threads_of_block > MOST_THREADS || threads_of_block % LANES || shared > MOST_SHARED ||
+  const size_t most = kernel_name.find("sm90") == std::string::npos ? MOST_SHARED : MOST_SHARED_SM90;
+  if (threads_of_block < LANES || threads_of_block > MOST_THREADS || threads_of_block % LANES || shared > most ||
       !grid.x || !grid.y || !grid.z || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535) {
     report("no GPU can run a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) + " x " +
            std::to_string(grid.z) + " blocks of " + std::to_string(threads_of_block) + " threads with " +

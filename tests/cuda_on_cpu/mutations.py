@@ -34,6 +34,16 @@ class Mutation(NamedTuple):
     of: str = ""  # the file of the tests; else the op's
 
     @property
+    def source(self):
+        """The file that is compiled anew."""
+        return self.file if self.file.endswith(".cu") else f"{self.op}_cuda.cu"
+
+    @property
+    def variables(self):
+        """In which the tests run it."""
+        return dict(KVEVICT_WGMMA="1") if self.file.endswith("_sm90.cu") else {}
+
+    @property
     def test_file(self):
         return f"test_{self.of or self.op}.py"
 
@@ -66,10 +76,40 @@ MUTATIONS = [
              "the sum is not rescaled when the maximum moves", tests="test_many_blocks"),
     Mutation("attend", "tile.cuh", "const bool stored = r0 + count <= rows.len;", "const bool stored = r0 < rows.len;",
              "new rows of a tile are taken for stored ones", tests=HALF),
-    Mutation("score", "score_cuda.cu", "8 * half >= row.seen) term", "8 * half > row.seen) term",
+    Mutation("score", "score.cuh", "8 * half >= row.seen) term", "8 * half > row.seen) term",
              "rows see one key too many", tests=HALF),
     Mutation("score", "score_cuda.cu", "      cp_async_wait<0>();\n      /*", "      /*", "does not wait for the rows",
              tests=HALF),
+    Mutation("score", "score_sm90.cu", "    fence_proxy_async();\n", "", "barriers that TMA does not see", tests=HALF),
+    Mutation("score", "score_sm90.cu", "if (t < tiles) barrier_wait(", "if (t < 0) barrier_wait(",
+             "does not wait for the rows", tests=HALF),
+    Mutation("score", "score_sm90.cu", "t / X::STAGES % 2);", "0);", "waits for a stage's first rows alone",
+             tests="test_many_blocks"),
+    Mutation("score", "score_sm90.cu", "    wgmma_fence();\n", "", "no fence before registers are multiplied",
+             tests=HALF),
+    Mutation("score", "score_sm90.cu", "    wgmma_wait<0>(next[0]);", "", "does not wait for the next product",
+             tests=HALF),
+    Mutation("score", "score_sm90.cu", "i % 4 * 32), i > 0);", "i % 4 * 32), true);", "products are added to old ones",
+             tests="test_many_blocks"),
+    Mutation("score", "score_sm90.cu", "i / 4 * X::ROWS * ATOM_BYTES", "i / 8 * X::ROWS * ATOM_BYTES",
+             "the first 64 columns twice", tests=HALF),
+    Mutation("score", "score_sm90.cu", "full = __syncthreads_and(thread >= X::ROWS || seen[0] >= c0 + X::KEYS);",
+             "full = seen[0] < 0;", "no barrier between tiles", mode="race", tests="test_many_blocks"),
+    Mutation("score", "score_sm90.cu", "const RowValues later = load(t + X::STAGES - 1);",
+             "const RowValues later = load(t + X::STAGES);", "rows are copied to a stage that is read",
+             tests="test_many_blocks"),
+    Mutation("score", "score_sm90.cu", "X::ATOMS * tile * ATOM_BYTES", "X::ATOMS * X::ROWS * ATOM_BYTES",
+             "waits for rows that a tile has not", tests="do_not_fill_a_tile"),
+    Mutation("score", "score_sm90.cu", "thread < tile ? row_values", "thread < X::ROWS ? row_values",
+             "rows are added twice", tests="do_not_fill_a_tile"),
+    Mutation("score", "score_sm90.cu", "{ATOM, heads, TILE_ROWS / heads, 1}", "{ATOM, TILE_ROWS / heads, heads, 1}",
+             "heads and steps exchanged", tests=HALF),
+    Mutation("score", "score_sm90.cu", "if (row < all.count || g == x.G) return;", "if (row < all.count) return;",
+             "a tile past the last is stored", mode="asan", tests="do_not_fill_a_tile"),
+    Mutation("score", "score_sm90.cu", "total[0][0] = total[0][1] = 0, row = 0", "row = 0",
+             "a head's sums begin with those of the head before", tests="test_group_term"),
+    Mutation("score", "score_sm90.cu", "ldmatrix_x4(keys[i][0], keys[i][1], keys[i][2],",
+             "ldmatrix_x4(keys[i][0], keys[i][2], keys[i][1],", "quarters of K's fragment exchanged", tests=HALF),
     Mutation("peak", "peak_cuda.cu", SYNC + " /* the tile is there", "/* the tile is there",
              "no barrier before K is read", tests=HALF),
     Mutation("peak", "peak_cuda.cu", "top[m][half] = max_nan(top[m][half], fmaf",
@@ -167,6 +207,7 @@ MUTATIONS = [
 def tests_pass(package, mutation):
     environment = dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=str(package), MALLOC_PERTURB_="1")
     environment |= dict(KVEVICT_MOST=MOST) if mutation.tests == GATE else {}
+    environment |= mutation.variables
     environment |= sanitized() if mutation.mode == "asan" else {}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--capture=sys"]
     command += [*map(str, (ROOT / "tests").rglob(mutation.test_file)), "-k", mutation.tests]
@@ -195,7 +236,7 @@ def mutated(mutation, base, folder):
         sys.exit(f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old}")
     (csrc / mutation.file).write_text(text.replace(mutation.old, mutation.new))
     for file in base.glob("*.o"):
-        if file.name != f"{mutation.op}_cuda.cu.o":
+        if file.name != f"{mutation.source}.o":
             (folder / file.name).hardlink_to(file)
     build_package(mutation.mode, folder, csrc)
     return folder
@@ -212,11 +253,10 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         for mode in sorted({m.mode for m in wanted}):
             build_package(mode, Path(name) / mode)
-        for file, mode, tests in sorted({(m.test_file, m.mode, m.tests) for m in wanted}):
-            some = next(m for m in wanted if (m.test_file, m.mode, m.tests) == (file, mode, tests))
-            passed, why = tests_pass(Path(name) / mode, some)
+        for each in {(m.test_file, m.mode, m.tests, *m.variables): m for m in wanted}.values():
+            passed, why = tests_pass(Path(name) / each.mode, each)
             if not passed:
-                sys.exit(f"{file} -k '{tests}' fails as it is, {mode}: {why}")
+                sys.exit(f"{each.test_file} -k '{each.tests}' fails as it is, {each.mode}: {why}")
         for number, mutation in enumerate(wanted):
             folder = Path(name) / str(number)
             folder.mkdir()

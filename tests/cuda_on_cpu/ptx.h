@@ -1,5 +1,5 @@
-/* The functions of csrc/ptx.cuh and csrc/launch.cuh in plain C++. Included before everything else (-include), it
- * replaces both by defining their include guards. */
+/* The functions of csrc/ptx.cuh, csrc/hopper.cuh and csrc/launch.cuh in plain C++. Included before everything else (-include), it
+ * replaces them by defining their include guards. */
 #ifndef KV_PTX_H
 #define KV_PTX_H
 #define KV_PTX_CUH
@@ -61,6 +61,8 @@ template <class T>
 T *shared_memory() {
   return static_cast<T *>(emulator::block_shared());
 }
+
+#include "hopper.h"
 
 #define KV_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 inline void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row, KV_AT) {

@@ -1,7 +1,7 @@
 /* The race check finds two unordered accesses to the same bytes, at least one of them a write. Accesses are ordered
- * within a thread, by a __syncthreads between them, within a warp by a __syncwarp between them; and between blocks by
- * atomic_add_acq_rel, called by the earlier block after its access and by the later block before it accesses. Two
- * atomics never race.
+ * within a thread, by a __syncthreads between them, within a warp by a __syncwarp between them; what TMA has copied by
+ * the accessing thread's barrier_wait; and between blocks by atomic_add_acq_rel, called by the earlier block after its
+ * access and by the later block before it accesses. Two atomics never race.
  *
  * Kernels compiled with -fsanitize=thread call the functions at the end for every access to memory. Those of the
  * sanitizer itself are not linked: it knows threads of the host, not these. */
@@ -21,6 +21,9 @@ struct Record {
   uint32_t block = NOBODY, epoch = 0, warp_epoch = 0;
   uint16_t thread = 0;
   bool several_threads = false, several_warps = false, several_blocks = false, atomic = false, arriving = false;
+  bool async = false;  /* by the asynchronous proxy */
+  uint32_t fences = 0; /* else: of the thread, before this access */
+  Phase phase = {0, 0};
 };
 struct Records {
   Record write, read;
@@ -57,6 +60,7 @@ bool ordered(const Record &before, const Thread &thread, bool atomic) {
   if (before.block == NOBODY || (before.atomic && atomic)) return true;
   if (before.block != block.number || before.several_blocks) return blocks_ordered(before, thread);
   if (before.arriving) return false;
+  if (before.phase.barrier && thread.waited[before.phase.barrier] >= before.phase.number) return true;
   if (before.epoch < block.epoch) return true;
   if (before.thread == thread.number && !before.several_threads) return true;
   const bool same_warp = before.thread / LANES == thread.number / LANES && !before.several_warps;
@@ -71,6 +75,7 @@ Record merged(const Record &before, const Thread &thread, bool atomic) {
   now.warp_epoch = block.warp_epoch[warp];
   now.thread = (uint16_t)thread.number;
   now.atomic = atomic;
+  now.fences = thread.fences;
   now.several_blocks = !atomic && before.block != NOBODY && (before.several_blocks || before.block != block.number);
   if (before.block == now.block && before.epoch == now.epoch) {
     now.several_warps = before.several_warps || before.thread / LANES != warp;
@@ -94,7 +99,7 @@ Record merged(const Record &before, const Thread &thread, bool atomic) {
   fail(
       "race on %s memory: thread %d %s it, and %s%d of %s %s it; nothing orders the two (the last plain access: "
       "addr2line -Cfipe %s 0x%zx)",
-      name, thread.number, access == Access::read ? "reads" : "writes",
+      name, thread.number, access <= Access::read_async ? "reads" : "writes",
       before.several_threads ? "others up to thread " : "thread ", before.thread,
       before.block == block.number ? "its block" : "another block", before.arriving ? "has a copy under way to" : did,
       code.dli_fname ? code.dli_fname : "?", offset);
@@ -113,15 +118,21 @@ Records &global_records(const void *at) {
 }
 
 /* at: the two bytes that `records` are of. */
-void note_two(Records &records, const void *at, const Thread &thread, Access access) {
-  const bool atomic = access == Access::atomic, writes = access != Access::read;
+void note_two(Records &records, const void *at, const Thread &thread, Access access, Phase phase) {
+  const bool atomic = access == Access::atomic, async = access == Access::read_async || phase.barrier;
+  const bool writes = access != Access::read && access != Access::read_async;
+  const Record &wrote = records.write;
+  if (async && wrote.block == block.number && !wrote.async && threads[wrote.thread].fences <= wrote.fences)
+    fail("byte %zu of shared memory: thread %d wrote it and called no fence_proxy_async before TMA or wgmma",
+         (size_t)(static_cast<const unsigned char *>(at) - block.shared), wrote.thread);
   if (access != Access::arrived && !ordered(records.write, thread, atomic))
     report_race(at, records.write, "wrote", thread, access);
   if (writes && !ordered(records.read, thread, false)) report_race(at, records.read, "read", thread, access);
   Record &mine = writes ? records.write : records.read;
-  const bool joins = access == Access::read || (atomic && mine.atomic);
+  const bool joins = !writes || (atomic && mine.atomic);
   mine = merged(joins ? mine : Record(), thread, atomic);
   mine.arriving = access == Access::arriving;
+  mine.async = async, mine.phase = phase;
 }
 }  // namespace
 
@@ -134,12 +145,12 @@ void begin_block_accesses() {
   if (checking) shared_accesses.assign(block.shared_bytes / 2 + 1, Records());
 }
 
-void note(const Thread &thread, const void *p, size_t size, Access access) {
+void note(const Thread &thread, const void *p, size_t size, Access access, Phase phase) {
   if (!checking) return;
   const unsigned char *end = static_cast<const unsigned char *>(p) + size;
   for (const unsigned char *at = end - size - reinterpret_cast<uintptr_t>(p) % 2; at < end; at += 2)
     note_two(in_shared(at, 1) ? shared_accesses[(size_t)(at - block.shared) / 2] : global_records(at), at, thread,
-             access);
+             access, phase);
 }
 
 void note_atomic(const void *p, size_t size, Sharing sharing) {

@@ -18,12 +18,21 @@ if [ "$mode" = asan ]; then
   preload=$("${CXX:-g++}" -print-file-name=libasan.so):$("${CXX:-g++}" -print-file-name=libubsan.so)
 fi
 cd "$here/../.."
+tests() { # pytest's arguments
+  # Not from the current directory, where the package has the CPU's kernels. File descriptors are not captured, so that
+  # a message that ends the process reaches the terminal.
+  PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"
+}
+files="tests/ops/test_packed.py --deselect $(find tests -name test_attend.py)::test_isa" # which chooses among the CPU's
 for source in csrc/*_cuda.cu; do
-  test=$(find tests -name "test_$(basename "$source" _cuda.cu).py")
-  [ -z "$test" ] || set -- "$@" "$test" # kl_grad is tested with kl
+  files="$files $(find tests -name "test_$(basename "$source" _cuda.cu).py")" # kl_grad is tested with kl
 done
-set -- "$@" tests/ops/test_packed.py --deselect "$(find tests -name test_attend.py)::test_isa" # which chooses among the CPU's kernels
-# Not from the current directory, where the package has the CPU's kernels. File descriptors are not captured, so that a
-# message that ends the process reaches the terminal.
-PYTHONSAFEPATH=1 PYTHONPATH="$out" LD_PRELOAD="${preload:-}" python -m pytest -q -p no:cacheprovider --capture=sys "$@"
+tests "$@" $files
 python "$here/usage.py" "$KV_ON_CPU_USAGE"
+# score on Hopper; perhaps none of its tests are asked for.
+export KVEVICT_WGMMA=1 KV_ON_CPU_USAGE="$out/usage_sm90"
+if tests "$@" tests/ops/test_score.py; then
+  python "$here/usage.py" "$KV_ON_CPU_USAGE"
+else
+  [ $? = 5 ]
+fi

@@ -2,6 +2,7 @@
 
 More than the file's budget is an error. Conflicts: bank conflicts per 8x8 matrix of ldmatrix; each costs a cycle."""
 
+import os
 import re
 import sys
 from collections import defaultdict
@@ -20,7 +21,10 @@ def main():
     over = False
     print(f"{'op':<8} {'shared':>7} {'budget':>7} {'conflicts':>9}")
     for op in sorted(shared):
-        budget = int(re.search(r"budget: regs \d+, smem (\d+)", (CSRC / f"{op}_cuda.cu").read_text())[1])
+        file = CSRC / f"{op}_sm90.cu"
+        if not file.exists() or os.environ.get("KVEVICT_WGMMA") != "1":
+            file = CSRC / f"{op}_cuda.cu"
+        budget = int(re.search(r"budget: regs \d+, smem (\d+)", file.read_text())[1])
         rate = f"{conflicts[op] / matrices[op]:.3f}" if matrices[op] else "-"
         print(f"{op:<8} {shared[op]:>7} {budget:>7} {rate:>9}")
         over |= shared[op] > budget

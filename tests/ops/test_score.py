@@ -67,7 +67,17 @@ def test_nan_weight():
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_many_blocks(causal, reduce):
     p = problem(1, B=1, Hkv=1, T=301, lens=[[777]], first=[5], dtype=torch.bfloat16)
-    check(prepared({**p, "stop": i32([290])}, causal, reduce))
+    check(prepared({**p, "stop": i32([290]), "row_first": i32([7])}, causal, reduce))
+
+
+@pytest.mark.parametrize("group", ["sum", "none"])
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("G, R", [(3, 40), (5, 90)])
+def test_heads_that_do_not_fill_a_tile(G, R, reduce, group):
+    """64 rows are no whole number of steps of 3 or 5 heads."""
+    p = problem(15, G=G, T=R, D=80, dtype=torch.bfloat16, lens=[[50, 200], [0, 260]], first=[0, 9])
+    p |= {"stop": i32([R, R]), "row_first": i32([0, 5])}
+    check({**prepared(p, True, reduce), "group": group})
 
 
 @pytest.mark.parametrize("R, length", [(32, 96), (32, 97), (33, 95), (16, 47), (63, 64)])

@@ -1,0 +1,129 @@
+/* The PTX of Hopper alone (sm_90a): products of a warpgroup, and copies of boxes of a tensor (TMA), which end at a
+ * barrier in shared memory. As in ptx.cuh one function an instruction; tests/cuda_on_cpu/hopper.h has them in plain
+ * C++. Only files *_sm90.cu include this.
+ *
+ * A warpgroup is 4 warps, the first of them a multiple of 4; all of them call its functions together. In A [64, 16] and
+ * D [64, 64] warp w has rows 16 w .. 16 w + 15 as in the fragments of ptx.cuh.
+ * B [64, 16] are rows of shared memory: row r of an atom of 64 columns is at byte 128 r of it, its 16 bytes with number c
+ * at 16 (c ^ r % 8) of the row: bits 4 to 6 of the address are those of the linear one ^ its bits 7 to 9. Atoms start at
+ * multiples of 1024. */
+#ifndef KV_HOPPER_CUH
+#define KV_HOPPER_CUH
+#include <cudaTypedefs.h>
+
+#include "ptx.cuh"
+
+constexpr int ATOM = 64, ATOM_BYTES = 128; /* columns of 16 bits of an atom; a row of it */
+
+/* p, or the next address in shared memory where an atom may start: at most 896 bytes on (shared_memory). */
+template <class T>
+static __device__ __forceinline__ T *atom_aligned(T *p) {
+  return reinterpret_cast<T *>(reinterpret_cast<unsigned char *>(p) + (0u - shared_address(p)) % 1024);
+}
+
+/* B from the column at `b` on, in an atom's first row, as products take it: the lower half of a descriptor, of which bits
+ * 0-13 are the address / 16 and 16-29 the distance of columns of atoms, unused with this swizzle. The upper half: bits
+ * 32-45 the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
+static __device__ __forceinline__ uint32_t operand(const void *b) {
+  return (shared_address(b) >> 4 & 0x3fffu) | 1u << 16;
+}
+constexpr uint64_t OPERAND = (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
+/* The one so many bytes on. */
+static __device__ __forceinline__ uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
+
+#define KV_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define KV_32(d) KV_4(d, 0), KV_4(d, 1), KV_4(d, 2), KV_4(d, 3), KV_4(d, 4), KV_4(d, 5), KV_4(d, 6), KV_4(d, 7)
+#define KV_WGMMA(type)                                                                                               \
+  asm volatile(                                                                                                      \
+      "{.reg .pred add;\n"                                                                                           \
+      "setp.ne.b32 add, %37, 0;\n"                                                                                   \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                                    \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18,"                       \
+      " %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;}" \
+      : KV_32(d)                                                                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(OPERAND | b), "r"((int)add)                                  \
+      : "memory")
+
+/* Starts d = A B^T, or d += A B^T; b: its operand(). Until wgmma_wait d is undefined, and a and B must stay as they
+ * are. */
+template <class E>
+static __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add);
+template <>
+__device__ __forceinline__ void wgmma<f16>(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add) {
+  KV_WGMMA("f16");
+}
+template <>
+__device__ __forceinline__ void wgmma<bf16>(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add) {
+  KV_WGMMA("bf16");
+}
+
+/* Before products whose registers other instructions have written or read since the last. */
+static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/* Waits until all but the last N groups that were committed are done; d is of one that is. */
+template <int N>
+static __device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %32;" : KV_32(d) : "n"(N) : "memory");
+}
+#undef KV_4
+#undef KV_32
+#undef KV_WGMMA
+
+/* Makes what this thread wrote to shared memory, barriers included, visible to TMA and to wgmma's B. */
+static __device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* A barrier whose phases end when one thread has called barrier_expect and so many bytes have been copied. */
+static __device__ __forceinline__ void barrier_init(uint64_t *barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
+}
+static __device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+/* Waits for the end of the phase of this parity, the first one's being 0; then sees what was copied. */
+static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+  uint32_t done;
+  do
+    asm volatile(
+        "{.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  while (!done);
+}
+
+/* A tensor of 16-bit numbers from which boxes of up to 64 columns are copied into atoms, box by box in order of rows. */
+using TensorMap = CUtensorMap;
+
+/* x [size[3], size[2], size[1], size[0]], with strides in bytes; false where TMA does not take it. */
+static inline bool tensor_map(TensorMap *map, bool bf16, const void *x, const uint64_t (&size)[4],
+                              const uint64_t (&stride)[3], const uint32_t (&box)[4]) {
+  void *found = nullptr;
+  cudaDriverEntryPointQueryResult how;
+  const auto error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &how);
+  if (error != cudaSuccess || how != cudaDriverEntryPointSuccess) return false;
+  const uint32_t every[4] = {1, 1, 1, 1};
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found)(
+             map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void *>(x),
+             size, stride, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+/* Starts copying the box at (c0, c1, c2, c3) to `to`, a multiple of 128 bytes; what is outside of the tensor is 0. Its
+ * bytes, those zeros included, count for the barrier. Called by one thread; map: a kernel's __grid_constant__. */
+static __device__ __forceinline__ void copy_box(void *to, const TensorMap &map, uint64_t *barrier, int c0, int c1,
+                                                int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];"
+      :
+      : "r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+#endif
