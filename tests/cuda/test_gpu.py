@@ -336,13 +336,16 @@ def test_a_token_is_chosen_without_waiting():
         assert unseen.copy.tolist() == unseen.tokens.tolist()
 
 
-@pytest.mark.parametrize("kind", ["model", "int8"])
+PACKED = dict(kv="k8v4"), dict(recall_kv="int8")
+
+
+@pytest.mark.parametrize("kind", [{}, *PACKED])
 @pytest.mark.parametrize("policy", ["snapkv", "take+edie"])
 def test_recalls_as_on_the_cpu(policy, kind):
     """Three turns on one cache: the archive has the slots of the CPU's tokens."""
     archived, logits = [], []
     for device in ("cpu", "cuda"):
-        model = kvevict.patch(tiny.model().to(device), policy, budget=48, chunk_size=64, recall=True, kv=kind)
+        model = kvevict.patch(tiny.model().to(device), policy, budget=48, chunk_size=64, recall=True, **kind)
         ids, cache = tiny.prompt(1, 300)["input_ids"].to(device), None
         with torch.no_grad():
             for start in (0, 150, 220):
@@ -353,12 +356,12 @@ def test_recalls_as_on_the_cpu(policy, kind):
                 logits.append(out.logits.cpu())
         archived.append([[head.tolist() for head in layer.archive.gathered().positions()[0]] for layer in cache.layers])
     assert archived[0] == archived[1] == [[[*range(296)]] * 2] * len(cache.layers)
-    assert tiny.relative(torch.cat(logits[3:]), torch.cat(logits[:3])) < (1e-3 if kind == "model" else 0.1)
+    assert tiny.relative(torch.cat(logits[3:]), torch.cat(logits[:3])) < (0.1 if kind else 1e-3)
 
 
-def conversation(model, recall, kind="model", policy="snapkv"):
+def conversation(model, recall, policy="snapkv", **kind):
     """Logits of a text and of turns on it and on a fork, with decoded tokens between; both caches."""
-    outs, options = [], dict(budget=48, chunk_size=64, recall=recall, recall_after=0, kv=kind)
+    outs, options = [], dict(budget=48, chunk_size=64, recall=recall, recall_after=0, **kind)
     with kvevict.evicting(model, policy, **options), torch.no_grad():
         cache = kvevict.compat.cache_of(
             model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True, logits_to_keep=1)
@@ -385,11 +388,11 @@ def archived(cache):
 
 @pytest.mark.parametrize("slow", [None, "copies", "model"])
 @pytest.mark.parametrize("place", ["memory", "folder"])
-@pytest.mark.parametrize("policy, kind", [("snapkv", "model"), ("take+edie", "model"), ("snapkv", "k8v4")])
+@pytest.mark.parametrize("policy, kind", [("snapkv", {}), ("take+edie", {}), *(("snapkv", each) for each in PACKED)])
 def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path):
     """As one on the device, bit by bit, also where the copies, or the model, are late: each waits for the other."""
     model = tiny.model(dtype=torch.bfloat16).cuda()
-    want, *wanted = conversation(model, True, kind, policy)
+    want, *wanted = conversation(model, True, policy, **kind)
     late = {"copies": (host, "_copy"), "model": (archive, "append")}
     if slow:
         module, name = late[slow]
@@ -400,7 +403,7 @@ def test_an_archive_on_the_host(policy, kind, place, slow, monkeypatch, tmp_path
             return real(*arguments)
 
         monkeypatch.setattr(module, name, delayed)
-    got, *caches = conversation(model, "memory" if place == "memory" else str(tmp_path), kind, policy)
+    got, *caches = conversation(model, "memory" if place == "memory" else str(tmp_path), policy, **kind)
     assert torch.equal(got, want)
     for one, other in zip(caches, wanted, strict=True):
         assert kept(one) == kept(other)
