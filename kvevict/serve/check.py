@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import Refused, of_field
 from .fields import FLAG, NAMES, is_number, is_whole, number, whole
-from .messages import ITEMS
+from .messages import ITEMS, arguments_of
 
 PROMPTS = 128  # of a completion, at most
 DEEPEST = 100  # lists and objects in each other, in a field
@@ -216,9 +216,9 @@ def _calls(name: str, message: dict) -> None:
         _arguments(name, function["arguments"])
 
 
-def _arguments(name: str, arguments: str) -> None:
+def _arguments(name: str, arguments: Any) -> None:
     try:
-        json.loads((isinstance(arguments, str) and arguments) or "{}")
+        arguments_of(arguments)
     except (ValueError, RecursionError):
         raise Refused(400, f"{name}: a tool call's arguments are not JSON", param=name) from None
 

@@ -90,12 +90,14 @@ def _taken(tokenizer: Any, message: dict) -> dict:
 
 
 def _call(call: dict) -> dict:
-    """Make the arguments of a tool call an object, as templates take them; without letters it is empty."""
     function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments_of(function["arguments"])}}
+
+
+def arguments_of(arguments: Any) -> Any:
+    """The arguments of a tool call as an object, as templates take them; without letters it is empty. Raises ValueError
+    or RecursionError for a text that is not JSON."""
+    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
