@@ -71,6 +71,8 @@ class Reading(Watcher):
             raise ValueError("file= names a text's tokens alone, not those that PEFT puts before it: read without it")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ValueError(f"file={self.path!r} is not a regular file; give another path")
+        if not os.path.isdir(os.path.dirname(self.path)):
+            raise FileNotFoundError(errno.ENOENT, "its folder is missing: make it, or give another file=", self.path)
         self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.archive_kv, POSITION)
         self.comparable = _comparable(policy)
 

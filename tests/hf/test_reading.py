@@ -238,7 +238,7 @@ def test_refusals(tmp_path):
         kvevict.read(tiny.shared(), Words(), text, "snapkv", budget=24, window=4, file=path)
     with pytest.raises(ValueError, match="a regular file"):
         read(tmp_path, text)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="its folder is missing"):
         read(tmp_path / "missing/cache", text)
     (tmp_path / "cache.parts").write_text("a file")
     with pytest.raises(OSError):
