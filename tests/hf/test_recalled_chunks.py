@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from recalling import OTHERS, POLICIES
+from recalling import OTHERS, PACKED, POLICIES
 from tiny import prompt, relative, shared
 from torch.nn.functional import pad
 
@@ -33,12 +33,13 @@ def read(model, options, padded=0, **more):
 def test_chunks_read_as_without_eviction(name, padded, tmp_path):
     """A read's logits are those of a cache that lost nothing, and each layer keeps what the budget allows."""
     model, options = shared(), CHUNKED[name]
-    want, _ = read(model, dict(policy="snapkv", budget=4096, chunk_size=32, kv=options.get("kv", "model")), padded)
+    kind = options.get("recall_kv") or options.get("kv", "model")
+    want, _ = read(model, dict(policy="snapkv", budget=4096, chunk_size=32, kv=kind), padded)
     lost, _ = read(model, options, padded)
     for place in (True, str(tmp_path)):
         got, cache = read(model, options, padded, schedule="prompt", recall=place)
         assert (
-            relative(got[:, :2], want[:, :2]) < (0.02 if name == "int8" else 1e-5) < relative(lost[:, :2], want[:, :2])
+            relative(got[:, :2], want[:, :2]) < (0.02 if name in PACKED else 1e-5) < relative(lost[:, :2], want[:, :2])
         )
         kept = [layer.chosen.total_counts.sum(1) for layer in cache.layers]
         assert (sum(kept) <= 4 * 2 * (24 + 3)).all() and cache.layers[0].archive.total_counts.max() >= 240
