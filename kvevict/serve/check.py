@@ -216,7 +216,7 @@ def _calls(name: str, message: dict) -> None:
         _arguments(name, function["arguments"])
 
 
-def _arguments(name: str, arguments: Any) -> None:
+def _arguments(name: str, arguments: object) -> None:
     try:
         arguments_of(arguments)
     except (ValueError, RecursionError):

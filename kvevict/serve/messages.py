@@ -94,7 +94,7 @@ def _call(call: dict) -> dict:
     return {**call, "function": {**function, "arguments": arguments_of(function["arguments"])}}
 
 
-def arguments_of(arguments: Any) -> Any:
+def arguments_of(arguments: object) -> object:
     """The arguments of a tool call as an object, as templates take them; without letters it is empty. Raises ValueError
     or RecursionError for a text that is not JSON."""
     return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
