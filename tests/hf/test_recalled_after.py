@@ -287,11 +287,11 @@ def test_generate(options, compiled):
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
 def test_recorded_tokens_follow(kind):
     """And are those of an answer that is not recorded."""
-    model, ids, found = shared(), prompt(1, 90)["input_ids"], []
+    made, ids, found = model(), prompt(1, 90)["input_ids"], []  # one without hooks
     for compiled in (False, True):
-        with kvevict.evicting(model, **AFTER | dict(compiled=compiled, recall_kv=kind)):
-            found.append(model.generate(ids, max_new_tokens=N + 25, eos_token_id=None, do_sample=False)[0, 90:])
-            assert (kvevict.report(model)["replayed"] > 10) == compiled
+        with kvevict.evicting(made, **AFTER | dict(compiled=compiled, recall_kv=kind)):
+            found.append(made.generate(ids, max_new_tokens=N + 25, eos_token_id=None, do_sample=False)[0, 90:])
+            assert (kvevict.report(made)["replayed"] > 10) == compiled
     assert torch.equal(*found)
 
 
