@@ -1,71 +1,52 @@
 import os
 from argparse import ArgumentParser
 from dataclasses import fields
+from typing import Any
 
 from ..serve.options import Options
 from . import add_budget, add_model, build_policies, check_complete, check_folder, command, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+GONE = {"--stall": "a prompt that is read pauses after half a second, for a token of each answer"}
 
 
 @command
 def serve(parser: ArgumentParser, argv: list[str]) -> None:
     """Answer OpenAI's clients over HTTP, with bounded memory: questions about a text share its stored slots."""
+
+    def option(name: str, about: str, default: Any = None, **how: Any) -> None:
+        if default is not None:
+            about, how = f"{about}; default {default}", dict(how, default=default, type=type(default))
+        parser.add_argument(name, help=about, **how)
+
+    listed: Any = dict(action="append", default=[])
     add_model(parser, "model", nargs="?")
-    parser.add_argument("--name", help="the model's name in requests; default: a folder's name, or the hub id")
-    parser.add_argument(
-        "--policy",
-        default=Options.policy,
-        help=f"reads prompts; default {Options.policy}. One that can recall "
-        "(docs/usage.md) reads what several prompts begin with once",
-    )
+    option("--name", "the model's name in requests; default: a folder's name, or the hub id")
+    recalls = "one that can recall (docs/usage.md) reads what several prompts begin with once"
+    option("--policy", f"the policy that reads prompts; {recalls}", Options.policy)
     add_budget(parser, Options.budget, Options.chunk_size)
-    parser.add_argument(
-        "--memory-bytes",
-        default=f"{Options.memory >> 30}G",
-        help=f"of stored prefixes in memory at most, and of running answers' slots; default {Options.memory >> 30}G",
+    option("--memory-bytes", "most bytes of stored prefixes in memory, and of running answers' slots", "1G")
+    option(
+        "--store", "folder, which servers may share, for texts and for prefixes that come again; default: memory alone"
     )
-    parser.add_argument(
-        "--store",
-        help="folder, which servers may share, for texts and for prefixes that come again; default: memory alone",
+    option("--store-bytes", "most bytes of that folder's files", "4G")
+    option("--host", "address to listen at; this machine alone hears 127.0.0.1", "127.0.0.1")
+    names = (
+        "a name of the server that requests may have as their Host, beside localhost and the address that they come to"
     )
-    parser.add_argument(
-        "--store-bytes",
-        default=f"{Options.disk >> 30}G",
-        help=f"of that folder's files at most; default {Options.disk >> 30}G",
+    option("--allow-host", f"{names}; repeatable", metavar="NAME", **listed)
+    option("--port", "port to listen at; 0: any that is free", 8000)
+    keys = (
+        "a key that requests may use; repeatable, each key has separate texts; default: KVEVICT_API_KEY, or none needed"
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1, this machine alone"
-    )
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                        help="a name of the server that requests may have as their Host, beside localhost and the "
-                        "address that they come to; repeatable")  # fmt: skip
-    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
-    parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                        help="a key that requests may use; repeatable, each key has separate texts; default: "
-                        "KVEVICT_API_KEY, or none needed")  # fmt: skip
-    parser.add_argument(
-        "--batch",
-        type=int,
-        default=Options.batch,
-        help=f"answers that are written at once at most, a token of each in a step; default {Options.batch}",
-    )
-    parser.add_argument(
-        "--queue",
-        type=int,
-        default=Options.queue,
-        help=f"requests that wait at most, further ones get 429; default {Options.queue}",
-    )
-    parser.add_argument("--stall", type=float, default=Options.stall, metavar="SECONDS",
-                        help="after which a prompt that is read pauses between two layers, for a token of each running "
-                        f"answer; default {Options.stall}")  # fmt: skip
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=Options.timeout,
-        help=f"seconds that a request may take; default {Options.timeout:.0f}",
-    )
+    option("--api-key", keys, metavar="KEY", **listed)
+    option("--batch", "most answers that are written at once, a token of each in a step", Options.batch)
+    option("--queue", "most requests that wait; further ones get 429", Options.queue)
+    option("--timeout", "seconds that a request may take", Options.timeout)
+    for name in (each.partition("=")[0] for each in argv):
+        if name in GONE:
+            raise ValueError(f"{name} is gone: {GONE[name]}")
     args = parser.parse_args(argv)
     from ..policy.checks import at_least_0, count, installed
 
@@ -77,7 +58,6 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
         raise ValueError(f"--port {args.port}: give a number from 0 to 65535")
     count("--batch", args.batch, 1)
     count("--queue", args.queue, 0)
-    at_least_0("--stall", args.stall)
     at_least_0("--timeout", args.timeout, positive=True)
     if args.store is not None:
         check_folder("--store", args.store)
@@ -101,7 +81,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
 
 
 def size(option: str, text: str) -> int:
-    """Bytes: a number, or one with K, M, G or T."""
+    """Return the bytes that an option's text names: a number, or one with K, M, G or T."""
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
     try:
         found = int(float(digits) * UNITS.get(unit, 1))

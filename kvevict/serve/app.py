@@ -113,6 +113,8 @@ def routed(app: FastAPI, method: str, path: str) -> str:
     methods = {each for route in routes if route.path_regex.match(path) for each in route.methods}
     if methods:
         return f"{path[:200]} takes {' and '.join(sorted(methods))}, not {method[:20]}"
+    if path == "/v1/responses":
+        return f"{path} is not an endpoint of this server: ask at /v1/chat/completions"
     paths = ", ".join(dict.fromkeys(route.path_format for route in routes))
     return f"{path[:200]} is not an endpoint of this server, which has {paths}"
 

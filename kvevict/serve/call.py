@@ -37,9 +37,6 @@ class Call:
     stop: tuple = ()
     tools: list | None = None  # that an answer may call
     single: bool = False  # whether an answer ends with its first call
-    schema: dict | None = None  # of JSON that an answer is
-    forced: bool = False  # whether that JSON is calls
-    matcher: Any = None  # of the schema; each answer has a copy: to make one may take seconds
     usage: bool = False  # whether a stream counts tokens
     sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")

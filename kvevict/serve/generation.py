@@ -13,8 +13,7 @@ from ..engine.read.step import Step
 from ..tokens import find
 from .call import Call
 from .errors import Refused, of_field
-from .fields import PROMPT, RESPONSES
-from .grammar import Calls, Following, Grammars
+from .fields import PROMPT
 from .prefixes import Prefixes
 from .prompt import of_chat, of_messages, of_text
 from .reading import Reader
@@ -37,7 +36,6 @@ class Generation:
         self.reader = Reader(model, tokenizer, prefixes, scheduler)
         self.context = self.reader.context
         self.form = Form(tokenizer, model)
-        self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
@@ -128,11 +126,7 @@ class Generation:
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
             raise Refused(400, sentence, param="kvevict.question")
-        with of_field("tools" if call.forced else "text.format" if call.endpoint == RESPONSES else "response_format"):
-            call.matcher = None if call.schema is None else self.grammars.matcher(call.schema)  # refuses a schema
-        if call.forced:
-            call.parser = Calls
-        elif call.messages and call.schema is None:
+        if call.messages:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
@@ -150,9 +144,6 @@ class Generation:
 
     def _row(self, call: Call, at: int, answer: Written, give: Any) -> Row:
         prompt, config, made = call.whole.ids, self._config(call), []
-        processors = call.sampling.processors(len(prompt))
-        if call.matcher is not None:
-            processors.append(Following(call.matcher.deep_copy(), len(prompt)))
 
         def take(model: torch.nn.Module, input_ids: torch.Tensor, logits_processor: Any, **others: Any) -> torch.Tensor:
             made.append(logits_processor)
@@ -161,7 +152,8 @@ class Generation:
         config.stop_strings = None  # Transformers looks for them in the prompt, too
         ids = torch.tensor([prompt], device=self.reader.device)
         self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
+            ids, attention_mask=torch.ones_like(ids), generation_config=config,
+            logits_processor=call.sampling.processors(len(prompt)),
             custom_generate=take,
         )  # fmt: skip
         noise = torch.Generator() if config.do_sample else None

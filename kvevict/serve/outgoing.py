@@ -19,19 +19,12 @@ COMMENT = ": no event yet\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass events on at once
 
 
-def error_of(refusal: Refused) -> str:
-    return f"{DATA}{json.dumps(refusal.body())}\n\n"
-
-
 class Stream(StreamingResponse):
-    """The events of a call, and comments while there are none: proxies and clients end a connection that is silent.
+    """The events of a call, and comments while there are none: proxies and clients end a connection that is silent. An
+    error is the last event. `end` is called once, with the status of the call's end and the error that ended it."""
 
-    failed  makes the events of an error, which are the last
-    end     is called once, with the status of the call's end and the error that ended it, if any
-    """
-
-    def __init__(self, events: AsyncGenerator[str, None], call: Call, failed: Callable[[Refused], str]) -> None:
-        self.events, self.call, self.failed, self.end = events, call, failed, lambda status, error: None
+    def __init__(self, events: AsyncGenerator[str, None], call: Call) -> None:
+        self.events, self.call, self.end = events, call, lambda status, error: None
         self.status = 499  # until all was sent
         self.error: Refused | None = None
         self._next: asyncio.Future | None = None
@@ -50,7 +43,7 @@ class Stream(StreamingResponse):
             self.status = 200
         except Exception as error:
             known = log.told(error)
-            yield self.failed(known)
+            yield f"{DATA}{json.dumps(known.body())}\n\n"
             self.status, self.error = known.status, known
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

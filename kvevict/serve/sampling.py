@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogit
 
 from ..writing import sent
 
-LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
+LENGTHS = "max_completion_tokens", "max_tokens"  # the first that a request has counts
 LONG = 1024  # tokens of an answer, unless something says how many
 ZERO = 0.01  # a temperature below it draws nothing
 LEAST = -9999.0  # of a logarithm of a probability: JSON has nothing infinite

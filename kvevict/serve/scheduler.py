@@ -24,6 +24,8 @@ from .errors import Refused
 from .prefixes import Prefixes
 from .row import Row
 
+STALL = 0.5  # seconds since the answers' last token after which a read pauses at its next layer
+
 
 @dataclass(eq=False)
 class Turn:
@@ -63,11 +65,10 @@ class Scheduler:
     prefixes  the stored prefixes; an answer that needs more memory than they may take runs alone
     most      most answers that run at once
     queue     most calls that wait beside them
-    stall     seconds since the answers' last token after which a read pauses at its next layer
     """
 
-    def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int, stall: float) -> None:
-        self.model, self.prefixes, self.most, self.queue, self.stall = model, prefixes, most, queue, stall
+    def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int) -> None:
+        self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
         self.memory = prefixes.memory  # bytes of all answers' slots at most
         self._turns: list[Turn] = []
         self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
@@ -125,7 +126,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Between two layers of a read: answers get a token, when it is time."""
-        if self._groups and time.monotonic() - self._stepped >= self.stall:
+        if self._groups and time.monotonic() - self._stepped >= STALL:
             Context().run(self._step)
 
     def _run(self) -> None:

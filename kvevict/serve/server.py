@@ -18,11 +18,9 @@ from starlette.requests import ClientDisconnect
 from . import check, fields, log
 from .call import Call
 from .errors import Refused, of_field, refused
-from .fields import CHAT, COMPLETIONS, RESPONSES, TEXTS
+from .fields import CHAT, COMPLETIONS, TEXTS
 from .generation import Generation
-from .grammar import schema_of, schema_of_calls
-from .handlers import Chat, Completions, Responses
-from .messages import tools_of
+from .handlers import Chat, Completions
 from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
@@ -35,11 +33,7 @@ from .texts import Texts, checked
 
 SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
-ENDPOINTS = {  # path: handler, its check
-    CHAT: (Chat, check.chat),
-    COMPLETIONS: (Completions, check.completion),
-    RESPONSES: (Responses, check.response),
-}
+ENDPOINTS = {CHAT: (Chat, check.chat), COMPLETIONS: (Completions, check.completion)}  # path: handler, its check
 
 
 class Server:
@@ -53,7 +47,7 @@ class Server:
         self.keys, self.timeout, self.hosts = options.keys, options.timeout, options.hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler = Scheduler(model, prefixes, options.batch, options.queue, options.stall)
+        self.scheduler = Scheduler(model, prefixes, options.batch, options.queue)
         self.metrics = Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
         self.calls: list[Call] = []  # that have not ended
@@ -101,8 +95,7 @@ class Server:
     def _checked(self, path: str, body: dict) -> tuple:
         """Take the field `kvevict` out of a body, and return both. Raises Refused for fields that cannot be obeyed."""
         fields.known(path, body)
-        check.generation(body, self.vocabulary, self.tokenizer.chat_template)
-        ENDPOINTS[path][1](body)
+        ENDPOINTS[path][1](body, self.vocabulary, self.tokenizer.chat_template)
         if body.get("model", self.name) != self.name:
             raise self.other_model(body["model"])
         return body, body.pop("kvevict", {})
@@ -111,18 +104,16 @@ class Server:
         """Build the `Call` of a checked body. text: the stored text that it opens."""
         policy = self.policies.of(asked, text is not None)
         template = dict(body.get("chat_template_kwargs", {}))
-        effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
-        if effort is not None:
-            template["reasoning_effort"] = effort
-        tools = tools_of(body["tools"]) if body.get("tools") and body.get("tool_choice") != "none" else None
+        if "reasoning_effort" in body:
+            template["reasoning_effort"] = body["reasoning_effort"]
+        tools = body["tools"] if body.get("tools") and body.get("tool_choice") != "none" else None
         if tools:
             template["tools"] = tools
-        single, prompts = not body.get("parallel_tool_calls", True), body["prompt"] if path == COMPLETIONS else [""]
-        calls = schema_of_calls(body.get("tool_choice", "auto"), tools, single)
+        prompts, stop = body.get("prompt", [""]), body.get("stop", [])
         return Call(
             path, owner, policy, asked.get("question"), text, answers=body.get("n", 1),
-            seed=body.get("seed"), stop=check.stops(body), tools=tools, single=single,
-            schema=calls or schema_of(body), forced=calls is not None,
+            seed=body.get("seed"), stop=tuple(stop) if isinstance(stop, list) else (stop,), tools=tools,
+            single=not body.get("parallel_tool_calls", True),
             usage=body.get("stream_options", {}).get("include_usage", False),
             sampling=Decoding.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
             template=template, prompts=prompts, prompt=prompts[0],

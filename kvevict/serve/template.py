@@ -12,6 +12,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..prompts import rendered
+from .messages import arguments_of, json_fault
 
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
 TEXTS = CONTENT, *REASONING
@@ -77,6 +78,9 @@ class Parser:
         self._parser = ResponseParser(whole, prompt)
         # Letters of the prompt that are in no event yet: they may begin a delimiter, or are in a region that is open.
         self._given = sum(len(_letters(event)) for event in ResponseParser(whole, prompt).finalize()[1])
+        self.reasons = False  # whether the letters so far end within reasoning
+        for event in self._parser.initial_events:
+            self._follow(event)
         self._spoke, self._blank = False, ""  # whether a field has letters, and space after them
         self._lost = False  # whether the last region could not be read
 
@@ -92,6 +96,7 @@ class Parser:
         parts: list = []
         for event in events:
             field, kind = event["field"], event["type"]
+            self._follow(event)
             if kind == "region_open" and field in TEXTS:
                 self._spoke, self._blank, self._lost = self._lost and field == CONTENT, "", False
                 if self._template["fields"][field].keys() & {"open", "open_pattern"}:
@@ -103,6 +108,10 @@ class Parser:
             elif kind == "region_close" and field not in TEXTS:
                 parts.extend(self._region(event, cut))
         return joined(parts)
+
+    def _follow(self, event: dict) -> None:
+        if event["type"] != "region_chunk":
+            self.reasons = event["type"] == "region_open" and event["field"] in REASONING
 
     def _region(self, event: dict, cut: bool) -> list:
         """Return the calls of a region that is not text, or the letters of a region that cannot be read."""
@@ -184,12 +193,15 @@ def _listed(value: object) -> list:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call."""
+    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call, or whose name or arguments
+    are not JSON to every reader."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):
         raise ValueError("a call needs a name")
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    if fault := json_fault([name, arguments_of(arguments)]):
+        raise ValueError(fault)
+    return ToolCall(name, arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _strings(value: object) -> Any:

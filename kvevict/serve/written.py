@@ -27,20 +27,14 @@ class Written:
     """
 
     def __init__(
-        self,
-        form: Form,
-        parser: Any,
-        stops: tuple,
-        ends: set,
-        most: int,
-        single: bool = False,
-        loops: bool = True,
+        self, form: Form, parser: Any, stops: tuple, ends: set, most: int, single: bool = False, loops: bool = True,
         before: Any = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
         self._repetition = None if loops else Repetition()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
         self.tokens, self.ended = 0, False
+        self.reasoning = 0  # tokens between the delimiters of reasoning
         self.calls: list[ToolCall] = []
         self._ids = [*before]  # that are decoded together; the first `_told` are in a part already
         self._told, self._held = len(before), ""  # text that may begin a stop string
@@ -64,6 +58,8 @@ class Written:
     def put(self, token: int, probabilities: tuple[float, dict[int, float]] | None = None) -> list[Part]:
         """Append a token. probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
         self.tokens += 1
+        reasons = self.parser is not None and self.parser.reasons and token not in self.ends
+        parts: list[Part] = []
         if self._repetition is not None and self._repetition.put(token):
             self.most = self.tokens
         if token in self.ends:
@@ -76,8 +72,9 @@ class Written:
             if text and not text.endswith(HALF):
                 self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
                 self._decided += len(text)
-                return self._parsed(self._until_stop(text)) + self._tokens()
-        return []
+                parts = self._parsed(self._until_stop(text)) + self._tokens()
+        self.reasoning += reasons and self.parser.reasons
+        return parts
 
     def _token(self, token: int, log: float, likeliest: dict) -> Token:
         others = [(self._bytes(each), number) for each, number in likeliest.items()]
