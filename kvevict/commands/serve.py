@@ -26,21 +26,19 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     recalls = "one that can recall (docs/usage.md) reads what several prompts begin with once"
     option("--policy", f"the policy that reads prompts; {recalls}", Options.policy)
     add_budget(parser, Options.budget, Options.chunk_size)
-    option("--memory-bytes", "most bytes of stored prefixes in memory, and of running answers' slots", "1G")
     option(
-        "--store", "folder, which servers may share, for texts and for prefixes that come again; default: memory alone"
+        "--memory-bytes",
+        "most bytes of stored prefixes in memory, and of running answers' slots",
+        f"{Options.memory >> 30}G",
     )
-    option("--store-bytes", "most bytes of that folder's files", "4G")
+    option("--store", "folder of texts and of prefixes that come again; servers may share it; default: memory alone")
+    option("--store-bytes", "most bytes of that folder's files", f"{Options.disk >> 30}G")
     option("--host", "address to listen at; this machine alone hears 127.0.0.1", "127.0.0.1")
-    names = (
-        "a name of the server that requests may have as their Host, beside localhost and the address that they come to"
-    )
-    option("--allow-host", f"{names}; repeatable", metavar="NAME", **listed)
+    host = "a Host that requests may name, beside localhost and the address that they come to; repeatable"
+    option("--allow-host", host, metavar="NAME", **listed)
     option("--port", "port to listen at; 0: any that is free", 8000)
-    keys = (
-        "a key that requests may use; repeatable, each key has separate texts; default: KVEVICT_API_KEY, or none needed"
-    )
-    option("--api-key", keys, metavar="KEY", **listed)
+    key = "a key of requests; repeatable, each key has separate texts; default: KVEVICT_API_KEY, or none needed"
+    option("--api-key", key, metavar="KEY", **listed)
     option("--batch", "most answers that are written at once, a token of each in a step", Options.batch)
     option("--queue", "most requests that wait; further ones get 429", Options.queue)
     option("--timeout", "seconds that a request may take", Options.timeout)
@@ -70,14 +68,14 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
             raise ValueError("KVEVICT_API_KEY is empty: give a key, or unset it")
     given = {field.name: getattr(args, field.name) for field in fields(Options) if hasattr(args, field.name)}
     given |= dict(keys=tuple(keys), hosts=(args.host, *args.allow_host), memory=memory, disk=disk)
-    options = Options(**given | dict(budget=number(args.budget)))
+    given["budget"] = number(args.budget)
     from ..serve.app import name_of
     from ..serve.start import start
 
     for each in args.allow_host:
         if not name_of(each):
             raise ValueError(f"--allow-host {each}: give a name or an address, as in texts.example")
-    start(args.model, args.host, args.port, options)
+    start(args.model, args.host, args.port, Options(**given))
 
 
 def size(option: str, text: str) -> int:

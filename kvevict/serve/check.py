@@ -95,12 +95,10 @@ def _tools(tools: Any) -> None:
 
 def sampling(body: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a `generation_config` that are obeyed, from JSON as `transformers chat` sends it."""
-    text = body.get("generation_config", "{}")
     with of_field("generation_config"):
-        said = parsed(text.encode("utf-8", "surrogatepass"), "generation_config")
+        said = parsed(body.get("generation_config", "{}").encode(), "generation_config")
     found = {name: said[name] for name in SAMPLING if name in said}
-    fits = all(SAMPLING[name].fit(value) for name, value in found.items())
-    _must(fits, "generation_config has numbers that cannot be")
+    _must(all(SAMPLING[name].fit(found[name]) for name in found), "generation_config has numbers that cannot be")
     return found
 
 

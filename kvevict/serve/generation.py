@@ -15,7 +15,7 @@ from .call import Call
 from .errors import Refused, of_field
 from .fields import PROMPT
 from .prefixes import Prefixes
-from .prompt import of_chat, of_messages, of_text
+from .prompt import of_messages, of_text
 from .reading import Reader
 from .row import Row
 from .sampling import Chooser
@@ -25,7 +25,7 @@ from .written import Numbered, Written
 
 
 class Generation:
-    """Has the calls' prompts read, and makes their answers for the scheduler.
+    """Reads the prompts of calls, and makes their answers for the scheduler.
 
     model     a patched model
     prefixes  the caches of shared beginnings
@@ -74,7 +74,7 @@ class Generation:
             yield item
 
     def answers(self, call: Call) -> list[Written]:
-        """Make the answers of a call, without tokens yet. They also end where the model's context does."""
+        """Make the answers of a call, without tokens yet. Answers also end where the model's context does."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
@@ -99,10 +99,10 @@ class Generation:
         await self._in_thread(self.prefixes.forget, marks)
 
     async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
-        """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
-        a cancelled one's result would end the thread."""
+        """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: the
+        thread would end where it sets the result of a cancelled future."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error counts as seen
         return await asyncio.shield(future)
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
@@ -114,10 +114,8 @@ class Generation:
                 prompt = of_text(tokenizer, call.prompt, self.context, call.text)
                 if isinstance(call.prompt, list):
                     call.prompt = tokenizer.decode(call.prompt)
-            elif call.text is not None:
-                prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
             else:
-                prompt = of_chat(tokenizer, call.messages, call.template, self.context)
+                prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)

@@ -16,9 +16,9 @@ DONE = f"{DATA}[DONE]\n\n"
 
 
 class Completions:
-    """/v1/completions. name: the model's."""
+    """Answers of /v1/completions. name: the model's."""
 
-    kind = part = "text_completion"  # of a whole answer, and of an event of a stream
+    kind = part = "text_completion"  # the `object` of a whole answer, and of an event of a stream
     first: tuple = ()  # choices before an answer's first part
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -33,10 +33,10 @@ class Completions:
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """Make the choices of a stream that tell parts. calls: tool calls before them."""
-        text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
-        if text or logs or not parts:
-            yield dict(text=text) | logs
+        """Make the choices of a stream that hold parts. calls: number of tool calls before the parts."""
+        made = self.choice(call, parts)
+        if made != dict(text="") or not parts:
+            yield made
 
     def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
         """Make the response of all (number of an answer, parts of it)."""
@@ -86,7 +86,7 @@ class Completions:
 
 
 class Chat(Completions):
-    """/v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
@@ -127,7 +127,7 @@ def _event(value: dict) -> str:
 
 
 def _choice(index: int, said: dict, finish: str | None = None) -> dict:
-    """Make a choice, with null for what it has not: clients with a schema stop where a field is missing."""
+    """Make a choice, with null for fields that it lacks: clients with a schema stop where a field is missing."""
     return dict(index=index, finish_reason=finish, logprobs=None) | said
 
 
@@ -141,8 +141,7 @@ def _usage(call: Call, answers: list[Written]) -> dict:
 
 
 def _call(call: Call, part: Any) -> dict:
-    function = dict(name=part.name, arguments=part.arguments)
-    return dict(id=call.tool_id(), type="function", function=function)
+    return dict(id=call.tool_id(), type="function", function=dict(name=part.name, arguments=part.arguments))
 
 
 def _number(data: bytes, log: float) -> dict:

@@ -25,7 +25,7 @@ class Stream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[str, None], call: Call) -> None:
         self.events, self.call, self.end = events, call, lambda status, error: None
-        self.status = 499  # until all was sent
+        self.status = 499  # 200 once all was sent
         self.error: Refused | None = None
         self._next: asyncio.Future | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
@@ -58,7 +58,7 @@ class Stream(StreamingResponse):
 
 
 async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:
-    """Await a coroutine. When the client leaves before its end, cancel the coroutine and the call, and raise
+    """Await a coroutine. When the client leaves before the coroutine ends, cancel it and the call, and raise
     Refused."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
@@ -88,13 +88,14 @@ async def _stopped(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # known
+        task.exception()  # counts as seen
 
 
 async def together(
     streams: list[AsyncGenerator[Numbered, None]], answers: int, after: Callable[[], None]
 ) -> AsyncGenerator[Numbered, None]:
-    """Yield the parts of several calls' answers as they come. answers: of each call; after() is called before each."""
+    """Yield the parts of several calls' answers as they come. answers: number of answers of each call; after: called
+    before each part."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:

@@ -31,14 +31,16 @@ from .sampling import Decoding
 from .scheduler import Scheduler
 from .texts import Texts, checked
 
-SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
+SMALL = 1 << 16  # most bytes of a body that the event loop parses itself, so that small requests keep their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {CHAT: (Chat, check.chat), COMPLETIONS: (Completions, check.completion)}  # path: handler, its check
 
 
 class Server:
-    """name  of the model, as requests may give it
-    most  bytes of a request's body
+    """Serves a patched model.
+
+    name  the model's name in requests
+    most  most bytes of a request's body
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, policies: Policies, prefixes: Prefixes, texts: Texts,
@@ -50,7 +52,7 @@ class Server:
         self.scheduler = Scheduler(model, prefixes, options.batch, options.queue)
         self.metrics = Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
-        self.calls: list[Call] = []  # that have not ended
+        self.calls: list[Call] = []  # calls that have not ended
         self._threads = CapacityLimiter(2)
         self._tokenisers = {
             large: (copy.deepcopy(tokenizer) if large else tokenizer, CapacityLimiter(1)) for large in (False, True)
@@ -65,12 +67,12 @@ class Server:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         for key in self.keys if scheme.lower() == "bearer" else ():
-            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # as it was sent
+            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # the bytes as they were sent
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request, function: Callable[[dict[str, Any]], Any] = lambda body: body) -> Any:
-        """Run function(body). Raises Refused for a body that is no JSON object, or too large."""
+        """Run function(body). Raises Refused for a body that is not a JSON object, or too large."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
@@ -93,7 +95,7 @@ class Server:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
     def _checked(self, path: str, body: dict) -> tuple:
-        """Take the field `kvevict` out of a body, and return both. Raises Refused for fields that cannot be obeyed."""
+        """Take the field `kvevict` out of a body, and return both. Raises Refused for a field that cannot be obeyed."""
         fields.known(path, body)
         ENDPOINTS[path][1](body, self.vocabulary, self.tokenizer.chat_template)
         if body.get("model", self.name) != self.name:
@@ -101,14 +103,11 @@ class Server:
         return body, body.pop("kvevict", {})
 
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
-        """Build the `Call` of a checked body. text: the stored text that it opens."""
+        """Build the `Call` of a checked body. text: the stored text that opens the prompt."""
         policy = self.policies.of(asked, text is not None)
-        template = dict(body.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in body:
-            template["reasoning_effort"] = body["reasoning_effort"]
-        tools = body["tools"] if body.get("tools") and body.get("tool_choice") != "none" else None
-        if tools:
-            template["tools"] = tools
+        tools = (body.get("tools") or None) if body.get("tool_choice") != "none" else None
+        template = body.get("chat_template_kwargs", {}) | (dict(tools=tools) if tools else {})
+        template |= {name: body[name] for name in ("reasoning_effort",) if name in body}
         prompts, stop = body.get("prompt", [""]), body.get("stop", [])
         return Call(
             path, owner, policy, asked.get("question"), text, answers=body.get("n", 1),
@@ -185,7 +184,7 @@ class Server:
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
     def _tidied(self, call: Call) -> None:
-        """Do as `_forget` in another thread, without waiting. The call's text may be a deleted one."""
+        """Do as `_forget` in another thread, without waiting. The call's text may have been deleted."""
 
         def tidy() -> None:
             marks = () if call.text is None else (mark_of(call.owner, call.text),)
@@ -218,7 +217,7 @@ class Server:
         return Call(endpoint, owner, self.policies.of(asked, True, prefix=""), text=text, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:
-        """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
+        """GET /v1/kvevict/queue: tell how far the requests of a key are, and count the others."""
         owner, calls = self.owner(request), list(self.calls)
         every = [(call.owner, progress(call)) for call in calls]
         waiting = sum(each["state"] == "waiting" for _, each in every)
@@ -239,13 +238,13 @@ class Server:
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
     async def _tokenising(self, large: bool, function: Any) -> Any:
-        """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are letters), so each
-        serves one request at a time; large requests have their own, so that small ones never wait for them."""
+        """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are letters), so it
+        serves one request at a time; large requests have a separate tokenizer, so that small ones never wait."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
     async def _ended(self, call: Call, request: Any, work: Any) -> Response:
-        """Await the response of `work`. Its end, or that of its stream, is counted and logged."""
+        """Await the response of `work`. The end of the response, or of its stream, is counted and logged."""
         request.state.noted, entered = True, False
         self.calls.append(call)
         call.task = asyncio.current_task()

@@ -21,7 +21,7 @@ NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 class Token(NamedTuple):
     """A written token: its bytes, the logarithm of its probability, and (bytes, logarithm) of the likeliest tokens in
-    their order. start: letters of the answer before the token, or before the character that it is a part of."""
+    their order. start: the answer's letters before the token, or before the character that it is a part of."""
 
     data: bytes
     log: float
@@ -33,9 +33,9 @@ Part: TypeAlias = str | ToolCall | Token
 
 
 class Form:
-    """How a model writes: the special tokens, and the response template, a grammar that parts reasoning and tool calls
-    from text. Transformers' template for the model's type counts only if the chat template opens an answer as it
-    expects."""
+    """How a model writes: the special tokens, and the response template, a grammar that separates reasoning and tool
+    calls from text. Transformers' template for the model's type counts only if the chat template opens an answer as
+    that template expects."""
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         added = tokenizer.added_tokens_decoder
@@ -56,7 +56,7 @@ class Form:
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
     def silent(self, parser: object) -> set[int]:
-        """Return the special tokens that are not written: those that the response template does not look for."""
+        """Return the special tokens that are left out of an answer: the response template does not look for them."""
         if parser is None:
             return self.special
         looked_for = "\n".join(_strings(self.template))
@@ -155,7 +155,7 @@ def _whole(name: str, field: dict) -> dict:
     start, end = _pattern(field, "open"), _pattern(field, "close")
     made: dict = dict(content="text", content_args=dict(strip=False), repeats=True, transform=dict(content="{content}"))
     if start is not None:
-        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second is the end of a region that has none
+        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second group is the end of a region without one
         made["transform"] = dict(start="{start_}", content="{content}", end="{end_}")
     if end is not None:
         made["close_pattern"] = f"(?P<end_>{end})"
@@ -194,7 +194,7 @@ def _listed(value: object) -> list:
 
 def call_of(value: Any) -> ToolCall:
     """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call, or whose name or arguments
-    are not JSON to every reader."""
+    have a `json_fault`."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):
