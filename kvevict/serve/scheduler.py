@@ -24,8 +24,6 @@ from .errors import Refused
 from .prefixes import Prefixes
 from .row import Row
 
-STALL = 0.5  # seconds since the answers' last token after which a read pauses at its next layer
-
 
 @dataclass(eq=False)
 class Turn:
@@ -66,6 +64,8 @@ class Scheduler:
     most      most answers that run at once
     queue     most calls that wait beside the running ones
     """
+
+    stall = 0.5  # seconds since the answers' last token after which a read pauses at its next layer
 
     def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int) -> None:
         self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
@@ -126,7 +126,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Give answers a token between two layers of a read, when it is time."""
-        if self._groups and time.monotonic() - self._stepped >= STALL:
+        if self._groups and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._step)
 
     def _run(self) -> None:
