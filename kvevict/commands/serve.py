@@ -17,28 +17,27 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
 
     def option(name: str, about: str, default: Any = None, **how: Any) -> None:
         if default is not None:
-            about, how = f"{about}; default {default}", dict(how, default=default, type=type(default))
+            about = f"{about}; default {str(default).removesuffix('.0')}"
+            how |= dict(default=default, type=type(default))
         parser.add_argument(name, help=about, **how)
 
-    listed: Any = dict(action="append", default=[])
+    parser.set_defaults(allow_host=[], api_key=[])
     add_model(parser, "model", nargs="?")
     option("--name", "the model's name in requests; default: a folder's name, or the hub id")
     recalls = "one that can recall (docs/usage.md) reads what several prompts begin with once"
     option("--policy", f"the policy that reads prompts; {recalls}", Options.policy)
     add_budget(parser, Options.budget, Options.chunk_size)
     option(
-        "--memory-bytes",
-        "most bytes of stored prefixes in memory, and of running answers' slots",
-        f"{Options.memory >> 30}G",
+        "--memory-bytes", "most bytes of prefixes in memory, and again of answers' slots", f"{Options.memory >> 30}G"
     )
     option("--store", "folder of texts and of prefixes that come again; servers may share it; default: memory alone")
     option("--store-bytes", "most bytes of that folder's files", f"{Options.disk >> 30}G")
-    option("--host", "address to listen at; this machine alone hears 127.0.0.1", "127.0.0.1")
+    option("--host", "address to listen at; 127.0.0.1 is for this machine alone", "127.0.0.1")
     host = "a Host that requests may name, beside localhost and the address that they come to; repeatable"
-    option("--allow-host", host, metavar="NAME", **listed)
+    option("--allow-host", host, metavar="NAME", action="append")
     option("--port", "port to listen at; 0: any that is free", 8000)
     key = "a key of requests; repeatable, each key has separate texts; default: KVEVICT_API_KEY, or none needed"
-    option("--api-key", key, metavar="KEY", **listed)
+    option("--api-key", key, metavar="KEY", action="append")
     option("--batch", "most answers that are written at once, a token of each in a step", Options.batch)
     option("--queue", "most requests that wait; further ones get 429", Options.queue)
     option("--timeout", "seconds that a request may take", Options.timeout)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..asking.tokens import find
 from ..engine.read.step import Step
-from ..tokens import find
 from .call import Call
 from .errors import Refused, of_field
 from .fields import PROMPT
@@ -150,9 +150,8 @@ class Generation:
         config.stop_strings = None  # Transformers looks for them in the prompt, too
         ids = torch.tensor([prompt], device=self.reader.device)
         self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config,
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, custom_generate=take,
             logits_processor=call.sampling.processors(len(prompt)),
-            custom_generate=take,
         )  # fmt: skip
         noise = torch.Generator() if config.do_sample else None
         if noise is not None:

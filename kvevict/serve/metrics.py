@@ -34,8 +34,9 @@ class Metrics:
         def of(kind: Any, name: str, about: str, **more: Any) -> Any:
             return kind(f"kvevict_{name}", about, registry=self.registry, **more)
 
-        labels = ["endpoint", "status"]
-        self.requests = of(Counter, "requests", "Requests that were answered or refused", labelnames=labels)
+        self.requests = of(
+            Counter, "requests", "Requests that were answered or refused", labelnames=["endpoint", "status"]
+        )
         self.queue = of(Gauge, "queue", "Requests that wait for their turn")
         self.running = of(Gauge, "running", "Answers that are written")
         self.read = of(Counter, "tokens_read", "Prompt tokens that the model read")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
-from ..writing import sent
+from ..answering.writing import sent
 
 LENGTHS = "max_completion_tokens", "max_tokens"  # the first of these fields that a request has counts
 LONG = 1024  # most tokens of an answer, unless a request or the model's configuration says another number

@@ -112,10 +112,9 @@ class Server:
         return Call(
             path, owner, policy, asked.get("question"), text, answers=body.get("n", 1),
             seed=body.get("seed"), stop=tuple(stop) if isinstance(stop, list) else (stop,), tools=tools,
-            single=not body.get("parallel_tool_calls", True),
             usage=body.get("stream_options", {}).get("include_usage", False),
             sampling=Decoding.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
-            template=template, prompts=prompts, prompt=prompts[0],
+            single=not body.get("parallel_tool_calls", True), template=template, prompts=prompts, prompt=prompts[0],
         )  # fmt: skip
 
     # -- the way of a request -----------------------------------------------------------------------------------------

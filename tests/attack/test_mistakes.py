@@ -20,11 +20,11 @@ from tiny import prompt, save, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import files, sealed, store
+from kvevict import store
+from kvevict.asking.prompts import MARGIN, first_ids, ids_of
 from kvevict.cli import main
 from kvevict.commands import read_text
 from kvevict.engine.read.budgets import places
-from kvevict.files import replacing, write
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.run import encode
 from kvevict.lab.analysis.shape import shape_of
@@ -33,7 +33,8 @@ from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy
-from kvevict.prompts import MARGIN, first_ids, ids_of
+from kvevict.store import files, sealed
+from kvevict.store.files import replacing, write
 
 DEEP = "[" * 100_000
 DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # Python reads it

@@ -46,7 +46,7 @@ def refused(argv, missing, tmp_path, monkeypatch, capsys):
 
 
 def test_training_without_held_out_pairs_needs_no_scipy(monkeypatch):
-    from kvevict.lookahead.training import check_installed
+    from kvevict.train.lookahead.training import check_installed
 
     monkeypatch.setitem(sys.modules, "scipy", None)
     check_installed(held_out=0)
