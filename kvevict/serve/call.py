@@ -95,9 +95,8 @@ class Call:
         for name in COUNTED if self.parts else ():
             setattr(self, name, sum(getattr(each, name) for each in self.parts))
         self.running = self.running or any(each.running for each in self.parts)
-        if self.first_token is None:
-            first = (each.first_token for each in self.parts if each.first_token is not None)
-            self.first_token = min(first, default=None)
+        first = (each.first_token for each in self.parts if each.first_token is not None)
+        self.first_token = min(first, default=self.first_token)
 
     def tool_id(self) -> str:
         """Make the id of a further tool call. Mistral's templates take nine letters and digits."""

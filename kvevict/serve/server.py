@@ -105,9 +105,9 @@ class Server:
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
         """Build the `Call` of a checked body. text: the stored text that opens the prompt."""
         policy = self.policies.of(asked, text is not None)
-        tools = (body.get("tools") or None) if body.get("tool_choice") != "none" else None
-        template = body.get("chat_template_kwargs", {}) | (dict(tools=tools) if tools else {})
-        template |= {name: body[name] for name in ("reasoning_effort",) if name in body}
+        tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+        effort = {"reasoning_effort": body["reasoning_effort"]} if "reasoning_effort" in body else {}
+        template = body.get("chat_template_kwargs", {}) | effort | (dict(tools=tools) if tools else {})
         prompts, stop = body.get("prompt", [""]), body.get("stop", [])
         return Call(
             path, owner, policy, asked.get("question"), text, answers=body.get("n", 1),
