@@ -99,6 +99,7 @@ NULLABLE = {  # fields that OpenAI's specification requires, and that may be nul
     "ChatCompletionTokenLogprob": {"bytes"}, "TopLogprob": {"bytes"},
     "Logprobs": {"text_offset", "token_logprobs", "tokens", "top_logprobs"},
 }  # fmt: skip
+JSON = {"content-type": "application/json"}
 OURS = {"kvevict", "reasoning_content", "name"}  # fields that the package's types do not have
 
 
@@ -125,6 +126,15 @@ def complete(value) -> None:
         complete(each)
 
 
+def scope_of(method, path, headers, **more) -> dict:
+    """The ASGI scope of a request with these headers alone."""
+    return dict(
+        type="http", asgi={"version": "3.0", "spec_version": "2.3"}, method=method, path=path, raw_path=path.encode(),
+        headers=[(name.encode(), value.encode()) for name, value in headers.items()], query_string=b"", scheme="http",
+        root_path="", http_version="1.1", server=("here", 80), client=("here", 1),
+    ) | more  # fmt: skip
+
+
 class Client:
     """Asks a server without a network, each request in a task of its own, and checks the shapes of its answers."""
 
@@ -141,11 +151,7 @@ class Client:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=self.headers) as client:
             given = (
-                dict(content=content, headers={"Content-Type": "application/json"})
-                if content is not None
-                else {}
-                if body is None
-                else dict(json=body)
+                dict(content=content, headers=JSON) if content is not None else {} if body is None else dict(json=body)
             )
             response = await client.request(method, path, timeout=600, **given)
         if response.status_code == 200 and path in SHAPES:

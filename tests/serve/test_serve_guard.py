@@ -12,7 +12,7 @@ import threading
 
 import pytest
 from fuzzing import SEED
-from serving import Client, asks, said, server, unpatched  # noqa: F401
+from serving import JSON, Client, asks, said, scope_of, server, unpatched  # noqa: F401
 
 from kvevict.cli import main
 
@@ -21,11 +21,8 @@ ONCE = dict(messages=[dict(role="user", content="Once")], max_tokens=2)
 
 def sent(client, headers, parts=(), method="GET", path="/health", came_to="127.0.0.1", version="1.1") -> tuple:
     """(status, headers, body) of a request with these headers alone; parts: of its body, as they are asked for."""
-    scope = dict(
-        type="http", asgi={"version": "3.0", "spec_version": "2.3"}, method=method, path=path, http_version=version,
-        headers=[(name.encode(), value.encode()) for name, value in headers.items()], query_string=b"", scheme="http",
-        root_path="", server=(came_to, 80), client=("10.1.2.3", 1), raw_path=path.encode(),
-    )  # fmt: skip
+    more = dict(http_version=version, server=(came_to, 80), client=("10.1.2.3", 1))
+    scope = scope_of(method, path, headers, **more)
     left, got = iter(parts), []
 
     async def receive():
@@ -92,10 +89,7 @@ def test_a_client_that_leaves_within_its_body(client, caplog):
     async def send(message):
         pass
 
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = dict(
-        type="http", method="POST", path="/v1/completions", headers=headers, query_string=b"", http_version="1.1"
-    )
+    scope = scope_of("POST", "/v1/completions", dict(JSON, host="localhost"))
     with caplog.at_level(logging.INFO, "kvevict.serve"):
         asyncio.run(client.app(scope, gone, send))
     assert [(each.message, each.facts["status"]) for each in caplog.records if each.name == "kvevict.serve"] == [

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, said, server, unpatched  # noqa: F401
+from serving import FILLER, JSON, Client, asks, events, said, scope_of, server, unpatched  # noqa: F401
 
 from kvevict.serve import call, outgoing
 
@@ -120,12 +120,7 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
         async def send(message):
             sent.append(message)
 
-        scope = dict(
-            type="http", asgi={"version": "3.0", "spec_version": "2.3"}, method="POST", path="/v1/chat/completions",
-            headers=[(b"content-type", b"application/json")], query_string=b"", http_version="1.1", scheme="http",
-            root_path="", server=("here", 80), client=("here", 1), raw_path=b"/v1/chat/completions",
-        )  # fmt: skip
-        await client.app(scope, receive, send)
+        await client.app(scope_of("POST", "/v1/chat/completions", JSON), receive, send)
         await asyncio.to_thread(client.server.scheduler.submit(bool).result)  # the thread has ended the call
         gc.collect()
         await asyncio.sleep(0)
