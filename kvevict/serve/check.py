@@ -85,9 +85,9 @@ def _generation(body: dict, vocabulary: int) -> None:
 def _tools(tools: Any) -> None:
     _must(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools), "tools must be a list of objects")
     for tool in tools:
-        function = tool.get("function")
-        fits = tool.get("type", "function") == "function" and isinstance(function, dict)
-        _must(fits and isinstance(function.get("name"), str), "tools must be functions, and have names")
+        function: Any = tool.get("function") if tool.get("type", "function") == "function" else None
+        fits = isinstance(function, dict) and isinstance(function.get("name"), str)
+        _must(fits, 'tools must be functions with names: {"type": "function", "function": {"name": ...}}')
         _must(isinstance(function.get("parameters", {}), dict), "tools: parameters must be a JSON schema")
         strict = "tools: strict is not supported: leave it out, or use vLLM's server, where calls follow their schemas"
         _must(not function.get("strict"), strict)

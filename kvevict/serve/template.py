@@ -199,7 +199,7 @@ def call_of(value: Any) -> ToolCall:
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):
         raise ValueError("a call needs a name")
-    if fault := json_fault([name, arguments_of(arguments)]):
+    if fault := json_fault(name) or json_fault(arguments_of(arguments)):
         raise ValueError(fault)
     return ToolCall(name, arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments))
 

@@ -130,7 +130,7 @@ ANSWERS = {  # an answer, whether it ends, with tools: text, calls, finish
     "not JSON": (f"Well.\n{NONE} So.", True, True, f"Well.\n{NONE} So.", 0, "stop"),
     "a list": ("<tool_call>[1]</tool_call>", True, True, "<tool_call>[1]</tool_call>", 0, "stop"),
     "no name": ('<tool_call>{"x": 1}</tool_call>', True, True, '<tool_call>{"x": 1}</tool_call>', 0, "stop"),
-    **{f"arguments with {value[:20]}": (call := CALL.replace('"a.b"', value), True, True, call, 0, "stop") for value in (
+    **{f"arguments: {value[:20]}": (call := CALL.replace('"a.b"', value), True, True, call, 0, "stop") for value in (
         "NaN", "-Infinity", "1e999", "[1e999]", '"\\ud83d"', '{"\\udc00": 1}', "[" * 120 + "]" * 120, "9" * 400,
     )},
     "a name with half a pair": (call := CALL.replace('"f"', '"\\ud83d"'), True, True, call, 0, "stop"),
