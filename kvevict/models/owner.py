@@ -54,8 +54,10 @@ class Owner:
 
     def agrees(self, other: "Owner") -> bool:
         """Whether the same model filled two caches, with the same weights."""
-        states = self.state, other.state
-        return self.model() is other.model() and (self is other or None in states or _change(*states) is None)
+        one, two = self.state, other.state
+        if self is other or self.model() is not other.model() or one is None or two is None:
+            return self.model() is other.model()
+        return _change(one, two) is None and _change(two, one) is None
 
     def _change(self, model: Any) -> str | None:
         before: Any = self.state
@@ -137,7 +139,7 @@ def _change(before: _State, now: _State) -> str | None:
     if now.on != before.on:
         was, are = (", ".join(sorted(frozenset().union(*each.on))) or "none" for each in (before, now))
         return f"whose PEFT adapters on were {was}, this one's are {are}"
-    written = any(before.versions.get(part, version) != version for part, version in now.versions.items())
+    written = any(version > before.versions.get(part, version) for part, version in now.versions.items())
     if written or (before.sample and now.sample and not _alike(before, now)):
         return "whose weights were written to since"
     if now.settings != before.settings:
@@ -156,5 +158,5 @@ def _near(one: bytes, other: bytes, dtype: torch.dtype, width: int, merges: bool
     if one == other or not (merges and dtype.is_floating_point and len(one) == len(other)):
         return one == other
     before, now = (torch.frombuffer(bytearray(each), dtype=dtype).view(-1, width).float() for each in (one, other))
-    most = before.abs().amax(1, keepdim=True) * max(2 * torch.finfo(dtype).eps, ROUNDED)
+    most = before.abs().amax(1, keepdim=True) * max(4 * torch.finfo(dtype).eps, ROUNDED)
     return bool(((now - before).abs() <= most).all())
