@@ -54,3 +54,13 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             + ": answers about the rest are often wrong. Read the whole chat again, without past_key_values, or patch "
             "with recall=True before its first turn",
         )
+
+
+def of_norms(layers: list[int]) -> None:
+    """Warn of layers whose first chunk was stored in kinds that do not hold rows of a later one."""
+    if layers:
+        once(
+            "norms",
+            f"layers {', '.join(map(str, layers))} have keys or values of a norm above 65504, which 4 bits may not "
+            "hold (then the answers are NaN): read the text with kv='int8', or recall_kv='int8' for an archive",
+        )
