@@ -1,14 +1,12 @@
-"""Warnings, each given once, where nothing fails and answers are likely to be wrong."""
+"""What a user is told while a call runs: progress, and warnings, each given once, where answers are likely wrong."""
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from .families import context_of
+from .models.families import context_of
 
-FEW = (
-    8  # decoded rows: where fewer choose from all tokens, most of a text's facts are lost (docs/methods.md section 13)
-)
+FEW = 8  # decoded rows: where fewer choose from all tokens, most facts of a text are lost (docs/methods.md section 13)
 LITTLE = 0.25  # share of a text: where less is kept, answers about it are often wrong
 _given: set[Hashable] = set()
 
@@ -46,7 +44,8 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
         once(
             ("interval", policy.interval),
             f"interval={policy.interval} with recall=True and decode=True: a cut chooses from all tokens by "
-            f"{policy.interval} decoded rows, and answers forget most of the text: give an interval of {FEW} or more, or decode=False",
+            f"{policy.interval} decoded rows, and answers forget most of a text: give an interval of {FEW} or more, "
+            "or decode=False",
         )
     before, meter = cache.sequence.policy, cache.meter
     if before is None or meter is None or (policy.recall and before.recall):
@@ -73,3 +72,12 @@ def of_norms(layers: list[int]) -> None:
             f"layers {', '.join(map(str, layers))} have keys or values of a norm above 65504, which 4 bits may not "
             "hold (then the answers are NaN): read the text with kv='int8', or recall_kv='int8' for an archive",
         )
+
+
+def bar(items: Sequence[Any], what: str, unit: str, show: bool) -> Any:
+    """The items, shown as they are taken, if there are several."""
+    if not show or len(items) < 2:
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, desc=what, unit=unit)

@@ -13,8 +13,8 @@ from tiny import VERSION, generate, prompt, relative, shared
 from transformers import AsyncTextIteratorStreamer, DynamicCache, TextIteratorStreamer
 
 import kvevict
-from kvevict.compat import cache_of
-from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.models.compat import cache_of
 
 ALL = dict(budget=4096, chunk_size=16)  # keeps everything
 PADS = (0, 5, 17)
@@ -359,7 +359,7 @@ def test_ways_to_call():
 @pytest.mark.parametrize("policy", ["snapkv", "take"])
 def test_hidden_states(policy):
     """All layers' hidden states with one chunk, refused with several; attentions refused; the model goes on."""
-    model, inputs = shared(), prompt(1, 50)
+    model, inputs = tiny.model(), prompt(1, 50)
     options = dict(budget=10, window=4) if policy == "snapkv" else dict(budget=60, probe=4, chunk_size=60)
     want = model(**inputs, output_hidden_states=True).hidden_states
     with kvevict.evicting(model, policy, **options):

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ...engine.hook.installed import using
-from ...families import base_model, find_decoder
+from ...models.families import base_model, find_decoder
 from ...patch import evicting
 from ...policy.policy import Policy
 from .cost import UNPATCHED
@@ -53,9 +53,8 @@ class Wide(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        wide, below = torch.float32, (torch.bfloat16, torch.float16)
-        if dtype == wide:
-            wide, below = torch.float64, (*below, dtype)
+        wide = torch.float64 if dtype == torch.float32 else torch.float32
+        below = [each for each in (torch.bfloat16, torch.float16, torch.float32) if each != wide]
         self.wider, self.narrower = dict.fromkeys(below, wide), {wide: dtype}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

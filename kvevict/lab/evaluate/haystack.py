@@ -21,8 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from ...files import decoded
 from ...policy.checks import parsed
+from ...store.files import decoded
 from .words import LISTS, TEMPLATES
 
 if TYPE_CHECKING:

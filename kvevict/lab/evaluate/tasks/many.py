@@ -17,8 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ....files import decoded
 from ....policy.checks import parsed
+from ....store.files import decoded
 from ..haystack import depths, haystack, most, sentences
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, Settings, opening
