@@ -64,7 +64,9 @@ def attention(
     return call.out[..., :width], None
 
 
-def _represent(step: Any, layer: Any, archives: bool, query: torch.Tensor, key: Any, value: Any, options: dict) -> None:
+def _represent(
+    step: Any, layer: Any, archives: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
+) -> None:
     """Before a layer attends: choose how what it has not stored before is stored. archives: in an archive, too."""
     policy, chunk = step.plan.policy, key.shape[2] - step.appended
     first = step.first.clamp_max(chunk)  # a row of padding alone

@@ -36,7 +36,9 @@ class Apart:
     centre = property(lambda self: together([one.centre for one in self.each]))
     is_centred = property(lambda self: all(one.is_centred for one in self.each))
 
-    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: Any = 0) -> Apart:
+    def append(
+        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: object = 0
+    ) -> Apart:
         rows = [slice(row, row + 1) for row in range(len(self.each))]
         return Apart(
             [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
@@ -45,7 +47,7 @@ class Apart:
     def centred_as(self, other: Storage) -> Apart:
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
-    def with_all(self, other: Storage, expected: Any = 0) -> Apart:
+    def with_all(self, other: Storage, expected: object = 0) -> Apart:
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 
     def as_prefix(self) -> Apart:
@@ -221,7 +223,7 @@ def whole(layer: Any) -> Storage:
     return _here(layer, _with_last(layer, _forked(layer.archive)))
 
 
-def every(layer: EvictionLayer) -> list[Any]:
+def every(layer: EvictionLayer) -> list[Storage | Apart]:
     """The same where they lie, for reading, one storage after the other; a layer's slots if it has no archive."""
     if layer.archive is None:
         return [layer.storage]
@@ -247,7 +249,7 @@ def _with_last(layer: Any, archive: Any) -> Any:
     return archive
 
 
-def _last(layer: Any, archive: Any, count: int) -> Storage:
+def _last(layer: EvictionLayer, archive: Storage | Apart, count: int) -> Storage:
     """The last slots of each head, in the kinds of an archive."""
     last = layer.storage.last(count)
     return last if archive.kinds == last.kinds else _near(layer, archive).with_all(last)

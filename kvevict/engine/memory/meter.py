@@ -57,7 +57,7 @@ class Meter:
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * int(tokens.sum()))
 
-    def weigh(self, index: int, storage: Any, *new: torch.Tensor) -> None:
+    def weigh(self, index: int, storage: Storage | Apart, *new: torch.Tensor) -> None:
         """Note whether keys and values [B, Hkv, S, D] of a layer's chunk are more than the kinds of a storage hold."""
         for x, kind, centre in zip(new, storage.kinds, (storage.centre, None), strict=True):
             most = kv.LAYOUTS[kind].most

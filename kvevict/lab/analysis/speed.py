@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,6 +15,8 @@ from ...patch import evicting
 from ...policy.policy import Policy
 from .cost import UNPATCHED
 from .run import measure
+
+T = TypeVar("T")
 
 # How many times as far from the exact logits as the unpatched model's a patched model's may be. Both differ from these
 # by rounding of one size, in another order of sums: the ratio of the two distances is that of two draws of a random
@@ -57,7 +59,7 @@ class Wide(TorchFunctionMode):
         below = [each for each in (torch.bfloat16, torch.float16, torch.float32) if each != wide]
         self.wider, self.narrower = dict.fromkeys(below, wide), {wide: dtype}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         given, name = (args, kwargs or {}), func.__name__
         if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
             return func(*given[0], **given[1])  # in place
@@ -71,10 +73,10 @@ class Wide(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _cast(values: Any, to: dict[torch.dtype, torch.dtype]) -> Any:
+def _cast(values: T, to: dict[torch.dtype, torch.dtype]) -> T:
     """Tensors and dtypes in nested values, of one dtype in another."""
 
-    def one(x: Any) -> Any:
+    def one(x: object) -> object:
         if isinstance(x, torch.Tensor):
             return x.to(to.get(x.dtype, x.dtype))
         return to.get(x, x) if isinstance(x, torch.dtype) else x
