@@ -6,7 +6,6 @@ from typing import Any
 
 from .models.families import context_of
 
-FEW = 8  # decoded rows: where fewer choose from all tokens, most facts of a text are lost (docs/methods.md section 13)
 LITTLE = 0.25  # share of a text: where less is kept, answers about it are often wrong
 _given: set[Hashable] = set()
 
@@ -40,12 +39,11 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             f"the {max(seen)} tokens are more than the model's context of {context}, and answers are often wrong: "
             "shorten the prompt",
         )
-    if policy.recall and policy.decode and policy.interval < FEW:
+    if policy.recall and policy.decode:
         once(
-            ("interval", policy.interval),
-            f"interval={policy.interval} with recall=True and decode=True: a cut chooses from all tokens by "
-            f"{policy.interval} decoded rows, and answers forget most of a text: give an interval of {FEW} or more, "
-            "or decode=False",
+            "decode",
+            "recall=True with decode=True: while an answer is written, few decoded rows choose from all tokens, and "
+            "facts that the question had found are lost: give decode=False",
         )
     before, meter = cache.sequence.policy, cache.meter
     if before is None or meter is None or (policy.recall and before.recall):
