@@ -35,11 +35,8 @@ static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts
 static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_F16 && dtype != KV_BF16; }
 
 static kv_status kv_slots_check(const kv_slots *slots) {
-  for (int i = 0; i < 2; i++) {
-    const kv_packing packing = i ? slots->v_packing : slots->k_packing;
-    if ((unsigned)packing > KV_LAYOUT_COUNT) return KV_BAD_DTYPE;
-  }
-  return KV_OK;
+  const int bad = (unsigned)slots->k_kind >= KV_KIND_COUNT || (unsigned)slots->v_kind >= KV_KIND_COUNT;
+  return bad ? KV_BAD_DTYPE : KV_OK;
 }
 
 static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
@@ -110,7 +107,7 @@ kv_status kv_kl_check(const kv_kl *a, int counts) {
 }
 
 kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
-  if (!counts && a->rows.slots.k_packing != KV_AS_COMPUTED) return KV_NO_KIND;
+  if (!counts && a->rows.slots.k_kind != KV_AS_COMPUTED) return KV_NO_KIND;
   return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
 }
 
@@ -154,8 +151,8 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
   if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
   if (kv_slots_check(&a->src) != KV_OK || kv_slots_check(&a->dst) != KV_OK) return KV_BAD_DTYPE;
-  if (a->src.k_packing && a->dst.k_packing && a->src.k_packing != a->dst.k_packing) return KV_BAD_KIND;
-  if (a->src.v_packing && a->dst.v_packing && a->src.v_packing != a->dst.v_packing) return KV_BAD_KIND;
+  if (a->src.k_kind && a->dst.k_kind && a->src.k_kind != a->dst.k_kind) return KV_BAD_KIND;
+  if (a->src.v_kind && a->dst.v_kind && a->src.v_kind != a->dst.v_kind) return KV_BAD_KIND;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
     const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
     if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;
@@ -176,8 +173,7 @@ kv_status kv_decode_check(const kv_decode *a, int counts) {
   const kv_status kinds = kv_slots_check(&a->slots);
   if (kinds != KV_OK) return kinds;
   const kv_slots *prefix = &a->prefix;
-  if (prefix->k && (prefix->k_packing != a->slots.k_packing || prefix->v_packing != a->slots.v_packing))
-    return KV_BAD_KIND;
+  if (prefix->k && (prefix->k_kind != a->slots.k_kind || prefix->v_kind != a->slots.v_kind)) return KV_BAD_KIND;
   for (int64_t i = 0; counts && i < a->B * a->Hkv; i++) {
     const int64_t before = a->prefix.len ? a->prefix.len[i] : 0, len = a->slots.len[i];
     if (before < 0 || len < 0 || before + len >= (a->probs ? a->C : INT32_MAX)) return KV_BAD_COUNT;

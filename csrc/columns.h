@@ -10,23 +10,23 @@
 /* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
-  kv_packing packing; /* of the columns before `packed`, of none if that is 0 */
+  kv_kind kind; /* of the columns before `packed`, of none if that is 0 */
   int64_t D, n, packed;
   const float *centre; /* [D] of packed columns, or NULL */
   kv_segments at;
 } kv_columns;
 
 /* Bytes of a stored row. */
-static inline int64_t kv_row_bytes(kv_packing packing, kv_dtype dtype, int64_t D) {
-  return packing == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(packing, D);
+static inline int64_t kv_row_bytes(kv_kind kind, kv_dtype dtype, int64_t D) {
+  return kind == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(kind, D);
 }
 
 /* Of [stored | new], the stored ones in `rows`. */
 static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at, const void *rows, int64_t offset,
-                                       kv_packing packing, const float *centre) {
-  kv_columns x = {dtype, packing, D, at.n, 0, NULL, at};
-  if (packing == KV_AS_COMPUTED) return x;
-  const int64_t bytes = kv_packed_bytes(packing, D);
+                                       kv_kind kind, const float *centre) {
+  kv_columns x = {dtype, kind, D, at.n, 0, NULL, at};
+  if (kind == KV_AS_COMPUTED) return x;
+  const int64_t bytes = kv_packed_bytes(kind, D);
   x.packed = at.len, x.centre = centre;
   x.at.stored = (uint64_t)(uintptr_t)rows + (uint64_t)(offset * bytes), x.at.stored_stride = bytes;
   return x;
@@ -42,22 +42,22 @@ static inline kv_columns kv_key_columns(kv_dtype dtype, int64_t D, const kv_slot
                                         int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   const int64_t head = b * Hkv + h;
   return kv_columns_of(dtype, D, kv_keys_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->k,
-                       slots->offset[head], slots->k_packing, kv_centre(slots, head, D));
+                       slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
 }
 static inline kv_columns kv_value_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
                                           int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   return kv_columns_of(dtype, D, kv_values_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->v,
-                       slots->offset[b * Hkv + h], slots->v_packing, NULL);
+                       slots->offset[b * Hkv + h], slots->v_kind, NULL);
 }
 
 /* Of two buffers of stored slots: `shared_len` rows from `shared` on in the first, then `len` rows from `own` on. */
-static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_packing packing, const float *centre,
+static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_kind kind, const float *centre,
                                            const void *shared_rows, int64_t shared, int64_t shared_len,
                                            const void *own_rows, int64_t own, int64_t len) {
-  const int64_t bytes = kv_row_bytes(packing, dtype, D), dense[3] = {0, 0, bytes};
+  const int64_t bytes = kv_row_bytes(kind, dtype, D), dense[3] = {0, 0, bytes};
   const kv_segments at =
       kv_segments_of(shared_rows, shared, shared_len, own_rows, dense, 0, 0, own, own + len, bytes, 1);
-  return (kv_columns){dtype, packing, D, at.n, packing == KV_AS_COMPUTED ? 0 : at.n, centre, at};
+  return (kv_columns){dtype, kind, D, at.n, kind == KV_AS_COMPUTED ? 0 : at.n, centre, at};
 }
 
 static inline const void *kv_column(const kv_columns *x, int64_t c) {
@@ -67,7 +67,7 @@ static inline const void *kv_column(const kv_columns *x, int64_t c) {
 /* Column c -> row [D] */
 static inline void kv_column_load(const kv_columns *x, int64_t c, float *restrict row) {
   if (c < x->packed)
-    kv_unpack_row(x->packing, x->centre, kv_column(x, c), row, x->D);
+    kv_unpack_row(x->kind, x->centre, kv_column(x, c), row, x->D);
   else
     kv_load_row(x->dtype, kv_column(x, c), row, x->D);
 }
@@ -109,15 +109,15 @@ static inline uintptr_t kv_columns_ahead(const kv_columns *x, int64_t c) {
 }
 
 /* Stores a row of D numbers of the call's dtype, packed or as it is. */
-static inline void kv_row_store(kv_dtype dtype, int64_t D, const void *from, kv_packing packing, const float *centre,
+static inline void kv_row_store(kv_dtype dtype, int64_t D, const void *from, kv_kind kind, const float *centre,
                                 void *to) {
   float numbers[KV_MOST_D];
-  if (packing == KV_AS_COMPUTED) {
+  if (kind == KV_AS_COMPUTED) {
     memcpy(to, from, (size_t)(D * kv_size(dtype)));
     return;
   }
   numbers[0] = 0; /* the compiler does not know that D > 0 */
   kv_load_row(dtype, from, numbers, D);
-  kv_pack_row(packing, centre, numbers, to, D);
+  kv_pack_row(kind, centre, numbers, to, D);
 }
 #endif

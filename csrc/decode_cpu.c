@@ -23,18 +23,18 @@ static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decod
 static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, int values) {
   const kv_slots *own = &a->slots, *prefix = &a->prefix;
   const int64_t len = kv_decode_shared(a, at), offset = len ? prefix->offset[at] : 0;
-  return kv_stored_columns(a->dtype, a->D, values ? own->v_packing : own->k_packing,
-                           values ? NULL : kv_centre(own, at, a->D), values ? prefix->v : prefix->k, offset, len,
-                           values ? own->v : own->k, own->offset[at], own->len[at] + 1);
+  return kv_stored_columns(a->dtype, a->D, values ? own->v_kind : own->k_kind, values ? NULL : kv_centre(own, at, a->D),
+                           values ? prefix->v : prefix->k, offset, len, values ? own->v : own->k, own->offset[at],
+                           own->len[at] + 1);
 }
 
 static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {
   const int64_t size = kv_size(a->dtype), *ks = a->chunk.k_stride, *vs = a->chunk.v_stride;
   const kv_slots *to = &a->slots;
-  kv_row_store(a->dtype, a->D, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, to->k_packing,
-               kv_centre(to, b * a->Hkv + h, a->D), (char *)to->k + row * kv_row_bytes(to->k_packing, a->dtype, a->D));
-  kv_row_store(a->dtype, a->D, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, to->v_packing, NULL,
-               (char *)to->v + row * kv_row_bytes(to->v_packing, a->dtype, a->D));
+  kv_row_store(a->dtype, a->D, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, to->k_kind,
+               kv_centre(to, b * a->Hkv + h, a->D), (char *)to->k + row * kv_row_bytes(to->k_kind, a->dtype, a->D));
+  kv_row_store(a->dtype, a->D, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, to->v_kind, NULL,
+               (char *)to->v + row * kv_row_bytes(to->v_kind, a->dtype, a->D));
   a->slots.pos[row] = a->chunk.pos[b];
 }
 

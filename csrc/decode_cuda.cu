@@ -18,7 +18,7 @@ constexpr int BLOCKS = 4096; /* splits of all heads, about at most: more would n
 static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return !is_16_bits ? 4 : is_packed ? 0 : 2; }
 
 static bool is_packed(const kv_decode &a) {
-  return a.slots.k_packing != KV_AS_COMPUTED || a.slots.v_packing != KV_AS_COMPUTED;
+  return a.slots.k_kind != KV_AS_COMPUTED || a.slots.v_kind != KV_AS_COMPUTED;
 }
 
 struct Scratch {
@@ -69,13 +69,13 @@ struct Split {
  * where rows are packed it is stored before it is read. at: as of split_of. */
 template <class E>
 static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at,
-                                                   kv_packing packing, const float *centre, int D) {
+                                                   kv_kind kind, const float *centre, int D) {
   const int stride = D * (int)sizeof(E);
   const E *const rows = static_cast<const E *>(stored) + offset * D + at;
-  const bool packed = packing != KV_AS_COMPUTED;
+  const bool packed = kind != KV_AS_COMPUTED;
   return columns_of(
       {(uint64_t)rows, (uint64_t)(chunk + at) - (uint64_t)(n - 1) * stride, stride, stride, packed ? n : n - 1, n},
-      stored, offset, packing, centre, D);
+      stored, offset, kind, centre, D);
 }
 
 /* at: the element of a row as computed that the columns' addresses begin with. */
@@ -91,16 +91,16 @@ static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cu
   const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
   const E *const new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
   const E *const new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  return {slots_of(own ? a.slots.k : a.prefix.k, offset, new_k, most, at, a.slots.k_packing,
-                   centre_of(a.slots, head, D), D),
-          slots_of(own ? a.slots.v : a.prefix.v, offset, new_v, most, at, a.slots.v_packing, nullptr, D),
-          offset + len,
-          new_k,
-          new_v,
-          c0,
-          c1,
-          own,
-          own && c1 == end};
+  return {
+      slots_of(own ? a.slots.k : a.prefix.k, offset, new_k, most, at, a.slots.k_kind, centre_of(a.slots, head, D), D),
+      slots_of(own ? a.slots.v : a.prefix.v, offset, new_v, most, at, a.slots.v_kind, nullptr, D),
+      offset + len,
+      new_k,
+      new_v,
+      c0,
+      c1,
+      own,
+      own && c1 == end};
 }
 
 /* Writes the head's new row after its slots, except where it is packed. */
@@ -109,9 +109,9 @@ static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, 
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
     const int64_t at = x.new_row * a.D + d;
-    if (a.slots.k_packing == KV_AS_COMPUTED)
+    if (a.slots.k_kind == KV_AS_COMPUTED)
       *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.k) + at) = *reinterpret_cast<const uint4 *>(x.new_k + d);
-    if (a.slots.v_packing == KV_AS_COMPUTED)
+    if (a.slots.v_kind == KV_AS_COMPUTED)
       *reinterpret_cast<uint4 *>(static_cast<E *>(a.slots.v) + at) = *reinterpret_cast<const uint4 *>(x.new_v + d);
   }
   if (threadIdx.x == 0) a.slots.pos[x.new_row] = a.chunk.pos[head / a.Hkv];
@@ -121,12 +121,12 @@ static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, 
 template <class E>
 static __device__ __forceinline__ void append_packed(const kv_decode &a, int64_t head, int64_t row, bool keys) {
   const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;
-  const kv_packing packing = keys ? a.slots.k_packing : a.slots.v_packing;
+  const kv_kind kind = keys ? a.slots.k_kind : a.slots.v_kind;
   const int64_t *stride = keys ? a.chunk.k_stride : a.chunk.v_stride;
-  if (packing == KV_AS_COMPUTED) return;
-  pack_row(static_cast<const E *>(keys ? a.chunk.k : a.chunk.v) + b * stride[0] + h * stride[1], packing,
+  if (kind == KV_AS_COMPUTED) return;
+  pack_row(static_cast<const E *>(keys ? a.chunk.k : a.chunk.v) + b * stride[0] + h * stride[1], kind,
            keys ? centre_of(a.slots, head, a.D) : nullptr, (int)a.D,
-           static_cast<unsigned char *>(keys ? a.slots.k : a.slots.v) + row * kv_packed_bytes(packing, a.D));
+           static_cast<unsigned char *>(keys ? a.slots.k : a.slots.v) + row * kv_packed_bytes(kind, a.D));
 }
 
 /* Packs the new rows of fp32 before other kernels read them: a warp has the key or the value of a head, blockIdx.x. */
@@ -238,7 +238,7 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
       finish<E>(o + r * a.D, 0, ml + r, 0, 1, (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
-                static_cast<E *>(a.out) + (int64_t)to * a.D, a.lse + to, a.slots.v_packing == KV_INT4);
+                static_cast<E *>(a.out) + (int64_t)to * a.D, a.lse + to, a.slots.v_kind == KV_INT4);
     }
   }
 }
@@ -335,9 +335,9 @@ static int64_t best_splits(int64_t units, int64_t mean, int64_t most, int64_t sl
 }
 
 template <int KEYS>
-static int64_t kept_bytes(kv_packing packing, int64_t D, int64_t dims) {
-  if (packing == KV_AS_COMPUTED) return KEYS * D * 2;
-  const int64_t bytes = kv_packed_bytes(packing, dims), past = kv_packed_bytes(packing, D) - bytes;
+static int64_t kept_bytes(kv_kind kind, int64_t D, int64_t dims) {
+  if (kind == KV_AS_COMPUTED) return KEYS * D * 2;
+  const int64_t bytes = kv_packed_bytes(kind, dims), past = kv_packed_bytes(kind, D) - bytes;
   return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes without numbers read past them */
 }
 
@@ -350,8 +350,8 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&units, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  Plan y = {{R::MOST_WARPS, 2, (int)kept_bytes<R::KEYS>(a->slots.k_packing, D, a->D),
-             (int)kept_bytes<R::KEYS>(a->slots.v_packing, D, a->D)},
+  Plan y = {{R::MOST_WARPS, 2, (int)kept_bytes<R::KEYS>(a->slots.k_kind, D, a->D),
+             (int)kept_bytes<R::KEYS>(a->slots.v_kind, D, a->D)},
             0,
             0,
             0,
@@ -401,7 +401,7 @@ static bool by_lanes(const kv_decode *a) { return a->H <= most_lanes(a->dtype !=
 static bool by_ring(const kv_decode *a) { return a->dtype != KV_F32 && !by_lanes(a); }
 
 static Outputs outputs_of(const kv_decode *a) {
-  return {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse, by_ring(a) && kv_is_rotated(a->slots.v_packing)};
+  return {a->B, a->H, a->Hkv, 1, a->D, a->sinks, a->out, a->lse, by_ring(a) && kv_is_rotated(a->slots.v_kind)};
 }
 
 static int run_ring(const kv_decode *a, const Scratch &x, void *stream) {

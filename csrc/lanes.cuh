@@ -41,21 +41,21 @@ struct HeadRows {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       more[g] = 0;
-      if (k.packing == KV_AS_COMPUTED) continue;
+      if (k.kind == KV_AS_COMPUTED) continue;
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
         for (int i = 0; i < W; i++)
           if (k.centre && element(v) < D) more[g] += q[g][v][i] * k.centre[element(v) + i];
       more[g] = lanes_sum<L>(more[g]);
-      if (kv_is_rotated(k.packing)) hadamard<W, L, V>(q[g], D);
+      if (kv_is_rotated(k.kind)) hadamard<W, L, V>(q[g], D);
     }
   }
 
   /* f(packed), a constant: columns are all packed or none. */
   template <class F>
   static __device__ __forceinline__ void each_kind(const Columns &x, F f) {
-    if (!PACKED || x.packing == KV_AS_COMPUTED)
+    if (!PACKED || x.kind == KV_AS_COMPUTED)
       f(std::false_type{});
     else
       f(std::true_type{});
@@ -72,7 +72,7 @@ struct HeadRows {
           const int c = c0 + u * GROUPS;
           const uint64_t row = kv_segments_at(&x.at, c);
           if constexpr (decltype(packed)::value)
-            part[u][v] = packed_part<E>(row, x.packing, element(v), D, c < c1);
+            part[u][v] = packed_part<E>(row, x.kind, element(v), D, c < c1);
           else
             part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(row) + v * L, c < c1 && element(v) < D);
         }
@@ -80,19 +80,19 @@ struct HeadRows {
   }
 
   template <bool packed>
-  static __device__ __forceinline__ void numbers(uint4 part, kv_packing packing, float (&x)[W]) {
+  static __device__ __forceinline__ void numbers(uint4 part, kv_kind kind, float (&x)[W]) {
     if constexpr (packed)
-      packed_numbers<E>(part, packing, x);
+      packed_numbers<E>(part, kind, x);
     else
       vector_floats<E>(part, x);
   }
 
   /* s = q.k of the heads, equal in all lanes of the group */
   template <bool packed>
-  __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_packing packing, float (&s)[HEADS]) const {
+  __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_kind kind, float (&s)[HEADS]) const {
     float x[V][W];
 #pragma unroll
-    for (int v = 0; v < V; v++) numbers<packed>(k[v], packing, x[v]);
+    for (int v = 0; v < V; v++) numbers<packed>(k[v], kind, x[v]);
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       float sum = 0;
@@ -124,11 +124,11 @@ struct HeadRows {
   }
 
   template <bool packed>
-  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V], kv_packing packing) {
+  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V], kv_kind kind) {
 #pragma unroll
     for (int v = 0; v < V; v++) {
       float x[W];
-      numbers<packed>(value[v], packing, x);
+      numbers<packed>(value[v], kind, x);
 #pragma unroll
       for (int g = 0; g < HEADS; g++)
 #pragma unroll
@@ -149,7 +149,7 @@ struct HeadRows {
       load(v, c, c1, D, values);
       each_kind(k, [&](auto packed) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.packing, s[u]);
+        for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.kind, s[u]);
       });
       load(k, c + STEP, c1, D, keys); /* in flight during the rest */
       if (logits.cap > 0) {
@@ -175,11 +175,11 @@ struct HeadRows {
       softmax(s);
       each_kind(v, [&](auto packed) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) add<decltype(packed)::value>(s[u], values[u], v.packing);
+        for (int u = 0; u < AHEAD; u++) add<decltype(packed)::value>(s[u], values[u], v.kind);
       });
     }
     if constexpr (PACKED)
-      if (kv_is_rotated(v.packing))
+      if (kv_is_rotated(v.kind))
 #pragma unroll
         for (int g = 0; g < HEADS; g++) hadamard<W, L, V>(o[g], D);
   }

@@ -95,23 +95,22 @@ KV_INLINE void kv_load_int4(const uint8_t *restrict bytes, float *restrict y, in
 }
 
 /* x [D] -> the bytes at `to`; x is scratch afterwards. centre: [D], subtracted first, or NULL. */
-static inline void kv_pack_row(kv_packing packing, const float *centre, float *restrict x, void *to, int64_t D) {
+static inline void kv_pack_row(kv_kind kind, const float *centre, float *restrict x, void *to, int64_t D) {
   for (int64_t d = 0; centre && d < D; d++) x[d] -= centre[d];
-  if (kv_is_rotated(packing)) kv_hadamard(x, D);
+  if (kv_is_rotated(kind)) kv_hadamard(x, D);
 #define KV_STORE(NAME, name, bits, rotated) \
-  if (packing == KV_##NAME) kv_store_##name(x, to, D);
-  KV_LAYOUTS(KV_STORE)
+  if (kind == KV_##NAME) kv_store_##name(x, to, D);
+  KV_KINDS(KV_STORE)
 #undef KV_STORE
 }
 
 /* The bytes at `from` -> y [D]. */
-static inline void kv_unpack_row(kv_packing packing, const float *centre, const void *from, float *restrict y,
-                                 int64_t D) {
+static inline void kv_unpack_row(kv_kind kind, const float *centre, const void *from, float *restrict y, int64_t D) {
 #define KV_LOAD(NAME, name, bits, rotated) \
-  if (packing == KV_##NAME) kv_load_##name(from, y, D);
-  KV_LAYOUTS(KV_LOAD)
+  if (kind == KV_##NAME) kv_load_##name(from, y, D);
+  KV_KINDS(KV_LOAD)
 #undef KV_LOAD
-  if (kv_is_rotated(packing)) kv_hadamard(y, D);
+  if (kv_is_rotated(kind)) kv_hadamard(y, D);
   for (int64_t d = 0; centre && d < D; d++) y[d] += centre[d];
 }
 #endif

@@ -122,8 +122,8 @@ struct RingHeads {
 #pragma unroll
       for (int i = 0; i < 4; i++) centre += x[v][i] * k.centre[d + i];
     }
-    if (PACKED && k.packing != KV_AS_COMPUTED) {
-      if (k.packing == KV_INT4) hadamard<4, 32, V>(x, dims);
+    if (PACKED && k.kind != KV_AS_COMPUTED) {
+      if (k.kind == KV_INT4) hadamard<4, 32, V>(x, dims);
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
@@ -138,13 +138,13 @@ struct RingHeads {
     for (int v = 0; v < V; v++) {
       const int d = (v * 32 + lane_id()) * 4;
       if (d >= dims) continue;
-      if (!PACKED || k.packing == KV_AS_COMPUTED) {
+      if (!PACKED || k.kind == KV_AS_COMPUTED) {
         uint32_t(*const at)[4] = to.query[d / 16][0] + row + d % 8 / 2;
         const int i = d % 16 / 8 * 2 + half;
         at[0][i] = pack<E>(x[v][0], x[v][1]), at[1][i] = pack<E>(x[v][2], x[v][3]);
         continue;
       }
-      const Word word = word_of(k.packing, d, dims);
+      const Word word = word_of(k.kind, d, dims);
       const float over = 1 / unit; /* exact */
 #pragma unroll
       for (int i = 0; i < 2; i++) { /* the numbers of bytes 0 and 2, and of 1 and 3 */
@@ -153,8 +153,7 @@ struct RingHeads {
         const float2 kept = unpack<f16>(near);
         const uint32_t rest = pack<f16>(a - kept.x, b - kept.y);
         to.query[word.step][0][row + word.lane][2 * i + half] = near;
-        if (k.packing == KV_INT4)
-          to.query[word.step][PARTS - 1][row + word.lane][2 * i + (PARTS == 1 ? 1 : half)] = rest;
+        if (k.kind == KV_INT4) to.query[word.step][PARTS - 1][row + word.lane][2 * i + (PARTS == 1 ? 1 : half)] = rest;
       }
     }
   }
@@ -177,7 +176,7 @@ struct RingHeads {
   /* Columns c0 .. of c1; of packed ones those before `stored`. */
   static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int stored,
                                               int dims) {
-    if (PACKED && x.packing != KV_AS_COMPUTED)
+    if (PACKED && x.kind != KV_AS_COMPUTED)
       warp_load_packed<KEYS>(to, x, c0, stored);
     else
       warp_load<E, D, KEYS>(reinterpret_cast<E *>(to), x, c0, c1, dims);
@@ -186,12 +185,12 @@ struct RingHeads {
   /* Where the packed rows of a tile that starts with column c0 lie. */
   static __device__ __forceinline__ PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
     const uint32_t low = (uint32_t)x.at.stored + (uint32_t)c0 * (uint32_t)x.at.stored_stride;
-    return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.packing};
+    return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.kind};
   }
 
   /* Column c alone, which this kernel packed. */
   static __device__ __forceinline__ void copy_packed(unsigned char *to, const Columns &x, int c0, int c) {
-    if (x.packing == KV_AS_COMPUTED) return;
+    if (x.kind == KV_AS_COMPUTED) return;
     const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride;
     const int from = (c - c0) * x.at.stored_stride;
     const uint32_t *const words = reinterpret_cast<const uint32_t *>(first + from);
@@ -207,7 +206,7 @@ struct RingHeads {
                                                   int c0) {
 #pragma unroll
     for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
-    if (!PACKED || k.packing == KV_AS_COMPUTED) {
+    if (!PACKED || k.kind == KV_AS_COMPUTED) {
       const E *const tile = reinterpret_cast<const E *>(at);
       constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* of the swizzle, in vectors */
 #pragma unroll
@@ -236,7 +235,7 @@ struct RingHeads {
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        if (HALVES == 1 && k.packing == KV_INT4) s[n][j] += s[n][2 + j];
+        if (HALVES == 1 && k.kind == KV_INT4) s[n][j] += s[n][2 + j];
         const float2 ends = tile.ends(key(n, j));
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
@@ -248,7 +247,7 @@ struct RingHeads {
 
   /* o += P V, p in halves of rows as of weigh. */
   __device__ __forceinline__ void add(const float (&p)[NT][4], const unsigned char *at, const Columns &v, int c0) {
-    const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+    const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
       uint32_t x[PARTS][4];
@@ -288,7 +287,7 @@ struct RingHeads {
   template <class Keep>
   __device__ __forceinline__ void step(const unsigned char *at, const Ring &ring, const Columns &k, const Columns &v,
                                        int c0, int count, const Logits &logits, Keep keep) {
-    const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+    const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
     float s[NT][4], alpha[HALVES], factor[HALVES];
     products(s, at, k, c0);
     if (logits.transformed) each([&](int n, int i) { s[n][i] = logits.of(s[n][i]); });
@@ -393,7 +392,7 @@ struct RingHeads {
   /* Merges the block's warps: o [rows, dims], ml [rows]; o of packed values of 4 bits is rotated. */
   __device__ __forceinline__ void merge(int rows, int dims, float *o_out, float2 *ml_out) const {
     const int warps = blockDim.x / 32;
-    const kv_packing packing = PACKED ? heads()->values.packing : KV_AS_COMPUTED;
+    const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;
     float2 *const ml = reinterpret_cast<float2 *>(stages());
     float *const part = reinterpret_cast<float *>(ml + rows * warps);
     __syncthreads(); /* all warps have read their stages */
@@ -403,13 +402,13 @@ struct RingHeads {
       if (head(half) >= rows) continue;
       const int at = head(half) * warps + warp_id();
       const float factor =
-          packing != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
+          kind != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
       if (lane_id() % 4 == 0) ml[at] = make_float2(top[half] - LIFT, length);
 #pragma unroll
       for (int d = 0; d < D / 8; d++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const int to = packed_place(packing, d, fragment_column() + j, dims);
+          const int to = packed_place(kind, d, fragment_column() + j, dims);
           const float x = HALVES == 1 ? o[d][j] + o[d][2 + j] : o[d][2 * half + j];
           if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
         }

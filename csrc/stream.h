@@ -88,11 +88,11 @@ static inline void kv_stream_order(const kv_stream *stream, int back, float *x) 
 }
 
 static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows, const kv_slots *slots) {
-  const int packed = slots->k_packing != KV_AS_COMPUTED || slots->v_packing != KV_AS_COMPUTED;
+  const int packed = slots->k_kind != KV_AS_COMPUTED || slots->v_kind != KV_AS_COMPUTED;
   kv_stream x = {.dtype = dtype, .in_place = D % VL == 0 && !packed, .D = D, .width = kv_round_up(D, VL), .rows = rows};
   const kv_form floats = x.in_place ? (kv_form)dtype : KV_FROM_F32;
-  x.k_form = kv_form_of(slots->k_packing, dtype, D, floats);
-  x.v_form = slots->v_packing == KV_AS_COMPUTED ? floats : kv_form_of(slots->v_packing, dtype, D, floats);
+  x.k_form = kv_form_of(slots->k_kind, dtype, D, floats);
+  x.v_form = slots->v_kind == KV_AS_COMPUTED ? floats : kv_form_of(slots->v_kind, dtype, D, floats);
   x.rotated = x.v_form == KV_BY_INT4;
   return x;
 }

@@ -265,17 +265,17 @@ class Call {
     Tensor &t = *tensors_[i];
     STD_TORCH_CHECK(asked(aoti_torch_get_device_type, t) == device_ && (!cuda_ || t.get_device_index() == index_),
                     x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
-    const kv_packing packing = packing_of(x, a);
-    const bool packed = packing != KV_AS_COMPUTED;
+    const kv_kind kind = kind_of(x, a);
+    const bool packed = kind != KV_AS_COMPUTED;
     const ScalarType type = packed ? ScalarType::Byte : type_of(x);
     STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type), x.name, " is ", toString(t.scalar_type()),
                     ", expected ", toString(type));
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0, x.name,
                     " does not start at a multiple of its element size, ", t.element_size(), " bytes; pass a clone");
     read_shape(x, t, packed);
-    const int64_t bytes = packed ? kv_packed_bytes(packing, size(sizes::D)) : 0;
+    const int64_t bytes = packed ? kv_packed_bytes(kind, size(sizes::D)) : 0;
     STD_TORCH_CHECK(!packed || t.size(1) == bytes, x.name, " has rows of ", t.size(1), " bytes, expected ", bytes,
-                    " for a head dimension of ", size(sizes::D), " in kind ", static_cast<int>(packing));
+                    " for a head dimension of ", size(sizes::D), " in kind ", static_cast<int>(kind));
     const bool slots = x.element == Element::call && !packed;
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
     if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
@@ -288,10 +288,10 @@ class Call {
   }
 
   /* How rows are packed: of slots the argument before them said so. */
-  static kv_packing packing_of(const Arg &x, const void *a) {
-    kv_packing packing = KV_AS_COMPUTED;
-    if (x.kind == Kind::slots) std::memcpy(&packing, static_cast<const char *>(a) + x.packing_at, sizeof packing);
-    return packing;
+  static kv_kind kind_of(const Arg &x, const void *a) {
+    kv_kind kind = KV_AS_COMPUTED;
+    if (x.kind == Kind::slots) std::memcpy(&kind, static_cast<const char *>(a) + x.kind_at, sizeof kind);
+    return kind;
   }
 
   void read_shape(const Arg &x, const Tensor &t, bool packed) {

@@ -118,7 +118,7 @@ static __device__ __forceinline__ void tile_unpack(E *tile, const Columns x, int
 template <class E, int D, int ROWS, int THREADS>
 static __device__ __forceinline__ void tile_copy(E *tile, const Columns x, int c0, int dims) {
   kv_segments at = x.at;
-  if (x.packing != KV_AS_COMPUTED) at.len = 0; /* past the last column, too, addresses are those of rows of E */
+  if (x.kind != KV_AS_COMPUTED) at.len = 0; /* past the last column, too, addresses are those of rows of E */
   tile_load<E, D, ROWS, THREADS>(tile, at, c0, dims, x.packed() - c0);
 }
 

@@ -29,11 +29,11 @@ typedef enum {
   KV_BY_INT4
 } kv_form;
 
-/* The form of rows stored so; `floats` if they cannot be multiplied as words. */
-static inline kv_form kv_form_of(kv_packing packing, kv_dtype dtype, int64_t D, kv_form floats) {
-  if (packing == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
-  if (packing == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
-  return packing == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
+/* The form of rows of this kind: `floats` if they cannot be multiplied as words. */
+static inline kv_form kv_form_of(kv_kind kind, kv_dtype dtype, int64_t D, kv_form floats) {
+  if (kind == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
+  if (kind == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
+  return kind == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
 }
 
 /* x [n], n a multiple of VL, as words [n] times the scale that is returned, NaN if a number is not finite. */

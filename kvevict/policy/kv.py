@@ -39,8 +39,8 @@ def _steps_int4(rows: Tensor) -> Tensor:
     return (x.amax(-1) - x.amin(-1)) / 15
 
 
-class Layout(NamedTuple):
-    """How a row of numbers is stored. Its number in LAYOUTS is its kind, a kv_packing of csrc/kvevict.h."""
+class RowKind(NamedTuple):
+    """How a row of numbers is stored. A kind is a number, an index of ROW_KINDS and a kv_kind of csrc/kvevict.h."""
 
     name: str
     bits: int | None  # of a number; None: the model's dtype, and no other field
@@ -50,12 +50,12 @@ class Layout(NamedTuple):
     steps: Callable[[Tensor], Tensor]  # rows [.., d] -> fp32 [..] between two numbers that a packed row can hold
 
 
-LAYOUTS = (
-    Layout("model", None, None, 0, None, None),  # type: ignore[arg-type]
-    Layout("int8", 8, 8, 0, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
-    Layout("int4", 4, 4, 1, _numbers_int4, _steps_int4),
+ROW_KINDS = (
+    RowKind("model", None, None, 0, None, None),  # type: ignore[arg-type]
+    RowKind("int8", 8, 8, 0, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
+    RowKind("int4", 4, 4, 1, _numbers_int4, _steps_int4),
 )
-MODEL, INT8, INT4 = range(len(LAYOUTS))
+MODEL, INT8, INT4 = range(len(ROW_KINDS))
 Kinds = tuple[int, int]  # of a layer's keys and of its values
 
 # What a policy's kv stands for.
@@ -64,7 +64,7 @@ KINDS: dict[str, Kinds] = {"model": (MODEL, MODEL), "int8": (INT8, INT8), "k8v4"
 
 def row_bytes(kind: int, dim: int, element: int) -> int:
     """Count the bytes of one row of `dim` numbers with its scale; element: bytes of a number in the model's dtype."""
-    bits = LAYOUTS[kind].bits
+    bits = ROW_KINDS[kind].bits
     return dim * element if bits is None else dim * bits // 8 + 4
 
 
@@ -75,7 +75,7 @@ def slot_bytes(kv: str, dim: int, element: int) -> int:
 
 def is_wider(kinds: Kinds, kv: str) -> bool:
     """Return True if keys of such a kind take more bits than the policy's."""
-    asked, bits = LAYOUTS[KINDS[kv][0]].bits, LAYOUTS[kinds[0]].bits
+    asked, bits = ROW_KINDS[KINDS[kv][0]].bits, ROW_KINDS[kinds[0]].bits
     return asked is not None and (bits is None or bits > asked)
 
 
@@ -90,7 +90,7 @@ def numbers(rows: Tensor, kind: int, dim: int, centre: Tensor | None = None) -> 
     keys."""
     if kind == MODEL:
         return rows
-    x = LAYOUTS[kind].numbers(rows, dim)
+    x = ROW_KINDS[kind].numbers(rows, dim)
     return x if centre is None else x + centre
 
 
@@ -119,7 +119,7 @@ def expected_errors(
     def norms(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
-    steps, centre = LAYOUTS[kind].steps, centre * (held.sum(2) >= FEW)[..., None]
+    steps, centre = ROW_KINDS[kind].steps, centre * (held.sum(2) >= FEW)[..., None]
     of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None]), key, held)
     group = len(of_queries) // len(of_keys)
     return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)
@@ -130,5 +130,5 @@ def chosen(kv: str, error: Callable[[int], float]) -> Kinds:
     error is too large; error: kind -> the mean of `expected_errors`."""
     keys, values = KINDS[kv]
     while keys != MODEL and not error(keys) <= MOST:
-        keys = LAYOUTS[keys].wider
+        keys = ROW_KINDS[keys].wider
     return keys, values
