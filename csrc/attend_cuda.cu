@@ -24,15 +24,16 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const A
                                                      const AttendRow *rows) {
   each_row<MT>([&](int m, int half) {
     const int t = rows[16 * m + 8 * half].step, to = rows[16 * m + 8 * half].to;
-    float l = lanes_sum<4>(done.sum[m][half]), at = done.top[m][half], over = 1;
+    kv_state state = {done.top[m][half], lanes_sum<4>(done.sum[m][half])};
+    float over = 1;
     if (t >= a.T) return;
     if (a.sinks) { /* one more logit, without a value */
-      const float sink = a.sinks[to % (int)a.H] * LOG2E, most = fmaxf(at, sink);
-      over = most == -INFINITY ? 1 : exp2_approx(at - most);
-      l = most == -INFINITY ? l : l * over + exp2_approx(sink - most);
-      at = most;
+      const float sink = a.sinks[to % (int)a.H] * LOG2E, before = state.m;
+      state.m = fmaxf(before, sink);
+      over = state.weight(before);
+      state.d = state.d * over + state.weight(sink);
     }
-    over = l == 0 ? 0 : over / l;
+    over = state.normalize(over);
     const int64_t b = to / (int)a.H;
     E *out = static_cast<E *>(a.out) + ((b * a.T + t) * a.H + to % (int)a.H) * a.D;
 #pragma unroll
@@ -45,7 +46,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const A
       else
         *reinterpret_cast<uint32_t *>(out + column) = pack<E>(x, y);
     }
-    if (fragment_column() == 0) a.lse[to * a.T + t] = LN2 * (at + log2f(l));
+    if (fragment_column() == 0) a.lse[to * a.T + t] = state.lse();
   });
 }
 
@@ -88,7 +89,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
       [](const auto &, int) {});
   if constexpr (SPLIT) {
     const int64_t at = known->to;
-    put_part<E, D, X>(x, q, parts.rows, (int)a.D, parts.o + at * a.D, parts.ml + at);
+    put_part<E, D, X>(x, q, parts.rows, (int)a.D, parts.o + at * a.D, parts.states + at);
   } else {
     attend_finish<E, D>(a, x, mine);
   }

@@ -153,12 +153,12 @@ static __global__ void __launch_bounds__(THREADS, 2)
     R rows;
     rows.start(query, a.q_stride[1], D, logits.of_query(), s.k);
     rows.attend(s.k, s.v, s.c0, s.c1, D, logits, logit, a.C);
-    rows.merge(shared, D, x.parts.o + at * D, x.parts.ml + at);
+    rows.merge(shared, D, x.parts.o + at * D, x.parts.states + at);
     if (!block_is_last(x.parts.count + head, cut.splits, shared_memory<uint32_t>())) continue;
     for (int g = warp_id(); g < HEADS; g += THREADS / 32) {
       const int64_t from = head * x.parts.splits * HEADS + g, to = b * a.H + h * HEADS + g;
       const float sink = a.sinks ? a.sinks[h * HEADS + g] * LOG2E : -INFINITY;
-      finish<E>(x.parts.o + from * D, HEADS * D, x.parts.ml + from, HEADS, cut.splits, D, sink,
+      finish<E>(x.parts.o + from * D, HEADS * D, x.parts.states + from, HEADS, cut.splits, D, sink,
                 static_cast<E *>(a.out) + to * D, a.lse + to);
     }
   }
@@ -228,16 +228,16 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
                   at = from + split * x.parts.rows;
     if (!plan.whole) {
       if (split == 0 && threadIdx.x == 0) x.parts.count[head * tiles + tile] = cut.splits;
-      done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
+      done.merge(rows, (int)a.D, x.parts.o + at * a.D, x.parts.states + at);
       continue;
     }
     float *const o = shared_memory<float>() + plan.out / 4;
-    float2 *const ml = reinterpret_cast<float2 *>(o + rows * a.D);
-    done.merge(rows, (int)a.D, o, ml);
+    kv_state *const states = reinterpret_cast<kv_state *>(o + rows * a.D);
+    done.merge(rows, (int)a.D, o, states);
     __syncthreads(); /* the rows are there */
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
-      finish<E>(o + r * a.D, 0, ml + r, 0, 1, (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
+      finish<E>(o + r * a.D, 0, states + r, 0, 1, (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
                 static_cast<E *>(a.out) + (int64_t)to * a.D, a.lse + to, a.slots.v_kind == KV_INT4);
     }
   }
@@ -273,7 +273,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
       done, q, queries, 0, between(s.k, s.c0, s.c1), between(s.v, s.c0, s.c1), count, (int)a.D, logits,
       [&](int, int) { return count; }, keep);
   const int64_t at = ((int64_t)unit * x.parts.splits + split) * x.parts.rows;
-  put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.ml + at);
+  put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.states + at);
 }
 
 /* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */

@@ -1,5 +1,5 @@
 /* A decoded token of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V
- * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row, for a separate softmax (m, l) and output o.
+ * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row, with a state of its own.
  *
  * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups, and 16. */
 #ifndef KV_LANES_CUH
@@ -15,7 +15,8 @@ template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
                        AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
-  float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
+  float q[HEADS][V][W], o[HEADS][V][W];
+  kv_state state[HEADS];
   float more[HEADS]; /* the centre of packed keys adds it to every logit */
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
@@ -25,7 +26,7 @@ struct HeadRows {
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
-      m[g] = -INFINITY, l[g] = 0;
+      state[g] = {-INFINITY, 0};
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
@@ -104,18 +105,18 @@ struct HeadRows {
     }
   }
 
-  /* Rows of logits s become p = 2^(s - m); l and o follow m. While nothing was seen m is -inf; 0 stands in for it. */
+  /* Rows of logits s become their weights; the state and o follow the maximum. */
   __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
-      float top = m[g];
+      kv_state &x = state[g];
+      const float before = x.m;
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) top = fmaxf(top, s[u][g]);
-      const float from = top == -INFINITY ? 0 : top, alpha = exp2_approx(m[g] - from);
-      m[g] = top;
-      l[g] *= alpha;
+      for (int u = 0; u < AHEAD; u++) x.m = fmaxf(x.m, s[u][g]);
+      const float alpha = x.weight(before);
+      x.d *= alpha;
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) l[g] += s[u][g] = exp2_approx(s[u][g] - from);
+      for (int u = 0; u < AHEAD; u++) x.d += s[u][g] = x.weight(s[u][g]);
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
@@ -186,22 +187,22 @@ struct HeadRows {
 
   static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
 
-  /* Merges the block's groups of lanes: o [HEADS, D], ml [HEADS]. shared: shared_bytes(D) less 16. */
-  __device__ __forceinline__ void merge(float *shared, int D, float *o_out, float2 *ml_out) const {
-    float2 *ml = reinterpret_cast<float2 *>(shared);
+  /* Merges the block's groups of lanes: o [HEADS, D], states [HEADS]. shared: shared_bytes(D) less 16. */
+  __device__ __forceinline__ void merge(float *shared, int D, float *o_out, kv_state *states_out) const {
+    kv_state *states = reinterpret_cast<kv_state *>(shared);
     float *part = shared + 2 * HEADS * GROUPS;
     __syncthreads();
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       const int at = g * GROUPS + group();
-      if (threadIdx.x % L == 0) ml[at] = make_float2(m[g], l[g]);
+      if (threadIdx.x % L == 0) states[at] = state[g];
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
         for (int i = 0; i < W; i++)
           if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
     }
-    merge_parts(GROUPS, ml, part, HEADS, D, o_out, ml_out);
+    merge_groups(GROUPS, states, part, HEADS, D, o_out, states_out);
   }
 };
 #endif

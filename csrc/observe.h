@@ -54,7 +54,8 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
     kv_rows_start(&x, &head.query, t0, rows, a->sinks ? a->sinks + head.h * G : NULL, 0);
     kv_rows_run(&x, &head.query, head.bounds, t0, rows, &head.k, NULL, 0, 0, head.bounds.n);
     for (int64_t r = 0; r < rows; r++)
-      job->computed[(head.b * a->H + head.h * G + r % G) * a->R + t0 + r / G] = KV_LN2 * (x.m[r] + log2f(x.l[r]));
+      job->computed[(head.b * a->H + head.h * G + r % G) * a->R + t0 + r / G] =
+          KV_LN2 * kv_state_lse(kv_state_from(x.state, 0, r));
   }
   free(memory);
 }

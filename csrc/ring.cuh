@@ -389,21 +389,21 @@ struct RingHeads {
 
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
-  /* Merges the block's warps: o [rows, dims], ml [rows]; o of packed values of 4 bits is rotated. */
-  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, float2 *ml_out) const {
+  /* Merges the block's warps: o [rows, dims], states [rows]; o of packed values of 4 bits is rotated. */
+  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out) const {
     const int warps = blockDim.x / 32;
     const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;
-    float2 *const ml = reinterpret_cast<float2 *>(stages());
-    float *const part = reinterpret_cast<float *>(ml + rows * warps);
+    kv_state *const states = reinterpret_cast<kv_state *>(stages());
+    float *const part = reinterpret_cast<float *>(states + rows * warps);
     __syncthreads(); /* all warps have read their stages */
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       const float length = lanes_sum<4>(sum[half]), low = lanes_sum<4>(least[half]);
       if (head(half) >= rows) continue;
       const int at = head(half) * warps + warp_id();
-      const float factor =
-          kind != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
-      if (lane_id() % 4 == 0) ml[at] = make_float2(top[half] - LIFT, length);
+      const kv_state state = {top[half], length};
+      const float factor = kind != KV_AS_COMPUTED ? state.weight(value_top[half]) : 1;
+      if (lane_id() % 4 == 0) states[at] = {state.m - LIFT, length};
 #pragma unroll
       for (int d = 0; d < D / 8; d++)
 #pragma unroll
@@ -413,7 +413,7 @@ struct RingHeads {
           if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
         }
     }
-    merge_parts(warps, ml, part, rows, dims, o_out, ml_out);
+    merge_groups(warps, states, part, rows, dims, o_out, states_out);
   }
 };
 #endif

@@ -7,7 +7,7 @@
 #include "words.h"
 
 enum {
-  SPLIT = 512, /* slots of a split: its m, l and o are computed apart and combined in order */
+  SPLIT = 512, /* slots of a split: its state (state.h) is computed apart, states are merged in order */
   BLOCK = 64,  /* slots of a block: it fits the first-level cache */
   SHARE = 4,   /* rows that share a load, at most */
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -413,11 +413,10 @@ static inline kv_stream_next kv_stream_ahead(const kv_columns *x, int64_t c, con
   return next;
 }
 
-/* Rows r0 .. r1 - 1, which all see the slots c0 .. c1 - 1, go on: o [rows, width], m [rows], l [rows]. logit: of row
- * 0, rows `apart` apart, or NULL. */
+/* The states of rows r0 .. r1 - 1 go on over the slots c0 .. c1 - 1, which all of these rows see. state, logit: of row 0;
+ * logits of rows lie `apart` apart, or logit is NULL. */
 static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns *k, const kv_columns *v, int64_t c0,
-                                 int64_t c1, int64_t r0, int64_t r1, float *o, float *logit, int64_t apart) {
-  float *m = o + x->rows * x->width, *l = m + x->rows;
+                                 int64_t c1, int64_t r0, int64_t r1, kv_state state, float *logit, int64_t apart) {
   kv_stream_rows piece[2];
   for (int64_t c = c0; c < c1; c += BLOCK) {
     const int64_t n = kv_min(BLOCK, c1 - c);
@@ -431,7 +430,7 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
       float *s = x->s + r * KEYS;
       kv_cap_and_mask(s, cap, n, BLOCK);
       if (logit) memcpy(logit + r * apart + c, s, (size_t)kv_round_up(n, VL) * sizeof *s);
-      x->alpha[r] = kv_softmax(0, s, BLOCK, m + r, l + r);
+      x->alpha[r] = kv_softmax(0, s, BLOCK, state.m + r, state.d + r);
     }
     count = kv_stream_pieces(x, v, x->v_form, x->rotated, c, n, piece);
     for (int64_t r = r0, G; r < r1; r += G) {
@@ -439,7 +438,7 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
       for (int64_t i = 0, at = 0; i < count; at += piece[i++].n)
         kv_stream_values(x, G, x->s + r * KEYS + at, piece + i,
                          r == r0 ? kv_stream_ahead(k, c + BLOCK + at, piece + i) : 0, i ? NULL : x->alpha + r,
-                         o + r * x->width);
+                         state.o + r * x->width);
     }
   }
 }
@@ -447,32 +446,5 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
 /* Splits of a range of work: for less than about 32k numbers of K, waking a thread costs more than it saves. */
 static inline int64_t kv_stream_grain(const kv_stream *x, int64_t slots) {
   return kv_max(1, 32768 / (kv_min(SPLIT, kv_max(slots, 1)) * x->D));
-}
-
-/* part: [rows, width + 2] of a split: o, m, l. */
-static inline void kv_part_start(float *part, int64_t rows, int64_t width) {
-  memset(part, 0, (size_t)(rows * (width + 2)) * sizeof *part);
-  for (int64_t r = 0; r < rows; r++) part[rows * width + r] = -INFINITY;
-}
-
-static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
-
-/* m and l of row r over all splits, from part on, and o [width] divided by l unless it is NULL. A sink is one more
- * logit, without a value. */
-static inline void kv_part_combine(const float *part, int64_t splits, int64_t rows, int64_t width, int64_t r,
-                                   float sink, float *m, float *l, float *o) {
-  const int64_t step = rows * (width + 2), at_m = rows * width + r;
-  *m = sink;
-  for (int64_t i = 0; i < splits; i++)
-    if (part[i * step + at_m] > *m) *m = part[i * step + at_m];
-  const float at = *m == -INFINITY ? 0 : *m;
-  *l = kv_exp2(sink - at);
-  for (int64_t d = 0; o && d < width; d++) o[d] = 0;
-  for (int64_t i = 0; i < splits; i++, part += step) {
-    const float weight = kv_exp2(part[at_m] - at);
-    *l += weight * part[at_m + rows];
-    for (int64_t d = 0; o && d < width; d++) o[d] += weight * part[r * width + d];
-  }
-  for (int64_t d = 0; o && d < width; d++) o[d] = *l == 0 ? 0 : o[d] / *l;
 }
 #endif

@@ -12,6 +12,7 @@
 #include "columns.h"
 #include "parallel.h"
 #include "simd.h"
+#include "state.h"
 
 enum {
   TILE = 48,                /* rows of an S tile, a multiple of MR and of SQUARE */
@@ -288,10 +289,10 @@ static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width
 /* The gradient w to logits x that kv_cap_and_mask made -> that to the logits before it. */
 KV_INLINE vf kv_cap_grad(vf w, vf x, float cap) { return cap > 0 ? w * (1 - (x / cap) * (x / cap)) : w; }
 
-/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far; l is the sum of p; if
- * pairs, p is then rounded to bf16. Returns alpha, the factor for all earlier p. Where m is -inf, as no column was
+/* One step of a row's online softmax: s [width] -> p = 2^(s - m), whose sum d gets; if pairs, p is then rounded to bf16.
+ * Returns alpha, the factor for all earlier p and so for o, which the caller updates. Where m is -inf, as no column was
  * seen, 0 replaces it. */
-static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *l) {
+static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *d) {
   const vf none = vf_set1(-INFINITY);
   vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
   for (int64_t c = 0; c < width; c += 2 * VL) {
@@ -308,15 +309,15 @@ static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, flo
     if (both && !pairs) vf_store(s + c + VL, next);
     sum[0] += p, sum[1] += next;
   }
-  const float alpha = vf_exp2(vf_set1(before - at))[0];
-  *l = *l * alpha + vf_sum(sum[0] + sum[1]);
+  const float alpha = kv_exp2(before - at);
+  *d = *d * alpha + vf_sum(sum[0] + sum[1]);
   return alpha;
 }
 
 /* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
 typedef struct {
-  float *q, *o;   /* [rows, D] scaled, [rows, width]; padded with rows of zeros to a multiple of PAD */
-  float *m, *l;   /* [rows] maximum and sum of the softmax so far */
+  float *q;       /* [rows, D] scaled; padded with rows of zeros to a multiple of PAD */
+  kv_state state; /* so far; o is padded in the same way */
   float *k, *v;   /* a packed block of keys and values */
   float *s, *row; /* [TILE, KEYS], [VL, D] */
 } kv_rows;
@@ -334,22 +335,22 @@ static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int value
   const int64_t padded = kv_round_up(rows, PAD), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
   const int64_t tile = TILE + (KV_AMX ? SQUARE : 0); /* kv_row_o_amx reads 16 rows from the last one on */
   const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, tile * KEYS, VL * D};
-  float **const fields[] = {&x->q, &x->o, &x->m, &x->l, &x->k, &x->v, &x->s, &x->row};
+  float **const fields[] = {&x->q, &x->state.o, &x->state.m, &x->state.d, &x->k, &x->v, &x->s, &x->row};
   return kv_carve(8, sizes, fields);
 }
 
-/* Loads the queries and starts the softmax. A sink is one more logit, without a value: m = sink, l = 1. */
+/* Loads the queries and starts the softmax. A sink is one more logit, without a value: m = sink, d = 1. */
 static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
                                  int64_t width) {
   const int64_t padded = kv_round_up(rows, PAD);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t g = r % query->G;
     kv_load_words(query, g, t0 + r / query->G, x->q + r * query->words);
-    x->m[r] = sinks ? sinks[g] * KV_LOG2E : -INFINITY;
-    x->l[r] = x->m[r] == -INFINITY ? 0 : 1;
+    x->state.m[r] = sinks ? sinks[g] * KV_LOG2E : -INFINITY;
+    x->state.d[r] = x->state.m[r] == -INFINITY ? 0 : 1;
   }
   memset(x->q + rows * query->words, 0, (size_t)((padded - rows) * query->words) * sizeof *x->q);
-  memset(x->o, 0, (size_t)(padded * width) * sizeof *x->o);
+  memset(x->state.o, 0, (size_t)(padded * width) * sizeof *x->state.o);
 }
 
 /* One tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1: packed keys, and values v in rows
@@ -364,6 +365,7 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* columns that are multiplied together */
   const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
   float alpha[TILE] = {0};
+  const kv_state state = kv_state_from(x->state, width, r0);
   if (most <= 0) return;
   kv_tile_s(query, x->q + r0 * query->words, n, x->k, most, x->s);
   for (int64_t r = 0; r < n; r++) {
@@ -371,13 +373,13 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
     const int64_t span = kv_round_up(most, VL << pairs);
     float *const s = x->s + r * KEYS;
     kv_cap_and_mask(s, query->cap, seen, span);
-    alpha[r] = kv_softmax(pairs, s, span, x->m + r0 + r, x->l + r0 + r);
-    if (!finite && !same && width) kv_row_o(pairs, query->amx, s, seen, v, width, alpha[r], x->o + (r0 + r) * width);
+    alpha[r] = kv_softmax(pairs, s, span, state.m + r, state.d + r);
+    if (!finite && !same && width) kv_row_o(pairs, query->amx, s, seen, v, width, alpha[r], state.o + r * width);
   }
-  if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, x->o + r0 * width);
+  if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, state.o);
 }
 
-/* All rows over those of the columns c0 .. c1 - 1 that they see. Without values (v NULL) this computes only m and l.
+/* All rows over those of the columns c0 .. c1 - 1 that they see. Without values (v NULL) this computes only m and d.
  * Where every row sees all of a block, its values may be inf or NaN and are read in place. */
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
