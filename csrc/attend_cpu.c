@@ -8,6 +8,7 @@
  * threads; their states are merged in order. Very few rows read keys and values in place, as decode does. */
 #include <stdatomic.h>
 
+#include "rows.h"
 #include "stream.h"
 
 enum {

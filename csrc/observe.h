@@ -9,7 +9,7 @@
 #define KVEVICT_OBSERVE_H
 #include <stdatomic.h>
 
-#include "tile.h"
+#include "rows.h"
 
 struct kv_reduction;
 

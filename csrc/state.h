@@ -28,6 +28,31 @@ static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
 
 static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
+/* One step of a row's online softmax: s [width] -> p = 2^(s - m), whose sum d gets; if pairs, p is then rounded to bf16.
+ * Returns alpha, the factor for all earlier p and so for o, which the caller updates. Where m is -inf, as no column was
+ * seen, 0 replaces it. */
+static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *d) {
+  const vf none = vf_set1(-INFINITY);
+  vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
+  for (int64_t c = 0; c < width; c += 2 * VL) {
+    top[0] = vf_max(vf_load(s + c), top[0]);
+    if (c + VL < width) top[1] = vf_max(vf_load(s + c + VL), top[1]);
+  }
+  const float most = vf_largest(vf_max(top[0], top[1])), before = *m;
+  if (most > before) *m = most;
+  const float at = *m == -INFINITY ? 0 : *m;
+  for (int64_t c = 0; c < width; c += 2 * VL) {
+    const int both = c + VL < width;
+    const vf p = vf_exp2(vf_load(s + c) - at), next = vf_exp2((both ? vf_load(s + c + VL) : none) - at);
+    vf_store(s + (pairs ? c / 2 : c), pairs ? vf_pairs(p, next) : p);
+    if (both && !pairs) vf_store(s + c + VL, next);
+    sum[0] += p, sum[1] += next;
+  }
+  const float alpha = kv_exp2(before - at);
+  *d = *d * alpha + vf_sum(sum[0] + sum[1]);
+  return alpha;
+}
+
 /* One row: y = n states, the first at x, `step` floats apart, and one more logit without a value. y.o may be NULL. */
 static inline void kv_state_merge(kv_state x, int64_t step, int64_t n, int64_t width, float sink, kv_state y) {
   *y.m = sink;
