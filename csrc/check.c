@@ -34,9 +34,8 @@ static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts
 
 static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_F16 && dtype != KV_BF16; }
 
-static kv_status kv_slots_check(const kv_slots *slots) {
-  const int bad = (unsigned)slots->k_kind >= KV_KIND_COUNT || (unsigned)slots->v_kind >= KV_KIND_COUNT;
-  return bad ? KV_BAD_DTYPE : KV_OK;
+static int kv_bad_kinds(const kv_slots *slots) {
+  return (unsigned)slots->k_kind >= KV_KIND_COUNT || (unsigned)slots->v_kind >= KV_KIND_COUNT;
 }
 
 static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
@@ -48,34 +47,31 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   return bad;
 }
 
-/* Whether a head's alive slots, of the new ones those up to stop, number less than 0 or more than C. */
-static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int64_t B, int64_t Hkv,
-                        int64_t S, int64_t C) {
-  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(chunk->first, B, S) || kv_outside(stop, B, S)) return 1;
-  for (int64_t i = 0; i < B * Hkv; i++) {
+/* The alive slots of an op: [stored | new], of the new ones those up to stop, or all if it is NULL; no head may have more
+ * than C. */
+static kv_status kv_alive_check(kv_dtype dtype, int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t D, int64_t C,
+                                const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int counts) {
+  if (kv_bad_heads(B, H, Hkv, D, counts) || S < 0 || C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(dtype) || kv_bad_kinds(slots)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(chunk->first, B, S)) return KV_BAD_COUNT;
+  if (stop && kv_outside(stop, B, S)) return KV_BAD_COUNT;
+  for (int64_t i = 0; stop && i < B * Hkv; i++) {
     const int64_t b = i / Hkv, count = (int64_t)stop[b] - chunk->first[b];
-    if (count < 0 || slots->len[i] + count > C) return 1;
+    if (count < 0 || slots->len[i] + count > C) return KV_BAD_COUNT;
   }
-  return 0;
+  return KV_OK;
 }
+#define KV_ALIVE_CHECK(a, H, C, counts) \
+  kv_alive_check(a->dtype, a->B, H, a->Hkv, a->S, a->D, C, &a->slots, &a->chunk, a->stop, counts)
 
 kv_status kv_attend_check(const kv_attend *a, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->chunk.first, a->B, a->S)) return KV_BAD_COUNT;
-  if (!a->stop) return KV_OK;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, INT32_MAX) ? KV_BAD_COUNT : KV_OK;
+  return a->T < 0 ? KV_BAD_SHAPE : KV_ALIVE_CHECK(a, a->H, INT32_MAX, counts);
 }
 
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  if (kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
-  return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
+  const kv_status status = a->R < 0 ? KV_BAD_SHAPE : KV_ALIVE_CHECK(a, a->H, C, counts);
+  return status == KV_OK && counts && kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : status;
 }
 
 kv_status kv_score_check(const kv_score *a, int counts) {
@@ -111,29 +107,13 @@ kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
   return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
 }
 
-kv_status kv_refine_check(const kv_refine *a, int counts) {
-  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
-}
+kv_status kv_refine_check(const kv_refine *a, int counts) { return KV_ALIVE_CHECK(a, a->Hkv, a->C, counts); }
 
 kv_status kv_norm_check(const kv_norm *a, int counts) {
-  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+  return a->p != 1 && a->p != 2 ? KV_BAD_DTYPE : KV_ALIVE_CHECK(a, a->Hkv, a->C, counts);
 }
 
-kv_status kv_quadratic_check(const kv_quadratic *a, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
-}
+kv_status kv_quadratic_check(const kv_quadratic *a, int counts) { return KV_ALIVE_CHECK(a, a->H, a->C, counts); }
 
 kv_status kv_select_check(const kv_select *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;
@@ -149,8 +129,7 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 
 kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (kv_slots_check(&a->src) != KV_OK || kv_slots_check(&a->dst) != KV_OK) return KV_BAD_DTYPE;
+  if (kv_bad_dtype(a->dtype) || kv_bad_kinds(&a->src) || kv_bad_kinds(&a->dst)) return KV_BAD_DTYPE;
   if (a->src.k_kind && a->dst.k_kind && a->src.k_kind != a->dst.k_kind) return KV_BAD_KIND;
   if (a->src.v_kind && a->dst.v_kind && a->src.v_kind != a->dst.v_kind) return KV_BAD_KIND;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
@@ -169,9 +148,7 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
 
 kv_status kv_decode_check(const kv_decode *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK) return kinds;
+  if (kv_bad_dtype(a->dtype) || kv_bad_kinds(&a->slots)) return KV_BAD_DTYPE;
   const kv_slots *prefix = &a->prefix;
   if (prefix->k && (prefix->k_kind != a->slots.k_kind || prefix->v_kind != a->slots.v_kind)) return KV_BAD_KIND;
   for (int64_t i = 0; counts && i < a->B * a->Hkv; i++) {

@@ -14,8 +14,8 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <vector>
 
+#include "head_rows.h"
 #include "table.h"
 
 namespace {
@@ -183,67 +183,27 @@ class Call {
       if (args_[i].kind == Kind::result) *top++ = torch::stable::detail::from(*tensors_[i]);
   }
 
-  /* Head (b, h) owns rows offset .. offset + len + room - 1 of the buffers with `rows` rows. Not checked on a GPU. */
-  void check_slots(uint8_t rows, const int64_t *offset, const int32_t *len, int64_t room) const {
-    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
-    for (int64_t i = 0; i < heads; i++) {
-      bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= size(rows) - len[i] - room;
-      STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
-                      room ? " and needs room for one more" : "", ", but ", buffer(rows), " has ", size(rows), " rows");
-    }
+  /* From each head's offset on: `count` rows and `more`. */
+  HeadRows rows_of(const int64_t *offset, const int32_t *count, int64_t more = 0) const {
+    return {heads_to_check(), offset, nullptr, count, more};
+  }
+  HeadRows row_after(const int64_t *offset, const int32_t *len) const {
+    return {heads_to_check(), offset, len, nullptr, 1};
   }
 
-  /* Of rows that are written, as above, no head may own another's. */
-  void check_apart(uint8_t rows, const int64_t *offset, const int32_t *len, int64_t room) const {
-    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
-    int64_t end = 0;
-    bool ascending = true; /* as caches have them */
-    for (int64_t i = 0; i < heads; end = offset[i] + len[i] + room, i++) ascending &= offset[i] >= end;
-    if (ascending) return;
-    std::vector<int64_t> order;
-    for (int64_t i = 0; i < heads; i++)
-      if (len[i] + room > 0) order.push_back(i);
-    std::sort(order.begin(), order.end(), [=](int64_t i, int64_t j) { return offset[i] < offset[j]; });
-    for (size_t i = 1; i < order.size(); i++) {
-      const int64_t one = order[i - 1], next = order[i];
-      STD_TORCH_CHECK(offset[one] + len[one] + room <= offset[next], "heads ", std::min(one, next), " and ",
-                      std::max(one, next), " share rows of ", buffer(rows), ", which are written");
-    }
-  }
+  /* The heads' slots lie in the buffers with `rows` rows. */
+  void check_inside(uint8_t rows, const HeadRows &x) const { x.check_inside(size(rows), buffer(rows)); }
+  void check_apart(uint8_t rows, const HeadRows &x) const { x.check_apart(buffer(rows)); }
 
-  /* Whether written rows of a buffer, `count` (NULL: 1) from offset + after on of each head (after NULL: 0), lie apart
-   * from those that are read, other_len from other_offset on of each head. Not looked at on a GPU. */
-  bool are_apart(const int64_t *offset, const int32_t *after, const int32_t *count, const int64_t *other_offset,
-                 const int32_t *other_len) const {
-    struct Range {
-      int64_t begin, end;
-      bool written;
-    };
-    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
-    std::vector<Range> ranges;
-    for (int64_t i = 0; i < heads; i++) {
-      const int64_t begin = offset[i] + (after ? after[i] : 0), written = count ? count[i] : 1;
-      if (written > 0) ranges.push_back({begin, begin + written, true});
-      if (other_len[i] > 0) ranges.push_back({other_offset[i], other_offset[i] + other_len[i], false});
-    }
-    std::sort(ranges.begin(), ranges.end(), [](const Range &x, const Range &y) { return x.begin < y.begin; });
-    int64_t ends[2] = {0, 0}; /* of ranges that are read, and written */
-    for (const Range &x : ranges) {
-      if (x.begin < ends[!x.written]) return false;
-      ends[x.written] = std::max(ends[x.written], x.end);
-    }
-    return true;
-  }
-
-  /* Written arguments may not lie in any other one's memory, but where may_share(written, other). */
-  template <typename MayShare>
-  void check_disjoint(MayShare may_share) const {
+  /* Written arguments may not lie in any other one's memory, except, if `is_shared`, that a field of the kv_slots at
+   * `written` may be the same field of the one at `read`. */
+  void check_disjoint(bool is_shared, size_t written, size_t read) const {
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].is_tensor() || !args_[i].is_written()) continue;
       for (size_t j = 0; j < args_.size(); j++) {
-        const bool met = j != i && memory_[i].meets(memory_[j]);
-        STD_TORCH_CHECK(!met || (memory_[i].begin == memory_[j].begin && may_share(args_[i], args_[j])), args_[i].name,
-                        ", which is written, and ", args_[j].name, " share memory");
+        const bool met = j != i && memory_[i].meets(memory_[j]), same = memory_[i].begin == memory_[j].begin;
+        const bool may_meet = is_shared && same && args_[i].at - written == args_[j].at - read;
+        STD_TORCH_CHECK(!met || may_meet, args_[i].name, ", which is written, and ", args_[j].name, " share memory");
       }
     }
   }
@@ -254,6 +214,8 @@ class Call {
 #else
   bool needs_alignment() const { return cuda_; }
 #endif
+
+  int64_t heads_to_check() const { return on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0; }
 
   ScalarType type_of(const Arg &x) const {
     constexpr ScalarType of[] = {ScalarType::Undefined, ScalarType::Int, ScalarType::Long, ScalarType::Float};
