@@ -41,8 +41,8 @@ static kv_attend_head kv_attend_head_of(const kv_attend *a, int64_t at) {
   const int64_t stop = a->stop ? a->stop[b] : a->S;
   kv_attend_head x = {.b = b, .h = h};
   x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  x.k = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
-  x.v = kv_value_columns(a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
+  x.k = kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
+  x.v = kv_head_columns(KV_VALUES, a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
   x.n = x.k.n;
   x.bounds = (kv_bounds){len - a->chunk.first[b] + a->S - a->T, a->stop ? x.n : len, x.n};
   return x;

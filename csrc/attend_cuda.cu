@@ -61,8 +61,8 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   if (kv_head >= a.B * a.Hkv) return;
   const int b = kv_head / a.Hkv, h = kv_head % a.Hkv, G = a.H / a.Hkv, thread = threadIdx.x;
   const int stop = a.stop ? a.stop[b] : (int)a.S;
-  const Columns keys = key_columns<E>(a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
-  const Columns values = value_columns<E>(a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
+  const Columns keys = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
+  const Columns values = head_columns<E>(KV_VALUES, a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
   const Bounds bounds = {(int)(keys.at.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.at.n : keys.at.len,
                          keys.at.n};

@@ -35,19 +35,14 @@ static __device__ __forceinline__ const float *centre_of(const kv_slots &slots, 
   return slots.centre ? slots.centre + head * D : nullptr;
 }
 
-/* Of [stored | new], new ones up to `stop`. */
+/* The [stored | new] keys or values of a head, new ones up to `stop`. */
 template <class E>
-static __device__ __forceinline__ Columns key_columns(const kv_slots &slots, const kv_new &chunk, int64_t b, int64_t h,
-                                                      int64_t Hkv, int64_t stop, int64_t D) {
+static __device__ __forceinline__ Columns head_columns(kv_side side, const kv_slots &slots, const kv_new &chunk,
+                                                       int64_t b, int64_t h, int64_t Hkv, int64_t stop, int64_t D) {
   const int64_t head = b * Hkv + h;
-  return columns_of(kv_keys_of(&slots, &chunk, b, h, Hkv, stop, D, sizeof(E)), slots.k, slots.offset[head],
-                    slots.k_kind, centre_of(slots, head, D), D);
-}
-template <class E>
-static __device__ __forceinline__ Columns value_columns(const kv_slots &slots, const kv_new &chunk, int64_t b,
-                                                        int64_t h, int64_t Hkv, int64_t stop, int64_t D) {
-  return columns_of(kv_values_of(&slots, &chunk, b, h, Hkv, stop, D, sizeof(E)), slots.v, slots.offset[b * Hkv + h],
-                    slots.v_kind, nullptr, D);
+  const kv_segments at = kv_rows_of(side, &slots, &chunk, b, h, Hkv, stop, D, sizeof(E));
+  if (side == KV_VALUES) return columns_of(at, slots.v, slots.offset[head], slots.v_kind, nullptr, D);
+  return columns_of(at, slots.k, slots.offset[head], slots.k_kind, centre_of(slots, head, D), D);
 }
 
 /* Numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale and

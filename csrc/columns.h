@@ -37,17 +37,13 @@ static inline const float *kv_centre(const kv_slots *slots, int64_t head, int64_
   return slots->centre ? slots->centre + head * D : NULL;
 }
 
-/* Of [stored | new], new ones up to `stop`. */
-static inline kv_columns kv_key_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
-                                        int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
+/* The [stored | new] keys or values of a head, new ones up to `stop`. */
+static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D, const kv_slots *slots,
+                                         const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   const int64_t head = b * Hkv + h;
-  return kv_columns_of(dtype, D, kv_keys_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->k,
-                       slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
-}
-static inline kv_columns kv_value_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
-                                          int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
-  return kv_columns_of(dtype, D, kv_values_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->v,
-                       slots->offset[b * Hkv + h], slots->v_kind, NULL);
+  const kv_segments at = kv_rows_of(side, slots, chunk, b, h, Hkv, stop, D, kv_size(dtype));
+  if (side == KV_VALUES) return kv_columns_of(dtype, D, at, slots->v, slots->offset[head], slots->v_kind, NULL);
+  return kv_columns_of(dtype, D, at, slots->k, slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
 }
 
 /* Of two buffers of stored slots: `shared_len` rows from `shared` on in the first, then `len` rows from `own` on. */

@@ -35,8 +35,8 @@ static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *d
 }
 
 static void move_run(const kv_compact *a, int64_t b, int64_t h, int64_t from, int64_t run, int64_t to) {
-  const kv_columns k = kv_key_columns(a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
-  const kv_columns v = kv_value_columns(a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const kv_columns k = kv_head_columns(KV_KEYS, a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const kv_columns v = kv_head_columns(KV_VALUES, a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
   const kv_segments pos = kv_positions_of(&a->src, &a->chunk, b, h, a->Hkv, a->S);
   const int64_t width = sizeof *a->dst.pos;
   move_slots(&k, from, run, a->dst.k, to, a->dst.k_kind, kv_centre(&a->dst, b * a->Hkv + h, a->D));

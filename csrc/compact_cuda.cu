@@ -84,8 +84,7 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
   const bool keys = (int)blockIdx.y < of_keys;
   const Moved x = moved(a, keys);
   const int strip = keys ? blockIdx.y : blockIdx.y - of_keys, size = x.bytes / a.D;
-  const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size)
-                                 : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
+  const kv_segments plain = kv_rows_of(keys ? KV_KEYS : KV_VALUES, &a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
   kv_segments at = columns_of(plain, x.from, a.src.offset[head], x.from_kind, nullptr, a.D).at;
   const bool packed = x.kind != KV_AS_COMPUTED; /* then rows are multiples of 4 bytes */
   const int unit = packed ? 4 : 16, lanes = STRIP / unit, first = strip * STRIP + threadIdx.x % lanes * unit;
@@ -121,8 +120,7 @@ static __global__ void __launch_bounds__(THREADS, 3) convert_kernel(const kv_com
   const Moved x = moved(a, keys);
   if (x.kind == KV_AS_COMPUTED && x.from_kind == KV_AS_COMPUTED) return;
   const int32_t *index = a.index ? a.index + head * a.K : nullptr;
-  const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E))
-                                 : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E));
+  const kv_segments plain = kv_rows_of(keys ? KV_KEYS : KV_VALUES, &a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E));
   const Columns rows =
       columns_of(plain, x.from, a.src.offset[head], x.from_kind, keys ? centre_of(a.src, head, a.D) : nullptr, a.D);
   const int keep = a.keep[head], done = x.kind == KV_AS_COMPUTED ? 0 : rows.packed();

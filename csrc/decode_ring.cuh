@@ -111,14 +111,9 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&units, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  Plan y = {{R::MOST_WARPS, 2, (int)kept_bytes<R::KEYS>(a->slots.k_kind, D, a->D),
-             (int)kept_bytes<R::KEYS>(a->slots.v_kind, D, a->D)},
-            0,
-            0,
-            0,
-            false,
-            0};
-  Ring &ring = y.ring;
+  Plan y = {};
+  Ring &ring = y.ring = {R::MOST_WARPS, 2, (int)kept_bytes<R::KEYS>(a->slots.k_kind, D, a->D),
+                         (int)kept_bytes<R::KEYS>(a->slots.v_kind, D, a->D)};
   while (!PACKED && ring.stages < 4 && (ring.stages + 1) * ring.stage() * R::MOST_WARPS <= 72 * 1024) ring.stages++;
   while (ring.warps > 1 && HEADS + ring.bytes() > MOST_SHARED) ring.warps--;
   const int64_t parts = R::part_bytes(x.rows, ring.warps, a->D);

@@ -35,7 +35,7 @@ typedef struct {
 static inline kv_observed kv_observed_of(const kv_observers *a, int64_t head) {
   kv_observed x = {.b = head / a->Hkv, .h = head % a->Hkv};
   x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, x.b, x.h, a->scale, a->softcap);
-  x.k = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, x.b, x.h, a->Hkv, a->stop[x.b]);
+  x.k = kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, x.b, x.h, a->Hkv, a->stop[x.b]);
   x.n = x.k.n;
   x.bounds = (kv_bounds){x.n - a->R, a->causal ? 0 : x.n, x.n};
   return x;

@@ -59,7 +59,8 @@ static void kv_quadratic_body(void *ctx, int64_t begin, int64_t end) {
   if (!memory) job->failed = 1;
   for (int64_t i = begin; memory && i < end; i++) {
     const int64_t at = i / blocks, b = at / a->Hkv, c0 = i % blocks * block, most = kv_min(block, a->C - c0);
-    const kv_columns x = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
+    const kv_columns x =
+        kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
     const int64_t columns = kv_min(kv_max(x.n - c0, 0), most);
     kv_pack_k(&x, 0, c0, columns, f.x, f.row);
     for (int64_t g = 0; g < G; g++) {

@@ -38,15 +38,8 @@ static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows, co
 /* Its scratch, to be freed; NULL if out of memory. The padding of q and buffer starts as 0 and stays it. */
 static inline void *kv_stream_alloc(kv_stream *x) {
   float **const fields[] = {&x->q, &x->s, &x->buffer, &x->alpha, &x->words, &x->by, &x->sum, &x->more};
-  const int64_t rows = kv_is_words(x->k_form) ? x->rows : 0; /* of words */
-  const int64_t sizes[] = {x->rows * x->width,
-                           x->rows * KEYS,
-                           x->in_place ? 0 : BLOCK * x->width,
-                           x->rows,
-                           rows * x->D / 2,
-                           rows,
-                           rows,
-                           rows};
+  const int64_t n = x->rows, buffer = x->in_place ? 0 : BLOCK * x->width, words = kv_is_words(x->k_form) ? n : 0;
+  const int64_t sizes[] = {n * x->width, n * KEYS, buffer, n, words * x->D / 2, words, words, words};
   void *memory = kv_carve(8, sizes, fields);
   if (!memory) return NULL;
   memset(x->q, 0, (size_t)sizes[0] * sizeof *x->q);

@@ -82,7 +82,6 @@ KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
   const __m256i bytes = _mm256_loadu_si256((const void *)x);
   return _mm512_cvtepu8_epi16(_mm256_and_si256(high ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15)));
 }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return _mm512_loadu_si512(x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
@@ -102,7 +101,6 @@ KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
   const __m128i bytes = _mm_loadu_si128((const void *)x);
   return _mm256_cvtepu8_epi16(_mm_and_si128(high ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15)));
 }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return _mm256_loadu_si256((const void *)x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
@@ -123,7 +121,6 @@ KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
   const uint8x8_t bytes = vld1_u8((const void *)x);
   return vreinterpretq_s16_u16(vmovl_u8(high ? vshr_n_u8(bytes, 4) : vand_u8(bytes, vdup_n_u8(15))));
 }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return vld1q_s16(x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) { return vcombine_s16(vld1_dup_s16(x), vld1_dup_s16(x + 1)); }
 KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_low_s16(a), vget_low_s16(b)); }
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_high_s16(a), vget_high_s16(b)); }
@@ -134,7 +131,6 @@ typedef vi kv_v16;
 KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) { return acc + a * b; }
 KV_INLINE kv_v16 kv_signed(const char *x) { return (kv_v16)vu_load(x); }
 KV_INLINE kv_v16 kv_nibbles(const char *x, int high) { return (kv_v16)vu_load(x) >> high; }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return (kv_v16)vu_load(x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) { return (kv_v16)vf_set1(*x); }
 KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return a + b; }
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
@@ -150,12 +146,5 @@ KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
   (void)form;
 #endif
   return (vf)vi_add_products((vi)acc, a, b);
-}
-
-/* The words of a row at d: half 0 of rows of 4 bits are the numbers d.., half 1 those from D / 2 + d. */
-KV_INLINE kv_v16 kv_row16(kv_form form, const char *row, int half) {
-  return form == KV_BY_INT4   ? kv_nibbles(row, half)
-         : form == KV_BY_INT8 ? kv_signed(row)
-                              : kv_load16((const int16_t *)(const void *)row);
 }
 #endif
