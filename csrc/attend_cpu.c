@@ -12,9 +12,9 @@
 #include "stream.h"
 
 enum {
-  FEW = 16,           /* rows of a head so few that packing costs more than it saves */
-  SHORT = 64,         /* steps of a chunk with columns that are cut */
-  TASKS = 32,         /* tasks of such a chunk, about */
+  FEW = 16,           /* rows of a head up to which packing costs more than it saves */
+  SHORT = 64,         /* steps of a chunk up to which columns are cut */
+  TASKS = 32,         /* tasks of a chunk whose columns are cut, about */
   COLUMNS = 4 * KEYS, /* columns of a split, at least */
 };
 
@@ -25,7 +25,7 @@ typedef struct {
   int64_t splits, span; /* of a head's columns, and columns of each; 1 and 0: not cut */
   int few;              /* keys and values are read in place */
   kv_stream stream;     /* its shape; rows of a head */
-  float *states;        /* of [B, Hkv, splits, rows], each row's with width + 2 floats, or NULL */
+  float *states;        /* states of [B, Hkv, splits, rows] rows (kv_state_in), or NULL: not cut */
   atomic_int failed;
 } kv_attend_job;
 
@@ -66,12 +66,6 @@ static void kv_attend_finish(const kv_attend *a, const kv_attend_head *head, kv_
   }
 }
 
-/* The states of a head's rows over a split. */
-static kv_state kv_attend_states(const kv_attend_job *job, int64_t at, int64_t split) {
-  const int64_t rows = job->stream.rows, width = job->stream.width;
-  return kv_state_in(job->states + (at * job->splits + split) * rows * (width + 2), rows, width);
-}
-
 static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int64_t t0, int64_t t1, int64_t split) {
   const kv_attend *a = job->a;
   const kv_attend_head head = kv_attend_head_of(a, at);
@@ -85,18 +79,20 @@ static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int
     kv_attend_finish(a, &head, x, t0, rows, width);
     return;
   }
-  const kv_state to = kv_state_from(kv_attend_states(job, at, split), width, t0 * G);
+  const kv_state all = kv_state_in(job->states, at * job->splits + split, a->T * G, width);
+  const kv_state to = kv_state_from(all, width, t0 * G);
   memcpy(to.o, x->state.o, (size_t)(rows * width) * sizeof *to.o);
   memcpy(to.m, x->state.m, (size_t)rows * sizeof *to.m);
   memcpy(to.d, x->state.d, (size_t)rows * sizeof *to.d);
 }
 
-/* The few rows of a head: the columns that every step sees at once, then those of each step alone. */
+/* Computes the few rows of a head: first the columns that every step sees, for all rows at once; then, step by step,
+ * the others. */
 static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
   const kv_attend_head head = kv_attend_head_of(job->a, at);
   const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);
   const int64_t every = kv_min(c1, kv_max(c0, kv_seen(head.bounds, 0)));
-  const kv_state state = kv_attend_states(job, at, split);
+  const kv_state state = kv_state_in(job->states, at * job->splits + split, x->rows, x->width);
   if (c0 >= head.n) return;
   kv_stream_load(x, &head.query, 0, &head.k);
   kv_state_start(state, x->rows, x->width);
@@ -130,7 +126,7 @@ static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Rows of all heads from their splits. */
+/* Merges the splits' states of each row. */
 static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
   const kv_attend_job *job = ctx;
   const kv_attend *a = job->a;
@@ -141,15 +137,16 @@ static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
     const kv_attend_head head = kv_attend_head_of(a, i / rows);
     const int64_t r = i % rows, G = head.query.G;
     const float sink = a->sinks ? a->sinks[head.h * G + r % G] * KV_LOG2E : -INFINITY;
-    kv_state_merge(kv_state_from(kv_attend_states(job, i / rows, 0), width, r), rows * (width + 2),
-                   (head.n + job->span - 1) / job->span, width, sink, state);
+    const kv_state first = kv_state_in(job->states, i / rows * job->splits, rows, width);
+    kv_state_merge(kv_state_from(first, width, r), rows * (width + 2), (head.n + job->span - 1) / job->span, width,
+                   sink, state);
     kv_state_normalize(state, width);
     if (job->few) kv_stream_order(&job->stream, 1, o);
     kv_attend_write(a, &head, r, state);
   }
 }
 
-/* How the work is cut: by the shapes and the lengths of heads alone where columns are. */
+/* Decides how the work is cut. Columns are cut by the shapes and the lengths of heads alone. */
 static void kv_attend_cut(kv_attend_job *job, int64_t heads, int64_t rows) {
   const kv_attend *a = job->a;
   for (int64_t i = 0; i < heads; i++) job->most = kv_max(job->most, kv_attend_head_of(a, i).n);

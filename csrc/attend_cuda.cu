@@ -8,14 +8,12 @@
 // budget: regs 255, smem 99424
 #include "stream.cuh"
 
-constexpr int64_t FEW =
-    128; /* tiles of all heads that are cut into splits: fewer than a large GPU has multiprocessors */
-constexpr int64_t FULL = 512; /* blocks, about at most, after that: two to four on each of its multiprocessors */
+constexpr int64_t FEW = 128;  /* tiles of all heads up to which columns are cut: a large GPU has more multiprocessors */
+constexpr int64_t FULL = 512; /* blocks, about at most, if so: two to four on each multiprocessor */
 
 /* A row's bounds and place, kept in shared memory: registers are scarce. */
 struct alignas(16) AttendRow {
-  int seen, step,
-      to; /* seen: of the split's columns; to: b * H + its head; in a split, the first row of the tile's part */
+  int seen, step, to; /* seen: of the split's columns; to: b * H + its head, or in a split its tile's first row */
 };
 
 /* Writes out and lse of a lane's rows. */

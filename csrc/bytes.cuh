@@ -20,7 +20,7 @@ static __device__ __forceinline__ int key_of(int p) {
 static __device__ __forceinline__ uint32_t bytes_f16(uint32_t x) {
   return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u); /* 1 x - 1152 */
 }
-/* The low, or the high, halves of these bytes. */
+/* The low halves of the first and third byte, and their high halves. */
 static __device__ __forceinline__ uint32_t low_f16(uint32_t x) {
   return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* 1 x - 1024 */
 }
@@ -52,7 +52,7 @@ static __device__ __forceinline__ Word word_of(kv_kind kind, int d, int D) {
   return {kind == KV_INT4 ? 2 * step + high : step, w % 8 / 2};
 }
 
-/* d += A B with A's PARTS fragments, of which the sum counts. */
+/* d += A B, where A is the sum of PARTS fragments. */
 template <class F, int PARTS>
 static __device__ __forceinline__ void mma_parts(float (&d)[4], const uint32_t (&a)[PARTS][4], uint32_t b0,
                                                  uint32_t b1) {
@@ -92,8 +92,8 @@ static __device__ __forceinline__ void packed_products(float (&s)[NT][4], const 
   }
 }
 
-/* o += P V of keys 16 k .. 16 k + 15 in columns' order, p their weights times the rows' scales. Column c of block n of o
- * is number packed_place(kind, n, c, D). */
+/* o += P V of keys 16 k .. 16 k + 15 in columns' order, p their weights times the rows' scales. Column c of block n of
+ * o is number packed_place(kind, n, c, D). */
 template <int D, int KEYS, int PARTS>
 static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4],
                                                   const PackedTile &v, int k) {
@@ -122,7 +122,7 @@ static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const ui
   }
 }
 
-/* D and more where the lane has no number. */
+/* The number that column c of block n of o is; D or more if the lane has none. */
 static __device__ __forceinline__ int packed_place(kv_kind kind, int n, int c, int D) {
   if (kind == KV_AS_COMPUTED) return 8 * n + c;
   if (kind == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;

@@ -3,30 +3,24 @@
 #include "kvevict.h"
 
 const char *kv_status_text(kv_status status) {
-  switch (status) {
-    case KV_OK:
-      return "ok";
-    case KV_BAD_SHAPE:
-      return "shapes do not fit: expected dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512 (on a GPU "
-             "8..256), K of linear a multiple of 32";
-    case KV_BAD_DTYPE:
-      return "this op does not take this dtype, kind or reduction";
-    case KV_BAD_COUNT:
-      return "keep, len, first, stop, lo, hi or an index is out of range: it must lie within the alive slots";
-    case KV_NO_MEMORY:
-      return "out of memory: scratch could not be allocated";
-    case KV_BAD_KIND:
-      return "slots that are moved into others or read together with them must be of the same kind";
-    case KV_NO_KIND:
-      return "the gradient of kl reads packed slots on the CPU only; give it slots as computed";
-    case KV_BAD_ISA:
-      return "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or name one "
-             "of cpu_isas()";
-  }
-  return "unknown status";
+  static const char *const texts[] = {
+      [KV_OK] = "ok",
+      [KV_BAD_SHAPE] =
+          "shapes do not fit: expected dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512 "
+          "(on a GPU 8..256), K of linear a multiple of 32",
+      [KV_BAD_DTYPE] = "this op does not take this dtype, kind or reduction",
+      [KV_BAD_COUNT] = "keep, len, first, stop, lo, hi or an index is out of range: it must lie within the alive slots",
+      [KV_NO_MEMORY] = "out of memory: scratch could not be allocated",
+      [KV_BAD_KIND] = "slots that are moved into others or read together with them must be of the same kind",
+      [KV_NO_KIND] = "the gradient of kl reads packed slots on the CPU only; give it slots as computed",
+      [KV_BAD_ISA] =
+          "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or "
+          "name one of cpu_isas()",
+  };
+  return (unsigned)status < sizeof texts / sizeof *texts ? texts[status] : "unknown status";
 }
 
-/* counts: the arrays are in the CPU's memory, so the CPU's kernels run. */
+/* With `counts` the arrays are in the CPU's memory, so the limit is that of the CPU's kernels. */
 static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts) {
   if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > (counts ? KV_MOST_D : KV_MOST_D_CUDA) || D % 8) return 1;
   return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
@@ -47,8 +41,8 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   return bad;
 }
 
-/* The alive slots of an op: [stored | new], of the new ones those up to stop, or all if it is NULL; no head may have more
- * than C. */
+/* Checks an op of alive slots, [stored | new]: the new ones end at stop, or are all if stop is NULL. No head may have
+ * more than C. */
 static kv_status kv_alive_check(kv_dtype dtype, int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t D, int64_t C,
                                 const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int counts) {
   if (kv_bad_heads(B, H, Hkv, D, counts) || S < 0 || C < 0) return KV_BAD_SHAPE;

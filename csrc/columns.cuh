@@ -20,7 +20,7 @@ struct Columns {
   __device__ __forceinline__ int packed() const { return kind == KV_AS_COMPUTED ? 0 : at.len; }
 };
 
-/* `rows` the layer's, in which the head's slot 0 is row `offset`. */
+/* rows: the layer's, in which row `offset` is the head's slot 0. */
 static __device__ __forceinline__ Columns columns_of(kv_segments at, const void *rows, int64_t offset, kv_kind kind,
                                                      const float *centre, int64_t D) {
   if (kind != KV_AS_COMPUTED) {
@@ -65,7 +65,7 @@ static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_kind kind, 
   return make_uint4(word[0], word[1], __float_as_uint(two.x), __float_as_uint(two.y));
 }
 
-/* y [W] = the numbers of a packed_part. A byte is the last of a float's 2^23 and more. */
+/* y [W] = the numbers of a packed_part. A byte becomes the last 8 bits of a float of 2^23 and more. */
 template <class E>
 static __device__ __forceinline__ void packed_numbers(uint4 part, kv_kind kind, float (&y)[VECTOR<E>]) {
   const uint32_t word[2] = {part.x, part.y};
@@ -140,7 +140,7 @@ static __device__ __forceinline__ void packed_column(const Columns &x, int c, bo
     }
 }
 
-/* The same of any column. */
+/* y [V][W] = this lane's numbers of column c, packed or not; called as packed_column is. */
 template <class E, int L, int V>
 static __device__ __forceinline__ void column_numbers(const Columns &x, int c, bool wanted, int D,
                                                       float (&y)[V][VECTOR<E>]) {

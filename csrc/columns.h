@@ -1,6 +1,6 @@
 /* The rows of one head's alive keys or values on a CPU: the one place that knows how numbers of a slot are stored. A
  * row is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode's append write
- * rows: rows that move are copied as bytes, new ones where slots are packed are packed. */
+ * rows: a row that moves is copied as bytes, a new row is packed where the slots are. */
 #ifndef KVEVICT_COLUMNS_H
 #define KVEVICT_COLUMNS_H
 #include "half.h"
@@ -10,7 +10,7 @@
 /* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
-  kv_kind kind; /* of the columns before `packed`, of none if that is 0 */
+  kv_kind kind; /* kind of the columns before `packed`; as computed if that is 0 */
   int64_t D, n, packed;
   const float *centre; /* [D] of packed columns, or NULL */
   kv_segments at;
@@ -21,7 +21,7 @@ static inline int64_t kv_row_bytes(kv_kind kind, kv_dtype dtype, int64_t D) {
   return kind == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(kind, D);
 }
 
-/* Of [stored | new], the stored ones in `rows`. */
+/* The columns at `at`, [stored | new], whose stored ones are rows of `rows` from `offset` on. */
 static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at, const void *rows, int64_t offset,
                                        kv_kind kind, const float *centre) {
   kv_columns x = {dtype, kind, D, at.n, 0, NULL, at};
@@ -46,7 +46,8 @@ static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D
   return kv_columns_of(dtype, D, at, slots->k, slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
 }
 
-/* Of two buffers of stored slots: `shared_len` rows from `shared` on in the first, then `len` rows from `own` on. */
+/* Stored slots of two buffers: rows shared .. shared + shared_len - 1 of the first, then rows own .. own + len - 1 of
+ * the second. */
 static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_kind kind, const float *centre,
                                            const void *shared_rows, int64_t shared, int64_t shared_len,
                                            const void *own_rows, int64_t own, int64_t len) {
@@ -91,14 +92,14 @@ typedef struct {
   int64_t n, stride;
 } kv_run;
 
-/* Columns c .. c + n - 1, or the first of them that are evenly spaced. */
+/* Columns c .. c + n - 1, or as long a first part of them as is evenly spaced. */
 static inline kv_run kv_columns_run(const kv_columns *x, int64_t c, int64_t n) {
   const int64_t stored = x->at.len - c;
   if (stored <= 0) return (kv_run){kv_column(x, c), n, x->at.chunk_stride};
   return (kv_run){kv_column(x, c), stored < n ? stored : n, x->at.stored_stride};
 }
 
-/* The address of column c, to be fetched ahead with those after it; 0 if rows do not lie one after the other. */
+/* The address of column c, if it and the columns after it can be fetched ahead; 0 if their rows do not touch. */
 static inline uintptr_t kv_columns_ahead(const kv_columns *x, int64_t c) {
   const int64_t stride = c < x->at.len ? x->at.stored_stride : x->at.chunk_stride;
   return c < x->packed || stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;

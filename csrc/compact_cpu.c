@@ -14,8 +14,8 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
   for (int64_t i = 0; i < count; i++) memcpy(dst + i * width, src + i * step, (size_t)width);
 }
 
-/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to row `to` of rows at dst.
- * What is packed on one side alone is packed, or unpacked. */
+/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to rows `to` .. at dst. Rows
+ * that are packed on one side alone are packed or unpacked. */
 static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_kind kind,
                        const float *centre) {
   const int64_t width = kv_row_bytes(kind, src->dtype, src->D);

@@ -3,10 +3,10 @@
 #define KV_DECODE_CUH
 #include "stream.cuh"
 
-constexpr int STEP = 64;     /* a split's slots are a multiple of this; a tile's, of its keys */
-constexpr int BLOCKS = 4096; /* splits of all heads, about at most: more would not keep a GPU busier */
+constexpr int STEP = 64;     /* slots of a split are a multiple of this, or of the keys of a tile */
+constexpr int BLOCKS = 4096; /* splits of all heads together, about, at most: more would not keep a GPU busier */
 
-/* Heads of a group that lanes compute, or none: packed rows in 16 bits. */
+/* The most heads of a group that lanes compute: none of packed rows in 16 bits. */
 static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return !is_16_bits ? 4 : is_packed ? 0 : 2; }
 
 static bool is_packed(const kv_decode &a) {
@@ -14,11 +14,11 @@ static bool is_packed(const kv_decode &a) {
 }
 
 struct Scratch {
-  Parts parts;  /* count: with lanes the blocks that are done, 0 at first */
+  Parts parts;  /* with lanes `count` is the number of blocks that are done, 0 at first */
   float *logit; /* [B, Hkv, G, C], or NULL */
 };
 
-/* tile: the heads of a tile. */
+/* tile: heads of a tile. */
 static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
   const int64_t heads = a->B * a->Hkv, whole = (a->rows_prefix + a->rows + 2 * STEP - 1) / (2 * STEP);
   int64_t splits = heads > BLOCKS / MOST_SPLITS ? BLOCKS / heads : MOST_SPLITS;
@@ -29,12 +29,12 @@ static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
   return {parts, a->probs ? scratch.take<float>(a->B * a->H * a->C) : nullptr};
 }
 
-/* Slots of a head in the prefix. */
+/* The number of a head's slots in the prefix. */
 static __device__ __forceinline__ int prefix_len(const kv_decode &a, int64_t head) {
   return a.prefix.len ? a.prefix.len[head] : 0;
 }
 
-/* How a head's slots are cut: no split has slots of the prefix and of the head, so there may be one more. */
+/* How a head's slots are cut. A split has slots of the prefix or of the head, not of both, so there may be one more. */
 struct Cut {
   int size, before, splits; /* slots of a split; splits of the prefix, and of all */
 };
@@ -47,7 +47,7 @@ static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x,
   return {size, before, before + (len + size) / size};
 }
 
-/* One split: slots c0 .. c1 - 1 of the prefix or of the head itself; the new row is the last of these. */
+/* One split: slots c0 .. c1 - 1 of the prefix or, if `own`, of the head itself, whose last slot is the new row. */
 template <class E>
 struct Split {
   Columns k, v;
@@ -57,8 +57,8 @@ struct Split {
   bool own, last;
 };
 
-/* n - 1 rows of `stored`, from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride;
- * where rows are packed it is stored before it is read. at: as of split_of. */
+/* n - 1 rows of `stored` from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride. Where
+ * rows are packed, the new row is stored before it is read. at: as in split_of. */
 template <class E>
 static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at,
                                                    kv_kind kind, const float *centre, int D) {

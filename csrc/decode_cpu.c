@@ -1,6 +1,7 @@
 /* One decode step on a CPU. Limited by memory bandwidth, so each row is read once, in place, for the G heads of its
  * group. The slots of a head are cut into splits that do not depend on the number of threads: pass 1 writes the new row
- * and computes each split's state; pass 2 merges the states in order and, if asked, turns the stored logits into probs. */
+ * and computes each split's state; pass 2 merges the states in order and, if asked, turns the stored logits into
+ * probs. */
 #include <stdatomic.h>
 
 #include "stream.h"
@@ -9,16 +10,16 @@ typedef struct {
   const kv_decode *a;
   kv_stream shape;      /* without scratch */
   int64_t splits, most; /* splits of the longest head, its slots rounded up to whole vectors */
-  float *states;        /* of [B, Hkv, splits, G], each row's with width + 2 floats */
+  float *states;        /* states of [B, Hkv, splits, G] rows (kv_state_in) */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
 } kv_decode_job;
 
-/* Slots of head `at`, those of the prefix included, without the new one. */
+/* The slots of head `at` in the prefix; and its slots with these, without the new one. */
 static int64_t kv_decode_shared(const kv_decode *a, int64_t at) { return a->prefix.len ? a->prefix.len[at] : 0; }
 static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decode_shared(a, at) + a->slots.len[at]; }
 
-/* Its keys or values, [prefix | own | new]; the new row is already stored. */
+/* The keys or values of head `at`, [prefix | own | new]; the new row is already stored. */
 static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, int values) {
   const kv_slots *own = &a->slots, *prefix = &a->prefix;
   const int64_t len = kv_decode_shared(a, at), offset = len ? prefix->offset[at] : 0;
@@ -37,12 +38,6 @@ static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t r
   a->slots.pos[row] = a->chunk.pos[b];
 }
 
-/* The states of a head's rows over a split. */
-static kv_state kv_decode_states(const kv_decode_job *job, int64_t at, int64_t split) {
-  const int64_t G = job->shape.rows, width = job->shape.width;
-  return kv_state_in(job->states + (at * job->splits + split) * G * (width + 2), G, width);
-}
-
 static void kv_decode_task(const kv_decode_job *job, const kv_stream *x, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t at = b * a->Hkv + h, n = kv_decode_slots(a, at) + 1, c0 = split * SPLIT, c1 = kv_min(n, c0 + SPLIT);
@@ -50,7 +45,7 @@ static void kv_decode_task(const kv_decode_job *job, const kv_stream *x, int64_t
   if (c1 == n) kv_decode_append(a, b, h, a->slots.offset[at] + a->slots.len[at]);
   const kv_queries query = kv_queries_of(a->dtype, a->D, x->rows, a->q, a->q_stride, b, h, a->scale, a->softcap);
   const kv_columns k = kv_decode_columns(a, at, 0), v = kv_decode_columns(a, at, 1);
-  const kv_state state = kv_decode_states(job, at, split);
+  const kv_state state = kv_state_in(job->states, at * job->splits + split, x->rows, x->width);
   kv_stream_load(x, &query, 0, &k);
   kv_state_start(state, x->rows, x->width);
   kv_stream_run(x, query.cap, &k, &v, c0, c1, 0, x->rows, state,
@@ -77,13 +72,12 @@ static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int
   const int64_t G = job->shape.rows, width = job->shape.width, at = b * a->Hkv + h, n = kv_decode_slots(a, at) + 1;
   const int64_t c0 = split * SPLIT, columns = kv_min(n - c0, SPLIT), size = kv_size(a->dtype);
   float m, d, p[SPLIT] = {0}, o[KV_MOST_D];
-  const kv_state state = {split == 0 ? o : NULL, &m, &d};
+  const kv_state first = kv_state_in(job->states, at * job->splits, G, width), state = {split == 0 ? o : NULL, &m, &d};
   if (columns <= 0) return;
   for (int64_t g = 0; g < G; g++) {
     const int64_t head = b * a->H + h * G + g;
     const float sink = a->sinks ? a->sinks[h * G + g] * KV_LOG2E : -INFINITY;
-    kv_state_merge(kv_state_from(kv_decode_states(job, at, 0), width, g), G * (width + 2), (n + SPLIT - 1) / SPLIT,
-                   width, sink, state);
+    kv_state_merge(kv_state_from(first, width, g), G * (width + 2), (n + SPLIT - 1) / SPLIT, width, sink, state);
     const float lse = kv_state_lse(state), from = lse == -INFINITY ? 0 : lse;
     if (split == 0) {
       kv_state_normalize(state, width);

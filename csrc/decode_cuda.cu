@@ -5,12 +5,12 @@
  * In 16 bits warps go through their own tiles and multiply them on tensor cores (ring.cuh), except one or two heads a
  * group of slots as computed: those are computed by lanes (lanes.cuh), as are up to 4 in fp32, and whichever block
  * finishes a head's last split combines all of them. More heads in fp32 are the rows of a tile (stream.cuh). Splits of
- * rings and tiles are combined by another kernel.
+ * rings and tiles are merged by another kernel.
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
-#include "decode_lanes.cuh"
 #include "decode_ring.cuh"
 #include "decode_tiles.cuh"
+#include "lanes.cuh"
 
 /* Packs the new rows of fp32 before other kernels read them: a warp has the key or the value of a head, blockIdx.x. */
 static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {

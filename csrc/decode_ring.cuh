@@ -4,20 +4,20 @@
 #include "decode.cuh"
 #include "ring.cuh"
 
-/* In 16 bits: how a launch cuts the heads' slots, and what it holds in shared memory. */
+/* How a launch cuts the heads' slots, and what a block has in shared memory. */
 struct Plan {
   Ring ring;
-  int least, blocks, shared; /* the slots of a split, if no head has too many for that */
-  bool whole;                /* few slots, no head is cut: its block writes the results, from shared memory, at `out` */
+  int least, blocks, shared; /* slots of a split, unless a head has too many of them; blocks; bytes */
+  bool whole; /* few slots: no head is cut, and its block writes the results, from `out` in shared memory */
   int out;
 };
 
-/* Split `split` of a head; head is the number of heads where there is none. */
+/* A split of a head; `head` is the number of heads if there is no such split. */
 struct Place {
   int head, split;
 };
 
-/* The n-th split of all heads'; by a warp. */
+/* The n-th split of all heads, found by a warp. */
 template <int KEYS>
 static __device__ __forceinline__ Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
   const int heads = (int)(a.B * a.Hkv);
@@ -31,7 +31,8 @@ static __device__ __forceinline__ Place place_of(const kv_decode &a, const Parts
   return {heads, 0};
 }
 
-/* Block i has the i-th split of all heads' splits; where these are more than blocks it has others as well. */
+/* Block i computes the i-th split of all heads, and, if there are more splits than blocks, every gridDim.x-th after
+ * it. */
 template <class E, int D, int ROWS, bool PACKED>
 static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, PACKED &&ROWS == 16 ? 2 : 3)
     ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
@@ -83,8 +84,8 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
   }
 }
 
-/* Of `wanted` splits of a mean head the number that keeps a GPU's `slots` for blocks busiest, each split costing as much
- * as OVER more slots, and a head often having one split more. */
+/* The number of splits of a mean head, of 1 .. most, that keeps busiest a GPU with room for `slots` blocks at once: a
+ * split costs as much as OVER slots more, and of 8 splits and more a head often has one in addition. */
 static int64_t best_splits(int64_t units, int64_t mean, int64_t most, int64_t slots) {
   constexpr int64_t OVER = 128;
   int64_t best = 1, least = INT64_MAX;
@@ -99,10 +100,10 @@ template <int KEYS>
 static int64_t kept_bytes(kv_kind kind, int64_t D, int64_t dims) {
   if (kind == KV_AS_COMPUTED) return KEYS * D * 2;
   const int64_t bytes = kv_packed_bytes(kind, dims), past = kv_packed_bytes(kind, D) - bytes;
-  return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes without numbers read past them */
+  return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes without numbers read past the rows */
 }
 
-/* The same for every call of these shapes on this GPU. */
+/* Every call of these shapes on this GPU has the same plan. */
 template <class E, int D, int ROWS, bool PACKED>
 static Plan plan_of(const kv_decode *a, const Parts &x) {
   using R = RingHeads<E, D, ROWS, PACKED>;
@@ -120,7 +121,7 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   y.out = (int)(HEADS + (parts + 15) / 16 * 16);
   const int64_t out = parts + 16 + (a->D + 2) * 4 * x.rows;
   y.shared = (int)(HEADS + (out > ring.bytes() ? out : ring.bytes()));
-  /* Of rows as computed one block of a multiprocessor reads as fast as memory does. */
+  /* One block of a multiprocessor reads rows as computed as fast as memory gives them. */
   const int64_t fit = PACKED ? bytes / (y.shared + 1024) : 1, slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
   const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / heads + 1, least = ring.warps * R::KEYS;
   const int64_t most = (mean + least - 1) / least,
@@ -140,7 +141,7 @@ static int with_ring(const kv_decode *a, F f) {
     constexpr int D = decltype(d)::value;
     if constexpr (sizeof(E) == 2) {
       const auto rows = [&](auto packed, auto width) {
-        /* of 256 packed numbers registers hold no more than 8 rows */
+        /* registers hold no more than 8 rows of 256 packed numbers */
         if constexpr (!decltype(packed)::value || decltype(width)::value < 256)
           if (a->H > 8 * a->Hkv) return f(e, width, std::integral_constant<int, 16>{}, packed);
         return f(e, width, std::integral_constant<int, 8>{}, packed);

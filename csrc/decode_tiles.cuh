@@ -3,7 +3,7 @@
 #define KV_DECODE_TILES_CUH
 #include "decode.cuh"
 
-/* More heads a group: blockIdx.z is the tile of them, blockIdx.y the split. */
+/* blockIdx.z is the tile of a group's heads, blockIdx.y the split. */
 template <class E, int D, class X>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     tiles_kernel(const kv_decode a, const Scratch x, const Logits logits) {
@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.states + at);
 }
 
-/* f(e, d, x) with the tile x for a group's heads, of fp32. Of 256 dimensions registers hold no more than 16 rows. */
+/* f(e, d, x) with the tile x for a group's heads, in fp32. Registers hold no more than 16 rows of 256 dimensions. */
 template <class F>
 static int with_tile(const kv_decode *a, F f) {
   return dispatch(KV_F32, a->D, [&](auto e, auto d) {

@@ -59,7 +59,7 @@ static void kv_error_outputs(const kv_error *a, const kv_observed *head, kv_tile
   if (a->kind == KV_L2) kv_error_distances(2, x->o, padded, D, x->v, most, x->e);
 }
 
-/* total [G, most] gains the tile's terms. Of what a row does not see, a norm that is not finite adds nothing. */
+/* Adds the tile's terms to total [G, most]. A norm that is not finite adds nothing to rows that do not see its slot. */
 KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n, int64_t most, float all) {
   for (int64_t g = 0; g < G; g++)
     for (int64_t c = 0; c < most; c += VL) {

@@ -317,11 +317,11 @@ typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* kv_cpu_isas: the instruction sets of this build in ascending order, "scalar avx2 avx512 avx512bf16 amxbf16" on x86-64,
- * "neon neonbf16" on ARM, else "scalar". kv_cpu_isa: the one that the CPU kernels run with, the highest that the processor
- * has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice; "avx512bf16" is chosen where it is named,
- * or where it is faster. NULL if the variable is neither empty nor one of these names: every op then returns
- * KV_BAD_ISA. */
+/* kv_cpu_isas: the instruction sets of this build in ascending order, "scalar avx2 avx512 avx512bf16 amxbf16" on
+ * x86-64, "neon neonbf16" on ARM, else "scalar". kv_cpu_isa: the one that the CPU kernels run with, the highest that
+ * the processor has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice; "avx512bf16" is chosen where
+ * it is named, or where it is faster. NULL if the variable is neither empty nor one of these names: every op then
+ * returns KV_BAD_ISA. */
 const char *kv_cpu_isas(void);
 const char *kv_cpu_isa(void);
 

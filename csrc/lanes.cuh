@@ -1,28 +1,29 @@
 /* A decoded token of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V
- * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row, with a state of its own.
+ * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row and has a state of its own. The block that
+ * finishes a head's last split merges all splits of that head.
  *
  * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups, and 16. */
 #ifndef KV_LANES_CUH
 #define KV_LANES_CUH
-#include "stream.cuh"
+#include "decode.cuh"
 
 constexpr int THREADS = 128;
 
 /* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It
- * loads AHEAD rows of keys and of values at once: as many as registers hold, at most 8 so that an SM has room for
- * several blocks, and half as many where keys, values or both are PACKED. */
+ * loads AHEAD rows of keys and of values at once: what registers hold, at most 8 so that a multiprocessor has room for
+ * several blocks, and half of that where keys, values or both are PACKED. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
                        AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
   float q[HEADS][V][W], o[HEADS][V][W];
   kv_state state[HEADS];
-  float more[HEADS]; /* the centre of packed keys adds it to every logit */
+  float more[HEADS]; /* q.centre, which packed keys add to every logit */
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
   static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* query: the first head's row. Elements from D on are zeros. Rotated keys meet rotated queries. */
+  /* query: the first head's row. Elements from D on are 0. Where keys are rotated, queries are, too. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -53,7 +54,7 @@ struct HeadRows {
     }
   }
 
-  /* f(packed), a constant: columns are all packed or none. */
+  /* Calls f(packed) with a constant: either all columns are packed or none. */
   template <class F>
   static __device__ __forceinline__ void each_kind(const Columns &x, F f) {
     if (!PACKED || x.kind == KV_AS_COMPUTED)
@@ -62,8 +63,8 @@ struct HeadRows {
       f(std::true_type{});
   }
 
-  /* Columns c, c + GROUPS, ..; zeros for those from c1 on and elements from D on. Addresses as computed begin with
-   * element(0). */
+  /* Loads columns c0, c0 + GROUPS, ..; columns from c1 on and elements from D on are 0. The addresses of rows as
+   * computed begin with element(0). */
   static __device__ __forceinline__ void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
     each_kind(x, [&](auto packed) {
 #pragma unroll
@@ -88,7 +89,7 @@ struct HeadRows {
       vector_floats<E>(part, x);
   }
 
-  /* s = q.k of the heads, equal in all lanes of the group */
+  /* s [HEADS] = q.k, equal in all lanes of the group */
   template <bool packed>
   __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_kind kind, float (&s)[HEADS]) const {
     float x[V][W];
@@ -137,8 +138,8 @@ struct HeadRows {
     }
   }
 
-  /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
-   * often. */
+  /* Adds slots c0 .. c1 - 1 to the states. logit: the first head's, those of heads C apart, or NULL. Every group of
+   * lanes runs the loop equally often. */
   __device__ __forceinline__ void attend(const Columns &k, const Columns &v, int c0, int c1, int D,
                                          const Logits &logits, float *logit, int64_t C) {
     constexpr int STEP = AHEAD * GROUPS;
@@ -205,4 +206,68 @@ struct HeadRows {
     merge_groups(GROUPS, states, part, HEADS, D, o_out, states_out);
   }
 };
+
+/* HEADS: heads of a group; PACKED: keys, values or both are packed. ptxas is asked for two blocks a multiprocessor, so
+ * that it does not spill registers to make room for four. */
+template <class E, int L, int V, int HEADS, bool PACKED>
+static __global__ void __launch_bounds__(THREADS, 2)
+    lanes_kernel(const kv_decode a, const Scratch x, const Logits logits) {
+  using R = HeadRows<E, L, V, HEADS, PACKED>;
+  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
+  const int D = (int)a.D;
+  const Cut cut = cut_of<STEP>(a, x.parts, head);
+  float *shared = shared_memory<float>() + 4;
+  for (int split = blockIdx.y; split < cut.splits; split += gridDim.y) {
+    const Split<E> s = split_of<E>(a, cut, head, split, R::element(0));
+    if (s.last) append(a, head, s);
+    const int64_t at = (head * x.parts.splits + split) * HEADS;
+    float *logit = x.logit ? x.logit + head * HEADS * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
+    const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * HEADS * a.q_stride[1];
+    R rows;
+    rows.start(query, a.q_stride[1], D, logits.of_query(), s.k);
+    rows.attend(s.k, s.v, s.c0, s.c1, D, logits, logit, a.C);
+    rows.merge(shared, D, x.parts.o + at * D, x.parts.states + at);
+    if (!block_is_last(x.parts.count + head, cut.splits, shared_memory<uint32_t>())) continue;
+    for (int g = warp_id(); g < HEADS; g += THREADS / 32) {
+      const int64_t from = head * x.parts.splits * HEADS + g, to = b * a.H + h * HEADS + g;
+      const float sink = a.sinks ? a.sinks[h * HEADS + g] * LOG2E : -INFINITY;
+      finish<E>(x.parts.o + from * D, HEADS * D, x.parts.states + from, HEADS, cut.splits, D, sink,
+                static_cast<E *>(a.out) + to * D, a.lse + to);
+    }
+  }
+}
+
+template <class E, int L, int V, int HEADS>
+static int run(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t heads = a->B * a->Hkv,
+                mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;     /* splits of a head */
+  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
+  const dim3 grid((unsigned)heads, (unsigned)blocks);
+  const auto shared = (size_t)HeadRows<E, L, V, HEADS, false>::shared_bytes(a->D);
+  const Logits logits = logits_of(a->scale, a->softcap);
+  if constexpr (HEADS <= most_lanes(sizeof(E) == 2, false))
+    if (!is_packed(*a))
+      return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
+  if constexpr (HEADS <= most_lanes(sizeof(E) == 2, true))
+    return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
+  return 0; /* 16 bits: run_ring */
+}
+
+template <class E, int HEADS>
+static int run_width(const kv_decode *a, const Scratch &x, void *stream) {
+  return with_lanes<E>(
+      a->D, [&](auto l, auto v) { return run<E, decltype(l)::value, decltype(v)::value, HEADS>(a, x, stream); });
+}
+
+static int run_lanes(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t G = a->H / a->Hkv, heads = a->B * a->Hkv;
+  const int error = (int)cudaMemsetAsync(x.parts.count, 0, heads * sizeof *x.parts.count, (cudaStream_t)stream);
+  if (error) return error;
+  return dispatch(a->dtype, [&](auto e) {
+    using E = decltype(e);
+    if (G == 1) return run_width<E, 1>(a, x, stream);
+    if (G == 2) return run_width<E, 2>(a, x, stream);
+    return G == 3 ? run_width<E, 3>(a, x, stream) : run_width<E, 4>(a, x, stream);
+  });
+}
 #endif

@@ -1,6 +1,6 @@
-/* The products of stream.h: up to SHARE rows of queries with keys, and of their weights with values, each number loaded
- * once for all rows. How rows of slots are stored decides the form of a product (words.h); there is a copy of each
- * product for every form and number of rows, so that sums stay in registers. */
+/* The products of stream.h: up to SHARE rows of queries with keys, and of their weights with values. Each number is
+ * loaded once for all of these rows. The kind of the slots' rows decides the form of a product (words.h). Every product
+ * is compiled once for each form and number of rows, so that its sums stay in registers. */
 #ifndef KVEVICT_PRODUCTS_H
 #define KVEVICT_PRODUCTS_H
 #include "tile.h"
@@ -10,7 +10,7 @@ enum {
   BLOCK = 64, /* slots of a block: it fits the first-level cache */
   SHARE = 4,  /* rows that share a load, at most */
 #if defined(__AVX512F__) || defined(__aarch64__)
-  TOGETHER = 4, /* of SHARE rows those that are computed at once: 4 slots of each fit 32 registers */
+  TOGETHER = 4, /* rows of SHARE that are computed at once: 4 slots of each fit 32 registers */
 #else
   TOGETHER = 2, /* 16 registers */
 #endif
@@ -21,7 +21,7 @@ typedef struct {
   int in_place; /* whether D is whole vectors */
   int64_t D, width, rows;
   kv_form k_form, v_form;         /* of stored rows */
-  int rotated;                    /* whether o is, as values of 4 bits are */
+  int rotated;                    /* whether o is rotated, as values of 4 bits are */
   float *q, *s, *buffer, *alpha;  /* [rows, width] scaled, [rows, KEYS], [BLOCK, width], [rows] */
   float *words, *by, *sum, *more; /* a query as words [rows, D / 2], the scale of its products, its sum, q . centre */
 } kv_stream;
@@ -33,12 +33,12 @@ typedef struct {
   const char *x;
 } kv_stream_rows;
 
-/* The memory that is read after the rows at hand: as many bytes of it are fetched into the second-level cache
- * meanwhile, in order, so that memory is never idle. A prefetch never faults, so it may lie past the slots; it is an
- * integer because no pointer may leave its array. 0: nothing. */
+/* The address of what is read after the rows at hand. While these are multiplied, the same number of bytes is fetched
+ * from there into the second-level cache, in order, so that memory is never idle. A prefetch never faults, so the
+ * address may lie past the slots; it is an integer because no pointer may leave its array. 0: nothing is fetched. */
 typedef uintptr_t kv_stream_next;
 
-/* Of it the bytes from `from` on; `bytes` is a constant at every call. */
+/* Fetches the `bytes` bytes from next + from on; `bytes` is a constant at every call. */
 KV_INLINE void kv_stream_fetch(kv_stream_next next, int64_t from, int bytes) {
   const kv_stream_next at = next + (kv_stream_next)from;
   if (next && (bytes >= 64 || at % 64 < (kv_stream_next)bytes))
@@ -48,14 +48,14 @@ KV_INLINE void kv_stream_fetch(kv_stream_next next, int64_t from, int bytes) {
 
 KV_INLINE int kv_is_words(kv_form form) { return form >= KV_BY_BF16; }
 
-/* Bytes of a vector's numbers in a row. */
+/* The bytes that a vector's numbers take in a row. */
 KV_INLINE int kv_vector_bytes(kv_form form) {
   return VL * (form == KV_FROM_F32 || form == KV_BY_BF16 ? 4 : form == KV_BY_INT4 ? 1 : 2);
 }
 
-/* Of two vectors of a row, that begin at x, the first (half 0) or the last (1), or the last of an odd number (2).
- * Halves of bf16 as floats are the numbers at even and at odd places: a shift or a mask makes them. q and o have
- * that order. */
+/* Loads one of the two vectors of a row that begin at x: the first (half 0) or the second (1), or the vector that is
+ * left of an odd number (2). For bf16 as floats, half 0 has the numbers at even places and half 1 those at odd places,
+ * since a shift or a mask makes them; q and o are kept in this order. */
 KV_INLINE vf kv_stream_half(kv_form form, int half, const char *x) {
   if (form == KV_BY_INT4) return (vf)kv_nibbles(x, half);
   if (form == KV_FROM_BF16 && half < 2) {
@@ -69,7 +69,7 @@ KV_INLINE vf kv_stream_half(kv_form form, int half, const char *x) {
   return form == KV_BY_INT8 ? (vf)kv_signed(x) : (vf)vu_load(x);
 }
 
-/* acc [G, slots] += q . k, of the vectors j and, of halves, j + 1. */
+/* acc [G, slots] += q . k over vector j + half % 2 of the rows. */
 KV_INLINE void kv_stream_products(kv_form form, int G, int slots, int64_t last, int half, int64_t j, const float *q,
                                   kv_stream_rows k, vf *acc) {
   vf y[SHARE];
@@ -89,7 +89,7 @@ KV_INLINE void kv_stream_products(kv_form form, int G, int slots, int64_t last, 
   }
 }
 
-/* s [G, KEYS], the columns 0 .. last of it, = q [G, k.vectors * VL] . k; those after them, up to `slots`, become any
+/* Columns 0 .. last of s [G, KEYS] = q [G, k.vectors * VL] . k; the columns after them, up to `slots`, become any
  * numbers. form, G and slots are constants at every call. */
 KV_INLINE void kv_stream_dots(kv_form form, int G, int slots, int64_t last, const float *q, kv_stream_rows k,
                               kv_stream_next next, float *s) {
@@ -108,10 +108,11 @@ KV_INLINE void kv_stream_dots(kv_form form, int G, int slots, int64_t last, cons
   for (int g = 0; g < G; g++) memcpy(s + g * KEYS, sums + g * slots, (size_t)slots * sizeof *s);
 }
 
-/* s [G, KEYS], k.n columns of it, = q [G, k.vectors * VL] . k. */
+/* The first k.n columns of s [G, KEYS] = q [G, k.vectors * VL] . k. */
 KV_INLINE void kv_stream_logits_of(kv_form form, int G, const float *q, kv_stream_rows k, kv_stream_next next,
                                    float *s) {
-  const int apart = G == SHARE ? TOGETHER : G, slots = apart == 1 ? 8 : 4; /* at once: with more bf16 is read slower */
+  const int apart = G == SHARE ? TOGETHER : G,
+            slots = apart == 1 ? 8 : 4; /* slots at once: with more of them bf16 is read slower */
   for (int64_t c = 0; c < k.n; c += slots, k.x += slots * k.stride) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g += apart)
@@ -146,13 +147,15 @@ KV_INLINE void kv_stream_sum(kv_form form, int G, int nv, const float *p, kv_str
     for (int j = 0; j < nv; j++) vf_store(o + (g * v.vectors + j) * VL, acc[g][j]);
 }
 
-/* Of a block: the weights of its rows as words [SHARE, BLOCK], of 16 bits times `by`, and a term of every number. */
+/* The weights of a block as words of 16 bits [SHARE, BLOCK]: row g's are words times by[g]; more[g] is added to every
+ * number of its output. */
 typedef struct {
   int16_t words[SHARE * BLOCK];
   float by[SHARE], more[SHARE];
 } kv_stream_weights;
 
-/* The same with weights as words. Rows of o are D apart; of 4 bits the vectors are those of either half in turns. */
+/* As kv_stream_sum, with the weights as words. Rows of o are D apart. In rows of 4 bits the vectors of the lower and of
+ * the upper half of the numbers take turns. */
 KV_INLINE void kv_stream_sum_words(kv_form form, int G, int nv, const kv_stream_weights *w, kv_stream_rows v,
                                    kv_stream_next next, int64_t D, const float *alpha, float *o) {
   static const char zeros[4 * WORDS];
@@ -215,7 +218,7 @@ KV_INLINE void kv_stream_values_of(kv_form form, int G, const float *p, const kv
   }
 }
 
-/* How many of `left` rows share loads next: 4 and then 1 would take as long as 4 and 4. */
+/* The number of rows that share loads next, of `left` rows: 4 and then 1 would take as long as 4 and 4. */
 static inline int64_t kv_stream_share(int64_t left) { return left > SHARE && left < 7 ? 3 : kv_min(left, SHARE); }
 
 #define KV_EACH_SHARE(X, form) X(form, 1) X(form, 2) X(form, 3) X(form, 4)
@@ -226,10 +229,10 @@ static inline int64_t kv_stream_share(int64_t left) { return left > SHARE && lef
   KV_EACH_SHARE(X, KV_BY_BF16)   \
   KV_EACH_SHARE(X, KV_BY_INT8)   \
   KV_EACH_SHARE(X, KV_BY_INT4)
-/* Whether this instruction set has rows of that form. */
+/* Whether this instruction set multiplies rows of this form. */
 #define KV_HAS(form) (form < KV_BY_BF16 || (form == KV_BY_BF16 ? KV_BF16_WORDS : KV_WORDS))
 
-/* The products s [G, KEYS] of rows from r on with keys of that form -> logits. */
+/* Turns s [G, KEYS], the products of rows r .. r + G - 1 with keys of this form, into logits. */
 KV_INLINE void kv_stream_scale(const kv_stream *x, kv_form form, int64_t r, int64_t G, kv_stream_rows k, float *s) {
   float scale[BLOCK], least[BLOCK];
   if (form != KV_BY_BF16) kv_words_ends(form, x->D, k.x, k.stride, k.n, scale, least);
@@ -268,15 +271,14 @@ KV_INLINE void kv_stream_weigh(kv_form form, kv_stream_rows v, int64_t D, int64_
     int16_t *words = w->words + g * BLOCK;
     vf sum = vf_set1(0), all = vf_set1(0);
 #pragma GCC unroll 4
-    for (int c = 0; c < BLOCK; c += VL) { /* p of another piece meets a scale of 0 */
+    for (int c = 0; c < BLOCK; c += VL) { /* weights of another piece meet a scale of 0 */
       const vf y = vf_load(p + c) * vf_load(scale + c);
       vf_store(weight + c, y);
       all += y;
       if (form == KV_BY_INT4) sum += vf_load(p + c) * vf_load(least + c);
     }
     w->by[g] = kv_words_of(weight, BLOCK, words);
-    if (form == KV_BY_INT4) { /* the rounding of weights times 7.5, the middle
-                                 of 4 bits, is taken out */
+    if (form == KV_BY_INT4) { /* takes out the rounding of weights times 7.5, the middle of 4 bits */
       int32_t rounded = 0;
       for (int c = 0; c < BLOCK; c++) rounded += words[c];
       sum[0] += 7.5f * (vf_sum(all) - w->by[g] * (float)rounded);

@@ -1,17 +1,16 @@
 /* A decoded token in 16 bits on tensor cores. Every warp goes through its own tiles of a split, in a ring of stages in
  * shared memory that it alone fills, waits for and reads: no warp waits for another before they merge their results.
  *
- * Rows as computed are swizzled tiles (tile.cuh). Packed ones lie as they are stored, copied as one piece of memory, and
- * become fp16 in registers (bytes.cuh); their scales are factors of the logits and of the weights, so that no number is
- * rounded. What is rounded, weights and rotated queries, is multiplied as two numbers, itself and the remainder: up to 8
- * heads have the remainders as rows 8 to 15 of the product, more heads as another product. */
+ * Rows as computed are swizzled tiles (tile.cuh). Packed rows are copied as one piece of memory and become fp16 in
+ * registers (bytes.cuh); their scales are factors of the logits and of the weights, so that no stored number is
+ * rounded. Weights and rotated queries are rounded; each is multiplied as two numbers, the rounded one and the
+ * remainder: for up to 8 heads the remainders are rows 8 to 15 of the product, for more heads another product. */
 #ifndef KV_RING_CUH
 #define KV_RING_CUH
-#include "ring_queries.cuh"
-#include "ring_stages.cuh"
+#include "ring_shared.cuh"
 #include "state.cuh"
 
-/* Weights are at most 2^LIFT, so that fp16 holds small ones, too. */
+/* Weights are at most 2^LIFT, so that fp16 holds small weights, too. */
 constexpr float LIFT = 10;
 
 /* p -> 2^(p - top + LIFT), with top the rows' maximum so far, alpha the factor for earlier results. */
@@ -33,8 +32,8 @@ static __device__ __forceinline__ void weigh(float (&p)[NT][4], float (&top)[HAL
   }
 }
 
-/* A block's share of ROWS query heads, 8 or 16, of one kv head. A lane has heads g = lane / 4 and, of 16, g + 8. PACKED:
- * keys, values or both are packed. */
+/* A block's share of ROWS query heads, 8 or 16, of one kv head. A lane has heads g = lane / 4 and, of 16, g + 8.
+ * PACKED: keys, values or both are packed. */
 template <class E, int D, int ROWS, bool PACKED>
 struct RingHeads {
   static constexpr int HALVES = ROWS / 8, PARTS = ROWS / 8, KEYS = PACKED || D == 64 ? 32 : 16, NT = KEYS / 8;
@@ -49,7 +48,7 @@ struct RingHeads {
   }
   static __device__ __forceinline__ int head(int half) { return lane_id() / 4 + 8 * half; }
 
-  /* Columns c0 .. of c1; of packed ones those before `stored`. */
+  /* Starts copying the columns from c0 on, up to c1; of packed columns those before `stored`. */
   static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int stored,
                                               int dims) {
     if (PACKED && x.kind != KV_AS_COMPUTED)
@@ -105,7 +104,7 @@ struct RingHeads {
       }
   }
 
-  /* o += P V, p in halves of rows as of weigh. */
+  /* o += P V with p as weigh leaves it. */
   __device__ __forceinline__ void add(const float (&p)[NT][4], const unsigned char *at, const Columns &v, int c0) {
     const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
 #pragma unroll
@@ -128,7 +127,7 @@ struct RingHeads {
     }
   }
 
-  /* The fragments of columns 16 k .. of p in F, and of the remainders. */
+  /* x = the fragments of columns 16 k .. 16 k + 15 of p, rounded to F, and those of the remainders. */
   template <class F>
   static __device__ __forceinline__ void parts(uint32_t (&x)[PARTS][4], const float (&p)[NT][4], int k) {
 #pragma unroll
@@ -143,7 +142,7 @@ struct RingHeads {
       }
   }
 
-  /* One tile: columns c0 .. of `count`. keep(s, c0) is told their logits. */
+  /* Computes one tile, the columns from c0 on, up to `count`; keep(s, c0) gets their logits. */
   template <class Keep>
   __device__ __forceinline__ void step(const unsigned char *at, const Ring &ring, const Columns &k, const Columns &v,
                                        int c0, int count, const Logits &logits, Keep keep) {
@@ -201,8 +200,9 @@ struct RingHeads {
       for (int i = 0; i < 2 * HALVES; i++) f(n, i);
   }
 
-  /* Columns c0 .. c1 - 1 of the block's warps; `rows` queries, the first at `query`, `stride` elements apart. `pack`
-   * stores what is packed of column `stored`, if that is before c1; by all warps. */
+  /* Computes columns c0 .. c1 - 1, tile by tile in the block's warps. There are `rows` queries, the first at `query`,
+   * `stride` elements apart. pack() packs the new row; all warps call it, before they read column `stored`, if that is
+   * before c1. */
   template <class Pack, class Keep>
   __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
                                          const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,

@@ -35,8 +35,8 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
   memset(x->state.o, 0, (size_t)(padded * width) * sizeof *x->state.o);
 }
 
-/* One tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1: packed keys, and values v in rows
- * `step` apart. */
+/* Computes the tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1, whose keys are packed and whose
+ * values v have rows `step` apart. finite: whether all of v is. */
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
                                 int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
                                 int finite) {
@@ -61,8 +61,8 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, state.o);
 }
 
-/* All rows over those of the columns c0 .. c1 - 1 that they see. Without values (v NULL) this computes only m and d.
- * Where every row sees all of a block, its values may be inf or NaN and are read in place. */
+/* Adds to the states of all rows those of the columns c0 .. c1 - 1 that each sees. Without values (v NULL) only m and d
+ * are computed. The values of a block that every row sees whole may be inf or NaN and are read in place. */
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
   const int64_t most = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
@@ -82,8 +82,8 @@ static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bo
   kv_tiles_end(query, before);
 }
 
-/* Steps of a task over one head's T steps: at least about 192 rows, to amortise packing, at most `most` rows, to
- * keep scratch below 2 MiB, and between these bounds about four tasks for every thread. */
+/* The steps of a task, of one head's T: at least about 192 rows, to amortise packing, at most `most` rows, to keep
+ * scratch below 2 MiB, and between these bounds about four tasks for every thread. */
 static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
   const int64_t most = 131072 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
   return kv_max(kv_min(kv_max(fair, 192), most) / G, 1);

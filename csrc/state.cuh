@@ -1,26 +1,27 @@
-/* The softmax of a row over some of its slots, as one value that can be merged with those over other slots: kv_state, and
- * beside it o, the sum of the weights 2^(logit - m) times values. Groups of threads and splits of a head's slots each have
- * one of every row; they are merged in the order of the slots: the same bits every time. */
+/* The softmax of a row over some of its slots, as one value that can be merged with those over other slots: kv_state,
+ * and beside it o, the sum of the weights 2^(logit - m) times values. Every group of threads and every split of a
+ * head's slots has a state of each row; they are merged in a fixed order: the same bits every time. */
 #ifndef KV_STATE_CUH
 #define KV_STATE_CUH
 #include "attention.cuh"
 
-constexpr int MOST_SPLITS = 64; /* of a tile of rows: a warp merges as many in two steps */
+constexpr int MOST_SPLITS = 64; /* splits of a tile of rows: a warp merges 64 states, two a lane */
 
 struct alignas(8) kv_state {
   float m, d; /* the largest logit, -inf if none was seen; the sum of the weights */
 
-  /* The weight of a logit, or the factor for what has the maximum `logit`; m is no less. */
+  /* The weight of a logit, or the factor of a part whose maximum is `logit`; m is no less. */
   __device__ __forceinline__ float weight(float logit) const { return exp2_approx(logit - (m == -INFINITY ? 0 : m)); }
 
-  /* Adds a part whose maximum is no more than m, and its number part_o to o. */
+  /* Adds a part whose maximum is no more than m, and one of its numbers, part_o, to o. */
   __device__ __forceinline__ void merge(kv_state part, float part_o, float &o) {
     const float factor = weight(part.m);
     o += factor * part_o;
     d += factor * part.d;
   }
 
-  /* The factor that makes o, times `factor`, the mean of the values; 0 if no slot was seen. */
+  /* What o is multiplied by to become the mean of the values, if `factor` still has to be applied to it; 0 if no slot
+   * was seen. */
   __device__ __forceinline__ float normalize(float factor = 1) const { return d == 0 ? 0 : factor / d; }
   __device__ __forceinline__ float lse() const { return LN2 * (m + log2f(d)); }
 };
@@ -46,7 +47,7 @@ struct Parts {
   float *o;                /* [heads, tiles, splits, rows, D] */
 };
 
-/* all: the rows of a head; rows: those of a tile. */
+/* all: rows of a head; rows: rows of a tile. */
 static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
   Parts x = {(int)splits, (int)((all + rows - 1) / rows), (int)(all < rows ? all : rows), nullptr, nullptr, nullptr};
   const int64_t tiles = heads * x.tiles, parts = tiles * splits * x.rows;
@@ -56,8 +57,8 @@ static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows,
   return x;
 }
 
-/* Merges what groups of threads have of each row: states [rows, groups] and o [rows, groups, D], in shared memory, to
- * states_out [rows] and o_out [rows, D]. */
+/* Merges the states that groups of threads have of each row: states [rows, groups] and o [rows, groups, D], in shared
+ * memory, become states_out [rows] and o_out [rows, D]. */
 static __device__ __forceinline__ void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D,
                                                     float *o_out, kv_state *states_out) {
   __syncthreads(); /* the parts are there */
@@ -72,8 +73,8 @@ static __device__ __forceinline__ void merge_groups(int groups, const kv_state *
   }
 }
 
-/* out and lse of one row from its splits, by one warp. part: the first split's o; splits are `step` floats and `apart`
- * states apart. rotated: o is as of values of 4 bits. */
+/* One warp merges a row's splits and writes its out and lse. part: the first split's o; splits are `step` floats and
+ * `apart` states apart. rotated: o is rotated, as values of 4 bits are. */
 template <class E>
 static __device__ void finish(const float *part, int step, const kv_state *states, int apart, int splits, int D,
                               float sink, E *out, float *lse, bool rotated = false) {
@@ -86,7 +87,7 @@ static __device__ void finish(const float *part, int step, const kv_state *state
       x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
                                       : make_float4(0, 0, 0, 0);
   };
-  load(0, 4 * lane); /* not after the weights */
+  load(0, 4 * lane); /* before the weights, so that memory is not idle */
   kv_state mine[2], all = {sink, 0};
   float weight[2], sum = 0;
 #pragma unroll
@@ -132,12 +133,12 @@ struct Outputs {
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, T, H, D] */
   float *lse;         /* [B, H, T] */
-  bool rotated;       /* o is as of values of 4 bits */
+  bool rotated;       /* o is rotated, as values of 4 bits are */
 };
 
 constexpr int COMBINE_WARPS = 4;
 
-/* A warp merges the states of one row; none where a tile's count is 0. */
+/* A warp merges the states of one row. A tile whose count is 0 has none and is left alone. */
 template <class E>
 static __global__ void __launch_bounds__(COMBINE_WARPS * 32) combine_kernel(const Parts x, const Outputs y) {
   const int kv_head = block_head(), G = (int)y.H / (int)y.Hkv, r = blockIdx.x * COMBINE_WARPS + warp_id();

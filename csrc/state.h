@@ -10,8 +10,9 @@ typedef struct {
   float *o, *m, *d; /* [rows, width], [rows], [rows] */
 } kv_state;
 
-/* In memory of rows * (width + 2) floats. */
-static inline kv_state kv_state_in(float *memory, int64_t rows, int64_t width) {
+/* The i-th states of `rows` rows each in memory, where one row's take width + 2 floats. */
+static inline kv_state kv_state_in(float *memory, int64_t i, int64_t rows, int64_t width) {
+  memory += i * rows * (width + 2);
   return (kv_state){memory, memory + rows * width, memory + rows * (width + 1)};
 }
 
@@ -28,9 +29,9 @@ static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
 
 static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* One step of a row's online softmax: s [width] -> p = 2^(s - m), whose sum d gets; if pairs, p is then rounded to bf16.
- * Returns alpha, the factor for all earlier p and so for o, which the caller updates. Where m is -inf, as no column was
- * seen, 0 replaces it. */
+/* One step of a row's online softmax: s [width] -> p = 2^(s - m), whose sum d gets; if pairs, p is then rounded to
+ * bf16. Returns alpha, the factor for all earlier p and so for o, which the caller updates. Where m is -inf, as no
+ * column was seen, 0 replaces it. */
 static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *d) {
   const vf none = vf_set1(-INFINITY);
   vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */

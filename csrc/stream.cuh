@@ -5,7 +5,7 @@
 #define KV_STREAM_CUH
 #include "state.cuh"
 
-/* Slots of a split, a multiple of STEP as `least` is, given how many slots and at most how many splits there are. */
+/* The slots of a split, a multiple of STEP as `least` is, for n slots and at most `splits` splits. */
 template <int STEP>
 static __device__ __forceinline__ int split_size(int n, int splits, int least = 2 * STEP) {
   const int fair = (n + splits - 1) / splits;
@@ -35,7 +35,7 @@ static __device__ __forceinline__ int warp_key() {
   return X::KEY_WARPS == 1 ? 0 : warp_id() * (X::KEYS / X::KEY_WARPS);
 }
 
-/* Columns c0 .. c1 - 1 alone, as 0 .. c1 - c0 - 1; of stored rows, too, no more than these (at.len <= at.n). */
+/* Columns c0 .. c1 - 1 alone, as columns 0 .. c1 - c0 - 1. at.len is then no more than at.n. */
 static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
   const kv_unsigned from = (kv_unsigned)c0;
   x.at.stored += (uint64_t)from * (kv_unsigned)x.at.stored_stride;
@@ -44,7 +44,7 @@ static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
   return x;
 }
 
-/* The results of a warp's rows over the columns so far; sum: each lane's share. */
+/* The results of a warp's rows over the columns so far; sum is one lane's share. */
 template <int MT, int D>
 struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];

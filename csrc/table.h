@@ -28,7 +28,7 @@ constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
 enum class Kind : uint8_t { KV_ARG_KINDS(KV_ENUMERATOR) };
 constexpr const char *kind_names[] = {KV_ARG_KINDS(KV_STRING)};
 
-/* Of a tensor; `call` is the dtype of the call. */
+/* What a tensor's elements are; `call`: of the call's dtype. */
 enum class Element : uint8_t { call, int32, int64, float32 };
 constexpr const char *dtype_names[] = {"", "int32", "int64", "float32"};
 

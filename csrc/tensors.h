@@ -7,13 +7,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <cstring>
 #include <optional>
-#include <span>
-#include <string>
 
 #include "head_rows.h"
 #include "table.h"
@@ -80,7 +75,7 @@ int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &
 
 int32_t code_of(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
 
-/* The memory that a tensor lies in; of nothing, nothing. */
+/* The memory of a tensor; of one without elements, none. */
 struct Bytes {
   const char *begin = nullptr, *end = nullptr;
   bool meets(Bytes x) const { return begin != end && x.begin != x.end && begin < x.end && x.begin < end; }
@@ -183,7 +178,7 @@ class Call {
       if (args_[i].kind == Kind::result) *top++ = torch::stable::detail::from(*tensors_[i]);
   }
 
-  /* From each head's offset on: `count` rows and `more`. */
+  /* Head i's rows from offset[i] on, count[i] + more of them; and the one row after its len[i] slots. */
   HeadRows rows_of(const int64_t *offset, const int32_t *count, int64_t more = 0) const {
     return {heads_to_check(), offset, nullptr, count, more};
   }
@@ -191,7 +186,7 @@ class Call {
     return {heads_to_check(), offset, len, nullptr, 1};
   }
 
-  /* The heads' slots lie in the buffers with `rows` rows. */
+  /* The buffers are those with `rows` rows. */
   void check_inside(uint8_t rows, const HeadRows &x) const { x.check_inside(size(rows), buffer(rows)); }
   void check_apart(uint8_t rows, const HeadRows &x) const { x.check_apart(buffer(rows)); }
 
@@ -249,7 +244,7 @@ class Call {
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }
 
-  /* How rows are packed: of slots the argument before them said so. */
+  /* The kind of rows: for slots it is the argument before them, which is already in the struct. */
   static kv_kind kind_of(const Arg &x, const void *a) {
     kv_kind kind = KV_AS_COMPUTED;
     if (x.kind == Kind::slots) std::memcpy(&kind, static_cast<const char *>(a) + x.kind_at, sizeof kind);
@@ -280,12 +275,13 @@ class Call {
     int64_t last = 0, elements = 1;
     bool dense = true;
     for (size_t d = sizes.size(); d-- > 0; elements *= sizes[d]) {
-      /* Of a single row the stride may be anything; where no row is, copies of nothing are to be aligned too. */
+      /* The stride of a single row may be anything; without rows it counts as 0, as copies of nothing must be
+       * aligned. */
       const int64_t stride = sizes[d] < 2 ? 0 : strides[d];
       dense &= sizes[d] < 2 || stride == elements;
       last += (sizes[d] - 1) * stride;
       if (d >= x.strides) continue;
-      /* Of heads and steps the GPU's kernels have 32 bits, in bytes. */
+      /* The GPU's kernels hold the strides of heads and steps in 32 bits, in bytes. */
       STD_TORCH_CHECK(on_cpu() || d == 0 || stride <= INT32_MAX / element, x.name,
                       " has rows more than 2 GiB apart; read the prompt in chunks");
       put(a, x.stride_at + d * sizeof stride, stride);
@@ -320,7 +316,7 @@ class Call {
     return Tensor(handle);
   }
 
-  /* The name of the first buffer with that many rows. */
+  /* The name of the first buffer with `rows` rows. */
   const char *buffer(uint8_t rows) const {
     return std::find_if(args_.begin(), args_.end(), [=](const Arg &x) { return x.is_tensor() && x.shape[0] == rows; })
         ->name;

@@ -1,6 +1,6 @@
-/* Tiles of queries against blocks of keys, shared by attend and the ops of observing rows: packing, S = Q K^T and O += P
- * V. Sums are fp32, logits are in log2 units. Products are fp32, or bf16 where the instruction set multiplies bf16: P is
- * then rounded to bf16, as flash attention does.
+/* Tiles of queries against blocks of keys, shared by attend and the ops of observing rows: packing, S = Q K^T and O +=
+ * P V. Sums are fp32, logits are in log2 units. Products are fp32, or bf16 where the instruction set multiplies bf16: P
+ * is then rounded to bf16, as flash attention does.
  *
  * A row's result does not depend on the tile or task that holds it: every sum runs over the columns in the same order,
  * and columns that a row does not see add exact zeros. So results are the same for any number of threads. */
@@ -74,7 +74,7 @@ static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, floa
     kv_load_query(x, g, t, q);
 }
 
-/* Around products of these rows by kv_tile_s, kv_tile_o and kv_row_o. */
+/* kv_tile_s, kv_tile_o and kv_row_o are called between these two. */
 static inline kv_amx kv_tiles_begin(const kv_queries *x) {
   kv_amx none;
   memset(&none, 0, sizeof none);
@@ -199,8 +199,8 @@ static inline void kv_scale_rows(int64_t rows, int64_t columns, const float *by,
       vf_store(c + r * ldc + j, (by ? by[r] * scale : scale) * vf_load(c + r * ldc + j));
 }
 
-/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. Rows up to a multiple of PAD are
- * there, of q and of s. */
+/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. q and s
+ * have rows up to a multiple of PAD. */
 static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t rows, const float *k, int64_t n,
                              float *s) {
   const int64_t words = query->words;
@@ -219,8 +219,8 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. Rows up to a
- * multiple of PAD are there, and of amx p and v up to words of a multiple of SQUARE, with zeros in p. */
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. p and o
+ * have rows up to a multiple of PAD; with amx, p and v have words up to a multiple of SQUARE, and these are 0 in p. */
 static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, int64_t n, const float *v, int64_t step,
                              int64_t width, const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
@@ -236,7 +236,7 @@ static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, i
   }
 }
 
-/* As kv_row_o below, with the sums of kv_tile_o: the row of p is the first of a tile, of which nothing else counts. */
+/* As kv_row_o below, with the sums of kv_tile_o: p is the first row of a tile, whose other rows are ignored. */
 static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
   const int64_t whole = n / (2 * SQUARE) * SQUARE, words = n / 2;
   const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair */
@@ -255,7 +255,8 @@ static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64
   }
 }
 
-/* The same for one row and the n columns that it sees: where v holds inf or NaN, 0 * v of an unseen column is not 0. */
+/* As kv_tile_o for one row and the n columns that it sees: where v has inf or NaN, 0 * v of an unseen column is not
+ * 0. */
 static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const float *v, int64_t width, float alpha,
                             float *o) {
   if (amx) {

@@ -1,7 +1,7 @@
-/* Rows multiplied two numbers of 16 bits at a time, for few rows on many slots: keys of bf16, where the processor has
- * such products, and packed rows. Numbers of 8 and 4 bits become words of 16 bits without a rounding, a query row or
- * the weights of a block words times their scale. Sums of products are exact in 32 bits, and only the query, to 2^-16
- * of its largest number, and the weights, to 2^-16 of the largest, are rounded. */
+/* Products of two numbers of 16 bits at a time, for few rows on many slots: with keys of bf16, where the processor has
+ * such products, and with packed rows. Numbers of 8 and 4 bits become words of 16 bits without rounding; a query row
+ * and the weights of a block become words times one scale, rounded by 2^-16 of the largest. Sums of these products are
+ * exact in 32 bits. */
 #ifndef KVEVICT_WORDS_H
 #define KVEVICT_WORDS_H
 #include "packed.h"
@@ -16,7 +16,7 @@
 #else
 #define KV_BF16_WORDS 0
 #endif
-enum { WORDS = 2 * VL }; /* of a vector */
+enum { WORDS = 2 * VL }; /* words of a vector */
 #define KV_WORD_MOST 32767.0f
 
 /* How rows are multiplied: as floats, made of the numbers of a dtype, or as words, of bf16 or of packed rows. */
@@ -36,7 +36,8 @@ static inline kv_form kv_form_of(kv_kind kind, kv_dtype dtype, int64_t D, kv_for
   return kind == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
 }
 
-/* x [n], n a multiple of VL, as words [n] times the scale that is returned, NaN if a number is not finite. */
+/* Stores x [n], n a multiple of VL, as words [n]; returns the scale that they are multiplied by, NaN if a number of x
+ * is not finite. */
 KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) {
   vf most = vf_set1(0);
 #pragma GCC unroll 4
@@ -48,7 +49,8 @@ KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) 
   return finite ? top / KV_WORD_MOST : NAN;
 }
 
-/* The scales and least numbers of n packed rows, 0 from there to 64; rows of 8 bits have no least numbers. */
+/* Reads the scales and the least numbers of n packed rows and fills both with 0 up to 64. Rows of 8 bits have no least
+ * numbers. */
 KV_INLINE void kv_words_ends(kv_form form, int64_t D, const char *x, int64_t stride, int64_t n, float *scale,
                              float *least) {
   uint32_t ends[64];
@@ -138,7 +140,7 @@ KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
 #define KV_SECOND(a, b) (b)
 #endif
 
-/* acc + a0 b0 + a1 b1 of pairs of words: of bf16 in floats, else in integers. */
+/* acc + a0 b0 + a1 b1 for pairs of words: bf16 is summed in floats, other words in integers. */
 KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
 #if KV_BF16_WORDS
   if (form == KV_BY_BF16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);

@@ -181,7 +181,7 @@ MUTATIONS = [
              "the tensor cores' centre is left out", tests="test_decode and dtype1", of="packed"),
     Mutation("decode", "ring.cuh", "fmaf(factor, x, low)", "factor * x",
              "the values' least numbers are left out", tests="test_decode and dtype1", of="packed"),
-    Mutation("decode", "ring_stages.cuh", "min(KEYS, c1 - c0) * x.at", "(KEYS + 0 * c1) * x.at",
+    Mutation("decode", "ring_shared.cuh", "min(KEYS, c1 - c0) * x.at", "(KEYS + 0 * c1) * x.at",
              "a packed tile goes on past the last row", mode="asan", tests="test_decode and dtype1", of="packed"),
     Mutation("decode", "ring.cuh", "if (PACKED && stored < c1) pack();", "",
              "a new row is not packed", tests="test_decode and dtype1", of="packed"),
