@@ -5,7 +5,7 @@ import tempfile
 import transformers
 
 import kvevict
-from kvevict import _ops
+from kvevict.ops import _ops
 
 folder = kvevict.small_llama()
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

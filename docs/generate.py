@@ -13,9 +13,9 @@ import re
 import textwrap
 from pathlib import Path
 
-from kvevict import known
 from kvevict.cli import COMMANDS
 from kvevict.engine.measure import quantities
+from kvevict.models import known
 from kvevict.policy.building import build
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy

@@ -10,7 +10,7 @@ import argparse
 from train_lookahead import pairs
 
 import kvevict
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
 
 
 def main():

@@ -15,10 +15,10 @@ import torch
 
 import kvevict
 from kvevict import cli
+from kvevict.asking.prompts import ids_of
 from kvevict.lab.evaluate import haystack
 from kvevict.lab.evaluate.tasks import recall
-from kvevict.models import load_model
-from kvevict.prompts import ids_of
+from kvevict.models.loading import load_model
 
 
 def pairs(tokenizer, count: int, longest: int, seed: int):

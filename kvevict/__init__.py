@@ -31,10 +31,11 @@ class _Package(ModuleType):
             vars(self).update({each: getattr(api, each) for each in __all__})
             return vars(self)[name]
         if not name.startswith("__"):
+            path = f"{__name__}.train.{name}" if name in ("gates", "lookahead") else f"{__name__}.{name}"
             try:
-                return importlib.import_module(f"{__name__}.{name}")
+                return importlib.import_module(path)
             except ModuleNotFoundError as error:
-                if error.name != f"{__name__}.{name}":
+                if error.name != path:
                     raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

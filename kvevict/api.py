@@ -4,14 +4,15 @@ without `as` is private."""
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import _ops  # noqa: F401  checks torch and loads the kernels
-from .answer import Pipeline as Pipeline
-from .answer import answer as answer
-from .answer import read as read
+from .answering.answer import Pipeline as Pipeline
+from .answering.answer import answer as answer
+from .answering.answer import read as read
+from .asking.question import observing as observing
 from .engine.measure.quantities import QUANTITIES as QUANTITIES
 from .engine.measure.quantities import Quantity as Quantity
 from .engine.measure.quantities import check_needs
-from .models import small_llama as small_llama
+from .models.loading import small_llama as small_llama
+from .ops import _ops  # noqa: F401  checks torch and loads the kernels
 from .patch import evicting as evicting
 from .patch import patch as patch
 from .patch import unpatch as unpatch
@@ -31,11 +32,10 @@ from .policy.scores import SCORES as SCORES
 from .policy.scores import Score as Score
 from .policy.selections import SELECTIONS as SELECTIONS
 from .policy.selections import Selection as Selection
-from .query_statistics import measure_queries as measure_queries
-from .question import observing as observing
 from .report import report as report
-from .store import load_cache as load_cache
-from .store import save_cache as save_cache
+from .store.loading import load_cache as load_cache
+from .store.saving import save_cache as save_cache
+from .train.query_statistics import measure_queries as measure_queries
 
 _Class = TypeVar("_Class", bound=type)
 

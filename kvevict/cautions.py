@@ -1,10 +1,10 @@
-"""Warnings, each given once, where nothing fails and answers are likely to be wrong."""
+"""What a user is told while a call runs: progress, and warnings, each given once, where answers are likely wrong."""
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from .families import context_of
+from .models.families import context_of
 
 LITTLE = 0.25  # share of a text: where less is kept, answers about it are often wrong
 _given: set[Hashable] = set()
@@ -54,3 +54,12 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             + ": answers about the rest are often wrong. Read the whole chat again, without past_key_values, or patch "
             "with recall=True before its first turn",
         )
+
+
+def bar(items: Sequence[Any], what: str, unit: str, show: bool) -> Any:
+    """The items, shown as they are taken, if there are several."""
+    if not show or len(items) < 2:
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, desc=what, unit=unit)

@@ -14,7 +14,7 @@ from typing import Any
 class Context:
     outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's
     step: Any = None  # the kvevict.engine.read.step.Step that runs
-    question: Any = None  # the kvevict.question.Finder that observes the prompts that are read
+    question: Any = None  # the kvevict.asking.question.Finder that observes the prompts that are read
     asks: bool = True  # whether an answer follows what is read, whose first tokens attend to all slots
     learns: bool = True  # whether the policy may learn from what is read, for later reads
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer and chunk of a read
@@ -23,7 +23,7 @@ class Context:
     note: Any = None  # note(module, query, key): called in unpatched attention
     training_attention: Any = None  # the attention function of `kvevict.lookahead.passes`
     plans: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Plan of calls made here
-    adapter: Any = None  # the token of the `kvevict.policy.adapter.Adapter.on` that is active
+    adapter: Any = None  # the token of the `kvevict.models.adapter.Adapter.on` that is active
 
 
 _context: ContextVar = ContextVar("kvevict", default=Context())  # noqa: B039  immutable

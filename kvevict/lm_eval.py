@@ -21,9 +21,9 @@ except ImportError as error:
     raise ImportError(f"{error}; run: pip install 'kvevict[lm-eval]'") from None
 from tqdm import tqdm
 
-from .answer import KEEPS
-from .compat import CACHE, cache_of
-from .families import device_of
+from .answering.answer import KEEPS
+from .models.compat import CACHE, cache_of
+from .models.families import device_of
 from .patch import evicting, patch
 from .policy import peers
 from .policy.checks import unknown

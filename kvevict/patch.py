@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
-from . import families, known, prompts, rotary, trial
+from .asking import prompts
+from .asking.question import LastTurn
 from .engine.hook import installed
 from .engine.measure import quantities
+from .engine.memory import mapped, ranks
 from .engine.read.plan import Plan
-from .engine.slots import mapped, ranks
-from .families import base_model, find_decoder
+from .models import families, known, rotary, trial
+from .models.families import base_model, find_decoder
+from .models.refusals import check_model
 from .policy import kv
 from .policy.building import build
 from .policy.policy import Policy
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
-from .question import LastTurn
-from .refusals import check_model
 
 
 def patch(

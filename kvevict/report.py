@@ -6,7 +6,7 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 from .engine.hook.installed import plan_of
-from .families import find_decoder
+from .models.families import find_decoder
 
 
 def report(source: Any, positions: bool = False) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def pytest_runtest_call(item):
 
 
 def on_gpu() -> bool:
-    from kvevict import _ops
+    from kvevict.ops import _ops
 
     return torch.cuda.is_available() and _ops.build_info()["cuda"]
 

@@ -46,7 +46,7 @@ def add_model(parser: argparse.ArgumentParser, name: str = "--model", **how: Any
 
 def loaded(args: argparse.Namespace) -> tuple[str, Any, Any]:
     """(name, model, tokenizer) by the arguments of `add_model`; by default the bundled model."""
-    from ..models import load_model, small_llama
+    from ..models.loading import load_model, small_llama
 
     name = args.model or small_llama()
     return (name, *load_model(name, args.dtype, args.device))
@@ -140,7 +140,7 @@ def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any
     """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
     ones. A threshold replaces the default of `--budget`. Raises ValueError, too, for a `recall` folder that cannot be
     written to."""
-    from ..engine.slots import mapped
+    from ..engine.memory import mapped
     from ..policy.building import build
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size, kv=args.kv)

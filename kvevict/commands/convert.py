@@ -11,7 +11,7 @@ def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--source", required=True, help="folder of config.json and model.safetensors, or its hub id")
     parser.add_argument("--out", required=True, help="folder for the gates")
     args = parser.parse_args(argv)
-    from ..gates import convert
+    from ..train.gates import convert
 
     check_folder("--out", args.out)
     name, model, _ = loaded(args)

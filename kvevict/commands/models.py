@@ -10,7 +10,7 @@ def models(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     """List the model types that were compared with the unpatched model, and how each one did."""
     parser.add_argument("names", nargs="*", metavar="TYPE", help="only those with this in their name")
     args = parser.parse_args(argv)
-    from ..known import table
+    from ..models.known import table
 
     wanted = [t for t in table() if not args.names or any(name in t.name for name in args.names)]
     if not args.json:

@@ -14,7 +14,7 @@ def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--limit", type=int, default=100_000, help="tokens of the text at most; default 100000")
     args = parser.parse_args(argv)
     from ..policy.checks import count
-    from ..query_statistics import measure_queries
+    from ..train.query_statistics import measure_queries
 
     count("--limit", args.limit, 1)
     check_file("--out", args.out)

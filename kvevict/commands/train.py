@@ -59,9 +59,9 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
 
 
 def _lookahead(args: Any, options: dict) -> dict | None:
-    from ..lookahead import train
-    from ..lookahead.training import LOG, check_installed
-    from ..processes import Processes
+    from ..train.lookahead import train
+    from ..train.lookahead.training import LOG, check_installed
+    from ..train.processes import Processes
 
     held_out, targets = args.held_out or 0, options.pop("targets", ["all"])
     check_installed(held_out)
@@ -87,8 +87,8 @@ def _lookahead(args: Any, options: dict) -> dict | None:
 
 
 def _gates(args: Any, options: dict) -> dict | None:
-    from ..gates import train
-    from ..processes import Processes
+    from ..train.gates import train
+    from ..train.processes import Processes
 
     text = read_text(args.data, "--data")
     check_folder("--out", args.out)

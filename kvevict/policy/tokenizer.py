@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..families import base_model
-from ..prompts import ids_of
+from ..asking.prompts import ids_of
+from ..models.families import base_model
 from .inputs import Policy
 from .scores import DIGITS
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..asking.tokens import find
 from ..engine.read.step import Step
-from ..tokens import find
 from .call import Call
 from .errors import Refused, of_field
 from .fields import PROMPT, RESPONSES

@@ -16,14 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import files, sealed
-from ..engine.slots.adopt import EvictionCache
-from ..engine.slots.cache import EvictionLayer
-from ..engine.slots.layers import tensors_of
-from ..engine.slots.mapped import in_file
-from ..families import device_of
+from ..engine.memory.cache import EvictionCache
+from ..engine.memory.layer import EvictionLayer
+from ..engine.memory.mapped import in_file
+from ..engine.memory.stateful import tensors_of
+from ..models.families import device_of
 from ..policy.policy import Policy
-from ..store import FORMAT, load_cache, save_cache, stays
+from ..store import files, sealed
+from ..store.form import FORMAT
+from ..store.loading import load_cache, stays
+from ..store.saving import save_cache
 from .log import Troubles
 
 SUFFIX = ".safetensors"

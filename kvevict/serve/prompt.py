@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..prompts import MARK, first_ids, ids_of, pieces, rendered
+from ..asking.prompts import MARK, first_ids, ids_of, pieces, rendered
 from .errors import Refused
 
 

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..answer import room_of, within_positions
-from ..batch import Pools
-from ..compat import cache_of
+from ..answering.answer import room_of, within_positions
+from ..answering.batch import Pools
+from ..asking.question import Asked, LastTurn
 from ..context import current, within
 from ..engine.hook.forward import reading
 from ..engine.hook.installed import plan_of
+from ..engine.memory.layer import EvictionLayer
+from ..engine.memory.storage import ROOM
 from ..engine.read.step import Step
-from ..engine.slots.cache import EvictionLayer
-from ..engine.slots.storage import ROOM
-from ..families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
+from ..models.compat import cache_of
+from ..models.families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
+from ..models.weights import identity
 from ..patch import evicting, slot_bytes
 from ..policy.tokenizer import told
-from ..question import Asked, LastTurn
-from ..weights import identity
 from .call import Call
 from .errors import Refused, of_field
 from .prefixes import Prefixes, keys_of, mark_of, shares_of, unmarked

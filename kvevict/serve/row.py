@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..writing import Answer
+from ..answering.writing import Answer
 from .call import Call, Cancelled
 from .sampling import Chooser
 from .written import Written

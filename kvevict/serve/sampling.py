@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
-from ..writing import sent
+from ..answering.writing import sent
 
 LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
 LONG = 1024  # tokens of an answer, unless something says how many

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..batch import Batch
+from ..answering.batch import Batch
+from ..answering.writing import step
 from ..engine.hook.installed import using
+from ..engine.memory.cache import EvictionCache
+from ..engine.memory.joining import go_on
 from ..engine.read.plan import Plan
 from ..engine.read.step import Step
-from ..engine.slots.adopt import EvictionCache
-from ..engine.slots.joining import go_on
-from ..families import base_model, find_decoder
-from ..writing import step
+from ..models.families import base_model, find_decoder
 from .call import Call
 from .errors import Refused
 from .prefixes import Prefixes

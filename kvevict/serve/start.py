@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from .. import families
-from ..families import device_of, find_decoder
-from ..models import load_model, small_llama
+from ..models import families
+from ..models.families import device_of, find_decoder
+from ..models.loading import load_model, small_llama
 from ..patch import in_slots, patch
 from . import log
 from .app import application

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
-from ..prompts import rendered
+from ..asking.prompts import rendered
 
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
 TEXTS = CONTENT, *REASONING

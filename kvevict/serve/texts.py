@@ -11,7 +11,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import files
+from ..store import files
 from . import log
 from .errors import Refused
 from .log import Troubles

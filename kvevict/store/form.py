@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import families
+from ..models import families
 from ..policy.checks import count
 from ..policy.kv import MODEL, ROW_KINDS, row_bytes
-from ..sealed import Pieces, whole
+from .sealed import Pieces, whole
 
 FORMAT = "kvevict-cache-5"
 ANY = FORMAT.rstrip("0123456789")  # how the format of every version begins

@@ -9,21 +9,22 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from .. import families, sealed
-from ..engine.slots import host
-from ..engine.slots.adopt import EvictionCache, adopt
-from ..engine.slots.cache import EvictionLayer
-from ..engine.slots.carried import of_layer as carried_of
-from ..engine.slots.latent import LatentLayer
-from ..engine.slots.mapped import Lent
-from ..engine.slots.ranks import of
-from ..engine.slots.storage import Storage
-from ..files import is_remote
+from ..engine.memory import host
+from ..engine.memory.cache import EvictionCache, adopt
+from ..engine.memory.carried import of_layer as carried_of
+from ..engine.memory.latent import LatentLayer
+from ..engine.memory.layer import EvictionLayer
+from ..engine.memory.mapped import Lent
+from ..engine.memory.ranks import of
+from ..engine.memory.storage import Storage
+from ..models import families
+from ..models.weights import Identity, Owner, identity
 from ..policy.checks import parsed
 from ..policy.kv import KINDS
 from ..policy.policy import Policy
 from ..version import VERSION
-from ..weights import Identity, Owner, identity
+from . import sealed
+from .files import is_remote
 from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer
 
 
@@ -41,7 +42,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
     covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
     of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
     weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
-    those that change no number a model computes (`kvevict.weights.SILENT`).
+    those that change no number a model computes (`kvevict.models.weights.SILENT`).
     """
     from ..patch import base_model, find_decoder
 

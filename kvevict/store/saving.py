@@ -10,16 +10,17 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .. import families, sealed
-from ..engine.slots import archive
-from ..engine.slots.adopt import EvictionCache
-from ..engine.slots.cache import HALF_READ, EvictionLayer
-from ..engine.slots.carried import wide
-from ..engine.slots.layers import StatefulLayer
-from ..engine.slots.mapped import is_folder
+from ..engine.memory import archive
+from ..engine.memory.cache import EvictionCache
+from ..engine.memory.carried import wide
+from ..engine.memory.layer import HALF_READ, EvictionLayer
+from ..engine.memory.mapped import is_folder
+from ..engine.memory.stateful import StatefulLayer
+from ..models import families
 from ..policy.kv import KINDS
 from ..policy.policy import Policy
 from ..version import VERSION
+from . import sealed
 from .form import FLAT, FORMAT, OF_ROWS, OPTIONAL, WORDS, WRONG, check, steps_of
 
 
@@ -44,7 +45,7 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
 
 def write(cache: EvictionCache, path: str | os.PathLike, said: dict[str, str], sync: bool = True) -> None:
     """Write what a cache holds, as `save_cache` does. said: further texts for the file's metadata, or in place of
-    others; sync: as `kvevict.files.replacing` takes it."""
+    others; sync: as `kvevict.store.files.replacing` takes it."""
     sequence, ranks, failed = cache.sequence, cache.ranks, None
     tensors, facts = _contents(cache)
     following = None if sequence.next_position is None else sequence.next_position.tolist()

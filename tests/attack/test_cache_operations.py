@@ -15,10 +15,10 @@ from fuzzing import expect, fuzz, policy_of
 
 import kvevict
 from kvevict.engine.hook import attention
+from kvevict.engine.memory.layer import HALF_READ, EvictionLayer
+from kvevict.engine.memory.sequence import Sequence
 from kvevict.engine.read import choosers, evict
 from kvevict.engine.read import layer as read_layer
-from kvevict.engine.slots.cache import HALF_READ, EvictionLayer
-from kvevict.engine.slots.sequence import Sequence
 
 NEEDS_MORE = ("lookahead", "gate", "speckv")  # trained rows, gates, another model
 CARRIES = {

@@ -18,10 +18,10 @@ from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import sealed
 from kvevict.lab.evaluate import table
 from kvevict.lab.evaluate.results import Results, read
 from kvevict.policy.building import build
+from kvevict.store import sealed
 
 REFUSED = (ValueError, TypeError, OSError)
 READERS = {

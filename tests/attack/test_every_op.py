@@ -10,8 +10,8 @@ from helpers import ERRORS, call, same_bits
 from op_cases import attend, compact, decode, error, kl, linear, norm, peak, quadratic, refine, score, select
 from problems import DTYPES
 
-from kvevict import _native
-from kvevict import _ops as ops
+from kvevict.ops import _native
+from kvevict.ops import _ops as ops
 
 SHORT = (0, 0, 1, 1, 2, 7, 33)
 

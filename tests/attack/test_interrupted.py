@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from zoo import build
 
 import kvevict
-from kvevict.engine.slots.cache import HALF_READ
+from kvevict.engine.memory.layer import HALF_READ
 
 OURS = tuple(os.path.dirname(__import__(name).__file__) for name in ("kvevict", "transformers"))
 CASES = [

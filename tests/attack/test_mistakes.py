@@ -20,11 +20,10 @@ from tiny import prompt, save, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import files, sealed, store
+from kvevict.asking.prompts import MARGIN, first_ids, ids_of
 from kvevict.cli import main
 from kvevict.commands import read_text
 from kvevict.engine.read.budgets import places
-from kvevict.files import replacing, write
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.run import encode
 from kvevict.lab.analysis.shape import shape_of
@@ -33,7 +32,8 @@ from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy
-from kvevict.prompts import MARGIN, first_ids, ids_of
+from kvevict.store import files, form, sealed
+from kvevict.store.files import replacing, write
 
 DEEP = "[" * 100_000
 DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # Python reads it
@@ -104,7 +104,7 @@ def test_caches_that_lie(cache, tmp_path, lie):
 @pytest.mark.parametrize("text", [DEEP, DEEPER, "9" * 5000, "{}"])
 def test_layers_of_a_cache_that_are_none(cache, tmp_path, text):
     path = tmp_path / "cache"
-    sealed.write(path, {"0.k": torch.ones(1)}, {"format": store.FORMAT, "layers": text})
+    sealed.write(path, {"0.k": torch.ones(1)}, {"format": form.FORMAT, "layers": text})
     with pytest.raises(ValueError, match=f"{path}(?!.*checksum)"):
         kvevict.load_cache(path, shared())
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.memory.layer import EvictionLayer
 
 HYBRID = "lfm2", "Lfm2ForCausalLM"  # full attention and convolutions
 PRESETS = [name for name in kvevict.PRESETS if "speckv" not in name and name not in ("lookahead", "gate")]

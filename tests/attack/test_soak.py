@@ -12,7 +12,7 @@ import torch
 from fuzzing import SEED, count
 
 import kvevict
-from kvevict import _ops
+from kvevict.ops import _ops
 
 pytestmark = pytest.mark.nightly
 POLICIES = [

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvevict
+from kvevict.asking.tokens import find
 from kvevict.lab.evaluate.intervals import of_scores
-from kvevict.tokens import find
 
 WHO = "baker smith potter miller weaver fisher carter cooper mason tanner".split()  # noqa: SIM905
 DID = "counted painted moved sold washed mended lost found hid wrapped".split()  # noqa: SIM905

@@ -32,10 +32,10 @@ from bench_packed import KINDS, NEAR
 from bench_packed import stored as packed_slots
 from torch.nn.attention.bias import causal_lower_right
 
-from kvevict import _ops as ops
-from kvevict.engine.slots.latent import LatentLayer
-from kvevict.engine.slots.sequence import Sequence
-from kvevict.engine.slots.storage import Storage
+from kvevict.engine.memory.latent import LatentLayer
+from kvevict.engine.memory.sequence import Sequence
+from kvevict.engine.memory.storage import Storage
+from kvevict.ops import _ops as ops
 
 READING = ("read", "stream")
 SHAPES = [(32, 8, 128), (8, 2, 64), (32, 8, 96)]  # H, Hkv, D

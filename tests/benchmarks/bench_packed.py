@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 import ref
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 from kvevict.policy import kv
 
 KINDS = {"bf16": kv.KINDS["model"]} | {name: kinds for name, kinds in kv.KINDS.items() if name != "model"}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import kvevict
 from kvevict.engine.hook.installed import plan_of, using
-from kvevict.families import find_decoder
+from kvevict.models.families import find_decoder
 
 SLOTS, PROMPT, FIRST, ROUNDS, TOKENS = 512, 600, 24, 5, 8
 
@@ -22,7 +22,7 @@ def main(folder, names):
     token, runs = ids[:, :1], {}
     for run in ((name, compiled) for name in names for compiled in (False, True)):
         kvevict.patch(model, run[0], budget=SLOTS, compiled=run[1])
-        cache = kvevict.compat.cache_of(model(ids, use_cache=True, logits_to_keep=1))
+        cache = kvevict.models.compat.cache_of(model(ids, use_cache=True, logits_to_keep=1))
         for _ in range(FIRST):  # a recording takes some
             model(token, past_key_values=cache)
         runs[run] = plan_of(decoder), cache, []

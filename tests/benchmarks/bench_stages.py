@@ -17,7 +17,7 @@ from bench_read import build, parse
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
 
 OPERATORS = {
     "linear": ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "aten::mkldnn_linear"),

@@ -16,7 +16,7 @@ import tiny
 import untrained
 
 import kvevict
-from kvevict.policy.adapter import Adapter
+from kvevict.models.adapter import Adapter
 
 LENGTH, NEW, BUDGET = 301, 6, 96
 SITUATIONS = {

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from kvevict.cli import main
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
 
 SHAPE = dict(head_dim=16)  # of hidden_size / heads: what Transformers' loader reads of a Llama
 

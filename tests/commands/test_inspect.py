@@ -12,10 +12,10 @@ from tiny import byte_tokenizer, save
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvevict
+from kvevict.asking.prompts import pieces
 from kvevict.cli import main
 from kvevict.lab.analysis.page import gaps, page, picture, places
 from kvevict.lab.commands.inspect import told_of
-from kvevict.prompts import pieces
 
 TEXT = "Grüße, 日本語 🙂👩‍🚀! </script><script>alert(1)</script> a &amp; b\n\n\u2028 __DATA__ the end\t."
 

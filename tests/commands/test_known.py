@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvevict import known
 from kvevict.cli import main
+from kvevict.models import known
 
 
 @pytest.mark.quick

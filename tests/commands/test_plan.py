@@ -175,7 +175,7 @@ def test_linear_flops(family, name, options):
 def seen(monkeypatch):
     """Pairs of rows and slots that attention's ops were given, counted one by one for each of 2 query heads per kv
     head."""
-    seen, own = Counter(), {op: getattr(kvevict._ops, op) for op in ("attend", "decode")}
+    seen, own = Counter(), {op: getattr(kvevict.ops._ops, op) for op in ("attend", "decode")}
 
     def attend(q, held, k, v, first, stop=None, **options):
         below = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
@@ -188,7 +188,7 @@ def seen(monkeypatch):
         return own["decode"](q, k, v, pos, held, **options)
 
     for op in (attend, decode):
-        monkeypatch.setattr(kvevict._ops, op.__name__, op)
+        monkeypatch.setattr(kvevict.ops._ops, op.__name__, op)
     return seen
 
 

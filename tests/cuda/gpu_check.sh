@@ -35,7 +35,7 @@ done
 ops+=(tests/ops/test_packed.py)
 
 step build 120 python3 setup.py build_ext --inplace
-python3 -c 'from kvevict import _ops; assert _ops.build_info()["cuda"], "the build has no CUDA kernels"' || exit 1
+python3 -c 'from kvevict.ops import _ops; assert _ops.build_info()["cuda"], "the build has no CUDA kernels"' || exit 1
 step tests 120 python3 -m pytest -q -o addopts= $workers -k "cuda or gpu" "${ops[@]}" tests/cuda/test_gpu.py
 if [ "$gpu" = 90 ]; then # score by wgmma, which is off otherwise
   step wgmma 30 env KVEVICT_WGMMA=1 python3 -m pytest -q -o addopts= $workers -k "cuda or gpu" tests/ops/test_score.py

@@ -15,15 +15,15 @@ from helpers import Moved, held_of, same_bits
 from problems import i32, problem
 
 import kvevict
-from kvevict import _ops as ops
-from kvevict import writing
-from kvevict.batch import Batch, Pools
-from kvevict.engine.slots import archive, host
-from kvevict.families import find_decoder
-from kvevict.lookahead import Adapter, train
-from kvevict.lookahead.passes import loss, truth
+from kvevict.answering import writing
+from kvevict.answering.batch import Batch, Pools
+from kvevict.answering.writing import Sampling
+from kvevict.engine.memory import archive, host
+from kvevict.models.families import find_decoder
+from kvevict.ops import _ops as ops
 from kvevict.policy.kv import KINDS
-from kvevict.writing import Sampling
+from kvevict.train.lookahead import Adapter, train
+from kvevict.train.lookahead.passes import loss, truth
 
 pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
 
@@ -289,7 +289,7 @@ def test_replayed_tokens_as_decoded_ones(policy, kind, rows):
     ids, results = tiny.prompt(rows, 300)["input_ids"].cuda(), []
     for compiled in (False, True):
         with kvevict.evicting(model, policy, budget=64, compiled=compiled, kv=kind), torch.no_grad():
-            cache, each = kvevict.compat.cache_of(model(ids, use_cache=True)), []
+            cache, each = kvevict.models.compat.cache_of(model(ids, use_cache=True)), []
             for length in [1] * 150 + [40] + [1] * 20:
                 each.append(model(ids[:, :length], past_key_values=cache).logits[:, -1])
             results.append(torch.stack(each))
@@ -350,7 +350,7 @@ def test_recalls_as_on_the_cpu(policy, kind):
         with torch.no_grad():
             for start in (0, 150, 220):
                 out = model(ids[:, start : start + (150 if start == 0 else 70)], past_key_values=cache, use_cache=True)
-                cache = kvevict.compat.cache_of(out)
+                cache = kvevict.models.compat.cache_of(out)
                 for token in (5, 6, 7):
                     out = model(torch.tensor([[token]], device=device), past_key_values=cache)
                 logits.append(out.logits.cpu())
@@ -363,7 +363,7 @@ def conversation(model, recall, policy="snapkv", **kind):
     """Logits of a text and of turns on it and on a fork, with decoded tokens between; both caches."""
     outs, options = [], dict(budget=48, chunk_size=64, recall=recall, recall_after=0, **kind)
     with kvevict.evicting(model, policy, **options), torch.no_grad():
-        cache = kvevict.compat.cache_of(
+        cache = kvevict.models.compat.cache_of(
             model(tiny.prompt(2, 300)["input_ids"].cuda(), use_cache=True, logits_to_keep=1)
         )
         fork = cache.fork()
@@ -432,7 +432,7 @@ def test_the_device_has_two_layers_of_an_archive(drafts, policy):
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            cache = kvevict.compat.cache_of(model(ids, logits_to_keep=1, use_cache=True))
+            cache = kvevict.models.compat.cache_of(model(ids, logits_to_keep=1, use_cache=True))
             grown.append(torch.cuda.memory_allocated() - before)
             for _ in range(2):
                 torch.cuda.reset_peak_memory_stats()
@@ -474,7 +474,7 @@ def test_rows_with_archives_on_the_host():
             batch = Batch(model)
             for row, length in enumerate((200, 150)):
                 ids = tiny.prompt(1, length, seed=row)["input_ids"].cuda()
-                cache = kvevict.compat.cache_of(model(ids, use_cache=True, logits_to_keep=1))
+                cache = kvevict.models.compat.cache_of(model(ids, use_cache=True, logits_to_keep=1))
                 for _ in range(4):
                     model(torch.tensor([[4]], device="cuda"), past_key_values=cache)
                 batch.add(row, cache)

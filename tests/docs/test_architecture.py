@@ -12,7 +12,7 @@ import torch
 
 import kvevict
 from kvevict.engine.measure.quantities import per_head
-from kvevict.engine.slots.carried import join
+from kvevict.engine.memory.carried import join
 from kvevict.policy.building import build
 from kvevict.policy.policy import Policy
 from kvevict.policy.rows import AppendedRows

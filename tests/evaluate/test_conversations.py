@@ -10,12 +10,12 @@ import torch
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.compat import CACHE
+from kvevict.asking.prompts import until_line_end
 from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
 from kvevict.lab.evaluate.tasks import TASKS, Settings, turns
-from kvevict.prompts import until_line_end
+from kvevict.models.compat import CACHE
 
 RECALLS = "snapkv:window=4,recall=true"
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"

@@ -17,11 +17,11 @@ from toy_task import NEW, NORMAL, plan, results, tokenizer, toy, toy_metric, toy
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvevict import evicting, small_llama
+from kvevict.asking.prompts import ids_of
 from kvevict.cli import main
 from kvevict.lab.evaluate import ask, intervals, summary, table
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.tasks import TASKS, Case
-from kvevict.prompts import ids_of
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from tiny import model as tiny_model
 from toy_task import NORMAL, line, plan, results, tokenizer, toy, untimed
 
-from kvevict import writing
+from kvevict.answering import writing
 from kvevict.lab.evaluate import summary, table
 from kvevict.lab.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
 

@@ -9,11 +9,11 @@ import pytest
 import tiny
 from toy_task import tokenizer
 
-from kvevict import families
 from kvevict.cli import main
 from kvevict.lab.evaluate import claims, protocols
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.models import families
 
 QUANTILES = {9: 2.2622, 19: 2.0930, 39: 2.0227}  # Student's, two-sided 95 %, by degrees of freedom, from tables
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from tiny import byte_tokenizer, chat_tokenizer, scripted
 
+from kvevict.asking.prompts import frame, line_ended
 from kvevict.lab.analysis.run import encode, measure
 from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Plan, evaluate
 from kvevict.lab.evaluate.tasks import MARGIN, TASKS, Case, Settings
 from kvevict.policy.building import build
-from kvevict.prompts import frame, line_ended
 
 QUESTION, OPENING = "\n\nQuestion: What?\nAnswer: It is", "Answer: It is"
 TAIL = "</user>\n<assistant>\n"

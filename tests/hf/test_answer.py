@@ -8,11 +8,11 @@ import torch
 import transformers
 
 import kvevict
-from kvevict.compat import CACHE
+from kvevict.answering.writing import Sampling
+from kvevict.asking.prompts import frame, ids_of
 from kvevict.engine.read.budgets import places
-from kvevict.models import load_model
-from kvevict.prompts import frame, ids_of
-from kvevict.writing import Sampling
+from kvevict.models.compat import CACHE
+from kvevict.models.loading import load_model
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
 QUESTIONS = ["When?", "Why is the lantern lit?", "?"]

@@ -21,11 +21,11 @@ from safetensors import safe_open
 from tiny import prompt, shared
 
 import kvevict
-from kvevict import files, sealed
-from kvevict.compat import CACHE
+from kvevict.engine.memory import mapped
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots import mapped
+from kvevict.models.compat import CACHE
 from kvevict.policy.building import build
+from kvevict.store import files, sealed
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ import sys, torch
 sys.path[:0] = sys.argv[2:]
 from tiny import prompt, shared
 import kvevict
-from kvevict.engine.slots.storage import Storage
+from kvevict.engine.memory.storage import Storage
 append, seen = Storage.append, []
 def noted(self, *args):
     seen.append(0)
@@ -177,7 +177,7 @@ import torch
 sys.path[:0] = sys.argv[2:3]
 from tiny import model, prompt
 import kvevict
-from kvevict.compat import CACHE
+from kvevict.models.compat import CACHE
 
 def anonymous():
     return 1024 * int(re.search(r"Anonymous: +([0-9]+)", open("/proc/self/smaps_rollup").read())[1])

@@ -12,14 +12,14 @@ from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.batch import Batch, Pools
-from kvevict.compat import CACHE, cache_of
+from kvevict.answering.batch import Batch, Pools
+from kvevict.engine.memory import archive, host
+from kvevict.engine.memory.archive import Apart
+from kvevict.engine.memory.joining import join
+from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots import archive, host
-from kvevict.engine.slots.archive import Apart
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.joining import join
-from kvevict.families import find_decoder
+from kvevict.models.compat import CACHE, cache_of
+from kvevict.models.families import find_decoder
 
 POLICIES = POLICIES | {
     "k8v4": SNAPKV | dict(kv="k8v4"),

@@ -9,11 +9,11 @@ from caches import ids
 from tiny import relative, shared
 
 import kvevict
-from kvevict import _ops
-from kvevict.batch import Batch, Pools
+from kvevict.answering.batch import Batch, Pools
+from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.families import find_decoder
+from kvevict.models.families import find_decoder
+from kvevict.ops import _ops
 
 # name -> (family, policy, options)
 CASES = {

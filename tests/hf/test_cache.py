@@ -10,13 +10,13 @@ from tiny import VERSION, prompt, relative, shared
 from transformers import DynamicCache
 
 import kvevict
+from kvevict.engine.memory.carried import of_layer, wide
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.engine.memory.meter import allocated_bytes
+from kvevict.engine.memory.sequence import Sequence
+from kvevict.engine.memory.stateful import StatefulLayer
+from kvevict.engine.memory.storage import ROOM
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.carried import of_layer, wide
-from kvevict.engine.slots.layers import StatefulLayer
-from kvevict.engine.slots.meter import allocated_bytes
-from kvevict.engine.slots.sequence import Sequence
-from kvevict.engine.slots.storage import ROOM
 
 D = 32
 

@@ -11,8 +11,8 @@ import zoo
 
 import kvevict
 import kvevict.cautions
-from kvevict.families import context_of
 from kvevict.lab.commands import room
+from kvevict.models.families import context_of
 
 TEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 3
 ROOM = 400  # positions of `short`

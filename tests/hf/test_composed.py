@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import kvevict
-from kvevict.compat import CACHE
+from kvevict.models.compat import CACHE
 from kvevict.policy.building import build
 
 POLICIES = [

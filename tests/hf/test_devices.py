@@ -9,7 +9,7 @@ from offload import both, cpu, disk
 
 import kvevict
 from kvevict.engine.read.step import Step
-from kvevict.policy.adapter import Adapter
+from kvevict.models.adapter import Adapter
 
 OPTIONS = dict(
     take=dict(budget=16, chunk_size=16, probe=4), snapkv=dict(budget=16, window=4), fastkv=dict(budget=16, window=4),

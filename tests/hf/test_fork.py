@@ -8,8 +8,8 @@ from caches import held, ids, same, tokens_of
 from tiny import model, prompt, relative, shared
 
 import kvevict
+from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots.cache import EvictionLayer
 
 # name -> (family, policy, options): only the prompt evicted, and evicting while decoding in several ways
 CASES = {

@@ -13,8 +13,8 @@ from tiny import VERSION, generate, prompt, relative, shared
 from transformers import AsyncTextIteratorStreamer, DynamicCache, TextIteratorStreamer
 
 import kvevict
-from kvevict.compat import cache_of
-from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.models.compat import cache_of
 
 ALL = dict(budget=4096, chunk_size=16)  # keeps everything
 PADS = (0, 5, 17)

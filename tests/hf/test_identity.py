@@ -9,8 +9,8 @@ from tiny import model, prompt, relative
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 import kvevict
-from kvevict import known
-from kvevict.weights import SILENT, settings
+from kvevict.models import known
+from kvevict.models.weights import SILENT, settings
 
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
 LONG = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 16, long_factor=[1.5] * 16,
@@ -97,7 +97,7 @@ def test_a_field_that_moves_logits_is_compared(case, tmp_path):
     net = made(config_of(case))
     want, moving = logits(net), set()
     with kvevict.evicting(net, "streaming", budget=1000, decode=False, tokenizer=False), torch.no_grad():
-        kvevict.save_cache(kvevict.compat.cache_of(net(IDS, use_cache=True)), tmp_path / "cache")
+        kvevict.save_cache(kvevict.models.compat.cache_of(net(IDS, use_cache=True)), tmp_path / "cache")
     for name in vars(net.config):
         for twin in twins(net, name):
             moves = relative(logits(twin), want) > 1e-5

@@ -7,8 +7,8 @@ import torch
 import zoo
 
 import kvevict
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.latent import LatentLayer
+from kvevict.engine.memory.latent import LatentLayer
+from kvevict.engine.memory.layer import EvictionLayer
 
 KINDS = {
     "hybrid": "qwen3_next", "hybrid layers": "falcon_h1", "latent": "deepseek_v3", "shared": "gemma4_text",

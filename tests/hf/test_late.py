@@ -8,12 +8,12 @@ import tiny
 import torch
 
 import kvevict
-from kvevict import writing
-from kvevict.answer import continued, rows_of
-from kvevict.batch import Batch
-from kvevict.engine.read.calls import Calls
+from kvevict.answering import writing
+from kvevict.answering.answer import continued, rows_of
+from kvevict.answering.batch import Batch
+from kvevict.answering.writing import Sampling, written
+from kvevict.engine.record.calls import Calls
 from kvevict.serve.sampling import Chooser, Decoding
-from kvevict.writing import Sampling, written
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TEXT = "The river is long, and the town beside it is old. " * 5
@@ -50,7 +50,7 @@ def both(work, policy="snapkv", family="llama", **options):
     for devices in ((), ("cpu",)):
         options = dict(budget=48, compiled=True) | options
         with kvevict.evicting(model, policy, **options), mock.patch.object(writing, "LATE", {*devices}):
-            cache = kvevict.compat.cache_of(
+            cache = kvevict.models.compat.cache_of(
                 model(torch.tensor([list(TEXT.encode())]), use_cache=True, logits_to_keep=1)
             )
             results.append(work(model, tiny.byte_tokenizer(), cache))

@@ -6,8 +6,8 @@ import torch
 from helpers import FP32, OUT, close
 from torch import nn
 
-from kvevict.engine.slots.latent import LatentLayer, up_projection
-from kvevict.engine.slots.sequence import Sequence
+from kvevict.engine.memory.latent import LatentLayer, up_projection
+from kvevict.engine.memory.sequence import Sequence
 
 HEADS, NOPE, ROTATED, VALUE, RANK = 3, 24, 8, 16, 40
 

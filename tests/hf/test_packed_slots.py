@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvevict
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.layers import StatefulLayer
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.engine.memory.stateful import StatefulLayer
 from kvevict.policy.kv import KINDS
 
 PACKED = ("int8", "k8v4", "int4")

@@ -11,12 +11,12 @@ from tiny import shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import families
-from kvevict.compat import CACHE, cache_of
 from kvevict.context import current, within
 from kvevict.engine.hook.forward import reading
+from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.models import families
+from kvevict.models.compat import CACHE, cache_of
 
 OTHERS = ("deepseek_v3", "falcon_h1", "lfm2", "qwen3_next")  # latents, states
 POLICIES = {

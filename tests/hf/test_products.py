@@ -8,11 +8,11 @@ import tiny
 import torch
 
 import kvevict
-from kvevict import products
+from kvevict.ops import few_rows
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
-    pytest.mark.skipif(not products.MEASURED, reason="other processors' products are left alone"),
+    pytest.mark.skipif(not few_rows.MEASURED, reason="other processors' products are left alone"),
 ]
 TORCHS = torch.nn.functional.linear
 
@@ -25,7 +25,7 @@ def restored():
 
 
 def is_own():
-    return torch.nn.functional.linear is products.linear
+    return torch.nn.functional.linear is few_rows.linear
 
 
 def settings_in(model, then=lambda: None):
@@ -82,19 +82,19 @@ def test_a_function_of_another_library_is_called(monkeypatch):
 def test_a_function_that_comes_while_a_token_is_decoded_stays():
     """And ours, where that library puts it back when nothing is decoded, calls torch's."""
     x, weight = torch.randn(1, 64).bfloat16(), torch.randn(80, 64).bfloat16()
-    with products._own():
+    with few_rows._own():
         found, torch.nn.functional.linear = torch.nn.functional.linear, len
     assert torch.nn.functional.linear is len
     torch.nn.functional.linear = found
     assert torch.equal(found(x, weight), TORCHS(x, weight))
-    with products._own():
+    with few_rows._own():
         assert found(x, weight).shape == (1, 80)
 
 
 def test_another_thread_has_torchs_products():
     """So that a model which is not patched has the same bits whatever other threads do, and derivatives."""
     x, weight = torch.randn(1, 512).bfloat16(), torch.randn(2000, 512).bfloat16()
-    with products._own(), ThreadPoolExecutor(1) as pool:
+    with few_rows._own(), ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(torch.nn.functional.linear, x, weight).result(), TORCHS(x, weight))
         of = pool.submit(torch.func.jvp, lambda x: torch.nn.functional.linear(x, weight), (x,), (x,)).result()
         assert torch.equal(of[1], TORCHS(x, weight))
@@ -108,7 +108,7 @@ def test_what_is_left_to_torch():
     x.requires_grad_()
     narrow, wide = torch.randn(1, 24).half(), torch.randn(33, 32).half()
     of_narrow, of_wide = torch.randn(8, 24).half(), torch.randn(8, 32).half()
-    with products._own():
+    with few_rows._own():
         assert torch.equal(torch.nn.functional.linear(narrow, of_narrow), TORCHS(narrow, of_narrow))
         assert torch.equal(torch.nn.functional.linear(wide, of_wide), TORCHS(wide, of_wide))
         assert torch.equal(torch.nn.functional.linear(wide[:1], of_wide.mT.contiguous().mT), TORCHS(wide[:1], of_wide))
@@ -125,7 +125,7 @@ def test_what_is_left_to_torch():
 def test_rows_of_two_dimensions():
     """As a mixture's experts have them."""
     x, weight, bias = torch.randn(3, 64).bfloat16(), torch.randn(80, 64).bfloat16(), torch.randn(80).bfloat16()
-    with products._own():
+    with few_rows._own():
         found = torch.nn.functional.linear(x, weight, bias)
     torch.testing.assert_close(found, TORCHS(x, weight, bias), rtol=2**-7, atol=2**-6)
 

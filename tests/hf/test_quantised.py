@@ -8,7 +8,7 @@ import tiny
 import torch
 
 import kvevict
-from kvevict.lookahead import Adapter, passes
+from kvevict.train.lookahead import Adapter, passes
 
 POLICIES = [
     ("take", dict(budget=16, chunk_size=16, probe=4)), ("snapkv", dict(budget=16, window=4)),

@@ -9,7 +9,7 @@ import zoo
 from caches import held, same
 
 import kvevict
-from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.memory.layer import EvictionLayer
 
 CONTEXT = "The harbour opens at seven and the lantern is lit at nine; nobody in the town knows why. " * 2
 QUESTIONS = ["When?", "Why is the lantern lit?", "?", "Who knows it?", "When?", "Where is that?"]

@@ -22,18 +22,17 @@ from safetensors.torch import save_file
 from tiny import prompt
 
 import kvevict
-from kvevict import sealed
-from kvevict.compat import CACHE, cache_of
+from kvevict.asking.prompts import frame, ids_of
 from kvevict.context import within
-from kvevict.engine.slots import host, ranks
-from kvevict.engine.slots.adopt import EvictionCache
-from kvevict.engine.slots.mapped import in_file
+from kvevict.engine.memory import host, ranks
+from kvevict.engine.memory.cache import EvictionCache
+from kvevict.engine.memory.mapped import in_file
 from kvevict.engine.watch.watcher import Watcher
-from kvevict.models import load_model
+from kvevict.models.compat import CACHE, cache_of
+from kvevict.models.loading import load_model
 from kvevict.policy.building import build
 from kvevict.policy.tokenizer import told
-from kvevict.prompts import frame, ids_of
-from kvevict.store import parts
+from kvevict.store import resuming, sealed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 LIB = str(Path(__file__).parent.parent / "lib")
@@ -63,14 +62,14 @@ def text_of(tokens, seed=0):
 
 def read(path, text, model=None, stop=None, tokenizer=None, **options):
     """The cache of a text. stop: Stopped is raised once there are so many parts, as if the process were killed."""
-    write, options = parts.Reading._write, options or SNAPKV
+    write, options = resuming.Reading._write, options or SNAPKV
 
     def counted(self, cache, start, *args, **kwargs):
         write(self, cache, start, *args, **kwargs)
         if stop is not None and len(names(path)) >= stop:
             raise Stopped
 
-    with mock.patch.object(parts.Reading, "_write", counted):
+    with mock.patch.object(resuming.Reading, "_write", counted):
         return kvevict.read(model or tiny.shared(), tokenizer or Words(), text, file=path, **options)
 
 
@@ -150,7 +149,7 @@ def test_a_text_that_grows(name, more, tmp_path):
     short = text_of(150).split()[: 150 - more]
     read(path, " ".join(short), **options)
     with (
-        mock.patch.object(parts, "slot_bytes", lambda model, kind, beside: 1 << 60),
+        mock.patch.object(resuming, "slot_bytes", lambda model, kind, beside: 1 << 60),
         pytest.raises(OSError, match="make room"),
     ):
         read(path, text, **options)
@@ -212,7 +211,10 @@ def test_others(tmp_path):
                 read(path, words)
         with pytest.raises(ValueError, match=f"written for another model: .*; {what}"):
             read(path, text, other)
-        with mock.patch.object(parts, "FORMAT", "kvevict-cache-6"), pytest.raises(ValueError, match="another version"):
+        with (
+            mock.patch.object(resuming, "FORMAT", "kvevict-cache-6"),
+            pytest.raises(ValueError, match="another version"),
+        ):
             read(path, text)
         assert before == {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
         read(path, text, **SNAPKV | dict(progress=True, compiled=True, recall=str(tmp_path)))  # are no difference
@@ -302,7 +304,7 @@ def killed(folder, kills, seed=0):
             elif names(path):
                 found[0] += 1
                 shutil.copytree(f"{path}.parts", f"{copied}.parts")
-                reading = parts.Reading(copied, model, policy, ids_of(tokenizer, text))
+                reading = resuming.Reading(copied, model, policy, ids_of(tokenizer, text))
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     reading._before()
@@ -323,7 +325,7 @@ def test_two_readers(tmp_path):
     path, text = tmp_path / "cache", text_of(100)
     stopped(path, text, 2)
     said = "another process reads a text into it: wait for that, or give"
-    with parts._locked(f"{path}.parts", str(path)), pytest.raises(BlockingIOError, match=said):
+    with resuming._locked(f"{path}.parts", str(path)), pytest.raises(BlockingIOError, match=said):
         read(path, text)
     assert equal(read(path, text), turns(text, [36, 64])) and os.listdir(tmp_path) == ["cache"]
 
@@ -384,9 +386,9 @@ def test_models_that_are_refused(tmp_path):
     for name in ("qwen3_next", "falcon_h1"):
         with pytest.raises(ValueError, match="layers with a state: read without it"):
             read(path, text, zoo.make(name, dict(zoo.types())[name]))
-    two = mock.patch.object(parts.ranks, "of", lambda model: ranks.Ranks(0, 2))
+    two = mock.patch.object(resuming.ranks, "of", lambda model: ranks.Ranks(0, 2))
     with two, pytest.raises(ValueError, match="in tensor parallel read without it"):
-        parts.Reading(path, tiny.shared(), build(**SNAPKV), [5])
+        resuming.Reading(path, tiny.shared(), build(**SNAPKV), [5])
     assert not os.listdir(tmp_path)
 
 

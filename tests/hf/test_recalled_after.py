@@ -10,11 +10,11 @@ from recalling import OTHERS, SNAPKV, Heard, decoded
 from tiny import byte_tokenizer, model, prompt, relative, shared
 
 import kvevict
-from kvevict.answer import continued, rows_of
-from kvevict.batch import Batch, Pools
-from kvevict.compat import CACHE, cache_of
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.families import find_decoder
+from kvevict.answering.answer import continued, rows_of
+from kvevict.answering.batch import Batch, Pools
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.models.compat import CACHE, cache_of
+from kvevict.models.families import find_decoder
 from kvevict.policy import kv
 from kvevict.policy.building import build
 

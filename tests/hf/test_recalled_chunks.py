@@ -8,7 +8,7 @@ from tiny import prompt, relative, shared
 from torch.nn.functional import pad
 
 import kvevict
-from kvevict.compat import CACHE, cache_of
+from kvevict.models.compat import CACHE, cache_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 CHUNKED = {name: options for name, options in POLICIES.items() if options.get("chunk_size")}

@@ -12,16 +12,16 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.batch import Batch, Pools
-from kvevict.compat import CACHE, cache_of
+from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.hook import attention as hook
+from kvevict.engine.memory.joining import join
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.engine.memory.storage import Storage
 from kvevict.engine.read.budgets import places
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.joining import join
-from kvevict.engine.slots.storage import Storage
-from kvevict.families import find_decoder
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.shape import shape_of
+from kvevict.models.compat import CACHE, cache_of
+from kvevict.models.families import find_decoder
 from kvevict.policy import kv
 from kvevict.policy.building import build
 

@@ -17,13 +17,13 @@ from tiny import byte_tokenizer, generate, prompt
 
 import kvevict
 from kvevict import cautions
-from kvevict.answer import rows_of
-from kvevict.batch import Batch
+from kvevict.answering.answer import rows_of
+from kvevict.answering.batch import Batch
 from kvevict.context import within
-from kvevict.engine.read import replay
-from kvevict.engine.read.replay import Replay
-from kvevict.engine.slots.storage import Storage
-from kvevict.families import find_decoder
+from kvevict.engine.memory.storage import Storage
+from kvevict.engine.record import replay
+from kvevict.engine.record.replay import Replay
+from kvevict.models.families import find_decoder
 from kvevict.policy.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("no_grad")

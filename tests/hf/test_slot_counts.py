@@ -8,9 +8,9 @@ from tiny import prompt, relative, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import _ops
-from kvevict.engine.slots.storage import ROOM
-from kvevict.engine.slots.table import Counts
+from kvevict.engine.memory.storage import ROOM
+from kvevict.engine.memory.table import Counts
+from kvevict.ops import _ops
 
 BOUNDED = {
     "streaming": {}, "h2o": {}, "tova": {}, "h2o+caote": {}, "snapkv": dict(decode=True, interval=16),

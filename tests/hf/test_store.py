@@ -15,8 +15,8 @@ from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import sealed
 from kvevict.policy.building import build
+from kvevict.store import sealed
 
 CASES = {
     "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),

@@ -15,8 +15,8 @@ from tiny import FAMILIES
 from untrained import adapter
 
 import kvevict
-from kvevict import families
-from kvevict.lookahead import passes, training, validation
+from kvevict.models import families
+from kvevict.train.lookahead import passes, training, validation
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
          for i in range(7)]  # fmt: skip

@@ -13,9 +13,9 @@ import torch
 from policy_cases import VOCAB, model
 
 import kvevict
-from kvevict import sealed
-from kvevict.gates import labels, measure, training
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
+from kvevict.store import sealed
+from kvevict.train.gates import labels, measure, training
 
 TEXTS = [(torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(i)) + 3)[:130] for i in range(3)]
 FAST = dict(length=48, progress=False)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import kvevict
-from kvevict.compat import CACHE
+from kvevict.models.compat import CACHE
 
 POLICY = ("take", dict(budget=18, probe=6, chunk_size=16))
 INPUTS = tiny.prompt(4, 50, pad=(0, 9))

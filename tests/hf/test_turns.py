@@ -8,7 +8,7 @@ from caches import ids, kept, tokens_of
 from tiny import model, prompt, relative
 
 import kvevict
-from kvevict.compat import CACHE, STATE, cache_of
+from kvevict.models.compat import CACHE, STATE, cache_of
 from kvevict.policy.building import build
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -14,8 +14,8 @@ import transformers
 import zoo
 
 import kvevict
-from kvevict import families, known, rotary, trial
-from kvevict.compat import VERSION
+from kvevict.models import families, known, rotary, trial
+from kvevict.models.compat import VERSION
 
 WHICH = os.environ.get("KVEVICT_TYPES", "sample")
 SAMPLE = ("smollm3", "gemma3", "qwen3_next", "falcon_h1", "lfm2", "llama4_text", "gpt2", "phi", "opt", "jamba",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvevict
-from kvevict import compat
+from kvevict.models import compat
 
 ROOT = Path(kvevict.__file__).parent
 NEWER = f"{compat.TESTED[1][0]}.{compat.TESTED[1][1] + 1}"

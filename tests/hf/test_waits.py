@@ -30,7 +30,7 @@ class Waits(TorchDispatchMode):
             return tolist(tensor)
 
         monkeypatch.setattr(torch.Tensor, "tolist", counted)
-        for module, name in ((kvevict._ops, "upload"), (kvevict.engine.read.budgets, "layer_slots")):
+        for module, name in ((kvevict.ops._ops, "upload"), (kvevict.engine.read.budgets, "layer_slots")):
             monkeypatch.setattr(module, name, functools.partial(self.uncounted, getattr(module, name)))
 
     def __enter__(self):

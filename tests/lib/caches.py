@@ -3,7 +3,7 @@
 import torch
 from tiny import prompt
 
-from kvevict.engine.slots.cache import EvictionLayer
+from kvevict.engine.memory.layer import EvictionLayer
 
 
 def ids(batch, length, seed=1):

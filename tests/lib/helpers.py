@@ -6,8 +6,8 @@ import mmap
 
 import torch
 
-from kvevict._native import PARTS
-from kvevict._ops import Held
+from kvevict.ops._native import PARTS
+from kvevict.ops._ops import Held
 
 ERRORS = (RuntimeError, ValueError, TypeError)
 
@@ -71,7 +71,7 @@ def on_cpu(fn, args):
 
 def call(fn, args):
     """`on_cpu`, but that an op runs on `device`."""
-    if device.type == "cpu" or fn.__module__ != "kvevict._ops":
+    if device.type == "cpu" or fn.__module__ != "kvevict.ops._ops":
         return on_cpu(fn, args)
     with Moved(device) as moved:
         return back(fn(**named(fn, args, moved)))

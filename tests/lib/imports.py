@@ -19,3 +19,23 @@ def imported(file: Path, text: str):
 
 def _ours(name: str) -> bool:
     return name.split(".")[0] == "kvevict"
+
+
+def circles(graph: dict) -> list[set]:
+    """The sets of nodes, each of two or more, that reach one another. graph: the nodes that each node points to."""
+
+    def reached(start: str) -> set:
+        found, waiting = set(), [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    reach = {node: reached(node) for node in graph}
+    found: list[set] = []
+    for node in graph:
+        circle = {other for other in reach[node] if node in reach.get(other, ())}
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found

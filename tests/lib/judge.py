@@ -9,8 +9,8 @@ import zoo
 from transformers.cache_utils import DynamicCache
 
 import kvevict
-from kvevict import families, known, refusals, rotary, trial
 from kvevict.engine.hook import installed
+from kvevict.models import families, known, refusals, rotary, trial
 
 LENGTH, NEW, PADS = 70, 6, (0, 9)
 CLOSE = 3e-4  # of the largest logit; wrong models are off by 1e-2 and more

@@ -4,8 +4,8 @@ from unittest import mock
 
 import torch
 
-from kvevict.compat import CACHE
 from kvevict.engine.hook import attention as hook
+from kvevict.models.compat import CACHE
 
 SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_after=0)
 IN_8_BITS = "archive in 8 bits"

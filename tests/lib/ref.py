@@ -1,5 +1,5 @@
 """Every op of csrc/kvevict.h in a few lines of float64 torch, independent of csrc and of the package, with arguments
-as in kvevict/_ops.py."""
+as in kvevict/ops/_ops.py."""
 
 import itertools
 import math

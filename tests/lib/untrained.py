@@ -6,10 +6,10 @@ from itertools import pairwise
 import safetensors.torch
 import torch
 
-from kvevict import families
 from kvevict.engine.measure import gates
 from kvevict.engine.measure.moments import model_of
-from kvevict.lookahead import Adapter
+from kvevict.models import families
+from kvevict.train.lookahead import Adapter
 
 
 def written(folder, made, kind="linear", seed=0):

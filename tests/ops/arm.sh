@@ -39,7 +39,7 @@ pure=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 arm() { PYTHONPATH=$out/site:$out:$pure qemu-aarch64 -L root -cpu max root/usr/bin/python3.11 "$@"; }
 KVEVICT_CUDA=0 CC=aarch64-linux-gnu-gcc CXX="aarch64-linux-gnu-g++ -idirafter $out/root/usr/include" \
   arm setup.py -q build_ext --inplace >build.log || { cat build.log; exit 1; }
-arm -c 'import platform, torch, kvevict._ops as ops
+arm -c 'import platform, torch, kvevict.ops._ops as ops
 print(platform.machine(), "torch", torch.__version__, ops.build_info(), ops.cpu_isa())'
 # hypothesis has machine code of this processor, and these tests do without
 arm -m pytest -q -n0 -p no:cacheprovider -p no:hypothesispytest tests/ops/test_{attend,score,select,compact,decode,packed}.py "$@"

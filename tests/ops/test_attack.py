@@ -11,7 +11,7 @@ import torch
 from helpers import on_cpu
 from problems import copied, i32, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 BIG = 2**32  # what int32 cuts to 0
 
@@ -136,7 +136,7 @@ def run(code, **env):
 def test_an_instruction_set_that_does_not_exist():
     code = """
 import torch
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 for call in (ops.cpu_isa, lambda: ops.select(torch.rand(1, 1, 4), *[torch.full((1, 1), 2, dtype=torch.int32)] * 2,
                                              *[torch.zeros(1, dtype=torch.int32)] * 2, columns=2)):
     try:
@@ -154,7 +154,7 @@ def test_a_second_copy_of_the_extension(tmp_path):
     copy = shutil.copy(ops._C.__file__, tmp_path)
     code = f"""
 import importlib.util
-from kvevict import _ops
+from kvevict.ops import _ops
 spec = importlib.util.spec_from_file_location("kvevict._C", {str(copy)!r})
 try:
     importlib.util.module_from_spec(spec)

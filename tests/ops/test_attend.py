@@ -11,7 +11,7 @@ from helpers import ERRORS, FP32, OUT, call, close, opcheck, same_for_threads
 from op_cases.attend import check, fuzz, matrix, problem
 from problems import DTYPES, INF, NAN, i32, of_matrix
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @of_matrix
@@ -203,7 +203,9 @@ EVERY = ("(8, 8)", "(8, 4)", "(4, 4)", "(0, 8)", "(4, 0)", "dtype0", "dtype1", "
 def test_isa(isa):
     """Three drawn cases of each test of an op, nightly six, in a process: the instruction set is chosen once."""
     here = os.path.dirname(__file__)
-    code = "import sys, pytest; from kvevict import _ops; print(_ops.cpu_isa()); sys.exit(pytest.main(sys.argv[1:]))"
+    code = (
+        "import sys, pytest; from kvevict.ops import _ops; print(_ops.cpu_isa()); sys.exit(pytest.main(sys.argv[1:]))"
+    )
     options = ["-v", "-x", "-n0", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     command = [sys.executable, "-c", code, here, *options, "-k", "test_matches or test_many_blocks"]
     draw = {"KVEVICT_MOST": "6"} if fuzzing.NIGHTLY else DRAWN

@@ -4,7 +4,7 @@ from helpers import ERRORS, call, opcheck, same_bits
 from op_cases.compact import DST, check, prepared
 from problems import DTYPES, copied, fuzz, i32, matrix, of_matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @of_matrix

@@ -5,7 +5,7 @@ from helpers import ERRORS, FP32, OUT, call, close, guarded, opcheck, same_bits,
 from op_cases.decode import PREFIX, SLOTS, check, forked, prepared, step
 from problems import DTYPES, NAN, copied, fuzz, matrix, of_matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @of_matrix

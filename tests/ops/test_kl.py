@@ -5,7 +5,7 @@ from helpers import ERRORS, call, on_cpu, opcheck, same_bits, same_for_threads
 from op_cases.kl import check, grads, prepared
 from problems import fuzz, i32, matrix, of_matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @of_matrix

@@ -4,7 +4,7 @@ from helpers import ERRORS, guarded, opcheck, same_bits, same_for_threads
 from op_cases.linear import check, drawn
 from problems import DTYPES
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

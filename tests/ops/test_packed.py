@@ -16,7 +16,7 @@ from op_cases.decode import SLOTS, forked
 from op_cases.decode import prepared as decoding
 from problems import DTYPES, INF, NAN, copied, fuzz, i32, matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 BITS = {0: 0, ref.INT8: 8, ref.INT4: 4}  # of a kind's numbers; 0: as computed
 # Of keys and of values.

@@ -4,7 +4,7 @@ from helpers import ERRORS, call, opcheck, same_bits, same_for_threads
 from op_cases.peak import check, prepared
 from problems import NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @of_matrix

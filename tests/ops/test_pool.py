@@ -7,7 +7,7 @@ from op_cases.compact import DST, prepared
 from op_cases.decode import SLOTS, forked, step
 from problems import problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 def pooled(p, written, read, names):

@@ -5,7 +5,7 @@ from helpers import ERRORS, call, held_of, opcheck, same_bits, same_for_threads
 from op_cases.refine import FORMS, MOST, allowed, check, prepared
 from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @pytest.mark.parametrize("fast, squared", FORMS)

@@ -7,7 +7,7 @@ from helpers import ERRORS, FP32, call, close, opcheck, same_bits, same_for_thre
 from op_cases.score import GROUP, REDUCE, TERM, check, prepared
 from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @of_matrix

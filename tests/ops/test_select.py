@@ -4,7 +4,7 @@ from helpers import ERRORS, call, opcheck, same_for_threads
 from op_cases.select import check, drawn
 from problems import INF, NAN, i32
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 @pytest.mark.quick(seed=0)

@@ -9,8 +9,8 @@ import torch
 from helpers import named, on_cpu
 from problems import copied, i32, problem
 
-from kvevict import _native
-from kvevict import _ops as ops
+from kvevict.ops import _native
+from kvevict.ops import _ops as ops
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = [name for name in _native.OPS if name != "kl_grad"]
@@ -49,7 +49,7 @@ def test_the_example_in_the_readme_is_the_code():
     blocks = re.findall(r"   ```(?:c|python)\n(.*?)   ```", (ROOT / "csrc/README.md").read_text(), re.S)
     rows, signature = (re.sub("^   ", "", block, flags=re.M) for block in blocks)
     assert rows in (ROOT / "csrc/ops.def").read_text()
-    assert signature in (ROOT / "kvevict/_ops.py").read_text()
+    assert signature in (ROOT / "kvevict/ops/_ops.py").read_text()
 
 
 def function(op):
@@ -171,6 +171,6 @@ def test_compiled():
 )
 def test_an_argument_is_written_in_four_places(argument, kernels):
     """csrc/README.md, "To add an op": struct, table, kernel and check, signature."""
-    files = [*(ROOT / "csrc").glob("*.*"), ROOT / "kvevict/_ops.py", ROOT / "kvevict/_native.py"]
+    files = [*(ROOT / "csrc").glob("*.*"), ROOT / "kvevict/ops/_ops.py", ROOT / "kvevict/ops/_native.py"]
     found = {file.name for file in files if re.search(rf"\b{argument}\b", file.read_text())}
     assert found == {"kvevict.h", "ops.def", "_ops.py", *kernels}

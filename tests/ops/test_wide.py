@@ -16,7 +16,7 @@ import test_score
 import torch
 from problems import DTYPES
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 MATCHES = {
     "attend": test_attend.test_matches, "not causal": test_attend.test_matches_not_causal,

@@ -11,8 +11,8 @@ from tiny import prompt
 import kvevict
 from kvevict import cli
 from kvevict.engine.hook.installed import plan_of
-from kvevict.families import find_decoder
 from kvevict.lab.evaluate.runs import Run, policy_for
+from kvevict.models.families import find_decoder
 from kvevict.patch import in_slots, slot_bytes
 from kvevict.policy.building import build
 from kvevict.policy.policy import Policy

@@ -9,8 +9,8 @@ from choices import CHUNKED
 from policy_cases import BUDGET, CHUNK, compare, model, ours
 
 import kvevict
+from kvevict.engine.memory.storage import ROOM
 from kvevict.engine.read.choosers import Deciding
-from kvevict.engine.slots.storage import ROOM
 from kvevict.policy.building import build
 from kvevict.policy.layers import layer_slots
 

@@ -123,7 +123,7 @@ def chosen(score, slots, window, **options):
     keep = kvevict.HEADS["equal"]().keep(row, ranked, torch.tensor([slots * heads]), row.select.run)
     counts = row.select.trim_to_runs(row, ranked, keep)
     protected = torch.zeros(1, dtype=torch.int32), torch.full((1,), window, dtype=torch.int32)
-    index = kvevict._ops.select(ranked.contiguous(), row.n, counts, *protected, int(counts.max()))[0]
+    index = kvevict.ops._ops.select(ranked.contiguous(), row.n, counts, *protected, int(counts.max()))[0]
     return [[i for i in head if i >= 0] for head in index.tolist()]
 
 

@@ -176,7 +176,9 @@ def test_an_interrupted_draft_is_told(monkeypatch):
     ids, cache = tokens([[45]], 0)[0][0][None], tiny.transformers.DynamicCache(config=model().config)
     with kvevict.evicting(model(), "laq", budget=16), torch.no_grad():
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(kvevict.engine.read.draft, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(
+                kvevict.engine.methods.draft, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             model()(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="half read"):
             model()(ids, past_key_values=cache)

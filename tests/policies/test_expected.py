@@ -9,7 +9,7 @@ from policy_cases import BUDGET, VOCAB, compare, model, tokens
 
 import kvevict
 from kvevict.engine.measure import moments
-from kvevict.engine.slots.meter import allocated_bytes
+from kvevict.engine.memory.meter import allocated_bytes
 
 # -- against the oracle ---------------------------------------------------------------------------------------------
 

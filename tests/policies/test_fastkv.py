@@ -290,13 +290,13 @@ def test_room_is_made_for_what_a_layer_reads():
 def test_plan(given, n, monkeypatch):
     """Slots to the byte, and FLOPs of linear layers and attention as counted."""
     made, policy, counted = tiny.shared(), build("fastkv", **given), {"attend": 0}
-    attend = kvevict._ops.attend
+    attend = kvevict.ops._ops.attend
 
     def attend_counted(q, held, k, *more, **options):
         counted["attend"] += 2 * int((q.shape[2] * (q.shape[2] + 1) // 2 + q.shape[2] * held.len).sum())
         return attend(q, held, k, *more, **options)
 
-    monkeypatch.setattr(kvevict._ops, "attend", attend_counted)
+    monkeypatch.setattr(kvevict.ops._ops, "attend", attend_counted)
     with kvevict.evicting(made, policy), FlopCounterMode(display=False) as counter:
         made(tiny.prompt(2, n)["input_ids"], logits_to_keep=1)
         report = kvevict.report(made)

@@ -12,10 +12,10 @@ from policy_cases import BUDGET, CHUNK, VOCAB, compare, model, tokens
 from untrained import written
 
 import kvevict
-from kvevict import sealed
-from kvevict.answer import unasked
-from kvevict.families import find_decoder
+from kvevict.answering.answer import unasked
+from kvevict.models.families import find_decoder
 from kvevict.policy.building import build
+from kvevict.store import sealed
 
 CHUNKED = dict(budget=BUDGET, chunk_size=CHUNK, recent=2)
 

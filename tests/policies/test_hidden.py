@@ -12,10 +12,10 @@ from choices import CHUNKED, options
 from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, model, tokens
 
 import kvevict
-from kvevict.answer import room_of, within_positions
-from kvevict.engine.slots.carried import join
+from kvevict.answering.answer import room_of, within_positions
+from kvevict.asking.prompts import ids_of
+from kvevict.engine.memory.carried import join
 from kvevict.policy.building import build
-from kvevict.prompts import ids_of
 
 WHOLE = {
     "kvzip": dict(part=20),

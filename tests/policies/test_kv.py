@@ -13,11 +13,11 @@ import torch
 from tiny import prompt
 
 import kvevict
-from kvevict import cli, sealed
-from kvevict.batch import Batch, Pools
-from kvevict.engine.slots.cache import EvictionLayer
-from kvevict.engine.slots.joining import join, part
-from kvevict.engine.slots.storage import Storage
+from kvevict import cli
+from kvevict.answering.batch import Batch, Pools
+from kvevict.engine.memory.joining import join, part
+from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.engine.memory.storage import Storage
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import kv
@@ -25,6 +25,7 @@ from kvevict.policy.building import build
 from kvevict.policy.policy import Policy
 from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies
+from kvevict.store import sealed
 
 PACKED = {kind: kinds for kind, kinds in kv.KINDS.items() if kind != "model"}
 KINDS = tuple(PACKED)

@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 from untrained import adapter
 
 import kvevict
-from kvevict import sealed
 from kvevict.lab.evaluate.ask import encode
 from kvevict.lab.evaluate.tasks import Settings, find
-from kvevict.lookahead import Adapter, load
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
 from kvevict.policy.building import build
+from kvevict.store import sealed
+from kvevict.train.lookahead import Adapter, load
 
 families = pytest.mark.parametrize("family", FAMILIES)
 ALL = 4096

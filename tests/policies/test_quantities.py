@@ -7,7 +7,7 @@ import tiny
 import torch
 
 import kvevict
-from kvevict import families
+from kvevict.models import families
 
 
 @pytest.fixture(autouse=True)

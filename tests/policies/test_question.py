@@ -22,17 +22,17 @@ from transformers import AutoModelForCausalLM
 
 import kvevict
 import kvevict.cautions
+from kvevict.asking.question import Finder, LastTurn
+from kvevict.asking.sentences import question_of
+from kvevict.asking.tokens import find
+from kvevict.asking.turns import Turns
 from kvevict.cli import COMMANDS
-from kvevict.compat import CACHE, cache_of
 from kvevict.context import within
-from kvevict.families import base_model
 from kvevict.lab.analysis.run import encode
+from kvevict.models.compat import CACHE, cache_of
+from kvevict.models.families import base_model
 from kvevict.policy.rows import Question
 from kvevict.policy.rows.probe import Probe
-from kvevict.question import Finder, LastTurn
-from kvevict.sentences import question_of
-from kvevict.tokens import find
-from kvevict.turns import Turns
 
 TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man by the door. " * 4
 ASKED = "When is the lantern lit?"

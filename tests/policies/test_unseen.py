@@ -8,10 +8,10 @@ import torch
 import zoo
 
 import kvevict
-from kvevict import _ops
+from kvevict.engine.memory.ranks import Ranks
 from kvevict.engine.read.step import Step
 from kvevict.engine.read.unseen import attend, observe
-from kvevict.engine.slots.ranks import Ranks
+from kvevict.ops import _ops
 from kvevict.policy.rows import AppendedRows
 from kvevict.policy.seen.slots import Heads, Slots
 

@@ -8,7 +8,7 @@ import transformers
 from policy_cases import Slots
 
 import kvevict
-from kvevict import families
+from kvevict.models import families
 
 
 @pytest.mark.parametrize("seed", range(5))

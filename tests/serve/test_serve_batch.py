@@ -10,11 +10,12 @@ import torch
 from serving import FILLER, TEXT, Client, asks, events, model, server, unpatched  # noqa: F401
 
 import kvevict
-from kvevict import _ops, writing
-from kvevict.batch import Batch
+from kvevict.answering import writing
+from kvevict.answering.batch import Batch
 from kvevict.context import within
-from kvevict.engine.read.replay import Replay
 from kvevict.engine.read.step import Step
+from kvevict.engine.record.replay import Replay
+from kvevict.ops import _ops
 from kvevict.policy.presets import PRESETS
 from kvevict.serve import call
 from kvevict.serve.prefixes import in_files

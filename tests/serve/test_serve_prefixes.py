@@ -186,7 +186,7 @@ def key_of(client) -> list:
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
-    from kvevict import files
+    from kvevict.store import files
 
     def full(path):
         raise OSError(28, os.strerror(28), str(path))

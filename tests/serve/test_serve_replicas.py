@@ -18,7 +18,7 @@ from kvevict.serve.texts import Texts
 OPTIONS = ("--budget", "256")
 BLOCKS = """
 import pathlib, time
-from kvevict import files
+from kvevict.store import files
 
 def block(path):
     if str(path).endswith(".safetensors"):
@@ -164,8 +164,8 @@ def test_prefixes_whose_text_was_deleted_by_a_server_that_was_killed(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     """Without `replace` one of them is refused; both servers have the other."""
-    from kvevict import files
     from kvevict.serve.errors import Refused
+    from kvevict.store import files
 
     def none(*args):
         raise PermissionError(1, "no links")

@@ -12,7 +12,7 @@ from serving import Client, events, qwen, saying, server, unpatched  # noqa: F40
 from transformers import AutoTokenizer
 
 import kvevict
-from kvevict.prompts import rendered
+from kvevict.asking.prompts import rendered
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -18,7 +18,7 @@ import zoo
 from serving import Client, server
 
 import kvevict
-from kvevict import families, known
+from kvevict.models import families, known
 
 WHICH = os.environ.get("KVEVICT_TYPES", "sample")
 SAMPLE = ("lfm2", "qwen3_5_text", "falcon_h1", "gemma3_text", "deepseek_v3", "gemma4_text")  # one of each kind

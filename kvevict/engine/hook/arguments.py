@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from ...compat import CACHE
 from ...context import context
+from ...models.compat import CACHE
 from ...policy.rows import AppendedRows
+from ..memory.cache import EvictionCache, adopt
+from ..memory.layer import HALF_READ, EvictionLayer
 from ..read.plan import Plan
 from ..read.step import OuterCall
-from ..slots.adopt import EvictionCache, adopt
-from ..slots.cache import HALF_READ, EvictionLayer
 from ..watch.diagnostics import Diagnostics
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask, padding_of

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ... import compat, families
 from ...context import context, current
+from ...models import compat, families
+from ..memory.layer import fit
 from ..read import unseen
 from ..read.layer import LayerCall, attend, decide
 from ..read.step import paused
-from ..slots.cache import fit
 
 NAME = "kvevict"
 ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the original config

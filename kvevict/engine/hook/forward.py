@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from ... import cautions, compat, products, rotary
-from ...compat import STATE
+from ... import cautions
 from ...context import context, current, enter, within
-from ...families import find_decoder
+from ...models import compat, rotary
+from ...models.compat import STATE
+from ...models.families import find_decoder
+from ...ops import few_rows
+from ..memory.cache import EvictionCache
 from ..read.spans import Spans
 from ..read.step import OuterCall, Step
-from ..slots.adopt import EvictionCache
 from .arguments import Arguments
 
 WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
@@ -173,7 +175,7 @@ def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> 
     wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(self, kwargs.get("attention_mask"), wanted)
-    with within(outer=call), products.of_call(self, ids, kwargs.get("inputs_embeds")):
+    with within(outer=call), few_rows.of_call(self, ids, kwargs.get("inputs_embeds")):
         output = run(*args, **kwargs)
     if call.spans is not None:
         call.spans.settle()

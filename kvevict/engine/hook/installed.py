@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ... import families
-from ...compat import STATE
 from ...context import context, within
-from ..read import propagate, residual
+from ...models import families
+from ...models.compat import STATE
+from ..methods import propagate, residual
 from ..read.plan import Plan
 from . import attention, forward, states
 

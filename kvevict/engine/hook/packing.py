@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import families, rotary
+from ...models import families, rotary
 
 
 class Packing:

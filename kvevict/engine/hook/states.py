@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ... import families
 from ...context import current
-from ..read.propagate import cut
+from ...models import families
+from ..methods.propagate import cut
 from . import forward
 
 

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from ... import families, sealed
+from ...models import families
 from ...policy.checks import parsed
+from ...store import sealed
 from .moments import other_model
 
 FORMAT, VERSION = "kvevict gates", 1
@@ -46,7 +47,7 @@ class Gates:
 
     def numbers(self, layer: int, ranks: Any, x: torch.Tensor) -> torch.Tensor:
         """The tokens' numbers, fp32 [B, Hkv, T], from the inputs x [B, T, E] of a layer's attention, for the kv heads
-        of this one of `kvevict.engine.slots.ranks.Ranks`. The layer's gates move to x's device."""
+        of this one of `kvevict.engine.memory.ranks.Ranks`. The layer's gates move to x's device."""
         self.layers[layer] = tuple(tuple(each.to(x.device) for each in affine) for affine in self.layers[layer])
         return ranks.mine(self.logs(layer, x).exp().transpose(1, 2))
 

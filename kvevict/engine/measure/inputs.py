@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ... import families
+from ...models import families
 from ...policy.inputs import as_needs
 from ...policy.registry import Registry
 from . import gates, moments, projection

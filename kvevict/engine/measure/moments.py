@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ... import families, sealed
+from ...models import families
+from ...models.weights import differ, fingerprint
 from ...policy.checks import parsed
-from ...weights import differ, fingerprint
+from ...store import sealed
 
 FORMAT = "kvevict-queries-3"
 NAMES = ("mean", "covariance", "size")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ... import _ops
+from ...ops import _ops
 from ...policy.inputs import Observers, Slots
 from ...policy.seen.slots import REDUCE
 

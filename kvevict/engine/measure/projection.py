@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from ... import _ops, families
+from ...models import families
+from ...ops import _ops
 from ...policy.inputs import Slots
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ... import rotary
+from ...models import rotary
 
 
 class Rope:

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import _ops
+from ...ops import _ops
 from ...policy.seen.rows import Observation, Observers
-from ..slots import archive, host
-from ..slots.awaited import Awaited
-from ..slots.cache import EvictionLayer
+from ..memory import archive, host
+from ..memory.awaited import Awaited
+from ..memory.layer import EvictionLayer
 from . import evict
 from .choosers import Chooser
 from .layer import LayerCall

@@ -14,9 +14,9 @@ from . import schedule
 from .decisions import Cascade, Decisions, Pooled
 
 if TYPE_CHECKING:  # these import Transformers, which counts do without
-    from ..slots.adopt import EvictionCache
-    from ..slots.cache import EvictionLayer
-    from ..slots.ranks import Ranks
+    from ..memory.cache import EvictionCache
+    from ..memory.layer import EvictionLayer
+    from ..memory.ranks import Ranks
 
 
 class Budgets:

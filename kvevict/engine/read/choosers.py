@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import _ops
+from ...ops import _ops
 from ..measure import quantities
-from ..slots import archive
-from ..slots.carried import join, of_layer
-from . import evict, propagate
+from ..memory import archive
+from ..memory.carried import join, of_layer
+from ..methods import propagate
+from . import evict
 from .layer import LayerCall
 from .schedule import observes
 from .step import Step
@@ -20,7 +21,7 @@ from .step import Step
 class Chooser:
     """Keeps all slots (assisted decoding's candidates may be taken back)."""
 
-    errors: Any = None  # the kvevict.engine.read.residual.Errors that the call measures
+    errors: Any = None  # the kvevict.engine.methods.residual.Errors that the call measures
     onward: propagate.Onward | None = None  # tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
     looks = True  # at slots, after a decoded token: they are to lie in one place

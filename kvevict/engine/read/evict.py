@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import _ops
+from ...ops import _ops
 from ...policy.heads import HEADS, HeadBudget, above
 from ...policy.heads.equal import Equal, shares
 from ...policy.inputs import as_needs
@@ -18,8 +18,8 @@ from ...policy.seen.slots import Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given
 from ..measure.quantities import quantity
-from ..slots import archive
-from ..slots.carried import join, of_layer
+from ..memory import archive
+from ..memory.carried import join, of_layer
 from . import unseen
 from .layer import LayerCall, protected
 

@@ -15,9 +15,9 @@ from ...policy.seen.rows import LayerRows, rolled
 from ...policy.seen.slots import KV, Bounds, Heads, Slots
 from ...policy.selections import Selection
 from ..measure.inputs import given, rope_of
-from ..slots import archive
-from ..slots.carried import carry_newest
-from ..slots.stored import Later
+from ..memory import archive
+from ..memory.carried import carry_newest
+from ..memory.stored import Later
 from . import unseen
 from .schedule import observes
 

@@ -5,10 +5,10 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ... import families
+from ...models import families
 from ...policy.inputs import Policy
 from ..measure import quantities
-from ..slots.meter import Meter
+from ..memory.meter import Meter
 
 
 class Plan:

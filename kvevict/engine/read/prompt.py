@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import cautions
+from ...cautions import bar
 from ...context import context
-from ...progress import bar
-from ...weights import Owner
-from ..slots import archive
-from ..slots.meter import Meter
-from ..slots.storage import ROOM
-from . import budgets, propagate, schedule
+from ...models.weights import Owner
+from ..memory import archive
+from ..memory.meter import Meter
+from ..memory.storage import ROOM
+from ..methods import propagate
+from ..methods.draft import Drafting
+from ..methods.residual import Errors
+from . import budgets, schedule
 from .answering import Asking
 from .choosers import Chooser, Deciding
-from .draft import Drafting
-from .residual import Errors
 from .step import Read, Step
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import rotary
-from ..slots import archive, host
-from ..slots.meter import Meter
-from . import budgets, replay
+from ...models import rotary
+from ..memory import archive, host
+from ..memory.meter import Meter
+from ..record import replay
+from . import budgets
 from .answering import Answered
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding

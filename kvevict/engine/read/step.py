@@ -15,8 +15,8 @@ import torch
 from ...context import enter
 from ...policy.rows import AppendedRows, Rows
 from ...policy.seen.rows import CallRows
-from ..slots.meter import Meter
-from ..slots.storage import ROOM, ROOM_TO_REPLAY
+from ..memory.meter import Meter
+from ..memory.storage import ROOM, ROOM_TO_REPLAY
 from . import schedule
 from .budgets import Budgets
 from .plan import Plan

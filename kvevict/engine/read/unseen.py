@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ... import _ops
+from ...ops import _ops
 from ...policy.seen.rows import Observers
 from ...policy.seen.slots import Slots
 from .step import Step

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import _ops
+from ...ops import _ops
 from ..read.evict import Choice
 from ..read.layer import LayerCall
 from .watcher import Watcher

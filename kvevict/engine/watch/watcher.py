@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..memory.cache import EvictionCache
 from ..read.evict import Choice
 from ..read.layer import LayerCall
-from ..slots.adopt import EvictionCache
 
 
 class Watcher:

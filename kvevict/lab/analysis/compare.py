@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ...compat import cache_of
 from ...context import within
 from ...engine.watch import diagnostics
 from ...engine.watch.watcher import Watcher
+from ...models.compat import cache_of
 from ...patch import evicting
 from ...policy.policy import Policy
 

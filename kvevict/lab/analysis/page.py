@@ -11,8 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...files import replacing
-from ...prompts import pieces
+from ...asking.prompts import pieces
+from ...store.files import replacing
 
 if TYPE_CHECKING:
     import torch

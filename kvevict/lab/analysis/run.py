@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ...answer import KEEPS, continued
-from ...compat import cache_of
+from ...answering.answer import KEEPS, continued
+from ...answering.writing import Sampling, written
+from ...asking.prompts import first_ids, frame, ids_of, until_line_end
+from ...asking.question import LastTurn
 from ...context import within
-from ...families import device_of
+from ...models.compat import cache_of
+from ...models.families import device_of
 from ...patch import evicting
 from ...policy.policy import Policy
 from ...policy.tokenizer import told
-from ...prompts import first_ids, frame, ids_of, until_line_end
-from ...question import LastTurn
 from ...report import report
-from ...writing import Sampling, written
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ... import families, known, rotary
+from ...models import families, known, rotary
 from ...policy.checks import one_of
 from ...policy.kv import slot_bytes
 
@@ -74,10 +74,10 @@ def shape_of(config: Any, dtype: str = "auto") -> Shape:
 
 
 def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
-    """The shape of a text decoder's config. names: its model types in `kvevict.known`."""
+    """The shape of a text decoder's config. names: its model types in `kvevict.models.known`."""
     from transformers import AutoModelForCausalLM
 
-    from ...refusals import check_model
+    from ...models.refusals import check_model
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...engine.hook.installed import using
-from ...families import base_model, find_decoder
+from ...models.families import base_model, find_decoder
 from ...patch import evicting
 from ...policy.policy import Policy
 from .cost import UNPATCHED

@@ -50,7 +50,7 @@ def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, A
 def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
     """The largest number of prompt tokens that leaves room for the answer: `--limit`, or by the model's context; None
     without either."""
-    from ...families import context_of, find_decoder
+    from ...models.families import context_of, find_decoder
 
     context = context_of(find_decoder(model).config)
     if context is None:

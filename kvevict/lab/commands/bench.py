@@ -60,7 +60,7 @@ def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch
     """Length -> ids [1, length] of generated text."""
     import torch
 
-    from ...families import context_of, device_of, find_decoder
+    from ...models.families import context_of, device_of, find_decoder
     from ..evaluate.haystack import haystack
     from ..evaluate.tasks import Settings
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ... import files
 from ...commands import (
     add_budget,
     add_model,
@@ -20,6 +19,7 @@ from ...commands import (
     number,
 )
 from ...policy.text import DEFAULT
+from ...store import files
 from .inspect import page_run
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace
     `kvevict.lab.analysis.run.measure`, and whether the answer is `right`."""
     from tqdm import tqdm
 
-    from ...families import device_of
+    from ...models.families import device_of
     from ..analysis.run import measure
     from ..evaluate.ask import encode
     from ..evaluate.metrics import METRICS
@@ -119,7 +119,7 @@ def asks(case: Case) -> str:
 
 def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], policies: dict[str, Policy], model: str) -> list[str]:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
-    from ...prompts import pieces
+    from ...asking.prompts import pieces
     from ..analysis.page import page, picture, places
 
     one = next((one for one in asked if len({run["right"] for run in one["runs"].values()}) > 1), asked[0])

@@ -84,9 +84,9 @@ def one(
     model: Any, tokenizer: Any, policies: dict[str, Policy], prompt: Prompt, new_tokens: int, one_line: bool, bar: tqdm
 ) -> tuple[dict[str, Any], str]:
     """The measures of one prompt, and the first line of the full cache's answer."""
-    from ...families import device_of
+    from ...asking.prompts import until_line_end
+    from ...models.families import device_of
     from ...policy.tokenizer import told
-    from ...prompts import until_line_end
     from ..analysis import compare
 
     ids = prompt.row(device_of(model))

@@ -45,7 +45,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     parser.add_argument("--table-only", action="store_true", help="only print the table of the results there are")
     args = parser.parse_args(argv)
     installed("eval", "kvevict eval", "scipy")
-    from ...processes import Processes
+    from ...train.processes import Processes
     from ..evaluate.results import read
     from ..evaluate.table import render
 

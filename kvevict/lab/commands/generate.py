@@ -15,7 +15,7 @@ def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     add_budget(parser)
     parser.add_argument("--compare", action="store_true", help="also run the model unpatched")
     args = parser.parse_args(argv)
-    from ...families import device_of
+    from ...models.families import device_of
     from ..analysis.cost import UNPATCHED
     from ..analysis.run import measure
 

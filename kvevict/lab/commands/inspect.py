@@ -28,8 +28,8 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     args = parser.parse_args(argv)
     import torch
 
-    from ...families import device_of
-    from ...files import write
+    from ...models.families import device_of
+    from ...store.files import write
     from ..analysis.page import page
     from ..analysis.run import ask_each, measure
 

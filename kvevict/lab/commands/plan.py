@@ -23,8 +23,8 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     args = parser.parse_args(argv)
     from transformers import AutoConfig
 
-    from ...families import context_of
-    from ...models import check_there, pretrained, small_llama
+    from ...models.families import context_of
+    from ...models.loading import check_there, pretrained, small_llama
     from ..analysis.cost import UNPATCHED, Hardware
     from ..analysis.cost import plan as cost
     from ..analysis.shape import shape_of

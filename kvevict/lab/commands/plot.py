@@ -3,8 +3,8 @@ from pathlib import Path
 from typing import Any
 
 from ...commands import check_file, command, number
-from ...files import replacing
 from ...policy.checks import installed
+from ...store.files import replacing
 
 
 @command

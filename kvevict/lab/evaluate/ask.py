@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from ...answer import continued, rows_of
-from ...compat import CACHE, cache_of
+from ...answering.answer import continued, rows_of
+from ...answering.writing import drawn, written
+from ...asking.prompts import frame, ids_of
+from ...asking.question import observing
+from ...asking.tokens import find
 from ...context import within
-from ...families import context_of, device_of, find_decoder
+from ...models.compat import CACHE, cache_of
+from ...models.families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
 from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
-from ...prompts import frame, ids_of
-from ...question import observing
 from ...report import report
-from ...tokens import find
-from ...writing import drawn, written
 from ..analysis.run import Prompt
 from .metrics import METRICS
 from .runs import FULL, KEEP_ALL, Run, options_of, policy_for

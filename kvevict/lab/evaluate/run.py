@@ -12,13 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ... import families
-from ...answer import together
-from ...compat import cache_of
-from ...engine.slots import mapped
+from ...answering.answer import together
+from ...engine.memory import mapped
+from ...models import families
+from ...models.compat import cache_of
+from ...models.weights import fingerprint
 from ...patch import find_decoder
-from ...processes import Processes
-from ...weights import fingerprint
+from ...train.processes import Processes
 from . import protocols
 from .ask import Asked, ask, ask_together, encode, read
 from .results import Results

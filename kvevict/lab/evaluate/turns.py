@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ...compat import CACHE
-from ...families import base_model, context_of, find_decoder
+from ...answering.writing import ends_of
+from ...asking.prompts import ids_of, turns_frame
+from ...models.compat import CACHE
+from ...models.families import base_model, context_of, find_decoder
 from ...patch import evicting
 from ...policy.tokenizer import told
-from ...prompts import ids_of, turns_frame
-from ...writing import ends_of
 from .ask import Asked, as_row, forked, judged, measured, measured_all, now, write
 from .runs import FULL, KEEP_ALL, Run, policy_for
 

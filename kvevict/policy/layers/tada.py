@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...files import write
+from ...store.files import write
 from ..checks import at_least_0, count, flag, one_of, parsed
 from ..inputs import Policy
 from . import LAYERS, LayerBudget

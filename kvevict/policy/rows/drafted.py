@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import families
-from ...compat import CACHE, cache_of
-from ...models import pretrained
+from ...models import families
+from ...models.compat import CACHE, cache_of
+from ...models.loading import pretrained
 from ..checks import count, flag
 from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, Rows
@@ -23,7 +23,7 @@ class Drafted(Rows):
     window       last rows of the prompt that observe too
     draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
     draft_model  "self": the model drafts over a copy of its cache, evicted by SnapKV, once the whole prompt was read
-                 (LAQ, kvevict/engine/read/draft.py); or a smaller model with the same tokenizer, loaded (it is only
+                 (LAQ, kvevict/engine/methods/draft.py); or a smaller model with the same tokenizer, loaded (it is only
                  run), its folder or its hub id: its draft is appended to every chunk (SpecKV)
     """
 

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ... import families
-from ...weights import differ, fingerprint
-from ..adapter import CONFIG, Adapter, base_of, bundled, config_of, load
+from ...models import families
+from ...models.adapter import CONFIG, Adapter, base_of, bundled, config_of, load
+from ...models.weights import differ, fingerprint
 from ..checks import count, hold_text
 from ..inputs import CallRows, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Rows

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ... import families
+from ...models import families
 from ..checks import count
 from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy
 from . import ROWS, AppendedRows, Rows

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import _ops
+from ...ops import _ops
 
 
 @dataclass(frozen=True, eq=False)

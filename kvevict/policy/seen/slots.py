@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import _ops
+from ...ops import _ops
 
 REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
 
@@ -27,7 +27,7 @@ class Heads:
     """The kv heads of a layer that choose slots on this rank: all of them, or a rank's part (tensor parallel). All
     heads share latents (MLA), so these count as one head."""
 
-    ranks: Any  # kvevict.engine.slots.ranks.Ranks
+    ranks: Any  # kvevict.engine.memory.ranks.Ranks
     count: int
 
     def numbers(self, device: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ class Slots:
         )  # fmt: skip
 
     def removal_error(self, numbers: torch.Tensor, fast: bool) -> torch.Tensor:
-        """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict._ops.refine`."""
+        """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict.ops._ops.refine`."""
         kv, heads = self.kv, self.kv.stored.len.shape[1]
         if numbers.shape[1] != heads:
             numbers = numbers.expand(-1, heads, -1)

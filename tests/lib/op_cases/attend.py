@@ -5,7 +5,7 @@ import ref
 import torch
 from helpers import FP32, OUT, call, close
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 def causal(make):

@@ -7,8 +7,8 @@ import torch
 from helpers import call, same_bits
 from problems import NAN, copied, i32, scattered
 
-from kvevict import _ops as ops
-from kvevict._native import PARTS
+from kvevict.ops import _ops as ops
+from kvevict.ops._native import PARTS
 
 DST = ("dst_k", "dst_v", "dst_pos")
 

@@ -8,7 +8,7 @@ import torch
 from helpers import FP32, OUT, call, close, same_bits
 from problems import copied, i32, problem
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 SLOTS = ("held_k", "held_v", "held_pos")
 PREFIX = dict.fromkeys(["prefix_k", "prefix_v", "prefix_offset", "prefix_len"])

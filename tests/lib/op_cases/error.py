@@ -7,7 +7,7 @@ import torch
 from helpers import FP32, call
 from problems import alive_counts
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 KINDS = ["edie", "l1", "l2"]
 GROUP = ["sum", "mean", "max", "none"]

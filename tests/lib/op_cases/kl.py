@@ -5,7 +5,7 @@ import ref
 import torch
 from helpers import FP32, Moved, back, close, named
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 # Of the gradients, relative to the largest: fp32, and the rounding of 16-bit results.
 GRAD = {torch.float32: 4 * FP32, torch.bfloat16: 2.0**-8 + 4 * FP32, torch.float16: 2.0**-11 + 4 * FP32}

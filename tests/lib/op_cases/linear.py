@@ -4,7 +4,7 @@ import ref
 import torch
 from helpers import call
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

@@ -5,7 +5,7 @@ import torch
 from helpers import FP32, call
 from problems import alive_counts
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 
 def prepared(p, of, norm, extra=3):

@@ -7,7 +7,7 @@ import torch
 from helpers import FP32, call, held_of
 from problems import NAN, alive_counts
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 MOST = torch.finfo(torch.float32).max
 FORMS = list(itertools.product([False, True], [False, True]))  # fast, squared

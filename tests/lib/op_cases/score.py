@@ -7,7 +7,7 @@ import torch
 from helpers import FP32, call, close
 from problems import alive_counts
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 TERM = ["a", "square", "entropy"]
 REDUCE = ["sum", "mean", "max"]

@@ -7,7 +7,7 @@ import torch
 from helpers import call
 from problems import INF, NAN, i32
 
-from kvevict import _ops as ops
+from kvevict.ops import _ops as ops
 
 VALUES = [0.0, -0.0, 1.0, 1.0, -1.0, 0.5, 1e-40, -1e-40, 3e38, INF, -INF, NAN]
 

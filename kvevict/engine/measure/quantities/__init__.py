@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import LayerRows, Observers, Policy, Slots, as_needs
 from ....policy.registry import Registry, load_folder
 from .. import per_row
@@ -107,7 +107,7 @@ def remembered(needed: Any, rows: LayerRows, memory: dict[str, Any]) -> dict[str
 
 
 def observed(op: Any, slots: Slots, part: Observers, more: Any = (), group: str | None = None, **options: Any) -> Any:
-    """An op (`kvevict._ops`.score, peak or error) of observers over the alive slots."""
+    """An op (`kvevict.ops._ops`.score, peak or error) of observers over the alive slots."""
     kv = slots.kv
     stored, new = kv.stored, (kv.k, kv.v) if op is _ops.error else (kv.k,)
     if group is not None:

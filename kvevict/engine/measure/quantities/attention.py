@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, observed
 

@@ -3,7 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import LayerRows, Observation, Slots, need
 from .. import moments
 from ..rope import Rope

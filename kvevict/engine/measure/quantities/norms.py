@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import Observation, Slots
 from . import QUANTITIES, Quantity, per_head
 

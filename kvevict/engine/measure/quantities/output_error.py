@@ -3,7 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, observed
 
@@ -11,8 +11,8 @@ from . import QUANTITIES, Quantity, observed
 @QUANTITIES.add("output_error")
 @dataclass(frozen=True)
 class OutputError(Quantity):
-    """How far the observers' attention outputs move when one slot is removed, summed over rows, as `kvevict._ops.error`
-    defines its kinds.
+    """How far the observers' attention outputs move when one slot is removed, summed over rows: the kinds are those of
+    `kvevict.ops._ops.error`.
 
     kind     "edie" (EDIE eq. 9-11), "l1" (eq. 7), "l2" (CAOTE eq. 6)
     alpha    keeps the denominator 1 + alpha - a of "edie" from vanishing

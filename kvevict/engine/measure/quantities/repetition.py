@@ -3,7 +3,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import Observation, Observers, Slots
 from ....policy.seen.rows import rolled
 from ....policy.seen.slots import KV

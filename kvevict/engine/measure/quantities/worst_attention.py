@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .... import _ops
+from ....ops import _ops
 from ....policy.inputs import Observation, Observers, Slots
 from . import QUANTITIES, Quantity, each_head
 
@@ -40,7 +40,7 @@ class WorstAttention(Quantity):
 
 def weights(slots: Slots, part: Observers) -> Iterator[Any]:
     """Yields (b, h, a [G, R, n]), the attention weights of the counting observers over the alive slots of each kv head,
-    in fp32; the rows, slots and lse are those of `kvevict._ops.score`."""
+    in fp32; the rows, slots and lse are those of `kvevict.ops._ops.score`."""
     skip = part.skip.tolist()
     for b, h, x, lse in logits(slots, part):
         yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....asking.prompts import ids_of
 from ....policy.registry import Registry, load_folder
-from ....prompts import ids_of
 
 TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric

@@ -1,0 +1,294 @@
+"""One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
+
+import inspect
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .. import cautions
+from ..asking import prompts
+from ..asking.prompts import frame, ids_of
+from ..context import within
+from ..engine.hook.installed import plan_of, using
+from ..engine.measure import gates
+from ..engine.memory.cache import EvictionCache
+from ..engine.memory.layer import EvictionLayer
+from ..models import families, rotary
+from ..models.compat import CACHE, cache_of
+from ..models.families import base_model, device_of, find_decoder, unwrapped
+from ..patch import evicting
+from ..policy.building import build
+from ..policy.checks import PLENTY, count
+from ..policy.policy import Policy
+from ..policy.text import DEFAULT
+from ..policy.tokenizer import told
+from ..store.resuming import Reading
+from .writing import Sampling, written
+
+KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
+SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's positions
+
+
+def unasked(decoder: torch.nn.Module) -> str:
+    """The default policy for a text that is asked about later: the best measured (docs/results.md)."""
+    return "gate" if gates.fit(decoder) else "read-twice"
+
+
+def read(
+    model: Any, tokenizer: Any, context: str, policy: str | Policy | None = None, *,
+    file: str | os.PathLike | None = None, **options: Any,
+) -> EvictionCache:  # fmt: skip
+    """Read a text with a policy. Returns the cache of the kept slots, for `answer`, `save_cache` or `cache.fork()`.
+
+    model             as `kvevict.patch` takes it
+    context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
+    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the one that
+                      the model is patched with, if it is such a one (not take+edie, snapkv, h2o, ...); else "gate" if
+                      the model's folder has gates of its weights or such were named for it before, or "read-twice" in
+                      chunks short enough to be repeated within the model's positions, with a patched model's budget
+                      and kv. With recall=True: take+edie, and each question chooses its slots from all tokens
+    file              with recall=True: the cache is written there, as by `save_cache`, and what is read before, chunk
+                      by chunk, to parts in the folder FILE.parts. A call with the same text, model and policy loads the
+                      file, or goes on after the parts of a process that was killed; with a longer text that begins with
+                      the file's it reads the rest. Raises ValueError for files of another text, model or policy, and
+                      OSError where the folder cannot be written to, or another process reads into it
+
+    The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
+    missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.
+    """
+    if not isinstance(context, str):
+        raise TypeError(f"context must be a text, got {type(context).__name__}")
+    prompts.check(tokenizer)
+    _check(model)
+    body = ids_of(tokenizer, context)
+    if not body:
+        raise ValueError("context is empty: give a text to read")
+    head, _ = frame(tokenizer, "")
+    inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
+    ids = torch.tensor([head + body], device=device_of(inner))
+    _check_room(model, ids.shape[1], "the text")
+
+    def forward(past: EvictionCache | None, at: int) -> EvictionCache:
+        return cache_of(
+            inner(input_ids=ids[:, at:], logits_to_keep=1, use_cache=True, return_dict=True, **{CACHE: past})
+        )
+
+    with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad(), within(asks=False):
+        by = plan_of(find_decoder(model)).policy
+        cache = forward(None, 0) if file is None else Reading(file, model, by, head + body).cache(forward)
+    if not cache.sequence.policy.recall:
+        cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
+    return cache
+
+
+def answer(
+    model: Any, tokenizer: Any, context: str | EvictionCache, questions: Iterable[str],
+    policy: str | Policy | None = None, *, max_new_tokens: int = 64, one_line: bool = False,
+    temperature: float | None = None, top_p: float = 1.0, sampling_seed: int = 0, batch_size: int = 8, **options: Any,
+) -> list[str]:  # fmt: skip
+    """Answer questions about a context that is read once. Returns a list of texts.
+
+    model             as `kvevict.patch` takes it; of its generation_config only the tokens that end an answer count
+    context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. It stays as it
+                      is
+    questions         a list of texts; none sees another. Each follows the context after two line ends; in a chat
+                      template it ends the user's turn
+    policy, options   as `read` takes them; refused if the context is a cache
+    max_new_tokens    most tokens of an answer
+    one_line          an answer ends with its first line, as suits a model that is not tuned to chat
+    temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), among the fewest likeliest
+                      tokens with a total probability of top_p; the same sampling_seed gives a question the same answer
+
+    batch_size        most questions asked at once; each takes the memory of its tokens and its answer's. Latents (MLA)
+                      and sliding windows of the context are copied for each question, all else is shared. With a
+                      sliding window, or rotary frequencies that depend on the length, only questions of equal length
+                      share a batch. With a state in a layer, or positions of several axes, questions are asked one by
+                      one
+
+    All questions share the context's kept slots. All tokens of a question and its answer are kept after them; where the
+    context was read with recall=True, a question chooses its slots anew, within the budget, from all tokens. Raises
+    ValueError or TypeError for a context or questions that cannot be used.
+    """
+    count("max_new_tokens", max_new_tokens, 1)
+    count("batch_size", batch_size, 1)
+    prompts.check(tokenizer)
+    sampling = Sampling(temperature, top_p, sampling_seed)
+    asked = [] if isinstance(questions, str) else list(questions)
+    if isinstance(questions, str) or not all(isinstance(question, str) for question in asked):
+        raise TypeError("questions must be a list of texts; for one, write [question]")
+    if isinstance(context, str):
+        context = read(model, tokenizer, context, policy, **options)
+    elif policy is not None or options:
+        given = ", ".join((["policy"] if policy is not None else []) + list(options))
+        raise ValueError(
+            f"{given}: the context is a cache, which was read with a policy; give a policy's options to kvevict.read, "
+            "and to generate otherwise, call model.generate(past_key_values=cache.fork(), ...)"
+        )
+    elif not isinstance(context, EvictionCache):
+        raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
+    _check(model)
+    ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
+    _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
+    by = context.sequence.policy
+    recalls = by is not None and by.recall
+    asks = by if recalls else replace(KEEPS, compiled=by is not None and by.compiled)
+    with evicting(model, asks, tokenizer=tokenizer if recalls else None):
+        answers, inner = [""] * len(ids), base_model(model)
+        for batch in together(model, context, list(map(len, ids)), batch_size):
+            fork, here = rows_of(context, len(batch)), [ids[at] for at in batch]
+            logits = continued(inner, fork, here)
+            choosers, most = list(map(sampling.chooser, here)), [max_new_tokens] * len(here)
+            tokens = written(inner, tokenizer, logits, fork, most, choosers, one_line)
+            for at, each in zip(batch, tokens, strict=True):
+                text = tokenizer.decode(each, skip_special_tokens=True).strip()
+                answers[at] = text.partition("\n")[0] if one_line else text
+        return answers
+
+
+class Pipeline:
+    """Questions about contexts, called as Transformers' pipelines are:
+
+    pipe = kvevict.Pipeline(model, tokenizer, budget=512)
+    pipe(context, question="Who is the captain?")["answer"]
+    pipe(context, questions=["Who?", "Where?"])["answers"]
+
+    policy and options are as `kvevict.read` takes them and are checked here. A call takes `context` (a text or a cache)
+    and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:
+        self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
+        _built(find_decoder(model), policy, options)
+
+    def __call__(
+        self, context: str | EvictionCache, question: str | None = None, *, questions: Iterable[str] | None = None,
+        max_new_tokens: int = 64, one_line: bool = False, temperature: float | None = None, top_p: float = 1.0,
+        sampling_seed: int = 0, batch_size: int = 8,
+    ) -> dict[str, Any]:  # fmt: skip
+        if (question is None) == (questions is None):
+            raise ValueError("give either question, a text, or questions, a list of texts")
+        asked: Any = [question] if questions is None else questions
+        policy, options = (self.policy, self.options) if isinstance(context, str) else (None, {})
+        answers = answer(
+            self.model, self.tokenizer, context, asked, policy, max_new_tokens=max_new_tokens, one_line=one_line,
+            temperature=temperature, top_p=top_p, sampling_seed=sampling_seed, batch_size=batch_size, **options,
+        )  # fmt: skip
+        return dict(answer=answers[0]) if questions is None else dict(answers=answers)
+
+    def read(self, context: str) -> EvictionCache:
+        """The cache of a text, to be asked more than once or saved."""
+        return read(self.model, self.tokenizer, context, self.policy, **self.options)
+
+
+def _built(decoder: torch.nn.Module, policy: Any, options: dict, tokens: int = 0) -> Policy:
+    """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
+    come later (or recalls), or the default for these."""
+    own = plan_of(decoder)
+    recalls = options.get("recall", own is not None and own.policy.recall)
+    if policy is None and own is not None:
+        if own.policy.recall if recalls else own.policy.question == "later":
+            policy = own.policy
+        else:
+            options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
+    if policy is None and recalls:
+        policy = DEFAULT
+    if policy is not None:
+        return build(policy, **options)
+    name = unasked(decoder)
+    try:
+        chosen = build(name, **options)
+    except ValueError as error:
+        raise ValueError(f"{error} (no policy for later questions is named or patched: {name} is taken)") from None
+    return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
+
+
+def _patched(model: torch.nn.Module, tokenizer: Any, policy: Any, options: dict, tokens: int) -> Any:
+    """Inside, the model is patched with the policy that reads."""
+    decoder = find_decoder(model)
+    own, chosen = plan_of(decoder), _built(decoder, policy, options, tokens)
+    if policy is None and own is not None and chosen == own.policy:
+        return using(base_model(model), decoder, own)
+    return evicting(model, told(chosen, tokenizer), tokenizer=False)
+
+
+def room_of(policy: Policy) -> int:
+    """Number of positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
+    return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
+
+
+def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
+    """The policy, with chunks (or parts of a prompt that was read before) short enough that their repetition fits the
+    model's positions. Unchanged if that needs chunks under `SHORTEST` tokens."""
+    context: Any = families.context_of(config)
+    if not policy.rows.repeats or context is None:
+        return policy
+    room = context - tokens - room_of(policy) + SHORTEST
+    name, size = ("chunk_size", policy.chunk_size) if policy.schedule == "chunk" else ("part", policy.rows.part)
+    return build(policy, **{name: room}) if SHORTEST <= room < size else policy
+
+
+def _check(model: Any) -> None:
+    """Raise an error unless this is a model in evaluation mode."""
+    if find_decoder(model).training:
+        raise ValueError("in training mode the model runs unpatched: call model.eval()")
+
+
+def _check_room(model: torch.nn.Module, tokens: int, what: str) -> None:
+    """Raise ValueError unless the model's context holds so many tokens and an answer's first one."""
+    context = families.context_of(find_decoder(model).config)
+    if context is not None and tokens >= context:
+        raise ValueError(
+            f"{what}: {tokens} tokens, and the model's context is {context}, with the answer: give a shorter one"
+        )
+
+
+def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
+    """The questions of each batch that can be asked of one cache, as lists of indices: neighbours in length, at most
+    `most`."""
+    decoder = find_decoder(model)
+    kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
+    one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
+    if not one or rotary.axes(decoder) or not kinds <= {families.FULL_ATTENTION, families.SLIDING}:
+        most = 1
+    takes_positions = "position_ids" in inspect.signature(base_model(model).forward).parameters
+    pads = kinds == {families.FULL_ATTENTION} and takes_positions and not rotary.rope_depends_on_length(decoder)
+    batches: list = []
+    for at in sorted(range(len(lengths)), key=lengths.__getitem__):
+        last = batches[-1] if batches else []
+        if last and len(last) < most and (pads or lengths[last[0]] == lengths[at]):
+            last.append(at)
+        else:
+            batches.append([at])
+    return batches
+
+
+def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
+    """Fork a cache of one row, with `rows` copies of that row."""
+    fork = cache.fork()
+    if rows > 1:
+        fork.batch_select_indices(torch.zeros(rows, dtype=torch.long))
+    return fork
+
+
+@torch.no_grad()
+def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
+    """Append a text, given as ids, to each row of a cache. Returns logits [B, keep, vocabulary] of the texts' last
+    tokens; keep 0: of all tokens, shorter texts padded at the left."""
+    longest, here = max(map(len, texts)), device_of(model)
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
+    known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)
+    padded = min(map(len, texts)) < longest
+    if padded:
+        new = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in texts], device=here)
+        seen = cache.get_seq_length()
+        following = cache.sequence.next_position
+        first = seen if following is None else following[:, None]
+        mask = torch.cat([new.new_ones(len(texts), seen), new], 1)
+        known |= dict(attention_mask=mask, position_ids=(first + new.cumsum(1) - 1).clamp_min(0))
+    logits = model(ids, **{CACHE: cache}, **known).logits
+    if padded:
+        cache.sequence.next_position = cache.sequence.positions(here)
+    return logits

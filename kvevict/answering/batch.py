@@ -1,0 +1,77 @@
+"""Sequences that decode together, one token of each in a step of the model. They join and leave between steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..engine.memory.joining import Pools, join, part
+from ..models import rotary
+from ..models.compat import CACHE
+from ..models.families import base_model, device_of, find_decoder
+
+__all__ = ["Batch", "Pools"]
+
+
+class Batch:
+    """The running sequences of a patched model: `rows`, in the order of the logits of a step.
+
+    A row is any object of the caller's that stands for a sequence. Caches that come from one `Pools` join and leave
+    without a copy; others are copied once when they join. Slots, budgets and evictions of a row are those that it has
+    alone; logits are equal up to rounding.
+    """
+
+    def __init__(self, model: torch.nn.Module, rows: Any = (), cache: Any = None) -> None:
+        """rows, cache: the sequences that are in a cache already, one for each of its batch rows."""
+        self.model, self.rows, self.cache = base_model(model), list(rows), cache
+        self.device = device_of(self.model)
+        self.unseen: Any = None  # the kvevict.answering.writing.Unseen of rows whose next tokens the host does not know
+
+    def add(self, row: Any, cache: Any) -> None:
+        """Let a sequence decode in the next steps. `cache`: of its tokens so far; it is the batch's from here on.
+
+        Raises ValueError for a cache that cannot share a step with the others.
+        """
+        decoder = find_decoder(self.model)
+        if self.rows and (rotary.axes(decoder) or rotary.rope_depends_on_length(decoder)):
+            raise ValueError("positions of this model depend on the whole batch: decode one sequence at a time")
+        self.cache = join([self.cache, cache]) if self.rows else cache
+        self.rows.append(row)
+
+    def remove(self, row: Any) -> Any:
+        """Take a sequence out; returns its cache, to go on with alone or in another batch."""
+        cache = self._part([row])
+        self.keep([other for other in self.rows if other != row])
+        return cache
+
+    def keep(self, rows: Sequence[Any]) -> None:
+        """End the sequences that are not among these rows of the batch."""
+        self.cache, self.rows = self._part(rows) if rows else None, list(rows)
+
+    def _part(self, rows: Any) -> Any:
+        """The cache with these rows."""
+        return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
+
+    @torch.no_grad()
+    def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocabulary] after one more token of each row: a list of ids, or ids [B] on the model's device."""
+        if len(tokens) != len(self.rows):
+            raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
+        ids = torch.as_tensor(tokens, device=self.device)[:, None]
+        sequence = getattr(self.cache, "sequence", None)
+        due, others = ([], []) if sequence is None else sequence.choosing()
+        if not due or not others:
+            return self._logits(self.cache, ids)
+        parts = [(part(self.cache, rows), ids[rows]) for rows in (due, others)]
+        logits = torch.cat([self._logits(*each) for each in parts])
+        order = torch.tensor([*due, *others]).argsort()
+        self.cache = part(join([cache for cache, _ in parts]), order.tolist())
+        return logits[order.to(self.device)]
+
+    def _logits(self, cache: object, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocabulary] after ids [B, 1]."""
+        sequence = getattr(cache, "sequence", None)
+        following = None if sequence is None else sequence.next_position
+        place = {} if following is None else dict(position_ids=following[:, None])
+        out = self.model(ids, **{CACHE: cache}, **place, use_cache=True, return_dict=True)
+        return out.logits[:, -1]

@@ -1,0 +1,218 @@
+"""Generation of text after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
+generation_config are ignored."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..asking.prompts import line_ended
+from ..engine.hook.installed import plan_of
+from ..engine.memory.joining import obstacle
+from ..models.families import find_decoder
+from ..policy.checks import at_least_0, count, fraction
+from ..policy.rows.drafted import end_tokens
+from .batch import Batch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each token is chosen.
+
+    temperature  None: the likeliest token; else it is drawn from softmax(logits / temperature)
+    top_p        only the fewest likeliest tokens with this total probability are drawn (nucleus sampling, Holtzman et
+                 al. 2020)
+    seed         of the draws
+
+    Raises ValueError or TypeError for impossible numbers.
+    """
+
+    temperature: float | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            at_least_0("temperature", self.temperature, positive=True)
+        fraction("top_p", self.top_p)
+        if self.top_p == 0 or (self.temperature is None and self.top_p != 1):
+            raise ValueError(f"top_p={self.top_p}: give one above 0, and a temperature, without which text is greedy")
+        count("sampling_seed", self.seed, 0)
+
+    def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine its noise."""
+        temperature = self.temperature
+        if temperature is None:
+            return torch.argmax
+        digest = hashlib.sha256(repr((self.seed, *question)).encode()).digest()
+        noise = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        return lambda row: drawn(row, noise, temperature, self.top_p)
+
+
+def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> torch.Tensor:
+    """Draw a token by logits [vocabulary], on their device, with Gumbel noise of a generator on the CPU: devices draw
+    alike, up to rounding."""
+    row = row.float() / temperature
+    if top_p < 1:
+        chances, order = row.softmax(0).sort(descending=True)
+        beyond = chances.cumsum(0) - chances >= top_p
+        row = row.scatter(0, order, row[order].masked_fill(beyond, float("-inf")))
+    return (row - sent(torch.rand(row.shape, generator=noise).log().neg().log(), row.device)).argmax()
+
+
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the CPU to a device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def ends_of(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
+    return {tokenizer.eos_token_id, *end_tokens(model)} - {None}
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer while the model writes it: a row of a `Batch`."""
+
+    choose: Callable[[torch.Tensor], torch.Tensor]  # from logits [vocabulary] to the next token, on their device
+    ends: Callable[[list[int]], bool]  # True if the last of the ids so far ends the answer; called after each
+    most: int | None = None  # of ids, where that is known before
+    ids: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token by logits [vocabulary], which the host does not know yet."""
+        return self.choose(logits)
+
+    def see(self, token: int) -> None:
+        """Append a token that was picked."""
+        self.ids.append(token)
+        self.ended = self.ends(self.ids)
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Choose the next token by logits [vocabulary]."""
+        self.see(int(self.pick(logits)))
+
+
+class Unseen:
+    """The next tokens [B] of answers, chosen on a device, on their way to the host."""
+
+    def __init__(self, answers: list[Answer], tokens: torch.Tensor) -> None:
+        self.answers, self.tokens, self.copy, self.arrived = [*answers], tokens, tokens, None
+        if tokens.is_cuda:
+            self.copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.copy.copy_(tokens, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def of(self, answers: list[Answer]) -> torch.Tensor:
+        """The tokens of these answers, on the device; of others the last that the host knows."""
+        if answers == self.answers:
+            return self.tokens
+        chosen = dict(zip(self.answers, self.tokens, strict=True))
+        for answer in answers:
+            if answer not in chosen:
+                chosen[answer] = self.tokens.new_tensor(answer.ids[-1])
+        return torch.stack([chosen[answer] for answer in answers])
+
+    def see(self, answers: list[Answer]) -> None:
+        """Wait for the tokens, and give them to those of these answers that they are of."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        for answer, token in zip(self.answers, self.copy.tolist(), strict=True):
+            if answer in answers:
+                answer.see(token)
+
+
+LATE = {"cuda"}  # devices where tokens are looked at once the next step is under way
+
+
+def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
+    """Write the next token of each `Answer` in a batch; answers that have ended leave it. logits: [B, vocabulary] of
+    their last tokens; None: the model reads these."""
+    if _is_late(batch):
+        _step_late(batch, logits)
+        return
+    if logits is None:
+        logits = batch.step([answer.ids[-1] for answer in batch.rows])
+    for answer, row in zip(batch.rows, logits, strict=True):
+        answer.take(row)
+    _leave(batch)
+
+
+def _is_late(batch: Batch) -> bool:
+    """Whether the host may launch a step before it knows the tokens: it is recorded, and can be taken back."""
+    plan = plan_of(find_decoder(batch.model))
+    if batch.device.type not in LATE or plan is None or not plan.policy.compiled or batch.cache.sequence.awaits:
+        return False
+    return not plan.policy.decode and plan.policy.carry != "sum" and obstacle(batch.cache) is None
+
+
+def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
+    """The same where the next call looks at the tokens, after it has launched the step that reads them. Where one of
+    them ends an answer that step is taken back, and made again for the others."""
+    if logits is None:
+        unseen = batch.unseen
+        if unseen is not None and any(answer.most == len(answer.ids) + 1 for answer in unseen.answers):
+            _look(batch)  # an end that is known before
+            _leave(batch)
+            unseen = None
+        logits = _logits(batch)
+        if unseen is not None:
+            _look(batch)
+            if any(answer.ended for answer in batch.rows):
+                batch.cache.crop(-1)
+                _leave(batch)
+                logits = _logits(batch)
+    picked = [answer.pick(row) for answer, row in zip(batch.rows, logits, strict=True)]
+    batch.unseen = Unseen(batch.rows, torch.stack(picked)) if picked else None
+
+
+def _logits(batch: Batch) -> Iterable[torch.Tensor]:
+    """The logits of the answers' last tokens, on their device; of none without an answer."""
+    if not batch.rows:
+        return ()
+    return batch.step([each.ids[-1] for each in batch.rows] if batch.unseen is None else batch.unseen.of(batch.rows))
+
+
+def _look(batch: Batch) -> None:
+    """Wait for the tokens that the host does not know."""
+    unseen, batch.unseen = batch.unseen, None
+    unseen.see(batch.rows)
+
+
+def _leave(batch: Batch) -> None:
+    batch.keep([answer for answer in batch.rows if not answer.ended])
+
+
+@torch.no_grad()
+def written(
+    model: Any,
+    tokenizer: Any,
+    logits: torch.Tensor,
+    cache: Any,
+    most: list[int],
+    choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    one_line: bool = False,
+) -> list[list[int]]:
+    """Write an answer after each row of a cache. Returns a list of ids per row, with the one that ends it.
+
+    logits    [B, T, vocabulary] of the cache's last tokens
+    most      the number of ids per row at most
+    choosers  `Answer.choose` per row
+    one_line  stop at the end of a line that is not empty
+    """
+    eos = ends_of(model, tokenizer)
+
+    def ends(most: int, ids: list) -> bool:
+        return len(ids) >= most or ids[-1] in eos or (one_line and line_ended(tokenizer, ids))
+
+    answers = [Answer(choose, partial(ends, number), number) for choose, number in zip(choosers, most, strict=True)]
+    batch = Batch(model, answers, cache)
+    step(batch, logits[:, -1])
+    while batch.rows:
+        step(batch)
+    return [answer.ids for answer in answers]

@@ -1,0 +1,1 @@
+"""Where a prompt's question lies: chat templates, sentences that ask, and their tokens."""

@@ -1,0 +1,276 @@
+"""A `DynamicCache` that a patched model fills becomes an `EvictionCache`, with our layers in place of some."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...models import families
+from ...models.weights import Owner, form, identity
+from . import archive
+from .latent import LatentLayer
+from .layer import EvictionLayer
+from .ranks import ALONE, Ranks
+from .sequence import Sequence
+from .stateful import SlidingLayer, StatefulLayer, select_states
+from .storage import ROOM, Storage
+from .table import Table
+
+
+class EvictionCache(DynamicCache):
+    """A `DynamicCache` that a patched model fills: `adopt` changes the class of the caller's object."""
+
+    sequence: Sequence  # the tokens that it has read
+    record_past = False  # tokens may be taken back (assisted decoding rolls back rejected ones)
+    meter: Any = None  # the kvevict.engine.memory.meter.Meter of the last read into it
+    owner = Owner(None)  # of the weights that filled it
+    ranks = ALONE  # the ranks that share the layers' heads, for save_cache
+    plain: type = DynamicCache  # the class before adoption
+
+    def fork(self) -> EvictionCache:
+        """A copy-on-write fork: one context, many questions, a fork for each.
+
+        Stored slots are shared, not copied: a fork appends to a private suffix, and copies the shared slots only when
+        it must (to evict again, to decode with a policy that does, or with latents, to be saved). States are copied at
+        once. Changes on one side are never seen by the other. A fork can be forked, decoded in another thread, and
+        outlives the cache it came from.
+        """
+        return self.with_storages({})
+
+    def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
+        """A fork with other slots in some layers, by their numbers. These layers have no archive, and await nothing."""
+        layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
+        twin = self.with_layers(copy.copy(self.sequence), layers)
+        if storages:
+            twin.sequence.since = None
+        twin.meter = self.meter
+        return twin
+
+    def recalled(self) -> EvictionCache:
+        """A fork with the slots of all tokens in place of an archive; this cache if it has none."""
+        layers: Any = {index: layer for index, layer in enumerate(self.layers) if getattr(layer, "archive", None)}
+        return self.with_storages({index: archive.whole(layer) for index, layer in layers.items()}) if layers else self
+
+    def first(self, tokens: int) -> EvictionCache:
+        """A fork with the first tokens of a cache of one row. Every layer must have the slots of all tokens read (as
+        `recalled` has), and none a window or a state."""
+        count = self.sequence.columns - tokens
+        own = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
+        twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in own.items()})
+        if count:
+            twin.sequence.crop(count)
+            twin.sequence.floor = tokens
+        return twin
+
+    def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
+        """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
+        twin = copy.copy(self)  # without the meter, and a table
+        twin.sequence, twin.layers = sequence, list(layers)
+        for layer in twin.layers:
+            if isinstance(layer, EvictionLayer):
+                layer.sequence = sequence
+        return twin
+
+    def settle(self) -> None:
+        """Let an answer go on with the slots that its prompt chose."""
+        archive.settle(self.sequence, [layer for layer in self.layers if isinstance(layer, EvictionLayer)])
+
+    def end_archive(self) -> None:
+        """Where no turn follows: layers need no archive, unless an answer is to choose from it."""
+        for layer in self.layers:
+            if isinstance(layer, EvictionLayer) and (layer.awaited is None or layer.awaited.chosen is not None):
+                layer.archive = None
+
+    def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
+        """Count one more slot in every head of these layers, before a decoded token is stored in each. room: free rows
+        per head, if slots have to move."""
+        table = self.__dict__.setdefault("table", Table())
+        if not table.holds([layer.storage for layer in layers]):
+            ready = [layer for layer in layers if layer.is_represented]  # the others tick when they are
+            for layer in ready:
+                layer.make_room(room)
+            table.take([layer.storage for layer in ready])
+        table.tick()
+
+    def check_owner(self, decoder: torch.nn.Module, kinds: Items[str], thorough: bool = True) -> None:
+        """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
+
+        thorough   False: check adapters only (`Owner.change`), as for a decoded token or candidates
+        """
+        if self.owner.form not in (None, now := form(decoder)):
+            before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
+            raise ValueError(
+                f"past_key_values was filled by weights in {before}, this model's are in {after}: cast and move a "
+                "model before it reads, or read the prompt again"
+            )
+        if self.owner.model() is decoder:
+            change = self.owner.change(thorough) if self.get_seq_length() else None
+            if change is not None:
+                raise ValueError(
+                    f"past_key_values was filled by another model, {change}: give the one that read it, with the same "
+                    "PEFT adapters on, or read the prompt again"
+                )
+            return
+        _check_depth(self.layers, kinds, exact=True)
+        known = self.owner.identity()
+        differs = known and known.difference(identity(decoder))
+        if differs:
+            raise ValueError(f"past_key_values was filled by another model: {differs}: read the prompt with this model")
+        if known is not None:
+            self.owner = Owner(decoder, known)
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.record_past = True
+
+    def reset(self) -> None:
+        super().reset()
+        self.sequence.__init__()
+        for name in ("record_past", "meter", "owner"):
+            self.__dict__.pop(name, None)  # back to the class's defaults
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens of every layer: of those read since the last eviction. If one layer
+        cannot, raise and change none."""
+        count = self.sequence.count_to_remove(tokens_to_remove)
+        layers = [  # a crop writes to the dicts of a layer's states, never to a tensor
+            {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
+            for layer in self.layers
+        ]
+        self.sequence.removing = count
+        try:
+            super().crop(tokens_to_remove)
+        except BaseException:
+            for layer, attributes in zip(self.layers, layers, strict=True):
+                layer.__dict__.clear()
+                layer.__dict__.update(attributes)
+            raise
+        finally:
+            self.sequence.removing = None
+        if count:
+            self.sequence.crop(count)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the batch rows `indices` (any order, repeats allowed, or a boolean mask)."""
+        if self.sequence.seen is None:
+            return
+        rows = len(self.sequence.seen)
+        chosen = torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
+        if chosen == [*range(rows)]:
+            return
+        for layer in self.layers:
+            if isinstance(layer, EvictionLayer):
+                layer.select(chosen)
+            elif hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(torch.tensor(chosen))
+            else:
+                select_states(layer, chosen)
+        self.sequence.select(chosen)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.sequence.seen is not None:
+            self.batch_select_indices(torch.arange(len(self.sequence.seen)).repeat_interleave(repeats))
+
+    def __reduce__(self) -> tuple:
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("meter", "table", "replay")}
+        return _blank, (self.plain,), kept
+
+
+def _kind(plain: Any) -> type:
+    """The class for a cache that was a `plain`: a subclass of both, so that a user's class keeps its methods."""
+    if plain is DynamicCache:
+        return EvictionCache
+    return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
+
+
+def _blank(plain: Any) -> EvictionCache:
+    return object.__new__(_kind(plain))
+
+
+def _forked(layer: Any, storage: Storage | None) -> EvictionLayer:
+    if isinstance(layer, EvictionLayer):
+        return layer.fork(storage)
+    return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
+
+
+def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None) -> None:
+    """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
+
+    kinds   per layer, as `families.layer_kinds(config)`
+    first   [B] left padding of the tokens in a plain cache (a prefix read before patching)
+
+    Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
+    """
+    layers = list(cache.layers)
+    _check_depth(layers, kinds)
+    if len(layers) < len(kinds):  # a cache built without a config grows its layers lazily
+        layers += DynamicCache(config=config).layers[len(layers) :]
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        if kind == families.SLIDING and not isinstance(layer, DynamicSlidingWindowLayer):
+            raise ValueError(
+                f"past_key_values has a {type(layer).__name__} at sliding-window layer {index}; build it with "
+                "DynamicCache(config=model.config)"
+            )
+        if kind in families.EVICTS and not isinstance(layer, EvictionLayer):
+            _check_import(layer)
+    cache.layers = layers
+    sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
+        if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
+            layers[index] = copy.copy(layer)
+            layers[index].__class__ = SlidingLayer
+        elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
+            layers[index] = import_layer(layer, sequence, families.is_latent(config), first)
+            layer.keys = layer.values = None
+    if columns > sequence.columns:
+        sequence.coming = columns, columns - (0 if first is None else np.array(first.tolist()))
+        sequence.advance()
+    cache.layer_class_to_replicate = None
+    cache.ranks = ranks
+    if not isinstance(cache, EvictionCache):
+        cache.__class__ = _kind(type(cache))
+
+
+def _check_depth(layers: list, kinds: Any, exact: bool = False) -> None:
+    if len(layers) > len(kinds) or (exact and len(layers) < len(kinds)):
+        raise ValueError(
+            f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
+        )
+
+
+def import_layer(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor | None = None) -> EvictionLayer:
+    """An `EvictionLayer` with the tokens of a plain `DynamicLayer`; latent: the layer holds latents."""
+    ours = (LatentLayer if latent else EvictionLayer)(sequence)
+    if _has_both(layer):
+        ours = StatefulLayer(sequence, layer)
+    if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
+        k, v = ours.pack(layer.keys, layer.values)
+        batch, _, columns, _ = k.shape
+        first = torch.zeros(batch, dtype=torch.int32, device=k.device) if first is None else first
+        first, padding = first.to(k.device), np.array(first.tolist())
+        ours.lazy_initialization(k)
+        pos = (torch.arange(columns, device=k.device) - first[:, None]).to(torch.int32)
+        ours.append(k, v, pos, first, padding)
+    return ours
+
+
+def _has_both(layer: Any) -> bool:
+    return isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
+
+
+def _check_import(layer: Any) -> None:
+    wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
+    if not (type(layer) is DynamicLayer or _has_both(layer) or wide):
+        raise ValueError(
+            f"past_key_values has a {type(layer).__name__}; kvevict evicts from a plain DynamicCache only (no static, "
+            "quantised or offloaded cache): drop cache_implementation, or call kvevict.unpatch(model)"
+        )

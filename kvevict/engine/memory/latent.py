@@ -1,0 +1,146 @@
+"""Latent attention (MLA): a layer's slots are latents that all its heads share; its module expands them to every head's
+keys and values. A slot stores the latent and the rotated part of the key. Attention and scores read keys and values
+expanded from the stored slots for one call. So the layer has one kv head to choose for, with all query heads as group.
+
+A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
+of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops import _ops
+from .layer import EvictionLayer, fit
+from .storage import Storage
+from .stored import Later, Stored
+
+
+def up_projection(module: Any) -> tuple[Tensor, ...] | None:
+    """A module's up-projections of latents, in fp32: for keys [H, nope, r], without the rotated part, and for values
+    [H, v, r]. None where the module's projection is not a plain product (quantised, adapted, hooked, with a bias); then
+    the module computes it."""
+    made = module.kv_b_proj
+    plain = type(made) is torch.nn.Linear and type(made.weight) is torch.nn.Parameter and made.bias is None
+    if not plain or made._forward_hooks or made._forward_pre_hooks or "forward" in vars(made):
+        return None
+    sizes = module.qk_nope_head_dim, module.v_head_dim
+    return made.weight.detach().unflatten(0, (-1, sum(sizes))).float().split(sizes, 1)
+
+
+class LatentLayer(EvictionLayer):
+    """`k` and `v` [rows, W] are the two halves of latent, rotated part and zeros up to a multiple of 16."""
+
+    widths: tuple = ()  # (of the latent, of the rotated part)
+    decodes_after_prefix = False
+
+    def update(  # type: ignore[override]  # passed by position
+        self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and return them unchanged."""
+        self.widths = latent.shape[-1], rotated.shape[-1]
+        return super().update(latent, rotated)
+
+    def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # as `update`
+        """The stored halves [B, 1, S, W]."""
+        self.widths = latent.shape[-1], rotated.shape[-1]
+        both = torch.cat([latent, rotated], -1)
+        width = -(-both.shape[-1] // 16) * 8
+        return torch.nn.functional.pad(both, (0, 2 * width - both.shape[-1])).split(width, -1)
+
+    def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        pending, self.pending_kv = self.pending_kv, None
+        if pending is None:
+            raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
+        return self.pack(*pending)
+
+    def slots(self, module: Any) -> Later:
+        """The stored slots with every head's keys and values, made when one of their attributes is first read: most
+        decoded tokens need none."""
+        storage = self.storage.gathered()
+        return Later(functools.cache(lambda: self.expanded(storage, module)))
+
+    def expanded(self, storage: Storage, module: Any) -> Stored:
+        """The slots of a storage with every head's keys and values."""
+        rows = torch.cat([torch.arange(s.start, s.stop, device=storage.device) for _, _, s in storage.segments()])
+        both = torch.cat([storage.k[rows], storage.v[rows]], -1)[None, None, :, : sum(self.widths)]
+        if not len(rows):  # modules do not expand empty tensors
+            both = both.new_zeros(1, 1, 1, both.shape[3])
+        key, value = module.expand_kv(*both.split(self.widths, -1))  # [1, H, n, D]
+        key, value = (x.to(storage.k.dtype) for x in fit(key, value))
+        heads = key.shape[1]
+        starts = storage.counts.cumsum(0) - storage.counts + np.arange(heads) * both.shape[2]
+        return Stored(
+            key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), storage.pos[rows].repeat(heads),
+            _ops.upload(starts, storage.device), storage.len.expand(-1, heads).contiguous(),
+            counts=storage.counts.repeat(heads, 1), starts=starts, like=key[0, 0, :0],
+        )  # fmt: skip
+
+    def decode(  # type: ignore[override]  # it needs the module
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any, columns: int = 0, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        stored = self.storage
+        at = (stored.offset + stored.before.len).flatten()  # the slots that were counted last
+        stored.k[at], stored.v[at] = k.flatten(0, 2).to(stored.k.dtype), v.flatten(0, 2).to(stored.v.dtype)
+        stored.pos[at] = pos.expand(-1, stored.len.shape[1]).flatten()
+        weights = up_projection(module)
+        if weights is not None:
+            return self._absorbed(*weights, q, columns, **options)
+        slots: Any = self.slots(module)
+        none, no_rows = torch.zeros(len(q), dtype=torch.int32, device=q.device), q[:, :, :0]
+        out, lse = _ops.attend(q, slots, no_rows, no_rows, none, stop=none, **options)
+        if not columns:
+            return out, lse, None
+        probs = _ops.score(
+            q, none, slots, no_rows, none, none, lse=lse, causal=False, reduce="sum", group="none", columns=columns,
+            **options,
+        )  # fmt: skip
+        return out, lse, probs.mean(1, keepdim=True)
+
+    @torch.no_grad()
+    def _absorbed(
+        self,
+        of_keys: Tensor,
+        of_values: Any,
+        q: Tensor,
+        columns: Any,
+        *,
+        scale: Any,
+        softcap: Any = 0.0,
+        sinks: Any = None,
+    ) -> tuple:
+        """`decode` with the up-projections [H, nope or v, r], in fp32. q [B, H, 1, nope + rotated and more]."""
+        nope, (latent, rotated), width = of_keys.shape[1], self.widths, self.k.shape[1]
+        rows = q[:, :, 0].float()
+        rows = torch.cat(
+            [torch.einsum("bhn,hnr->bhr", rows[..., :nope], of_keys), rows[..., nope : nope + rotated]], -1
+        )
+        halves = torch.nn.functional.pad(rows, (0, 2 * width - latent - rotated)).mul_(scale).split(width, -1)
+        sink = rows.new_full((len(rows[0]), 1), -torch.inf) if sinks is None else sinks[:, None]
+        sums, lse, probs = torch.empty_like(rows[..., :latent]), rows.new_empty(rows.shape[:2]), None
+        if columns:
+            probs = rows.new_zeros(len(q), 1, columns)
+        for b, _, slots in self.segments():
+            stored = self.k[slots].float(), self.v[slots].float()
+            products = sum(half[b] @ part.mT for half, part in zip(halves, stored, strict=True))
+            logits = _ops.softcapped(products, softcap)
+            lse[b] = torch.cat([logits, sink], -1).logsumexp(-1)
+            weights = torch.exp(logits - lse[b, :, None])
+            sums[b] = torch.cat([weights @ part for part in stored], -1)[:, :latent]
+            if probs is not None:
+                probs[b, 0, : weights.shape[1]] = weights.mean(0)
+        out = torch.einsum("bhr,hvr->bhv", sums, of_values)
+        out = torch.nn.functional.pad(out, (0, q.shape[-1] - out.shape[-1]))
+        return out[:, None].to(q.dtype), lse[..., None], probs
+
+    keys = property(lambda self: self._dense(0))
+    values = property(lambda self: self._dense(1))
+
+    def _dense(self, part: int) -> Any:
+        """Copy [B, 1, longest, r or p] of the latents or the rotated parts."""
+        if not self.is_initialized:
+            return None
+        both = torch.cat([self.storage.dense("k"), self.storage.dense("v")], -1)
+        return both[..., : sum(self.widths)].split(self.widths, -1)[part]

@@ -1,0 +1,294 @@
+"""The cache layer that is evicted from: Transformers' layer interface over a `Storage` of the kept slots."""
+
+from __future__ import annotations
+
+import copy
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ...context import current
+from ...ops import _ops
+from ...policy import kv
+from . import archive
+from .archive import Apart
+from .awaited import Awaited
+from .carried import of_layer
+from .ranks import Ranks
+from .sequence import Sequence
+from .storage import ROOM, Storage
+
+HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
+
+
+def fit(*tensors: Tensor) -> list[Tensor]:
+    """Tensors [..., D], of different D, padded with zeros to one width that the ops take."""
+    width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
+    return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
+
+
+def _stored(name: str) -> Any:
+    return property(attrgetter(f"storage.{name}"))
+
+
+def _of_the_cache(layer: Any, *args: Any) -> None:
+    raise ValueError("a layer has no rows or tokens of its own: crop, reorder or select its EvictionCache")
+
+
+class EvictionLayer(CacheLayerMixin):
+    """Slots of a layer, in its `storage`: `len` of them, and `counts`, the same on the host. The tokens read are the
+    cache's `sequence`."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    decodes_after_prefix = True  # `decode` attends to a storage's prefix too
+
+    k, v, pos, offset, centre = _stored("k"), _stored("v"), _stored("pos"), _stored("offset"), _stored("centre")
+    len, counts, longest = _stored("total_len"), _stored("total_counts"), _stored("longest")
+    segments, positions = _stored("segments"), _stored("positions")
+    live_bytes, padded_bytes = _stored("live_bytes"), _stored("padded_bytes")
+    keys = property(lambda self: self.storage.dense("k"))  # copies [B, Hkv, longest, D], zeros after shorter heads
+    values = property(lambda self: self.storage.dense("v"))
+
+    pool = None  # the kvevict.engine.memory.pool.Pool that the slots lie in
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence  # of the cache
+        self.is_initialized = False
+        self.storage = Storage()
+        self.pending_kv: tuple[Tensor, Tensor] | None = None  # between update() and the attention function
+        self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
+        # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
+        self.memory: dict[str, Tensor] = {}
+        self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
+        self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
+        self.awaited: Awaited | None = None  # while an answer attends to the slots of all tokens
+        self.archive_expected = 0  # slots per head that a read is going to archive
+        self.archive_place: bool | str = True  # where an archive that begins lies: `Policy.recall` of the last read
+        # On the host:
+        self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
+        # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
+        self.prompt: np.ndarray | None = None
+        # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
+        self.head_offsets: np.ndarray | None = None
+        self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
+        self.kinds: kv.Kinds | None = None  # of the slots; None: no patched call has attended yet
+
+    def reset(self) -> None:
+        EvictionLayer.__init__(self, self.sequence)
+
+    def fork(self, storage: Storage | None = None) -> EvictionLayer:
+        """An independent layer that reads the stored slots in place; or one with a `storage` and no archive."""
+        twin = copy.copy(self)
+        if storage is not None:
+            twin.storage, twin.archive, twin.head_offsets, twin.awaited = storage, None, None, None
+        elif self.is_initialized:
+            self.storage = self.storage.as_prefix()
+            twin.storage = self.storage.forked()
+            twin.archive = None if self.archive is None else self.archive.forked()
+        return twin
+
+    # -- called by Transformers -------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.storage = Storage.empty(key_states, self.pool)
+        if self.sequence.seen is None:
+            self.sequence.seen = np.zeros(len(key_states), np.int64)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Note the new keys and values [B, Hkv, S, D] and return them unchanged: the attention function reads the
+        stored slots and stores the survivors."""
+        step = current()
+        if step is None:
+            raise RuntimeError(
+                "this cache was filled by a model patched with kvevict: call kvevict.patch(model, ...) before using "
+                "it, and model.eval() after training"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(self.pack(key_states[:, :, :0], value_states[:, :, :0])[0])
+        self.pending_kv = key_states, value_states
+        return self.pending_kv
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, self.sequence.columns
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, never slots kept: the next token's position depends on it."""
+        return self.sequence.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def offload(self) -> None:
+        raise NotImplementedError("kvevict's cache is small by design and cannot be offloaded; drop offloading=True")
+
+    prefetch = offload
+    reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Within `EvictionCache.crop`, which a user's class may override: as `drop_last`."""
+        if self.sequence.removing is None:
+            _of_the_cache(self)
+        if self.sequence.removing:
+            self.drop_last(self.sequence.removing)
+
+    # -- called by the cache ----------------------------------------------------------------------------------------
+
+    def drop_last(self, count: int) -> None:
+        """Remove the last `count` slots of every head."""
+        if not self.is_initialized:
+            return
+        self.storage = self.storage.crop(count)
+        archive.crop(self, count)
+        if self.decode_queries is not None:
+            left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
+            self.decode_queries = left if left.shape[2] else None
+        if self.awaited is not None:
+            self.awaited = self.awaited.crop(count)
+        self.carry = of_layer(self.carry, self)
+        if self.prompt is not None:  # every head loses equally many
+            held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
+            self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
+
+    def select(self, chosen: list[int]) -> None:
+        """Keep these batch rows, in any order; a row may be named twice."""
+        if not self.is_initialized:
+            return
+        rows = torch.tensor(chosen, dtype=torch.int64, device=self.device)
+        for name in ("carry", "decode_queries", "budget", "prompt", "head_offsets"):
+            value = getattr(self, name)
+            at = rows if isinstance(value, Tensor) else chosen
+            setattr(self, name, None if value is None else value[at])
+        self.memory = {name: value[rows] for name, value in self.memory.items()}
+        self.awaited = None if self.awaited is None else self.awaited.rows(chosen)
+        self.storage = self.storage.rows(rows)
+        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
+        self.carry = of_layer(self.carry, self)
+
+    # -- called by eviction -----------------------------------------------------------------------------------------
+
+    @property
+    def chosen(self) -> Storage:
+        """The slots that are chosen, where all rows' answers attend to others, too."""
+        return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
+
+    pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
+
+    def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
+        """The tensors to store in place of the keys and values that `module` attends with; None: these themselves."""
+        pending, self.pending_kv = self.pending_kv, None
+        if pending is None or pending[0] is not key or pending[1] is not value:
+            raise RuntimeError(
+                f"{type(module).__name__} changed keys or values after the cache update; kvevict cannot evict from it"
+            )
+        return None
+
+    def slots(self, module: Any) -> Any:
+        """Every head's slots for the ops: a `Held` with its `counts`."""
+        return self.storage.gathered()
+
+    is_represented = property(lambda self: self.kinds is not None and self.storage.is_centred)
+
+    @torch.no_grad()
+    def represent(
+        self, kind: str, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
+    ) -> None:
+        """Before a patched call attends: choose the kinds of stored rows, once, and the centre of each batch row when
+        its first tokens are read. Slots of a prefix from before are packed; their keys count in place of new ones.
+
+        kind         of `kv.KINDS`
+        query, key   new [B, H, T, D] and [B, Hkv, S, D], both from column first[b] on, to the last column
+        options      of the logits
+        """
+        is_first = self.kinds is None
+        if is_first:
+            self.kinds = kv.KINDS[kind]
+        if self.kinds[0] == kv.MODEL:  # type: ignore[index]  # set above
+            return
+        kinds, centre, known = self._packing(kind if is_first else None, query, key, first, options, ranks)
+        if kinds is None:
+            self.storage = self.storage.centred_at(centre, known)
+        else:
+            self.kinds, self.storage = kinds, self.storage.gathered().repacked(kinds, centre, known)
+
+    @torch.no_grad()
+    def represent_archive(self, kind: str, *seen: Any) -> None:
+        """The same for an archive in kinds of its own, which begins here. seen: as `represent`, from query on."""
+        if self.archive is None or not self.archive.is_centred:
+            archive.represent(self, *self._packing(kind if self.archive is None else None, *seen))
+
+    def _packing(
+        self, kind: str | None, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
+    ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
+        """The kinds for rows of a `kind` (None: they are chosen), a centre of each batch row, and the rows that it is
+        known of."""
+
+        def seen(x: Tensor) -> Tensor:
+            return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
+
+        keys, held, weights = key, seen(key), self._attention(query, key, first, options)
+        if kind is not None and self.counts.any():
+            keys = self.storage.dense("k")
+            held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
+            weights = weights[:, :, : keys.shape[2]]
+        else:  # slot i is column first[b] + i
+            at = (torch.arange(keys.shape[2], device=keys.device) - first[:, None]).clamp_min(0)
+            weights = weights.gather(2, at[:, None].expand(-1, keys.shape[1], -1))
+        centre, known = kv.centre(keys, weights * held), held.any(2).any(1).cpu().numpy()
+
+        def error(of_keys: int) -> float:
+            errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], of_keys)
+            return float(ranks.gather(errors[None]).mean())
+
+        return None if kind is None else kv.chosen(kind, error), centre, known
+
+    def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
+        """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
+        | new], key [B, Hkv, S, D] from column first[b] on."""
+        rows, columns = query[:, :, -kv.ROWS :], key.shape[2]
+        skip, stop = (first - (columns - rows.shape[2])).clamp_min(0), torch.full_like(first, columns)
+        return _ops.score(
+            rows, skip, self.storage.gathered(), key, first, stop, causal=True, reduce="sum",
+            columns=self.longest() + columns, **options,
+        )  # fmt: skip
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
+        """Store new columns, as `Storage.append`."""
+        self.storage = self.storage.append(k, v, pos, first, padding, self.expected)
+
+    def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> None:
+        """Evict, as `Storage.keep`."""
+        self.storage = self.storage.keep(index, keep, *new, computed=self.kinds == kv.KINDS["model"])
+        self.sequence.fix()
+        self.expected, self.prompt = 0, None
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any = None, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store a row in the slot that was counted last, attend over all: (out, lse, probs) as `_ops.decode`."""
+        return self.storage.decode(q, k, v, pos, **options)
+
+    def make_room(self, room: int = ROOM) -> None:
+        """Room for one more slot in every head; if slots have to move, for `room` or more."""
+        self.storage = self.storage.with_room(self.expected, room)
+
+    def tick(self) -> None:
+        """Count one more slot in every head, for `decode`."""
+        self.make_room()
+        self.storage.tick()
+
+    def remember(self, row: Tensor, most: int) -> None:
+        """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe."""
+        before = self.decode_queries
+        if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
+            row = torch.cat([before, row], 2)
+        self.decode_queries = row[:, :, -most:]

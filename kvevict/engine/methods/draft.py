@@ -1,0 +1,121 @@
+"""Drafting by the model itself (LAQ): over a cut of a prompt that was read with nothing evicted, a fork of the cache
+writes a few tokens, and the rows of these tokens then observe."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ...context import within
+from ...models import rotary
+from ...models.compat import CACHE
+from ...ops import few_rows
+from ...policy.policy import Policy
+from ...policy.rows.drafted import head
+from ...policy.rows.window import FirstWindow
+from ..memory.cache import EvictionCache
+from ..memory.meter import Meter
+from ..memory.storage import Storage
+from ..read import evict
+from ..read.choosers import Chooser
+from ..read.layer import LayerCall
+from ..read.plan import Plan
+from ..read.step import Step
+from .residual import Errors
+
+if TYPE_CHECKING:
+    from ..read.spans import Spans
+
+FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
+
+
+class _Noting(Chooser):
+    """The chooser of a draft's steps keeps all slots, and notes the rows."""
+
+    looks = False
+
+    def __init__(self, errors: Errors | None) -> None:
+        self.errors = errors  # TADA measures the drafted rows too
+        self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D], k, v [B, heads, 1, D]) of each row
+
+    def takes(self, call: LayerCall) -> bool:
+        self.rows[call.index].append((call.q, call.k, call.v))
+        return False
+
+
+class Drafting(Chooser):
+    """Layers wait until tokens were drafted; then `chooser` sees them in order."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser, self.errors, self.calls = chooser, chooser.errors, []
+
+    held = property(lambda self: len(self.calls))
+
+    def layer(self, call: LayerCall) -> None:
+        """Wait, holding only the rows that observe the prompt."""
+        self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
+
+    def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
+        calls, self.calls = self.calls, []
+        noting = self._drafted(spans, step, hidden, calls)
+        while calls:
+            call = calls.pop(0)
+            rows = zip(*noting.rows.pop(call.index), strict=True)
+            call.rows = replace(call.rows, drafted=tuple(torch.cat(part, 2) for part in rows))
+            with call.step.meter.clock("evict"), call.layer.storage.here():
+                self.chooser.layer(call)
+
+    def _drafted(self, spans: Spans, step: Step, hidden: torch.Tensor, calls: list) -> _Noting:
+        """What noted the rows of tokens that are drafted over an evicted fork of the cache."""
+        meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
+        with meter.clock("draft"):
+            policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
+            plan = Plan(policy, step.decoder, step.plan.ranks)
+            cuts = {}
+            for call in calls:
+                with call.layer.storage.here():
+                    cuts[call.index] = _cut(call, plan, n_d)
+            cache = step.cache.with_storages(cuts)
+            _write(spans, step, hidden, plan, cache, noting, n_d)
+            meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
+            meter.watch(calls[0].new[0], calls[0].tokens, len(calls))
+            del meter.live["draft"]
+        return noting
+
+
+def _write(
+    spans: Spans, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting, n_d: int
+) -> None:
+    """Draft n_d tokens greedily over `cache`."""
+    arguments, unseen = spans.arguments, Meter()
+    logits, at = head(arguments.top), step.positions[:, : step.columns][:, -1:]
+    for number in range(1, n_d + 1):
+        ids, at = logits(hidden).argmax(-1), at + 1
+        final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
+        mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
+        one = Step(
+            plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
+            first=torch.zeros_like(step.first), inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
+        )  # fmt: skip
+        with within(pause=None), few_rows.of_call(step.decoder, ids, None):
+            hidden = one.through(spans.run).last_hidden_state
+
+
+def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
+    """A copy of the slots, with room for more, that SnapKV keeps: as many as the layer may keep, equally many in each
+    head."""
+    kv, rows = call.slots.kv, call.rows
+    read = replace(call.step.read, rows=plan.policy.rows)
+    step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report
+    first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
+    alive = first.slots.alive
+    slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
+    slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
+    choice = evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)
+    storage = call.layer.storage.gathered()
+    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

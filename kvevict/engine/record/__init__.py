@@ -1,0 +1,1 @@
+"""A decoded token's step, recorded once and then replayed without Python."""

@@ -1,7 +1,0 @@
-"""Gates (METHODS section 9): trained functions of a token's hidden state that predict the worth of its slots."""
-
-from ..engine.measure.gates import Gates, load
-from .kvzap import convert
-from .training import train
-
-__all__ = ["Gates", "convert", "load", "train"]

@@ -1,0 +1,81 @@
+"""Loads models: the bundled one, and those that the user names."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of one that PEFT has tuned
+
+
+def small_llama() -> str:
+    """Folder of a small Llama for trying policies: 4 layers, 8/4 heads of 64, context 2048, weights and tokenizer, for
+    `from_pretrained`. It recalls made-up facts and little else; examples/small_llama tells how it was made."""
+    folder = Path(__file__).parent / "small_llama"
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{folder} has no model.safetensors; install kvevict again, or from a full clone")
+    return str(folder)
+
+
+def check_there(name: str) -> Path:
+    """The path that a model's name would be. Raises FileNotFoundError for a folder that is missing or not a model's."""
+    path = Path(name)
+    if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
+    if path.is_dir() and not any((path / each).exists() for each in CONFIGS):
+        raise FileNotFoundError(f"the folder {name} has no config.json, so it is not a model; give one, or a hub id")
+    return path
+
+
+def pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises ValueError
+    or OSError if it cannot be loaded."""
+    path = check_there(name)
+    if path.suffix != ".gguf" or path.is_dir():
+        try:
+            return kind.from_pretrained(name, **options)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # configs are checked in many places
+            raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or repair its files") from None
+    if not path.is_file():
+        raise FileNotFoundError(f"{name} does not exist; give a .gguf file, a folder or a hub id")
+    try:
+        return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
+    except ImportError as error:
+        raise ValueError(f"{name}: {error}; run: pip install 'kvevict[gguf]'") from None
+    except Exception as error:  # the loader's kinds of errors are many, and most name a key of the file
+        raise ValueError(
+            f"{name} cannot be loaded: {error!r}; give a folder with safetensors, or a GGUF file of an architecture "
+            "that Transformers' loader knows"
+        ) from None
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = place(device)
+    tokenizer = pretrained(AutoTokenizer, name)
+    model = pretrained(AutoModelForCausalLM, name, dtype=dtype).eval()
+    return model.to(device), tokenizer
+
+
+def place(device: str | None = None) -> str:
+    """The named device; by default a GPU, if there is one and this build has kernels for it, else the CPU. Processes of
+    one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that cannot be used."""
+    import torch
+
+    from ..ops._ops import DEVICES, build_info
+
+    if not device:
+        if not (build_info()["cuda"] and torch.cuda.is_available()):
+            return "cpu"
+        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+    reason = f"this build has kernels for {' and '.join(DEVICES)} only"
+    if device.partition(":")[0] in DEVICES:
+        try:
+            torch.empty(0, device=device)
+            return device
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
+            reason = str(error).partition("\n")[0]
+    raise ValueError(f"device {device!r} cannot be used: {reason}; give cpu, or cuda where there is a GPU")

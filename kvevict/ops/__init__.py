@@ -1,0 +1,1 @@
+"""The compiled kernels as functions, their signatures, and products of few rows."""

@@ -1,0 +1,266 @@
+"""A reading that survives: each chunk's slots are written to a part beside the cache's file, and whoever reads the same
+text goes on after the parts of a process that was killed (docs/usage.md, "Recall").
+
+A part is a file as `save_cache` writes it, with the slots of some of the text's tokens; one with its first tokens is a
+cache. The cache's file is such a part, too. A part is whole or not there, also after kill -9; after a loss of power its
+checksum tells.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from ..context import context, within
+from ..engine.memory import ranks
+from ..engine.memory.cache import EvictionCache
+from ..engine.memory.layer import EvictionLayer
+from ..engine.watch.watcher import Watcher
+from ..models import families
+from ..models.weights import Identity, identity
+from ..patch import slot_bytes
+from ..policy.checks import parsed
+from ..policy.kv import POSITION
+from ..policy.policy import Policy
+from . import sealed
+from .form import ANY, FLAT, FORMAT
+from .loading import load_cache
+from .saving import write
+
+PART = FORMAT.replace("cache", "part")  # the format of slots that begin after the text's first token
+WRITTEN = {families.FULL_ATTENTION, families.SLIDING, families.NOTHING}  # the layers that a file has room for
+
+
+class Part(NamedTuple):
+    """A file's tokens start .. stop-1 of the text, and what is in it."""
+
+    path: str
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+    texts: dict[str, str]
+
+
+class Reading(Watcher):
+    """A text, as ids, that is read into a file by a policy. Raises ValueError where what is read cannot be written."""
+
+    def __init__(self, path: str | os.PathLike, model: Any, policy: Policy, ids: list[int]) -> None:
+        self.path = os.path.realpath(os.fsdecode(path))
+        self.folder = f"{self.path}.parts"
+        self.model, self.ids = model, np.array(ids, np.int64)
+        self.done, self.writes = 0, True  # how many tokens the parts have; whether they are written
+        decoder = families.find_decoder(model)
+        if not policy.recall:
+            raise ValueError(
+                "file= needs a policy that recalls: add recall=True, or read without file= and call kvevict.save_cache"
+            )
+        if not WRITTEN.issuperset(families.layer_kinds(decoder.config)):
+            raise ValueError("file= cannot hold this model's layers with a state: read without it")
+        if ranks.of(families.base_model(model)).size > 1:
+            raise ValueError("file= is of one process: in tensor parallel read without it, and call kvevict.save_cache")
+        if getattr(getattr(families.unwrapped(model), "active_peft_config", None), "num_virtual_tokens", None):
+            raise ValueError("file= names a text's tokens alone, not those that PEFT puts before it: read without it")
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise ValueError(f"file={self.path!r} is not a regular file; give another path")
+        if not os.path.isdir(os.path.dirname(self.path)):
+            raise FileNotFoundError(errno.ENOENT, "its folder is missing: make it, or give another file=", self.path)
+        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.archive_kv, POSITION)
+        self.comparable = _comparable(policy)
+
+    def cache(self, forward: Callable[[EvictionCache | None, int], EvictionCache]) -> EvictionCache:
+        """The text's cache: out of the file, or read by forward(cache of the tokens before, their number), which this
+        watches."""
+        done = self._part(self.path)
+        if done is not None and done.stop == len(self.ids):
+            return self._loaded(self.path)
+        with _locked(self.folder, self.path):
+            before = self._before()
+            if before is not None and self.done == len(self.ids):
+                self._end(before)
+                return self._loaded(self.path)
+            self._check_room()
+            with within(watchers=(*context().watchers, self)):
+                cache = forward(None if before is None else self._loaded(before), self.done)
+            self._finish(cache)
+            return cache
+
+    def chunk(self, cache: EvictionCache) -> None:
+        stop, layers = cache.sequence.columns, cache.layers
+        if self.writes:
+            own = [index for index, layer in enumerate(layers) if isinstance(layer, EvictionLayer)]
+            part = cache.with_storages({index: layers[index].archive.last(stop - self.done) for index in own})
+            for index in own:
+                if part.layers[index].budget is None:  # it is decided at the prompt's end
+                    part.layers[index].budget = layers[index].archive.total_counts.sum(1)
+            try:
+                self._write(part, self.done, stop, sync=False)
+                self.done = stop
+            except OSError as error:
+                self.writes = False
+                warnings.warn(
+                    f"{self.folder} holds the text up to token {self.done} ({error.strerror}): it is read on without "
+                    "parts, and a process that is killed loses the rest. Make room before the reading ends",
+                    stacklevel=2,
+                )
+
+    def _finish(self, cache: EvictionCache) -> None:
+        """Write the whole cache."""
+        try:
+            self._write(cache, 0, len(self.ids))
+            self._end(self._name(0))
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} was not written ({error.strerror}): the cache is in memory alone. Write it elsewhere "
+                "with kvevict.save_cache, or make room and read again: that goes on after the parts",
+                stacklevel=2,
+            )
+
+    def _end(self, part: str) -> None:
+        """Give the part that holds all the file's name; the folder goes."""
+        self._keep(part)
+        if part != self.path:
+            os.replace(part, self.path)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, cache: EvictionCache, start: int, stop: int, sync: bool = True) -> None:
+        write(cache, self._name(start), self._texts(start, stop), sync)
+
+    def _before(self) -> str | None:
+        """The file with what was read of the text, to go on after; None: nothing was. Parts are joined into one, others
+        removed."""
+        at = sorted(int(name) for name in os.listdir(self.folder) if name.isdecimal())
+        found = {part.start: part for start in at if (part := self._part(self._name(start))) is not None}
+        file = self._part(self.path)
+        if file is not None and (0 not in found or file.stop >= found[0].stop):
+            found[0] = file
+        chain: list[Part] = []
+        while self.done in found:
+            chain.append(found[self.done])
+            self.done = chain[-1].stop
+        if any(start >= self.done for start in at):
+            warnings.warn(
+                f"{self._name(self.done)} is damaged or missing: the text is read anew from token {self.done}",
+                stacklevel=2,
+            )
+        if len(chain) > 1:
+            texts = chain[-1].texts | self._texts(0, self.done)
+            sealed.write(self._name(0), _joined([part.tensors for part in chain]), texts)
+        before = self._name(0) if len(chain) > 1 else chain[0].path if chain else None
+        self._keep(before)
+        return before
+
+    def _keep(self, part: str | None) -> None:
+        """Remove all parts but this one, and what a killed process was writing."""
+        for name in os.listdir(self.folder):
+            path = os.path.join(self.folder, name)
+            if path != part and name.isdecimal():
+                os.unlink(path)
+            elif name.startswith(".kvevict-"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _part(self, path: str) -> Part | None:
+        """A part of this text, or its whole file; None if a part is damaged, or there is no file. Raises ValueError for
+        another one's."""
+        if not os.path.exists(path):
+            return None
+        advice = f"delete {self.path if path == self.path else self.folder}, or give another file="
+        try:
+            texts = sealed.texts(path)
+        except ValueError:
+            texts = {}
+        if path == self.path and not texts.get("format", "").startswith(ANY):
+            raise ValueError(f"{path} is not a cache: file= is the file that kvevict.read writes; give another file=")
+        try:
+            tensors = sealed.tensors(path)
+        except ValueError as error:
+            if path != self.path:
+                return None
+            raise ValueError(f"{path} is damaged: {error}; {advice}") from None
+        if "text" not in texts:
+            raise ValueError(f"{path} does not say what it is of, as kvevict.read(file=) has it say; {advice}")
+        text, common = parsed(texts["text"]), parsed(texts["cache"])
+        if texts["format"] != (PART if text["start"] else FORMAT):
+            raise ValueError(f"{path} was written by another version of kvevict; {advice}")
+        if text != self._text(text["start"], text["stop"]):
+            raise ValueError(f"{path} is of another text; {advice}")
+        differs = Identity(common["weights"], common["configuration"] or {}).difference(self.identity)
+        if differs:
+            raise ValueError(f"{path} was written for another model: {differs}; {advice}")
+        theirs = _comparable(Policy.from_json(common["policy"]))
+        others = [name for name, value in self.comparable.items() if theirs[name] != value]
+        if others:
+            raise ValueError(f"{path} was read with another {', '.join(others)}; give that, {advice}")
+        return Part(path, text["start"], text["stop"], tensors, texts)
+
+    def _text(self, start: int, stop: int) -> dict[str, Any]:
+        """What a part says of its text: its columns, and a hash of the ids up to its end."""
+        return dict(start=start, stop=stop, ids=hashlib.sha256(self.ids[:stop].tobytes()).hexdigest())
+
+    def _texts(self, start: int, stop: int) -> dict[str, str]:
+        return dict(format=PART if start else FORMAT, text=json.dumps(self._text(start, stop)))
+
+    def _name(self, start: int) -> str:
+        return os.path.join(self.folder, f"{start:09d}")
+
+    def _loaded(self, path: str) -> EvictionCache:
+        return load_cache(path, self.model, verify=False)  # `_part` did
+
+    def _check_room(self) -> None:
+        """Raise OSError unless the disk holds the parts to come, and the file beside them."""
+        needed = self.slot_bytes * (2 * len(self.ids) - self.done)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            what = f"the parts and the file take {needed} bytes more, and {free} are free; make room"
+            raise OSError(errno.ENOSPC, what, self.path)
+
+
+def _comparable(policy: Policy) -> dict[str, Any]:
+    """The options that the slots of a reading depend on."""
+    return parsed(replace(policy, recall=True, progress=False, diagnose=False, compiled=False).to_json())
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor | sealed.Pieces]:
+    """The tensors of several parts as those of one: each head's slots follow each other."""
+    whole: dict[str, Tensor | sealed.Pieces] = dict(parts[-1])  # windows; what all parts have alike
+    for layer in [name.removesuffix("len") for name in parts[-1] if name.endswith(".len")]:
+        lengths = [part[f"{layer}len"] for part in parts]
+        whole[f"{layer}len"] = counts = sum(lengths[1:], lengths[0])
+        for kind in FLAT:
+            each = [part[layer + kind].split(n.flatten().tolist()) for part, n in zip(parts, lengths, strict=True)]
+            rows = [heads[head] for head in range(counts.numel()) for heads in each]
+            shape = int(counts.sum()), *rows[0].shape[1:]
+            whole[layer + kind] = sealed.Pieces(shape, rows[0].dtype, lambda rows=rows: rows)
+    return whole
+
+
+@contextlib.contextmanager
+def _locked(folder: str, path: str) -> Iterator[None]:
+    """Inside, no other process reads a text into a folder, which is made. The lock goes with a killed process."""
+    name = os.path.join(folder, "lock")
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        try:
+            file = open(name, "w")  # noqa: SIM115
+        except FileNotFoundError:  # another process has removed the folder
+            continue
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(
+                    errno.EAGAIN, "another process reads a text into it: wait for that, or give another file=", path
+                ) from None
+            if os.path.exists(name) and os.path.samestat(os.stat(name), os.fstat(file.fileno())):
+                yield
+                return

@@ -1,0 +1,1 @@
+"""Training of LookaheadKV's rows and of gates, and the statistics of queries."""

@@ -1,0 +1,103 @@
+"""KVzap's published gates as a folder of ours."""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from ...engine.measure.gates import Gates
+from ...engine.measure.moments import model_of
+from ...models import families
+from ...policy.checks import parsed
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+KIND = "kvzap"  # its config's model_type
+PARTS = {"linear": ("",), "mlp": ("0.", "2.")}  # between `layers.N.` and `weight`, for each affine map
+
+
+def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Gates:
+    """Gates from KVzap's published weights (Jegou and Jeblick 2026; kvpress' KVzapModel), saved in the folder `out`.
+
+    source   folder with config.json and model.safetensors, or a hub id such as nvidia/KVzap-mlp-Qwen3-8B
+    model    the one that they were trained on, which the source does not name: sizes are compared, weights cannot be
+
+    Their layer N is decoder layer N. They take the same input as ours and foretell log of `kvzip+`'s number. No code of
+    the source is run, and no pickle is read. Raises ValueError, with nothing written, for a source that is something
+    else, damaged, or of a model of other sizes; OSError where `out` cannot be written.
+    """
+    name, decoder, place = repr(os.fspath(source)), families.find_decoder(model), Path(source)
+    if place.resolve() == Path(out).resolve():
+        raise ValueError(f"out is the folder {name} that is converted: give another")
+    config = _config(_file(source, CONFIG, name), name)
+    inner, count = config.get("hidden_dim"), len(families.layer_kinds(decoder.config))
+    wide, narrow = decoder.config.hidden_size, families.slot_heads(decoder.config)
+    for key, what, size in (("input_dim", "hidden size", wide), ("output_dim", "number of kv heads", narrow),
+                            ("n_modules", "number of layers", count)):  # fmt: skip
+        if config.get(key) != size:
+            raise ValueError(
+                f"{name} is of another model: its {key} is {config.get(key)}, this model's {what} is {size}; give "
+                "the model that it was trained on"
+            )
+    weights = _file(source, WEIGHTS, name)
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{WEIGHTS} of {name} is damaged or no safetensors ({error}); fetch it again") from None
+    kind, sizes = ("linear", (wide, narrow)) if inner is None else ("mlp", (wide, inner, narrow))
+    layers = {}
+    for layer in families.evicting(decoder.config):
+        pairs = zip(PARTS[kind], pairwise(sizes), strict=True)
+        layers[layer] = tuple(_affine(tensors, f"layers.{layer}.{part}", *pair, name) for part, pair in pairs)
+    about = dict(kind=kind, label="kvzip+", source=os.fspath(source), base=model_of(decoder))
+    made = Gates(layers, about | ({} if inner is None else dict(inner=inner)))
+    made.save(out)
+    return made
+
+
+def _file(source: str | os.PathLike, file: Any, name: str) -> Any:
+    """The path of a file in a folder or from the hub."""
+    if Path(source).is_dir():
+        if (path := Path(source) / file).is_file():
+            return path
+        raise ValueError(f"{name} has no {file}; give KVzap's published folder: {CONFIG} and {WEIGHTS}, no pickle")
+    from transformers.utils import cached_file
+
+    try:
+        return Path(str(cached_file(os.fspath(source), file)))
+    except OSError as error:
+        raise ValueError(
+            f"{name} is not a folder, and the hub has not given its {file} ({error}); give a folder with {CONFIG} and "
+            f"{WEIGHTS}, or a hub id such as nvidia/KVzap-mlp-Qwen3-8B"
+        ) from None
+
+
+def _config(path: str | Path, name: str) -> Any:
+    try:
+        config = parsed(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{CONFIG} of {name} is damaged ({error}); fetch it again") from None
+    if not isinstance(config, dict) or config.get("model_type") != KIND:
+        raise ValueError(f"{CONFIG} of {name} is not KVzap's: its model_type is not {KIND!r}; give KVzap's gates")
+    inner = config.get("hidden_dim")
+    if inner is not None and (type(inner) is not int or inner < 1):
+        raise ValueError(f"{CONFIG} of {name} is damaged: hidden_dim must be a size or null, got {inner!r}")
+    return config
+
+
+def _affine(tensors: dict[str, torch.Tensor], prefix: Any, inputs: Any, outputs: Any, name: str) -> Any:
+    """(weight [outputs, inputs], bias [outputs]) fp32."""
+    found = []
+    for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
+        x = tensors.get(prefix + part)
+        if x is None or tuple(x.shape) != shape or not x.is_floating_point() or not x.isfinite().all():
+            got = "is missing" if x is None else f"is {x.dtype} {list(x.shape)}"
+            raise ValueError(
+                f"{WEIGHTS} of {name} is damaged: {prefix}{part} {got}, where finite numbers {list(shape)} belong; "
+                "fetch it again"
+            )
+        found.append(x.to(torch.float32))
+    return tuple(found)

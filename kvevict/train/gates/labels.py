@@ -1,0 +1,85 @@
+"""The training data of gates: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...models import families
+from ..targets import numbers
+
+SKIP = 4  # first tokens of a piece: always kept, with hidden states unlike others'
+FLOOR = 1e-6  # of a number, before its logarithm is taken
+
+
+def pieces(
+    texts: str | Path | Iterable[Any], tokenizer: Any, length: int, limit: int, vocabulary: int
+) -> list[torch.Tensor]:
+    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token: as
+    many as have `limit` tokens, spread evenly.
+
+    texts    a file's path, or an iterable of texts or of 1-D token ids
+
+    Raises ValueError for texts that cannot be trained on.
+    """
+    if isinstance(texts, Path) or (isinstance(texts, str) and os.path.isfile(texts)):
+        texts = [Path(texts).read_text(encoding="utf-8", errors="replace")]
+    elif isinstance(texts, str):
+        raise ValueError("texts must be a file's path, or a list of texts or of token ids: give [text] for one text")
+    found = []
+    for number, text in enumerate(texts, 1):
+        ids, first = _ids(number, text, tokenizer, vocabulary), _first(text, tokenizer)
+        room = length - len(first)
+        parts = ids.tensor_split(-(-len(ids) // room)) if len(ids) else ()
+        found += [torch.cat([first, part]) for part in parts if len(first) + len(part) > SKIP + 1]
+    if not found:
+        raise ValueError(f"texts hold no piece of more than {SKIP + 1} tokens; give longer ones, better 10,000 tokens")
+    most = max(1, limit // max(map(len, found)))
+    return [found[i * len(found) // most] for i in range(most)] if most < len(found) else found
+
+
+def _ids(number: int, text: Any, tokenizer: Any, vocabulary: int) -> torch.Tensor:
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError(f"text {number} is not token ids; give a tokenizer, or token ids")
+        text = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = torch.as_tensor(text)
+    if ids.ndim != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise ValueError(f"text {number} must be a text or 1-D token ids, got {ids.dtype} {list(ids.shape)}")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"text {number}: its ids must be below {vocabulary}, the model's vocabulary, and not negative")
+    return ids.long()
+
+
+def _first(text: Any, tokenizer: Any) -> torch.Tensor:
+    """The token that the tokenizer puts before a text, if it does."""
+    first = getattr(tokenizer, "bos_token_id", None) if isinstance(text, str) else None
+    if first is not None and tokenizer("a")["input_ids"][:1] != [first]:
+        first = None
+    return torch.tensor([] if first is None else [first], dtype=torch.long)
+
+
+def each_layer(
+    model: Any, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor, torch.Tensor], None]
+) -> None:
+    """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
+    the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
+    decoder = families.find_decoder(model)
+    inputs: dict = {}
+
+    def note(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+    own = families.attentions(decoder, families.evicting(decoder.config))
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
+
+    def told(index: int, score: torch.Tensor) -> None:
+        take(index, inputs.pop(index)[0, SKIP : len(ids)], score[:, SKIP:].T.clamp_min(FLOOR).log())
+
+    try:
+        numbers(model, label, ids, told)
+    finally:
+        for hook in hooks:
+            hook.remove()

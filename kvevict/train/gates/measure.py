@@ -1,0 +1,52 @@
+"""How well gates foretell KVzip's numbers on text that they were not trained on."""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from ...cautions import bar
+from ...engine.measure.gates import Gates
+from ..lookahead.validation import recall, tau
+from .labels import each_layer
+
+SHARES = (0.125, 0.25, 0.5)
+
+
+def measure(model: Any, label: str, known: list[torch.Tensor], gates: Gates, progress: bool = False) -> dict[str, Any]:
+    """Compare gates with the numbers of pieces `known` of token ids.
+
+    r2            of the logarithms of all layers and heads together, as one ranking sees them
+    r2_by_layer   of each head alone, the mean over a layer's; r2_by_head: the mean over all layers
+    recall        by share: how many of the best slots in one ranking of all layers and heads the gates rank so, too
+    tau           Kendall's, mean over heads; None without scipy
+    """
+    sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
+    recalls, taus = [], []
+    for ids in bar(known, "measuring", "piece", progress):
+        logs, labels = [], []
+
+        def take(layer: int, x: torch.Tensor, y: torch.Tensor) -> None:
+            guess = gates.logs(layer, x[None])[0]
+            logs.append(guess.T.cpu())  # noqa: B023
+            labels.append(y.T.cpu())  # noqa: B023
+            y = y.double()
+            parts = torch.stack([torch.ones_like(y), y, y.square(), (y - guess).square()]).sum(1)
+            sums[layer] = sums.get(layer, 0) + parts
+
+        each_layer(model, label, ids, take)
+        got, want = torch.cat(logs), torch.cat(labels)
+        recalls.append([recall(got.flatten(), want.flatten(), max(1, int(share * got.numel()))) for share in SHARES])
+        if importlib.util.find_spec("scipy"):
+            taus.append(tau(got, want))
+    by_layer = {layer: _r2(*parts).mean().item() for layer, parts in sums.items()}
+    return dict(
+        tokens=sum(map(len, known)), r2=_r2(*sum(parts.sum(1) for parts in sums.values())).item(),
+        r2_by_head=sum(by_layer.values()) / len(by_layer), r2_by_layer=by_layer,
+        recall=dict(zip(map(str, SHARES), torch.tensor(recalls).mean(0).tolist())),
+        tau=torch.stack(taus).mean().item() if taus else None,
+    )  # fmt: skip
+
+
+def _r2(count: torch.Tensor, total: torch.Tensor, squares: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    return 1 - errors / (squares - total.square() / count).clamp_min(1e-12)

@@ -1,0 +1,143 @@
+"""Pairs of prompt and response to train on: read, checked, and answered by the model itself where a response is missing
+(METHODS section 6)."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...asking.prompts import rendered
+from ...models.families import device_of, unwrapped
+from ...policy.checks import parsed
+
+
+class Pair(NamedTuple):
+    name: str  # its place, for errors
+    prompt: tuple  # token ids
+    response: tuple | None  # token ids; None: the model writes it
+
+
+class Limits(NamedTuple):
+    prompt: int  # tokens at most
+    response: int
+    context: int  # of the model, for a prompt and its response
+
+
+def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Any, limits: Limits) -> list[Pair]:
+    """`Pair`s of a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token ids), or
+    with chat `messages`; a last message of the assistant's is the response.
+
+    Raises ValueError, with the pair's place, for a pair of another form or too long.
+    """
+    found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
+    if not found:
+        raise ValueError("data has no pair of prompt and response: give at least one")
+    return found
+
+
+def _entries(data: Any) -> Iterator[Any]:
+    if not isinstance(data, (str, Path)):
+        yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
+        return
+    with open(data, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield f"{data} line {number}", parsed(line)
+                except ValueError as error:
+                    raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
+
+
+def _pair(name: str, entry: dict, tokenizer: Any, limits: Limits) -> Any:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} must be an object with a prompt or messages, got {type(entry).__name__}")
+    if "messages" in entry:
+        prompt, response = _chat(name, entry["messages"], tokenizer)
+    else:
+        prompt, response = entry.get("prompt"), entry.get("response")
+    prompt = _ids(name, "prompt", prompt, tokenizer)
+    response = None if response is None else _ids(name, "response", response, tokenizer)
+    following = limits.response if response is None else len(response)
+    if len(prompt) > limits.prompt:
+        raise ValueError(f"{name}: its prompt has {len(prompt)} tokens, max_prompt is {limits.prompt}; cut or drop it")
+    if following > limits.response:
+        raise ValueError(
+            f"{name}: its response has {following} tokens, max_response is {limits.response}; cut or drop it"
+        )
+    if len(prompt) + following > limits.context:
+        raise ValueError(
+            f"{name}: a prompt of {len(prompt)} tokens and {following} after it exceed the model's context of "
+            f"{limits.context}; cut or drop it"
+        )
+    return Pair(name, prompt, response)
+
+
+def _chat(name: str, messages: list, tokenizer: Any) -> Any:
+    """(ids of the prompt in the chat template, text of the response or None)"""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{name} has messages, which need a tokenizer with a chat template; give prompt and response")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    ):
+        raise ValueError(f"{name}: messages must be a list of objects with role and content, got {messages!r:.60}")
+    messages, response = list(messages), None
+    if messages and messages[-1]["role"] == "assistant":
+        response = messages.pop()["content"]
+    if not messages:
+        raise ValueError(f"{name} has no prompt: give a message before the response, or drop the pair")
+    try:
+        text = rendered(tokenizer, messages, "its messages")
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: {error}; leave out the turn that it does not take, or give prompt and response"
+        ) from None
+    return tokenizer(text, add_special_tokens=False)["input_ids"], response
+
+
+def _ids(name: str, what: str, value: list, tokenizer: Any) -> tuple:
+    if isinstance(value, str):
+        if tokenizer is None:
+            raise ValueError(f"{name}: its {what} is text; give a tokenizer, or token ids")
+        value = tokenizer(value, add_special_tokens=what == "prompt", verbose=False)["input_ids"]
+    if value is not None and not hasattr(value, "__len__"):
+        raise ValueError(f"{name}: its {what} must be text or a list of token ids, got {value!r:.60}")
+    if value is None or not len(value):
+        raise ValueError(f"{name} has {'no' if value is None else 'an empty'} {what}; give it, or drop the pair")
+    if not all(isinstance(i, int) and i >= 0 for i in value):
+        raise ValueError(f"{name}: its {what} must be text or a list of token ids, got {value!r:.60}")
+    return tuple(value)
+
+
+class Responses:
+    """The model's greedy answers to prompts, stored in JSONL files of a folder, one for each process."""
+
+    def __init__(self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0) -> None:
+        self.model, self.most, self.known = unwrapped(model), most, {}
+        self.path = Path(folder) / f"responses.{rank}.jsonl"
+        for path in sorted(Path(folder).glob("responses.*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue  # cut by a crash
+                if entry["most"] == most:
+                    self.known[entry["prompt"]] = tuple(entry["response"])
+
+    @torch.no_grad()
+    def of(self, pair: Pair) -> tuple:
+        """The pair's response, or the model's: at most `most` tokens, the end of sequence included."""
+        if pair.response is not None:
+            return pair.response
+        key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]
+        if key not in self.known:
+            ids = torch.tensor([pair.prompt], device=device_of(self.model))
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.most, do_sample=False
+            )
+            self.known[key] = tuple(out[0, ids.shape[1] :].tolist())
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(prompt=key, most=self.most, response=self.known[key])) + "\n")
+        return self.known[key]

@@ -1,0 +1,35 @@
+"""KVzip's numbers of a text that is read twice: the targets of training gates and lookahead rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..context import within
+from ..engine.watch.watcher import Watcher
+from ..models import families
+from ..patch import evicting
+from ..policy.building import build
+from ..policy.checks import PLENTY
+
+LABELS = ("kvzip", "kvzip+")
+
+
+class _Told(Watcher):
+    """Passes each layer's numbers to `take` as soon as they are known."""
+
+    def __init__(self, take: Any) -> None:
+        self.take = take
+
+    def read(self, call: Any, score: Any) -> None:
+        self.take(call.slots.index, score[0])
+
+
+def numbers(model: Any, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor], None]) -> None:
+    """Read the tokens ids [N] of one text and then once more after themselves, without an autograd graph. Calls
+    take(layer, fp32 [kv heads, N]) for every layer that evicts, in order, with the numbers by which the policy `label`
+    ranks slots."""
+    decoder = families.find_decoder(model)
+    policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
+    with evicting(model, policy), torch.no_grad(), within(watchers=(_Told(take),)):
+        decoder(input_ids=ids[None].to(families.device_of(decoder)), use_cache=True)
