@@ -83,16 +83,10 @@ static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cu
   const int64_t offset = (own ? a.slots.offset : a.prefix.offset)[head];
   const E *const new_k = static_cast<const E *>(a.chunk.k) + b * ks[0] + h * ks[1];
   const E *const new_v = static_cast<const E *>(a.chunk.v) + b * vs[0] + h * vs[1];
-  return {
-      slots_of(own ? a.slots.k : a.prefix.k, offset, new_k, most, at, a.slots.k_kind, centre_of(a.slots, head, D), D),
-      slots_of(own ? a.slots.v : a.prefix.v, offset, new_v, most, at, a.slots.v_kind, nullptr, D),
-      offset + len,
-      new_k,
-      new_v,
-      c0,
-      c1,
-      own,
-      own && c1 == end};
+  const Columns k =
+      slots_of(own ? a.slots.k : a.prefix.k, offset, new_k, most, at, a.slots.k_kind, centre_of(a.slots, head, D), D);
+  const Columns v = slots_of(own ? a.slots.v : a.prefix.v, offset, new_v, most, at, a.slots.v_kind, nullptr, D);
+  return {k, v, offset + len, new_k, new_v, c0, c1, own, own && c1 == end};
 }
 
 /* Writes the head's new row after its slots, except where it is packed. */

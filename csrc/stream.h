@@ -96,8 +96,7 @@ static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns
   const kv_run run = kv_columns_run(columns, c, n);
   piece[0] = (kv_stream_rows){form, run.n, kv_is_words(form) ? x->D / WORDS : x->width / VL, run.stride, run.x};
   if (run.n == n) return 1;
-  if (packed &&
-      c + n <= columns->packed) { /* slots of two buffers become one piece, so that their weights share a scale */
+  if (packed && c + n <= columns->packed) { /* one piece of two buffers, so that weights share a scale */
     for (int64_t i = 0; i < n; i++) memcpy(to + i * run.stride, kv_column(columns, c + i), (size_t)run.stride);
     piece[0].n = n, piece[0].x = to;
     return 1;
