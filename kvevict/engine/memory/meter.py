@@ -86,7 +86,7 @@ class Meter:
             full_cache_bytes=sum(seen) * computed,
             bits=[
                 layer
-                and [kv.LAYOUTS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
+                and [kv.ROW_KINDS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
                 for layer in layers
             ],
             wider_keys=[
