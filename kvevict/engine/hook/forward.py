@@ -4,6 +4,7 @@ call runs in a new context (contextvars), so its notes there are gone however it
 import contextvars
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -39,8 +40,9 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.function
-        if function is None:  # unpatched, but a wrapper made earlier still calls it
-            return self.own(*args, **kwargs)
+        if function is None or (function is few_rows.forward and torch.compiler.is_compiling()):
+            # Unpatched, but a wrapper made earlier still calls it; or traced, by what does not take `own`.
+            return self.before(*args, **kwargs) if self.before else self._of_class(self.module, *args, **kwargs)
         if torch.compiler.is_exporting():
             raise ValueError(NO_RECORD)
         return function(self.module, self.own, *args, **kwargs)
@@ -56,7 +58,11 @@ class StandIn:
     @property
     def own(self) -> Callable[..., Any]:
         """The original method."""
-        return self.before or getattr(type(self.module), self.name.removeprefix("_old_")).__get__(self.module)
+        return self.before or types.MethodType(self._of_class, self.module)
+
+    @property
+    def _of_class(self) -> Callable[..., Any]:
+        return getattr(type(self.module), self.name.removeprefix("_old_"))
 
     @property
     def __signature__(self) -> Any:
