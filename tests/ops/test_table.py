@@ -135,7 +135,7 @@ def test_what_is_not_held(op, bad):
         if bad is None and (name == "prefix" or op == "kl"):
             on_cpu(function(op), p)
             continue
-        with pytest.raises(TypeError, match=rf"(?s)^kvevict.{op}: {name} is .*, expected a kvevict\._ops\.Held$"):
+        with pytest.raises(TypeError, match=rf"(?s)^kvevict.{op}: {name} is .*, expected a kvevict\.ops\._ops\.Held$"):
             on_cpu(function(op), p)
 
 
