@@ -1,15 +1,14 @@
 import contextlib
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from . import add_model, check_folder, command, loaded, read_text
 
 
 @command
-def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
+def train(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     """Train a lookahead adapter on prompts, or gates on a text, for `lookahead:adapter=OUT` or `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument(
@@ -58,7 +57,7 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     return (_gates if args.kind == "gates" else _lookahead)(args, own)
 
 
-def _lookahead(args: Any, options: dict) -> dict | None:
+def _lookahead(args: Namespace, options: dict) -> dict | None:
     from ..train.lookahead import train
     from ..train.lookahead.training import LOG, check_installed
     from ..train.processes import Processes
@@ -86,7 +85,7 @@ def _lookahead(args: Any, options: dict) -> dict | None:
     return {"model": name, "out": args.out, "parameters": parameters}
 
 
-def _gates(args: Any, options: dict) -> dict | None:
+def _gates(args: Namespace, options: dict) -> dict | None:
     from ..train.gates import train
     from ..train.processes import Processes
 
@@ -108,7 +107,7 @@ def _gates(args: Any, options: dict) -> dict | None:
 
 @contextlib.contextmanager
 def _resumable(out: str) -> Iterator[None]:
-    """Ctrl-C inside says how to go on."""
+    """Let Ctrl-C inside say how to go on."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,8 +1,6 @@
-"""Training of gates (METHODS section 9): the loop, its settings and its checkpoint."""
+"""Trains gates (METHODS section 9): the loop, its settings and its checkpoint."""
 
 import hashlib
-import io
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -21,21 +19,20 @@ from ...models.families import base_model, context_of, find_decoder
 from ...models.refusals import check_model
 from ...patch import is_patched
 from ...policy.checks import at_least_0, count, one_of
-from ...store.files import write
+from .. import checkpoint
 from ..processes import Processes
 from ..targets import LABELS
 from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
-CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
+CHECKPOINT = "checkpoint.pt"  # the first process's; process N writes "checkpoint.N.pt"
 MINUTE = 60  # seconds between checkpoints
-LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and in all
+LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and of all pieces
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings that determine a training's result, besides model and texts. A run continues only with equal
-    settings."""
+class GateSettings:
+    """The settings that determine the gates, besides model and texts. A training continues only with equal settings."""
 
     label: str
     length: int
@@ -63,16 +60,16 @@ def train(
     label     policy with the numbers to learn, "kvzip" or "kvzip+"; each piece is read twice for them
     length    most tokens of a piece; half of the model's context if that is less
     limit     most tokens of all pieces, spread evenly over all texts
-    held_out  number of last pieces to validate on instead of training; `Gates.about` has their R^2, recall and
-              Kendall's tau. None: an eighth
-    ridge     added to each input's variance, as a share of it
+    held_out  number of last pieces to validate on instead of training (None: an eighth of all); `Gates.about` has
+              their R^2, recall and Kendall's tau
+    ridge     what is added to each input's variance, as a share of the variance
 
     Several processes (`accelerate launch`) share the pieces: each calls this; the first one validates and writes. An
     interrupted run, called again, continues from its last checkpoint, at most a minute old. Raises ValueError for too
     short texts, for a model that is patched, split over processes or of an unknown kind, and for a checkpoint that is
     damaged or of other settings; OSError if `out` cannot be written.
     """
-    settings = Settings(label, length, limit, held_out, ridge)
+    settings = GateSettings(label, length, limit, held_out, ridge)
     decoder, folder = find_decoder(model), Path(out)
     check_model(model)
     if is_patched(decoder):
@@ -93,7 +90,7 @@ def train(
     processes.join()
     with trial.quiet(model):
         first = processes.rank == 0
-        run = Run(model, decoder, known[: len(known) - last], folder, settings, processes)
+        run = GateTraining(model, decoder, known[: len(known) - last], folder, settings, processes)
         made = run.go(progress and first)
         if first and last:
             held = known[len(known) - last :]
@@ -106,10 +103,8 @@ def train(
 
 
 class Fit:
-    """Ridge regression in closed form on sums of products in float64; inputs count in standard deviations.
-
-    ridge   added to each input's variance, as a share of it
-    """
+    """Ridge regression in closed form on sums of products in float64. `ridge` is added to each input's variance, as a
+    share of the variance."""
 
     def __init__(self, ridge: float) -> None:
         self.ridge = ridge
@@ -122,7 +117,7 @@ class Fit:
         self.products = product if self.products is None else self.products.add_(product)
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weight [heads, E], bias [heads]) fp32."""
+        """Solve for (weight [heads, E], bias [heads]) in fp32."""
         own = len(self.products)
         mean = self.products[0] / self.products[0, 0]
         centred = self.products[1:] / self.products[0, 0] - mean[1:own, None] * mean
@@ -133,12 +128,13 @@ class Fit:
         return weight.T.float(), (mean[own:] - mean[1:own] @ weight).float()
 
 
-class Run:
-    """One training: made anew or continued from the folder's checkpoint."""
+class GateTraining:
+    """One training of gates, begun or continued from the folder's checkpoint."""
 
     def __init__(
-        self, model: torch.nn.Module, decoder: Any, known: list, folder: Path, settings: Settings, processes: Processes
-    ) -> None:
+        self, model: torch.nn.Module, decoder: Any, known: list, folder: Path, settings: GateSettings,
+        processes: Processes,
+    ) -> None:  # fmt: skip
         self.model, self.decoder, self.settings, self.processes = model, decoder, settings, processes
         self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)
         number = f".{processes.rank}" if processes.rank else ""
@@ -166,26 +162,11 @@ class Run:
         return Gates(layers, about | dict(kind="linear", tokens=self.tokens, pieces=self.count))
 
     def _save(self) -> None:
-        buffer, fits = io.BytesIO(), {index: fit.products for index, fit in self.fits.items()}
-        torch.save(dict(done=self.done, about=self.about, fits=fits), buffer)
-        write(self.checkpoint, buffer.getvalue())
+        fits = {index: fit.products for index, fit in self.fits.items()}
+        checkpoint.save(self.checkpoint, self.about, done=self.done, fits=fits)
 
     def _resume(self) -> None:
-        path = self.checkpoint
-        if not path.exists():
-            return
-        device = families.device_of(self.decoder)
-        try:
-            state = torch.load(path, map_location=device, weights_only=True)
-            about = state["about"]
-        except Exception as error:  # pickle, zip and torch raise different errors
-            raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
-        for name, value in json.loads(json.dumps(self.about)).items():
-            if about.get(name) != value:
-                raise ValueError(
-                    f"{path} is of a training with {name}={about.get(name)!r}, this one has {value!r}; continue with "
-                    "the same, or give another `out`"
-                )
-        for index, fit in self.fits.items():
-            fit.products = state["fits"][index]
-        self.done = state["done"]
+        if state := checkpoint.load(self.checkpoint, self.about, families.device_of(self.decoder)):
+            for index, fit in self.fits.items():
+                fit.products = state["fits"][index]
+            self.done = state["done"]

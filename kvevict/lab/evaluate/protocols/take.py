@@ -3,8 +3,8 @@ from collections.abc import Iterator
 from . import PROTOCOLS, Claim, Protocol, each
 
 Z = (256, 256)
-NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe; no layer waits; neither
-NO_DELAY = "take:warmup_layers=none"
+NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe
+NO_DELAY = "take:warmup_layers=none"  # no layer waits
 NEITHER = NO_PROBE + ",warmup_layers=none"
 RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup of the paper's proportion to the budget
 LARGEST = "edie:rows=probe,heads=equal,kernel=31"
