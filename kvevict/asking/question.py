@@ -202,7 +202,7 @@ class LastTurn(Finder):
             bool(spans) and is_near(arguments, spans[0][0], n, seen)
             for spans, n, seen in zip(asked, tokens, arguments.seen, strict=True)
         ]
-        for b, spans in enumerate(asked):  # within the rows only if it need not be appended to the last chunk
+        for b, spans in enumerate(asked):  # the policy's rows observe in place of a question within them
             if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
                 asked[b] = ()
         if not any(asked):

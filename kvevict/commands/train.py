@@ -19,11 +19,9 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
         help="JSONL of `prompt` and optionally `response`, or of `messages`; for gates a text, - is standard input",
     )  # fmt: skip
     parser.add_argument("--out", required=True, help="folder for the result; continued if begun")
-    parser.add_argument(
-        "--held-out", type=int,
-        help="last pairs, or pieces of the text, kept from training to validate with; default: no pairs, an eighth of "
-        "the pieces",
-    )  # fmt: skip
+    parser.add_argument("--held-out", type=int,
+                        help="last pairs, or pieces of the text, kept from training to validate with; default: no "
+                        "pairs, an eighth of the pieces")  # fmt: skip
     rows = parser.add_argument_group("lookahead")
     rows.add_argument("--steps", type=int, help="optimizer steps; more lengthen a finished training; default 7600")
     rows.add_argument("--seed", type=int, help="of first weights and the order of pairs; default 0")

@@ -14,7 +14,7 @@ NOTHING = "nothing"  # the layer is an MLP alone, or reads another layer's keys 
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
 
-_KINDS = {  # Transformers' cache layers
+_KINDS = {  # of Transformers' cache layers, by the name of the class
     "DynamicLayer": FULL_ATTENTION, "DynamicSlidingWindowLayer": SLIDING, "LinearAttentionLayer": STATE,
     "DummyLayer": NOTHING, "LinearAttentionAndFullAttentionLayer": FULL_ATTENTION_AND_STATE,
 }  # fmt: skip
@@ -142,7 +142,7 @@ def layer_kinds(config: Any) -> list[str]:
 def heads(config: Any) -> tuple[Any, Any]:
     """Return (query heads, kv heads) of the layers that evict; None for a number in which they differ."""
     kinds = layer_kinds(config)
-    every = setting(config, "num_attention_heads_per_layer")  # Laguna's
+    every = setting(config, "num_attention_heads_per_layer")  # in Laguna's config
     queries = _alike(every or setting(config, "num_attention_heads"), kinds)
     if is_latent(config):
         return queries, queries
@@ -258,7 +258,7 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
     if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
         weight = weight.T if type(linear) is Conv1D else weight
-        if hasattr(weight, "to_local"):  # a DTensor
+        if hasattr(weight, "to_local"):  # the weight is a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
     # A wrapper without in_features has a part with it.

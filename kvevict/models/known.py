@@ -45,13 +45,8 @@ def version(text: str) -> tuple:
 def is_verified(name: str, decoder: str) -> bool:
     """Whether models of this type were found equal to the unpatched ones, with a version of Transformers that is not
     newer than the installed one."""
-    return any(
-        (t.name, t.decoder) == (name, decoder)
-        and t.verdict in (EQUAL, LIMITED)
-        and t.since
-        and version(t.since) <= VERSION
-        for t in table()
-    )
+    good = (t for t in table() if (t.name, t.decoder) == (name, decoder) and t.verdict in (EQUAL, LIMITED))
+    return any(t.since and version(t.since) <= VERSION for t in good)
 
 
 def refused(name: str, decoder: str) -> str | None:

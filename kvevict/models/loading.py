@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of a model that PEFT has tuned
+CONFIGS = ("config.json", "adapter_config.json")  # files of a model, and of a model that PEFT has tuned
 
 
 def small_llama() -> str:
@@ -77,6 +77,6 @@ def place(device: str | None = None) -> str:
         try:
             torch.empty(0, device=device)
             return device
-        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
             reason = str(error).partition("\n")[0]
     raise ValueError(f"device {device!r} cannot be used: {reason}; give cpu, or cuda where there is a GPU")

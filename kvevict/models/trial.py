@@ -61,7 +61,7 @@ def difference(model: Module, patched: Callable[[str, dict], AbstractContextMana
         if not isinstance(cache, EvictionCache):
             return "its cache is not filled by its text decoder"
         got = said[valid]
-        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # of each valid token among them
+        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # index of each valid token among the valid ones
         prompt = place[:, :SEEN][part]
         errors = {"rows appended to a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:

@@ -32,8 +32,8 @@ class _Queries(Watcher):
 class FullCache:
     """The full cache of a prompt and of the first R <= 64 tokens of its response."""
 
-    response: list[int]  # its ids
-    tokens: int  # of the prompt
+    response: list[int]  # ids
+    tokens: int  # number of the prompt's
     layers: (
         list  # per evicting layer: the response's queries [H, R, D], k and v [Hkv, tokens + R, D], attention's options
     )

@@ -87,7 +87,7 @@ def plan(
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
-    policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
+    policy = policy or Policy(score="random", budget=tokens)  # a budget that evicts nothing
     _check(shape, policy)
     shape = replace(shape, kv=policy.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
@@ -118,8 +118,8 @@ def _check(shape: Shape, policy: Policy) -> None:
     if not policy.rows.n_d or policy.rows.needs_full_prompt:
         policy.rows.ready(None)
     policy.check_layers(shape.windows.count(None))
-    quantities.rotates(policy, shape.rope_depends_on_length)  # raises if it cannot
-    tsp_of(policy, not any(shape.windows), len(shape.windows))  # raises if the layers do not allow it
+    quantities.rotates(policy, shape.rope_depends_on_length)  # raises ValueError for a score that cannot rotate
+    tsp_of(policy, not any(shape.windows), len(shape.windows))  # raises ValueError where the layers do not allow it
 
 
 def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
@@ -162,7 +162,9 @@ def _decode(
     if policy.keep_prompt:
         budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
     slot = shape.slot_bytes * batch
-    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights  # a mixture reads chosen experts
+    weights = (
+        min(shape.layer_weights, shape.products * batch) + shape.head_weights
+    )  # a mixture reads the chosen experts
     linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
     for number in range(1, new_tokens + 1):
         slots = [n + 1 for n in slots]

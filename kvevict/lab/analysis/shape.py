@@ -9,7 +9,7 @@ from ...models import families, known, rotary
 from ...policy.checks import one_of
 from ...policy.kv import slot_bytes
 
-ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Shape:
     windows: tuple  # per layer: its sliding window in tokens, None for full attention
     products: int  # elements of the matrices that a token goes through; a mixture counts only the experts that it takes
     layer_weights: int
-    head_weights: int  # of the matrix that makes logits
-    weights: int  # of the whole model, shared ones once
+    head_weights: int  # weights of the matrix that makes logits
+    weights: int  # weights of the whole model, of which shared ones count once
     element: int  # bytes of a weight, an activation, a key's or value's component
     rope_depends_on_length: bool = False  # rotary frequencies change with the prompt's length
     kv: str = "model"  # how slots are represented (`kvevict.policy.kv.KINDS`)
@@ -65,7 +65,7 @@ def shape_of(config: Any, dtype: str = "auto") -> Shape:
         return _measured(config, (whole.model_type, config.model_type), kinds, dtype)
     except ValueError:
         raise
-    except Exception as error:  # a config's numbers need not go together
+    except Exception as error:  # a config's numbers may contradict each other
         raise ValueError(
             f"model_type {config.model_type!r} cannot be planned: no model can be made of its config ({error!r})"
         ) from None

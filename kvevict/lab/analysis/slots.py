@@ -25,9 +25,9 @@ class Taken:
 
     chunk: Chunk
     read: list  # the chunk's rows that get to the layer
-    stored: list  # slots before
-    kept: list  # slots after
-    peak: float  # most slots alive at once, summed over layers, each times its `sizes`
+    stored: list  # slots before the chunk
+    kept: list  # slots after the chunk
+    peak: float  # most slots alive at once, summed over the layers and weighted by `sizes`
 
 
 class Layers:
@@ -38,7 +38,7 @@ class Layers:
         self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
         self.tsp = tsp_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
-        self.slots = np.zeros((count, 1), np.int64)  # of each layer, over its heads
+        self.slots = np.zeros((count, 1), np.int64)  # slots of each layer, summed over its heads
         self.planned = Budgets(policy, schedule.narrow(range(count), self.tsp), kv_heads, [tokens])
 
     @property

@@ -35,7 +35,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     policies = build_policies(args.policies, args)
     check_complete(policies)
     name, model, tokenizer = loaded(args)
-    model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
+    model.generation_config.eos_token_id = None  # all runs decode equally many tokens
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
     for key, policy in policies.items():

@@ -14,12 +14,9 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     parser.add_argument("--tasks", nargs="+", default=[], help="tasks to run; an unknown name lists them")
     add_model(parser)
     add_policies(parser)
-    parser.add_argument(
-        "--protocol",
-        metavar="NAME",
-        help="instead of --policies: a paper's comparisons, and whether the "
-        "results support its claims; an unknown name lists them",
-    )
+    parser.add_argument("--protocol", metavar="NAME",
+                        help="instead of --policies: a paper's comparisons, and whether the results support its "
+                        "claims; an unknown name lists them")  # fmt: skip
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
     parser.add_argument("--draft", help="folder of a smaller model, for a protocol with a drafting model (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...commands import add_budget, add_model, add_policy, build_policies, command, grid
 
-LONG = 131072  # tokens
+LONG = 131072  # tokens of the default prompt
 
 
 @command

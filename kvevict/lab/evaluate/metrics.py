@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ...policy.registry import Registry
 
 METRICS = Registry("metric")
-Score = Callable[[str, str], float]  # of a prediction by one answer
+Score = Callable[[str, str], float]  # how well a prediction fits one answer
 
 
 def best(name: str) -> Callable[[Score], Score]:

@@ -39,7 +39,7 @@ class Evaluation:
     chunk_sizes: tuple[int | None, ...] = (None,)
     modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
-    cases: int = 20  # per length and seed, and per depth where the task has depths
+    cases: int = 20  # number per length and seed, and per depth where the task has depths
     depths: tuple[float, ...] = TaskSettings.depths
     haystack: str | None = None
     data: str | None = None
@@ -131,12 +131,10 @@ def _lines(
 ) -> Iterator[Line]:  # fmt: skip
     """Yield the line of every run of cases with one context. `wanted` is {run: ids of its cases}, `responses` has the
     known responses of full runs. Runs that need only one read of the context come first."""
-    asked = {
-        case.id: AskedCase(
-            case, encode(model, tokenizer, case), seed, plan.temperature, responses.get((case.task, case.id, seed)),
-        )
-        for case in cases
-    }  # fmt: skip
+    asked = {}
+    for case in cases:
+        response = responses.get((case.task, case.id, seed))
+        asked[case.id] = AskedCase(case, encode(model, tokenizer, case), seed, plan.temperature, response)
 
     def line(each: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
         measured = ask(model, tokenizer, each, run, text)

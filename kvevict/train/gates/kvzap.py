@@ -15,7 +15,7 @@ from ...models import families
 from ...policy.checks import parsed
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-KIND = "kvzap"  # its config's model_type
+KIND = "kvzap"  # model_type in the config of KVzap's gates
 PARTS = {"linear": ("",), "mlp": ("0.", "2.")}  # between `layers.N.` and `weight`, for each affine map
 
 

@@ -21,9 +21,9 @@ class Pair(NamedTuple):
 
 
 class Limits(NamedTuple):
-    prompt: int  # tokens at most
-    response: int
-    context: int  # of the model, for a prompt and its response
+    prompt: int  # most tokens of a prompt
+    response: int  # most tokens of a response
+    context: int  # most tokens of a prompt with its response, by the model's context
 
 
 def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | None, limits: Limits) -> list[Pair]:
@@ -120,7 +120,7 @@ class StoredResponses:
                 try:
                     entry = json.loads(line)
                 except ValueError:
-                    continue  # cut by a crash
+                    continue  # a crash cut the line
                 if entry["most"] == most:
                     self.known[entry["prompt"]] = tuple(entry["response"])
 

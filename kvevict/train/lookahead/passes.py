@@ -31,7 +31,9 @@ class Truth:
     tokens: int  # N of the prompt
     keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; a sliding layer's are only those that later rows see
     values: dict = field(default_factory=dict)
-    target: dict = field(default_factory=dict)  # [1, H, N] fp32 mean attention of the response's rows; evicting layers
+    target: dict = field(
+        default_factory=dict
+    )  # fp32 [1, H, N] mean attention of the response's rows; of evicting layers
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ def train(
     count("held_out", held_out, 0)
     context = context_of(decoder.config) or 2**31
     limits = Limits(max_prompt, max_response, context)
-    if target == "repeat":  # itself follows the prompt, and nothing else
+    if target == "repeat":  # the prompt follows itself, and no response does
         limits = Limits(min(max_prompt, context // 2), 2**31, 2**32)
     known = pairs(data, tokenizer, limits)
     if target == "repeat":

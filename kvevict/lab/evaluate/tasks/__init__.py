@@ -32,7 +32,7 @@ class Case:
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
     context: str
     question: str  # up to the answer's start, with a leading newline or space
-    answers: tuple[str, ...]  # accepted answers, or all wanted parts, as the metric has it
+    answers: tuple[str, ...]  # accepted answers; for the metric contains_all, all wanted parts
     metric: str  # name in `kvevict.lab.evaluate.metrics.METRICS`
     new_tokens: int  # tokens to generate at most
     tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
@@ -49,7 +49,7 @@ class TaskSettings:
 
     tokenizer: Any  # measures lengths
     length: int  # tokens of context + question, at most; of RULER's tasks, as published, of the answer too
-    cases: int  # per length, and per depth if the task has depths
+    cases: int  # number per length, and per depth if the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ..haystack import haystack, most, sentences
 from . import FIDELITY, RESPONSE, TASKS, Case, TaskSettings
 
-SCORED = 256  # tokens
+SCORED = 256  # tokens, about, of a continuation
 
 
 @TASKS.add(FIDELITY)

@@ -19,9 +19,7 @@ from ..haystack import haystack, most
 from . import TASKS, Case, TaskSettings, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
-_ONSETS = tuple(
-    "b,br,c,ch,d,dr,f,g,gr,h,j,k,l,m,n,p,qu,r,s,sh,st,t,th,tr,v,w,z".split(",")  # noqa: SIM905
-)
+_ONSETS = tuple("b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w z".split())  # noqa: SIM905
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
 _CODAS = ("", "ck", "d", "l", "m", "n", "nd", "ng", "p", "r", "rn", "s", "sk", "st", "t", "th", "x")
@@ -152,7 +150,7 @@ def chained(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
 def keyvalue(settings: TaskSettings) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("keyvalue", settings.length, i)
-        facts = draw(rng, max(1, settings.length // 6))  # a line takes more tokens than that
+        facts = draw(rng, max(1, settings.length // 6))  # a line has more than 6 tokens
         place = rng.random()
 
         def fits(n: int, facts: list = facts, place: float = place) -> bool:

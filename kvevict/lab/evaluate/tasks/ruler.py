@@ -25,38 +25,28 @@ PROMPTS = {
         "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
         "I will quiz you about the {kind} afterwards.\n",
         "\nWhat is the special magic {kind} for {query} mentioned in the provided text?"
-        " The special magic {kind} for {query} mentioned in the provided text is",
-        128,
-    ),
+        " The special magic {kind} for {query} mentioned in the provided text is", 128),
     "needles": (
         "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
         "I will quiz you about the {kind}s afterwards.\n",
         "\nWhat are all the special magic {kind}s for {query} mentioned in the provided text?"
-        " The special magic {kind}s for {query} mentioned in the provided text are",
-        128,
-    ),
+        " The special magic {kind}s for {query} mentioned in the provided text are", 128),
     "vt": (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
         "\nQuestion: Find all variables that are assigned the value {query} in the text above."
         " Answer: According to the chain(s) of variable assignment in the text above, "
-        "{count} variables are assigned the value {query}, they are: ",
-        30,
-    ),
+        "{count} variables are assigned the value {query}, they are: ", 30),
     "cwe": (
         "Below is a numbered list of words. In these words, some appear more often than others. "
         "Memorize the ones that appear most often.\n",
         "\nQuestion: What are the 10 most common words in the above list?"
-        " Answer: The top 10 words that appear most often in the list are:",
-        120,
-    ),
+        " Answer: The top 10 words that appear most often in the list are:", 120),
     "fwe": (
         "Read the following coded text and track the frequency of each coded word. "
         "Find the three most frequently appeared coded words. ",
         "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
         "What are the three most frequently appeared words in the above coded text?"
-        " Answer: According to the coded text above, the three most frequently appeared words are:",
-        50,
-    ),
+        " Answer: According to the coded text above, the three most frequently appeared words are:", 50),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from .ruler import PROMPTS, codes, distinct, fill, register
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in essays: RULER's 40, in whole percents
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in essays are RULER's 40, in whole percents
 
 
 def hidden(lines: list[str], facts: list[str], seed: float) -> str:

@@ -43,7 +43,7 @@ def fwe(settings: TaskSettings, rng: Random, room: int, i: int) -> tuple[str, st
         return [int(n / (zeta * k**2)) for k in range(1, len(coded) + 1)]
 
     def body(n: int) -> str:
-        while counts(n)[3] == counts(n)[4]:  # 42 to 52: the last answer would be no more frequent than the next word
+        while counts(n)[3] == counts(n)[4]:  # for n of 42 to 52 the last answer is no more frequent than the next word
             n -= 1
         return " ".join(shuffled([word for word, count in zip(coded, counts(n)) for _ in range(count)], seed))
 
