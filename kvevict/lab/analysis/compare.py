@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...context import within
+from ...engine.read.layer import LayerCall
 from ...engine.watch import diagnostics
 from ...engine.watch.watcher import Watcher
 from ...models.compat import cache_of
@@ -24,7 +25,7 @@ class _Queries(Watcher):
     def __init__(self, rows: int) -> None:
         self.rows, self.found = rows, {}
 
-    def read(self, call: Any, score: Any) -> None:
+    def read(self, call: LayerCall, score: Tensor | None) -> None:
         self.found[call.slots.index] = call.rows.q[0, :, -self.rows :].clone(), call.slots.kv.options
 
 

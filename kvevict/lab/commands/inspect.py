@@ -3,7 +3,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...commands import add_budget, add_model, build_policies, check_complete, check_file, command, options_of
 from ...policy.text import DEFAULT, FORM
@@ -62,7 +62,7 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     return {"tokens": ids.shape[1], "out": str(out), "runs": runs}
 
 
-def told_of(seen: dict[str, Any]) -> str:
+def told_of(seen: dict) -> str:
     """Describe in words what a read kept, and how much of that came back from the archive."""
     from ..analysis.speed import slots
 
@@ -76,7 +76,7 @@ def told_of(seen: dict[str, Any]) -> str:
     return f"{kept}, {back / total:.0%} of them from the {archive}"
 
 
-def page_run(name: str, policy: Policy, answer: str, seen: dict[str, Any], facts: Iterable = ()) -> dict[str, Any]:
+def page_run(name: str, policy: Policy, answer: str, seen: dict, facts: Iterable = ()) -> dict:
     """Make a run for `kvevict.lab.analysis.page` from a policy's report with positions; `facts` come first."""
     kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
     sizes = f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"

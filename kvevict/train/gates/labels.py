@@ -16,7 +16,7 @@ FLOOR = 1e-6  # the least that a number counts, before its logarithm is taken
 
 
 def pieces(
-    texts: str | Path | Iterable[Any], tokenizer: Tokenizer | None, length: int, limit: int, vocabulary: int
+    texts: str | Path | Iterable[object], tokenizer: Tokenizer | None, length: int, limit: int, vocabulary: int
 ) -> list[torch.Tensor]:
     """Cut each text into equal pieces of at most `length` tokens, each with the tokenizer's first token, and return the
     ids of pieces of `limit` tokens in all, spread evenly. `texts` is a file's path, or an iterable of texts or of 1-D

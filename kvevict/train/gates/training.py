@@ -4,7 +4,6 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +29,8 @@ MINUTE = 60  # seconds between checkpoints
 LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and of all pieces
 
 
-@dataclass(frozen=True)
-class GateSettings:
-    """The settings that determine the gates, besides model and texts. A training continues only with equal settings."""
-
-    label: str
-    length: int
-    limit: int
-    held_out: int | None
-    ridge: float
-
-    def __post_init__(self) -> None:
-        one_of("label", self.label, LABELS)
-        count("length", self.length, SKIP + 2)
-        count("limit", self.limit, 2)
-        at_least_0("ridge", self.ridge)
-        if self.held_out is not None:
-            count("held_out", self.held_out, 0)
-
-
 def train(
-    model: Any, texts: str | Path | Iterable[Any], out: str | os.PathLike, *, tokenizer: Any = None,
+    model: Any, texts: str | Path | Iterable[object], out: str | os.PathLike, *, tokenizer: Any = None,
     label: str = "kvzip", length: int = LENGTH, limit: int = LIMIT, held_out: int | None = None, ridge: float = 0.01,
     progress: bool = True,
 ) -> Gates:  # fmt: skip
@@ -69,7 +49,13 @@ def train(
     short texts, for a model that is patched, split over processes or of an unknown kind, and for a checkpoint that is
     damaged or of other settings; OSError if `out` cannot be written.
     """
-    settings = GateSettings(label, length, limit, held_out, ridge)
+    one_of("label", label, LABELS)
+    count("length", length, SKIP + 2)
+    count("limit", limit, 2)
+    at_least_0("ridge", ridge)
+    if held_out is not None:
+        count("held_out", held_out, 0)
+    settings = dict(label=label, length=length, limit=limit, held_out=held_out, ridge=ridge)
     decoder, folder = find_decoder(model), Path(out)
     check_model(model)
     if is_patched(decoder):
@@ -90,7 +76,7 @@ def train(
     processes.join()
     with trial.quiet(model):
         first = processes.rank == 0
-        run = GateTraining(model, decoder, known[: len(known) - last], folder, settings, processes)
+        run = GateTraining(model, known[: len(known) - last], folder, settings, processes)
         made = run.go(progress and first)
         if first and last:
             held = known[len(known) - last :]
@@ -129,27 +115,23 @@ class Fit:
 
 
 class GateTraining:
-    """One training of gates, begun or continued from the folder's checkpoint."""
+    """One training of gates, begun or continued from a checkpoint of equal settings, model and text."""
 
-    def __init__(
-        self, model: torch.nn.Module, decoder: Any, known: list, folder: Path, settings: GateSettings,
-        processes: Processes,
-    ) -> None:  # fmt: skip
-        self.model, self.decoder, self.settings, self.processes = model, decoder, settings, processes
+    def __init__(self, model: torch.nn.Module, known: list, folder: Path, settings: dict, processes: Processes) -> None:
+        self.model, self.decoder, self.processes = model, find_decoder(model), processes
         self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)
         number = f".{processes.rank}" if processes.rank else ""
         self.checkpoint = (folder / CHECKPOINT).with_suffix(f"{number}.pt")
-        self.fits = {index: Fit(settings.ridge) for index in families.evicting(decoder.config)}
+        self.fits = {index: Fit(settings["ridge"]) for index in families.evicting(self.decoder.config)}
         digest = hashlib.sha256(repr([ids.tolist() for ids in known]).encode()).hexdigest()[:16]
-        self.base = model_of(decoder)
-        self.about = vars(settings) | dict(data=digest, base=self.base, processes=processes.size)
+        self.about = settings | dict(data=digest, base=model_of(self.decoder), processes=processes.size)
         self.done = 0
 
     def go(self, progress: bool) -> Gates:
         self._resume()
         saved, first = time.monotonic(), self.done
         for ids in bar(self.pieces[first:], "training", "piece", progress):
-            each_layer(self.model, self.settings.label, ids, lambda i, x, y: self.fits[i].add(x, y))
+            each_layer(self.model, self.about["label"], ids, lambda i, x, y: self.fits[i].add(x, y))
             self.done += 1
             if time.monotonic() - saved >= MINUTE and self.done < len(self.pieces):
                 self._save()

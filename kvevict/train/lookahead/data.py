@@ -36,7 +36,7 @@ def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | No
     return found
 
 
-def _entries(data: str | Path | Iterable[dict]) -> Iterator[tuple[str, Any]]:
+def _entries(data: str | Path | Iterable[dict]) -> Iterator[tuple[str, dict]]:
     if not isinstance(data, (str, Path)):
         yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
         return

@@ -188,7 +188,7 @@ def _op_options(options: dict) -> dict:
     )
 
 
-def _call(*tensors: Any, **options: Any) -> tuple:
+def _call(*tensors: object, **options: object) -> tuple:
     return context().training_attention(*tensors, **options)
 
 
