@@ -102,8 +102,8 @@ def until_line_end(tokenizer: Tokenizer, start: int) -> list[Callable[..., torch
 LONGEST = 16  # tokens of a piece at most: bytes that are not text would never complete a character
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, int]]:
-    """Split ids into pieces (text, number of tokens), one for each token or for tokens that share a character. The
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[list]:
+    """Split ids into pieces [text, number of tokens], one for each token or for tokens that share a character. The
     joined texts are the tokenizer's decoding of all ids.
 
     A token's text is its addition to its predecessors' text, because decoders strip a space at a text's start, and
@@ -118,6 +118,6 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, int]]:
         text = decode(stop)
         if text.endswith("\ufffd") and stop - start < LONGEST and stop < len(ids):
             continue
-        made.append((text[len(decode(start)) :], stop - start))
+        made.append([text[len(decode(start)) :], stop - start])
         known, start = start, stop
     return made
