@@ -25,7 +25,7 @@ class Turns:
     opened   the text that opens a user's turn
     ends     the text that ends a user's turn
     tail     the text that ends the last turn and opens the answer
-    result   the text after `opened` in a turn that is a tool's result and not the user's
+    result   the text that follows `opened` where a tool's result begins, not the user's words
     schemas  the texts that begin and end the tools' schemas before the user's words
     """
 

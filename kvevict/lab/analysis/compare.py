@@ -34,7 +34,7 @@ class FullCache:
     """The full cache of a prompt and of the first R <= 64 tokens of its response."""
 
     response: list[int]  # ids
-    tokens: int  # number of the prompt's
+    tokens: int  # number of the prompt's tokens
     layers: (
         list  # per evicting layer: the response's queries [H, R, D], k and v [Hkv, tokens + R, D], attention's options
     )

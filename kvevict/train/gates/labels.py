@@ -51,7 +51,7 @@ def _ids(number: int, text: Any, tokenizer: Tokenizer | None, vocabulary: int) -
 
 
 def _first(text: object, tokenizer: Tokenizer | None) -> torch.Tensor:
-    """Return the token [1] that the tokenizer puts before a text, or [0] ids if it puts none."""
+    """Return as ids [1] the token that the tokenizer puts before a text; ids [0] if it puts none."""
     first = getattr(tokenizer, "bos_token_id", None) if isinstance(text, str) else None
     if first is not None and tokenizer("a")["input_ids"][:1] != [first]:
         first = None
