@@ -14,6 +14,9 @@ from .version import VERSION
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code: 0, 1 when the reader of the output has left, 2 after a mistake in the
     arguments, 130 after Ctrl-C."""
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:  # it is closed, and the next file would get its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that the terminal lacks
     try:

@@ -9,6 +9,7 @@ import torch
 
 from ...asking.prompts import Tokenizer
 from ...models import families
+from ...store.files import decoded
 from ..targets import numbers
 
 SKIP = 4  # first tokens of a piece, which are always kept and have hidden states unlike others'
@@ -22,7 +23,7 @@ def pieces(
     ids of pieces of `limit` tokens in all, spread evenly. `texts` is a file's path, or an iterable of texts or of 1-D
     token ids. Raises ValueError for texts that cannot be trained on."""
     if isinstance(texts, Path) or (isinstance(texts, str) and os.path.isfile(texts)):
-        texts = [Path(texts).read_text(encoding="utf-8", errors="replace")]
+        texts = [decoded(Path(texts).read_bytes(), texts)]
     elif isinstance(texts, str):
         raise ValueError("texts must be a file's path, or a list of texts or of token ids: give [text] for one text")
     found = []

@@ -12,6 +12,7 @@ import torch
 from ...asking.prompts import Tokenizer, rendered
 from ...models.families import device_of, unwrapped
 from ...policy.checks import parsed
+from ...store.files import decoded
 
 
 class Pair(NamedTuple):
@@ -40,13 +41,12 @@ def _entries(data: str | Path | Iterable[dict]) -> Iterator[tuple[str, dict]]:
     if not isinstance(data, (str, Path)):
         yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
         return
-    with open(data, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield f"{data} line {number}", parsed(line)
-                except ValueError as error:
-                    raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
+    for number, line in enumerate(decoded(Path(data).read_bytes(), data).split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{data} line {number}", parsed(line)
+            except ValueError as error:
+                raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
 
 
 def _pair(name: str, entry: dict, tokenizer: Tokenizer | None, limits: Limits) -> Pair:

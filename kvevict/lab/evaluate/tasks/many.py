@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 
 from ....policy.checks import parsed
+from ....store.files import decoded
 from ..haystack import depths, haystack, most, sentences
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, TaskSettings, opening
@@ -178,7 +179,7 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
     try:
         articles = [
             [(p["context"], [(q["question"], q["answers"]) for q in p["qas"] if q["answers"]]) for p in a["paragraphs"]]
-            for a in json.loads(path.read_text("utf-8"))["data"]
+            for a in json.loads(decoded(path.read_bytes(), path))["data"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data: {path} is not in SQuAD's format ({error!r}); give xquad.en.json") from None
@@ -211,7 +212,7 @@ def loogle(settings: TaskSettings) -> Iterator[Case]:
     """Yield questions about the first complete sentences of a text, up to the length, that have their evidence."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
-    records = [parsed(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
+    records = [parsed(row) for row in decoded(path.read_bytes(), path).split("\n") if row.strip()]
     for i, record in settings.rng(task).sample(list(enumerate(records)), len(records))[: settings.cases]:
         try:
             known = [(q["Q"], [q["A"]], " ".join(q["S"].split())) for q in ast.literal_eval(record["qa_pairs"])]
