@@ -1,23 +1,24 @@
-"""What a user is told while a call runs: progress, and warnings, each given once, where answers are likely wrong."""
+"""Shows progress while a call runs, and warns, once for each cause, where answers are likely wrong."""
 
 import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from .models.families import context_of
 
-LITTLE = 0.25  # share of a text: where less is kept, answers about it are often wrong
+T = TypeVar("T")
+LITTLE = 0.25  # share of a text that must be kept, or answers about it are often wrong
 _given: set[Hashable] = set()
 
 
 def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
-    """Warn, unless a warning with this key was given before. stacklevel: 1 is the caller's line."""
+    """Warn, unless a warning with this key was given before. With stacklevel 1 the warning names the caller's line."""
     if key not in _given:
         _given.add(key)
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-def of_text(meter: Any, budget: Any, stacklevel: int) -> None:
+def of_text(meter: Any, budget: Hashable, stacklevel: int) -> None:
     """Warn, once for a budget, if a read has kept little of a text for questions that come later."""
     kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
     if kept < LITTLE:
@@ -31,7 +32,7 @@ def of_text(meter: Any, budget: Any, stacklevel: int) -> None:
 
 def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
     """Warn of a prompt that is longer than the model's context, and of one that follows slots which were chosen for an
-    earlier question. seen: tokens of each row, with those in the cache."""
+    earlier question. `seen` counts the tokens of each row, with those in the cache."""
     context = context_of(config)
     if context is not None and max(seen) > context:
         once(
@@ -72,8 +73,8 @@ def of_norms(layers: list[int]) -> None:
         )
 
 
-def bar(items: Sequence[Any], what: str, unit: str, show: bool) -> Any:
-    """The items, shown as they are taken, if there are several."""
+def bar(items: Sequence[T], what: str, unit: str, show: bool) -> Iterable[T]:
+    """Return the items, in a progress bar if it is to `show` and there are several."""
     if not show or len(items) < 2:
         return items
     from tqdm import tqdm

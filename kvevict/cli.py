@@ -1,4 +1,4 @@
-"""The command line: `kvevict NAME ...`. Every command prints a table; where a program reads it, a JSON line follows."""
+"""The command line `kvevict NAME ...`. Every command prints a table; a JSON line follows if a program reads it."""
 
 import argparse
 import contextlib
@@ -7,17 +7,18 @@ import os
 import sys
 
 from .commands import COMMANDS
-from .lab import commands as _  # noqa: F401  registers those that measure
+from .lab import commands as _  # noqa: F401  registers the commands that measure
 from .version import VERSION
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, 1 when the reader of our output has left, 2 after a mistake in the arguments, 130 after Ctrl-C."""
+    """Run a command, and return its exit code: 0, 1 when the reader of the output has left, 2 after a mistake in the
+    arguments, 130 after Ctrl-C."""
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
-        if getattr(sys, name) is None:  # closed, and its number would be the next file's
+        if getattr(sys, name) is None:  # it is closed, and the next file would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that the terminal lacks
     try:
         try:
             return run(sys.argv[1:] if argv is None else argv)
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """A command's parser, to which the command adds its own arguments."""
+    """Make a command's parser, to which the command adds its own arguments."""
     parser = argparse.ArgumentParser(f"kvevict {name}", description=COMMANDS[name].__doc__)
     told = "print one JSON line and no table; where standard output is not a terminal both are printed"
     parser.add_argument("--json", action="store_true", help=told)

@@ -1,10 +1,11 @@
 """The state of a running model call, in its thread or task.
 
-There is one context variable. Each call runs in a copy of the context, so its changes end with it, also after an error.
+There is one context variable. Each call runs in a copy of the context, so a call's changes end with the call, also
+after an error.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,19 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's
+    outer: Any = None  # the kvevict.engine.read.step.OuterCall around the decoder's call
     step: Any = None  # the kvevict.engine.read.step.Step that runs
-    question: Any = None  # the kvevict.asking.question.Finder that observes the prompts that are read
-    asks: bool = True  # whether an answer follows what is read, whose first tokens attend to all slots
-    learns: bool = True  # whether the policy may learn from what is read, for later reads
-    watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer and chunk of a read
-    pause: Any = None  # called before each layer of a read; it may decode tokens of other caches
+    question: Any = None  # the kvevict.asking.question.Finder for the prompts that are read
+    asks: bool = True  # whether an answer follows the prompt; the answer's first tokens attend to all slots
+    learns: bool = True  # whether the policy may learn from a prompt, for later reads
+    watchers: tuple = ()  # each kvevict.engine.watch.watcher.Watcher is called with every layer and chunk of a read
+    pause: Callable | None = None  # it is called before each layer of a read, and may decode tokens of other caches
     few_rows: bool = False  # whether the model's call has products for `kvevict.ops.few_rows`
-    ready: Any = None  # (a decoder, its output), in place of the decoder's next call
-    note: Any = None  # note(module, query, key): called in unpatched attention
-    training_attention: Any = None  # the attention function of `kvevict.lookahead.passes`
-    plans: dict = field(default_factory=dict)  # kvevict.engine.hook.installed.Installed: the Plan of calls made here
-    adapter: Any = None  # the token of the `kvevict.models.adapter.Adapter.on` that is active
+    ready: tuple | None = None  # (a decoder, the output that stands in for the decoder's next call)
+    note: Callable | None = None  # note(module, query, key) is called in unpatched attention
+    training_attention: Any = None  # the attention function of `kvevict.train.lookahead.passes`
+    plans: dict = field(default_factory=dict)  # {kvevict.engine.hook.installed.Installed: the Plan of calls made here}
+    adapter: object = None  # the token of the `kvevict.models.adapter.Adapter.on` that is active
 
 
 _context: ContextVar = ContextVar("kvevict", default=Context())  # noqa: B039  immutable
@@ -35,7 +36,7 @@ def context() -> Context:
 
 
 def current() -> Any:
-    """The `Step` that runs, or None."""
+    """Return the `Step` that runs, or None."""
     return _context.get().step
 
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a patched model: the model `kvevict`.
+"""The model `kvevict` of lm-evaluation-harness: lm-eval's `hf` model, patched.
 
     python -m kvevict.lm_eval --model kvevict --model_args pretrained=DIR,policy=take+edie,budget=512 --tasks TASK
 
@@ -36,12 +36,12 @@ from .policy.text import DEFAULT
 class KVEvict(HFLM):
     """lm-eval's `hf` model with eviction.
 
-    policy, budget, chunk_size   as `kvevict.patch` takes them, and any option of the policy
-    others                       as lm-eval's `hf` takes them
+    policy, budget, chunk_size, and any option of the policy   as `kvevict.patch` takes them
+    others                                                     as lm-eval's `hf` takes them
 
-    The patched model generates answers. For log-likelihoods a context is read and its slots evicted once, and each of
-    its continuations is scored after the kept slots. Raises ValueError for rolling log-likelihoods, since they have no
-    context.
+    The patched model generates answers. For log-likelihoods each context is read and evicted from once, and each of the
+    context's continuations is scored after the kept slots. Raises ValueError for rolling log-likelihoods, since they
+    have no context.
     """
 
     def __init__(self, pretrained: Any, policy: Any = DEFAULT, budget: Any = 512, **arguments: Any) -> None:
@@ -49,20 +49,20 @@ class KVEvict(HFLM):
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)
         for name in arguments.keys() - inspect.signature(HFLM.__init__).parameters.keys():
-            if difflib.get_close_matches(name, names):  # or the model's constructor gets it
+            if difflib.get_close_matches(name, names):  # another name goes to the model's constructor
                 raise ValueError(unknown("argument", name, names))
         super().__init__(pretrained, **arguments)
         patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         raise ValueError(
             "rolling log-likelihoods score a text from its first token on, without a context to evict from; "
             "run `kvevict eval --tasks perplexity`, or lm-eval's model hf"
         )
 
     @torch.no_grad()
-    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-        """(log-likelihood, whether it is the greedy choice) of (_, context ids, continuation ids) each."""
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: object = None) -> list:
+        """Return (log-likelihood, whether it is the greedy choice) for each (_, context ids, continuation ids)."""
         # A context that is too long loses its first tokens, as in lm-eval's `hf` model.
         contexts = [context[-max(self.max_length + 1 - len(continued), 1) :] for _, context, continued in requests]
         order = sorted(range(len(requests)), key=contexts.__getitem__)
@@ -77,8 +77,8 @@ class KVEvict(HFLM):
         bar.close()
         return answers
 
-    def _scored(self, read: Any, continuation: Any) -> Any:
-        """(log-likelihood, whether it is the greedy choice) of continuation ids after a context that was read."""
+    def _scored(self, read: Any, continuation: list[int]) -> tuple[float, bool]:
+        """Return (log-likelihood, whether it is the greedy choice) of continuation ids after the context's output."""
         truth, logits = self._row(continuation), read.logits
         if len(continuation) > 1:
             rest = self.model(truth[:, :-1], **{CACHE: cache_of(read).fork()}, use_cache=True).logits
@@ -87,12 +87,12 @@ class KVEvict(HFLM):
         greedy = bool((logprobs.argmax(-1) == truth).all())
         return float(logprobs.gather(2, truth[..., None]).sum()), greedy
 
-    def _row(self, ids: Any) -> Any:
+    def _row(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor([ids], device=device_of(self.model))
 
 
 def option_names() -> set:
-    """Every option that a policy may have, except its budget."""
+    """Collect the names of every option that a policy may have, except its budget."""
     parts = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
     return {f.name for part in parts for f in dataclasses.fields(part) if f.init} - {"budget"}
 

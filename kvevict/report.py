@@ -1,4 +1,4 @@
-"""The slots and costs of a patched model's last read."""
+"""Reports the slots and costs of a patched model's last read."""
 
 import copy
 from typing import Any
@@ -10,17 +10,17 @@ from .models.families import find_decoder
 
 
 def report(source: Any, positions: bool = False) -> dict[str, Any]:
-    """The slots and costs of a read, as a plain dict.
+    """Return the slots and costs of a read, as a plain dict.
 
-    source   a patched model: the last read of this thread or asyncio task, or of any if this one has not read. Or a
-             cache (`past_key_values`, or the result of `kvevict.read`): the last read into it or into the cache it was
-             forked from, by any thread and under the policy of that time
+    source   a patched model, for the last read of this thread or asyncio task, or of any if this one has not read; or a
+             cache (`past_key_values`, or the result of `kvevict.read`), for the last read into it or into the cache it
+             was forked from, by any thread and under the policy of that time
 
     seen               valid tokens per batch row, of this and earlier turns
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
-    kept_share         per batch row, slots over the tokens seen, of all those layers and heads; with a threshold it
-                       depends on the text
-    cache_bytes        live KV bytes at the read's end: of all slots' keys and values, scales included
+    kept_share         per batch row, slots over the tokens seen, of all layers that evict; with a threshold it depends
+                       on the text
+    cache_bytes        live KV bytes at the read's end: all slots' keys and values, scales included
     full_cache_bytes   KV bytes of all tokens seen, as they are computed
     bits               [layer] bits of a number of stored keys and values; None for layers that do not evict
     wider_keys         layers that keep more bits for keys than the policy's kv: the expected error of a logit was above
@@ -28,22 +28,23 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     archive_bytes      bytes of the archive that recall=True chooses from
-    archive_in         where it lies: a device such as "cuda:0", "cpu" for the host's memory, or "files"; None without
+    archive_in         where the archive lies: a device such as "cuda:0", "cpu" for the host's memory, or "files"; None
+                       without an archive
     recalled           [layer][row][kv head] the kept slots that had been evicted before this read, and came back with
-                       recall=True; None: none could
+                       recall=True; None where none could come back
     overhead_bytes     bytes of all else: free room, positions, carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
-                       diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice); decode
-                       since then. On a GPU only read is the time of the work; the others are the host's time to launch
-                       it
-    replayed           tokens decoded since then without Python, with compiled=True
+                       diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice), and
+                       decode (since the read). On a GPU only read is the time of the work; the others are the host's
+                       time to launch it
+    replayed           tokens decoded since the read without Python, with compiled=True
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions (number of chunks that lost slots
-                       at their end) and means over them: joint_error (CAOTE eq. 24), output_error (relative to the
-                       output) and recall (share of the attention on kept slots), all of the observing rows' attention
-                       to the slots alive before the eviction. The rows are the policy's, at most the last 64; without
-                       rows, as in `h2o` and `streaming`, the chunk's last. If a prompt is repeated in parts, they are
-                       those of the last part, and a batch row without tokens there gets NaN
+                       at their end) and means over these chunks: joint_error (CAOTE eq. 24), output_error (relative to
+                       the output) and recall (share of the attention on kept slots), all by the observing rows'
+                       attention to the slots alive before the eviction. The rows are the policy's, at most the last 64;
+                       without rows, as in `h2o` and `streaming`, the chunk's last. If a prompt is repeated in parts,
+                       the rows are those of the last part, and a batch row without tokens there gets NaN
     """
     meter = getattr(source, "meter", None) if isinstance(source, Cache) else _of_model(source)
     if meter is None:

@@ -1,1 +1,1 @@
-"""Questions about a cache, answered as rows of a batch that decode together."""
+"""Answers questions about a cache, as rows of a batch that decode together."""

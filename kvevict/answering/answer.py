@@ -1,8 +1,9 @@
-"""One context, many questions: the context is read and evicted from once, and each question continues a fork of it."""
+"""Answers many questions about one context: it is read and evicted from once, and each question continues a fork."""
 
 import inspect
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from .. import cautions
 from ..asking import prompts
-from ..asking.prompts import frame, ids_of
+from ..asking.prompts import Tokenizer, frame, ids_of
 from ..context import within
 from ..engine.hook.installed import plan_of, using
 from ..engine.measure import gates
@@ -33,7 +34,7 @@ SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's po
 
 
 def unasked(decoder: torch.nn.Module) -> str:
-    """The default policy for a text that is asked about later: the best measured (docs/results.md)."""
+    """Return the default policy for a text that is asked about later: the best measured one (docs/results.md)."""
     return "gate" if gates.fit(decoder) else "read-twice"
 
 
@@ -45,16 +46,16 @@ def read(
 
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the one that
-                      the model is patched with, if it is such a one (not take+edie, snapkv, h2o, ...); else "gate" if
-                      the model's folder has gates of its weights or such were named for it before, or "read-twice" in
-                      chunks short enough to be repeated within the model's positions, with a patched model's budget
-                      and kv. With recall=True: take+edie, and each question chooses its slots from all tokens
-    file              with recall=True: the cache is written there, as by `save_cache`, and what is read before, chunk
-                      by chunk, to parts in the folder FILE.parts. A call with the same text, model and policy loads the
-                      file, or goes on after the parts of a process that was killed; with a longer text that begins with
-                      the file's it reads the rest. Raises ValueError for files of another text, model or policy, and
-                      OSError where the folder cannot be written to, or another process reads into it
+    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the patched
+                      model's policy if it is made for these (not take+edie, snapkv, h2o, ...). Else it is "gate" if the
+                      model's folder has gates of its weights or gates were named for the model before, or "read-twice"
+                      in chunks short enough to be repeated within the model's positions, with a patched model's budget
+                      and kv. With recall=True it is take+edie, and each question chooses its slots from all tokens
+    file              with recall=True: the file that the cache is written to, as by `save_cache`. During the read every
+                      chunk is written to a part in the folder FILE.parts. A call with an equal text, model and policy
+                      loads the file, or goes on after the parts of a process that was killed; with a longer text that
+                      begins with the file's it reads the rest. Raises ValueError for files of another text, model or
+                      policy, and OSError where the folder cannot be written to, or another process reads into it
 
     The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
     missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.
@@ -92,15 +93,15 @@ def answer(
     """Answer questions about a context that is read once. Returns a list of texts.
 
     model             as `kvevict.patch` takes it; of its generation_config only the tokens that end an answer count
-    context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. It stays as it
-                      is
+    context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. A cache stays
+                      as it is
     questions         a list of texts; none sees another. Each follows the context after two line ends; in a chat
                       template it ends the user's turn
     policy, options   as `read` takes them; refused if the context is a cache
     max_new_tokens    most tokens of an answer
     one_line          an answer ends with its first line, as suits a model that is not tuned to chat
     temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), among the fewest likeliest
-                      tokens with a total probability of top_p; the same sampling_seed gives a question the same answer
+                      tokens with a total probability of top_p; equal sampling_seeds give a question equal answers
 
     batch_size        most questions asked at once; each takes the memory of its tokens and its answer's. Latents (MLA)
                       and sliding windows of the context are copied for each question, all else is shared. With a
@@ -179,13 +180,13 @@ class Pipeline:
         return dict(answer=answers[0]) if questions is None else dict(answers=answers)
 
     def read(self, context: str) -> EvictionCache:
-        """The cache of a text, to be asked more than once or saved."""
+        """Read a text, and return its cache, to be asked more than once or saved."""
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
-def _built(decoder: torch.nn.Module, policy: Any, options: dict, tokens: int = 0) -> Policy:
-    """The policy that reads a text of so many tokens: the named one, the patched model's if that is for questions that
-    come later (or recalls), or the default for these."""
+def _built(decoder: torch.nn.Module, policy: str | Policy | None, options: dict, tokens: int = 0) -> Policy:
+    """Return the policy that reads a text of `tokens` tokens: the named one, the patched model's if that recalls or is
+    for questions that come later, or the default for such questions."""
     own = plan_of(decoder)
     recalls = options.get("recall", own is not None and own.policy.recall)
     if policy is None and own is not None:
@@ -205,8 +206,10 @@ def _built(decoder: torch.nn.Module, policy: Any, options: dict, tokens: int = 0
     return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
 
 
-def _patched(model: torch.nn.Module, tokenizer: Any, policy: Any, options: dict, tokens: int) -> Any:
-    """Inside, the model is patched with the policy that reads."""
+def _patched(
+    model: torch.nn.Module, tokenizer: Tokenizer, policy: str | Policy | None, options: dict, tokens: int
+) -> AbstractContextManager:
+    """Return a context manager that patches the model with the policy that reads."""
     decoder = find_decoder(model)
     own, chosen = plan_of(decoder), _built(decoder, policy, options, tokens)
     if policy is None and own is not None and chosen == own.policy:
@@ -215,13 +218,13 @@ def _patched(model: torch.nn.Module, tokenizer: Any, policy: Any, options: dict,
 
 
 def room_of(policy: Policy) -> int:
-    """Number of positions after a prompt that a policy needs to repeat it, in its shortest chunks."""
-    return SHORTEST + len(policy.rows.instruction)  # of a text: letters, as many as tokens or more
+    """Return the number of positions after a prompt that a policy needs to repeat the prompt in its shortest chunks."""
+    return SHORTEST + len(policy.rows.instruction)  # a text's characters are at least as many as its tokens
 
 
 def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
-    """The policy, with chunks (or parts of a prompt that was read before) short enough that their repetition fits the
-    model's positions. Unchanged if that needs chunks under `SHORTEST` tokens."""
+    """Return the policy with chunks (or parts of a prompt that was read before) short enough for their repetition to
+    fit the model's positions. It is unchanged if that needs chunks under `SHORTEST` tokens."""
     context: Any = families.context_of(config)
     if not policy.rows.repeats or context is None:
         return policy
@@ -230,14 +233,14 @@ def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     return build(policy, **{name: room}) if SHORTEST <= room < size else policy
 
 
-def _check(model: Any) -> None:
-    """Raise an error unless this is a model in evaluation mode."""
+def _check(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model in training mode."""
     if find_decoder(model).training:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
 
 
 def _check_room(model: torch.nn.Module, tokens: int, what: str) -> None:
-    """Raise ValueError unless the model's context holds so many tokens and an answer's first one."""
+    """Raise ValueError if `tokens` + 1 exceed the model's context."""
     context = families.context_of(find_decoder(model).config)
     if context is not None and tokens >= context:
         raise ValueError(
@@ -245,9 +248,9 @@ def _check_room(model: torch.nn.Module, tokens: int, what: str) -> None:
         )
 
 
-def together(model: Any, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
-    """The questions of each batch that can be asked of one cache, as lists of indices: neighbours in length, at most
-    `most`."""
+def together(model: torch.nn.Module, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
+    """Group questions of these lengths into batches that can be asked of one cache, as lists of indices. The questions
+    of a batch are neighbours in length, and at most `most`."""
     decoder = find_decoder(model)
     kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
     one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
@@ -274,9 +277,9 @@ def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
 
 
 @torch.no_grad()
-def continued(model: Any, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
+def continued(model: torch.nn.Module, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
     """Append a text, given as ids, to each row of a cache. Returns logits [B, keep, vocabulary] of the texts' last
-    tokens; keep 0: of all tokens, shorter texts padded at the left."""
+    tokens; with keep=0 those of all tokens, where shorter texts are padded at the left."""
     longest, here = max(map(len, texts)), device_of(model)
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
     known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)

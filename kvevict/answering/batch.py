@@ -1,6 +1,6 @@
-"""Sequences that decode together, one token of each in a step of the model. They join and leave between steps."""
+"""Decodes sequences together, one token of each in a step of the model. They join and leave between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,19 @@ class Batch:
     """The running sequences of a patched model: `rows`, in the order of the logits of a step.
 
     A row is any object of the caller's that stands for a sequence. Caches that come from one `Pools` join and leave
-    without a copy; others are copied once when they join. Slots, budgets and evictions of a row are those that it has
-    alone; logits are equal up to rounding.
+    without a copy; others are copied once when they join. A row's slots, budgets and evictions are those that it would
+    have alone; logits are equal up to rounding.
     """
 
-    def __init__(self, model: torch.nn.Module, rows: Any = (), cache: Any = None) -> None:
-        """rows, cache: the sequences that are in a cache already, one for each of its batch rows."""
+    def __init__(self, model: torch.nn.Module, rows: Iterable[Any] = (), cache: Any = None) -> None:
+        """Begin with `rows`, the sequences that are in `cache` already, one for each of its batch rows."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
-        self.unseen: Any = None  # the kvevict.answering.writing.Unseen of rows whose next tokens the host does not know
+        self.unseen: Any = None  # a kvevict.answering.writing.Unseen, while the host does not know the next tokens
 
     def add(self, row: Any, cache: Any) -> None:
-        """Let a sequence decode in the next steps. `cache`: of its tokens so far; it is the batch's from here on.
-
-        Raises ValueError for a cache that cannot share a step with the others.
-        """
+        """Let a sequence decode in the next steps. The batch takes over `cache`, with the sequence's tokens so far.
+        Raises ValueError for a cache that cannot share a step with the others."""
         decoder = find_decoder(self.model)
         if self.rows and (rotary.axes(decoder) or rotary.rope_depends_on_length(decoder)):
             raise ValueError("positions of this model depend on the whole batch: decode one sequence at a time")
@@ -39,22 +37,23 @@ class Batch:
         self.rows.append(row)
 
     def remove(self, row: Any) -> Any:
-        """Take a sequence out; returns its cache, to go on with alone or in another batch."""
+        """Take a sequence out, and return its cache, which can go on alone or in another batch."""
         cache = self._part([row])
         self.keep([other for other in self.rows if other != row])
         return cache
 
     def keep(self, rows: Sequence[Any]) -> None:
-        """End the sequences that are not among these rows of the batch."""
+        """Drop the sequences that are not among these rows of the batch."""
         self.cache, self.rows = self._part(rows) if rows else None, list(rows)
 
-    def _part(self, rows: Any) -> Any:
-        """The cache with these rows."""
+    def _part(self, rows: Sequence[Any]) -> Any:
+        """Return the cache of these rows."""
         return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Logits [B, vocabulary] after one more token of each row: a list of ids, or ids [B] on the model's device."""
+        """Read one more token of each row, a list of ids or ids [B] on the model's device, and return the logits [B,
+        vocabulary] after it."""
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
         ids = torch.as_tensor(tokens, device=self.device)[:, None]
@@ -69,7 +68,7 @@ class Batch:
         return logits[order.to(self.device)]
 
     def _logits(self, cache: object, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B, vocabulary] after ids [B, 1]."""
+        """Read ids [B, 1] into a cache, and return the logits [B, vocabulary]."""
         sequence = getattr(cache, "sequence", None)
         following = None if sequence is None else sequence.next_position
         place = {} if following is None else dict(position_ids=following[:, None])

@@ -1,4 +1,4 @@
-"""Generation of text after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
+"""Generates text after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
 generation_config are ignored."""
 
 import hashlib
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..asking.prompts import line_ended
+from ..asking.prompts import Tokenizer, line_ended
 from ..engine.hook.installed import plan_of
 from ..engine.memory.joining import obstacle
 from ..models.families import find_decoder
@@ -22,10 +22,10 @@ from .batch import Batch
 class Sampling:
     """How each token is chosen.
 
-    temperature  None: the likeliest token; else it is drawn from softmax(logits / temperature)
+    temperature  None: the likeliest token is taken; else a token is drawn from softmax(logits / temperature)
     top_p        only the fewest likeliest tokens with this total probability are drawn (nucleus sampling, Holtzman et
                  al. 2020)
-    seed         of the draws
+    seed         the draws' seed
 
     Raises ValueError or TypeError for impossible numbers.
     """
@@ -43,7 +43,7 @@ class Sampling:
         count("sampling_seed", self.seed, 0)
 
     def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine its noise."""
+        """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine the draws."""
         temperature = self.temperature
         if temperature is None:
             return torch.argmax
@@ -68,9 +68,9 @@ def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-def ends_of(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer."""
-    return {tokenizer.eos_token_id, *end_tokens(model)} - {None}
+def ends_of(model: torch.nn.Module, tokenizer: Tokenizer) -> set[int]:
+    """Return the tokens that end an answer."""
+    return {token for token in (tokenizer.eos_token_id, *end_tokens(model)) if token is not None}
 
 
 @dataclass(eq=False)
@@ -78,27 +78,27 @@ class Answer:
     """One answer while the model writes it: a row of a `Batch`."""
 
     choose: Callable[[torch.Tensor], torch.Tensor]  # from logits [vocabulary] to the next token, on their device
-    ends: Callable[[list[int]], bool]  # True if the last of the ids so far ends the answer; called after each
-    most: int | None = None  # of ids, where that is known before
+    ends: Callable[[list[int]], bool]  # whether the last of the ids so far ends the answer; called after each id
+    most: int | None = None  # number of ids after which the answer ends, where that is known
     ids: list[int] = field(default_factory=list)
     ended: bool = False
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token by logits [vocabulary], which the host does not know yet."""
+        """Choose the next token by logits [vocabulary], on their device: the host does not know it yet."""
         return self.choose(logits)
 
     def see(self, token: int) -> None:
-        """Append a token that was picked."""
+        """Append a token that `pick` chose."""
         self.ids.append(token)
         self.ended = self.ends(self.ids)
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token by logits [vocabulary]."""
+        """Choose the next token by logits [vocabulary], and append it."""
         self.see(int(self.pick(logits)))
 
 
 class Unseen:
-    """The next tokens [B] of answers, chosen on a device, on their way to the host."""
+    """The next tokens [B] of answers, chosen on a device, while they are copied to the host."""
 
     def __init__(self, answers: list[Answer], tokens: torch.Tensor) -> None:
         self.answers, self.tokens, self.copy, self.arrived = [*answers], tokens, tokens, None
@@ -109,7 +109,7 @@ class Unseen:
             self.arrived.record()
 
     def of(self, answers: list[Answer]) -> torch.Tensor:
-        """The tokens of these answers, on the device; of others the last that the host knows."""
+        """Return the last tokens of these answers, on the device: those chosen here, else those that the host knows."""
         if answers == self.answers:
             return self.tokens
         chosen = dict(zip(self.answers, self.tokens, strict=True))
@@ -119,7 +119,7 @@ class Unseen:
         return torch.stack([chosen[answer] for answer in answers])
 
     def see(self, answers: list[Answer]) -> None:
-        """Wait for the tokens, and give them to those of these answers that they are of."""
+        """Wait for the tokens, and append each to its answer if that is among these."""
         if self.arrived is not None:
             self.arrived.synchronize()
         for answer, token in zip(self.answers, self.copy.tolist(), strict=True):
@@ -127,12 +127,12 @@ class Unseen:
                 answer.see(token)
 
 
-LATE = {"cuda"}  # devices where tokens are looked at once the next step is under way
+LATE = {"cuda"}  # devices where the host looks at tokens after it has launched the next step
 
 
 def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
-    """Write the next token of each `Answer` in a batch; answers that have ended leave it. logits: [B, vocabulary] of
-    their last tokens; None: the model reads these."""
+    """Write the next token of each `Answer` in a batch, by the logits [B, vocabulary] of the last tokens; with None the
+    model reads the last tokens first. Answers that have ended leave the batch."""
     if _is_late(batch):
         _step_late(batch, logits)
         return
@@ -144,7 +144,7 @@ def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
 
 
 def _is_late(batch: Batch) -> bool:
-    """Whether the host may launch a step before it knows the tokens: it is recorded, and can be taken back."""
+    """Whether the host may launch a step before it knows the tokens: the step is recorded, and can be taken back."""
     plan = plan_of(find_decoder(batch.model))
     if batch.device.type not in LATE or plan is None or not plan.policy.compiled or batch.cache.sequence.awaits:
         return False
@@ -152,12 +152,12 @@ def _is_late(batch: Batch) -> bool:
 
 
 def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
-    """The same where the next call looks at the tokens, after it has launched the step that reads them. Where one of
-    them ends an answer that step is taken back, and made again for the others."""
+    """Write the next tokens as `step` does, but let the next call look at them, after it has launched the step that
+    reads them. If one of the tokens ends an answer, that step is taken back, and made again for the other answers."""
     if logits is None:
         unseen = batch.unseen
         if unseen is not None and any(answer.most == len(answer.ids) + 1 for answer in unseen.answers):
-            _look(batch)  # an end that is known before
+            _look(batch)  # the number of tokens shows that the answer ends
             _leave(batch)
             unseen = None
         logits = _logits(batch)
@@ -172,14 +172,14 @@ def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
 
 
 def _logits(batch: Batch) -> Iterable[torch.Tensor]:
-    """The logits of the answers' last tokens, on their device; of none without an answer."""
+    """Return the logits of the answers' last tokens, on their device; () without an answer."""
     if not batch.rows:
         return ()
     return batch.step([each.ids[-1] for each in batch.rows] if batch.unseen is None else batch.unseen.of(batch.rows))
 
 
 def _look(batch: Batch) -> None:
-    """Wait for the tokens that the host does not know."""
+    """Wait for the tokens that the host does not know, and append them."""
     unseen, batch.unseen = batch.unseen, None
     unseen.see(batch.rows)
 
@@ -190,20 +190,15 @@ def _leave(batch: Batch) -> None:
 
 @torch.no_grad()
 def written(
-    model: Any,
-    tokenizer: Any,
-    logits: torch.Tensor,
-    cache: Any,
-    most: list[int],
-    choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-    one_line: bool = False,
-) -> list[list[int]]:
-    """Write an answer after each row of a cache. Returns a list of ids per row, with the one that ends it.
+    model: torch.nn.Module, tokenizer: Tokenizer, logits: torch.Tensor, cache: Any, most: list[int],
+    choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]], one_line: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """Write an answer after each row of a cache. Returns a list of ids per row, with the id that ends the answer.
 
     logits    [B, T, vocabulary] of the cache's last tokens
-    most      the number of ids per row at most
-    choosers  `Answer.choose` per row
-    one_line  stop at the end of a line that is not empty
+    most      largest number of ids of each row
+    choosers  `Answer.choose` of each row
+    one_line  an answer ends with its first line that is not empty
     """
     eos = ends_of(model, tokenizer)
 

@@ -1,1 +1,1 @@
-"""Where a prompt's question lies: chat templates, sentences that ask, and their tokens."""
+"""Finds a prompt's question, by chat templates and by sentences that ask, and its tokens."""

@@ -1,47 +1,56 @@
-"""Texts and questions as token ids, in the tokenizer's chat template if it has one."""
+"""Encodes texts and questions as token ids, in the tokenizer's chat template if it has one."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 MARK = "\u0001"  # put beside a message in a chat template, to keep the template from trimming it
-MARGIN = 256  # tokens after a cut that a tokenizer may look at, far more than it does
+MARGIN = 256  # tokens after a cut that may change those before it: far more than a tokenizer looks at
 
 
-def check(tokenizer: Any, other: str = "") -> None:
+class Tokenizer(Protocol):
+    """The parts of a model's tokenizer that are used."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+
+    def __call__(self, text: str, **options: Any) -> Any: ...
+    def decode(self, ids: Any, **options: Any) -> str: ...
+    def apply_chat_template(self, messages: list[dict], **options: Any) -> str: ...
+
+
+def check(tokenizer: object, other: str = "") -> None:
     """Raise TypeError for an object that is not a tokenizer; `other` names what else may be given."""
-    processor = hasattr(tokenizer, "tokenizer") and not hasattr(tokenizer, "vocab_size")  # of texts and pictures
+    # A processor is for texts and pictures, and has a tokenizer.
+    processor = hasattr(tokenizer, "tokenizer") and not hasattr(tokenizer, "vocab_size")
     if processor or not callable(tokenizer):
         advice = ": give the processor's own, processor.tokenizer" if processor else ""
         raise TypeError(f"tokenizer must be the model's tokenizer{other}, got {type(tokenizer).__name__}{advice}")
 
 
 def first_ids(
-    tokenizer: Any, text: str, count: int, tokenise: Callable[[Any, str], list[int]] | None = None
+    tokenizer: Tokenizer, text: str, count: int, tokenise: Callable[["Tokenizer", str], list[int]] | None = None
 ) -> tuple[list[int], bool]:
-    """(the first `count` ids of a text, whether these are all of its ids). Of a long text only the needed part is
-    tokenised. tokenise: `ids_of`, or a function with its arguments."""
-    letters, tokenise = 8 * (count + MARGIN), tokenise or ids_of
+    """Return (the first `count` ids of a text, whether these are all of its ids). Only the needed part of a long text
+    is tokenised, by `ids_of` or another function with its arguments."""
+    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # characters
     while True:
-        ids, whole = tokenise(tokenizer, text[:letters]), letters >= len(text)
-        if whole or len(ids) >= count + MARGIN:
-            return ids[:count], whole and len(ids) <= count
-        letters *= 2
+        ids, complete = tokenise(tokenizer, text[:size]), size >= len(text)
+        if complete or len(ids) >= count + MARGIN:
+            return ids[:count], complete and len(ids) <= count
+        size *= 2
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text as it is: a special token's name in it is text like any other."""
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokenise a text as it is: a special token's name in it is text like any other."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int]]:
-    """(ids before a text, ids after it).
-
-    After the text come the question and the answer's opening. In a chat template, if the tokenizer has one and `chat`
-    is true, the question ends the user's turn and the opening starts the assistant's. Raises ValueError for a template
-    that refuses a single user's turn or changes it.
-    """
+def frame(tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int]]:
+    """Return (ids before a text, ids after it). After the text come the question and the answer's opening. In a chat
+    template, if the tokenizer has one and `chat` is true, the question ends the user's turn and the opening starts the
+    assistant's. Raises ValueError for a template that refuses a single user's turn or changes it."""
     if not (chat and tokenizer.chat_template):
         return tokenizer("")["input_ids"], ids_of(tokenizer, question + opening)
     try:
@@ -55,9 +64,9 @@ def frame(tokenizer: Any, question: str, opening: str = "", chat: bool = True) -
     return head, ids_of(tokenizer, question.rstrip() if opening else question) + tail
 
 
-def turns_frame(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """Ids before the first user's turn, after a user's turn, and between an answer and the next user's turn. Raises
-    ValueError for a chat template that refuses two turns or changes them."""
+def turns_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """Return the ids before the first user's turn, after a user's turn, and between an answer and the next user's turn.
+    Raises ValueError for a chat template that refuses two turns or changes them."""
     if not tokenizer.chat_template:
         return tokenizer("")["input_ids"], ids_of(tokenizer, "\nAnswer:"), ids_of(tokenizer, "\n")
     asked = [dict(role=role, content=MARK) for role in ("user", "assistant", "user")]
@@ -68,9 +77,9 @@ def turns_frame(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     return head, ends, between
 
 
-def rendered(tokenizer: Any, messages: list[Any], what: str, **options: Any) -> str:
-    """The messages in the tokenizer's chat template, up to the start of the assistant's turn. Raises ValueError with
-    the template's message if it refuses them; `what` names the messages there. options go to the template."""
+def rendered(tokenizer: Tokenizer, messages: list[dict], what: str, **options: object) -> str:
+    """Render messages in the tokenizer's chat template, up to the start of the assistant's turn; the template gets
+    `options`. Raises ValueError with the template's error if it refuses the messages, which the error calls `what`."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     except ImportError:  # the template engine is missing; Transformers' error names it
@@ -79,22 +88,23 @@ def rendered(tokenizer: Any, messages: list[Any], what: str, **options: Any) -> 
         raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None
 
 
-def line_ended(tokenizer: Any, tokens: list[int] | torch.Tensor) -> bool:
+def line_ended(tokenizer: Tokenizer, tokens: list[int] | torch.Tensor) -> bool:
     """Whether generated ids have ended a line that is not empty."""
     return "\n" in tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
 
 
-def until_line_end(tokenizer: Any, start: int) -> list[Callable[..., torch.Tensor]]:
-    """For `generate(stopping_criteria=...)` of one row: stop at the end of a line after the first `start` tokens."""
+def until_line_end(tokenizer: Tokenizer, start: int) -> list[Callable[..., torch.Tensor]]:
+    """Make `generate`'s stopping_criteria that end one row with its first line that is not empty, from token `start`
+    on."""
     return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
 
 
-LONGEST = 16  # tokens of a piece: characters may be split in a chain, but bytes that are not text need an end
+LONGEST = 16  # tokens of a piece at most: bytes that are not text would never complete a character
 
 
-def pieces(tokenizer: Any, ids: list[int]) -> list[list[Any]]:
-    """[text, number of tokens] of each token; tokens that share one character are one piece. The joined texts are the
-    tokenizer's decoding of all ids.
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[list]:
+    """Split ids into pieces [text, number of tokens], one for each token or for tokens that share a character. The
+    joined texts are the tokenizer's decoding of all ids.
 
     A token's text is its addition to its predecessors' text, because decoders strip a space at a text's start, and
     bytes of half a character decode to U+FFFD. Only ids are needed, so chat templates and cut text work too.

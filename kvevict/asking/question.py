@@ -1,5 +1,5 @@
-"""The question of a prompt, wherever it stands, and the request around it: rows that are a probe observe with the
-question, and the request is kept."""
+"""Finds the question of a prompt, wherever it stands, and the request around it. The question's tokens observe, where
+the policy's rows are a probe, and the request is kept."""
 
 import contextlib
 import math
@@ -21,16 +21,16 @@ from .sentences import PARAGRAPH, question_before, question_of, same
 from .tokens import find, squeezed, start_after
 from .turns import Turns
 
-FEW = 8  # tokens after a question that do not yet begin an answer: a template's, "Answer:"
-END = 256  # a prompt's last tokens, at most a quarter of it: a request with its question, and no text to choose from
-SHORT = 4  # words of a question at a turn's end that may only refer to the one before the text: "What is your answer?"
-AGAIN = 8  # tokens of a question that is looked for earlier in the prompt: fewer may be words of the text
+FEW = 8  # tokens, at most, that a template puts after a question ("Answer:"): more begin an answer
+END = 256  # tokens at a prompt's end, at most a quarter of it, that may be a request with its question
+SHORT = 4  # words, at most, of a last question that may refer to one before the text: "What is your answer?"
+AGAIN = 8  # tokens, at least, of a question that is looked for earlier in the prompt: fewer may be words of the text
 LINE = "\n"
 
 
 @contextlib.contextmanager
 def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None) -> Iterator[None]:
-    """Inside, the tokens of a question observe the prompts that are read, at any place:
+    """Inside, the tokens of a question observe the prompts that are read, wherever the question stands:
 
     with kvevict.observing("Who is the captain?", tokenizer):
         model.generate(**inputs)
@@ -38,11 +38,12 @@ def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None
     question   a text that the prompt has, of which the last occurrence counts and white space does not; or its tokens,
                (start, stop) as in a Python slice of the prompt without its padding; or a list of these, one for each
                row of a batch
-    tokenizer  the model's, for a text; with it the request around the question is kept from its paragraph's start on,
-               and a question that the prompt has twice does not observe its first place
+    tokenizer  the model's tokenizer, for a question that is a text. With it the request around the question is kept
+               from its paragraph's start on, and a question that the prompt has twice does not observe its first place
 
-    Its tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A read raises
-    ValueError, before the cache changes, for a question that is missing in its prompt or as long as a chunk.
+    The question's tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A
+    read raises ValueError, before the cache changes, for a question that is missing in its prompt or as long as a
+    chunk.
     """
     asked = question if isinstance(question, list) else [question]
     for each in asked:
@@ -80,14 +81,14 @@ class Finder:
         return Turns.of(self.tokenizer)
 
     def rows(self, arguments: Arguments, prompt: int) -> Any:
-        """The policy's rows for the first `prompt` columns of a call's `kvevict.engine.hook.arguments.Arguments`."""
+        """Return the policy's rows for the first `prompt` columns of a call."""
         raise NotImplementedError
 
     def before(
         self, ids: list[int] | None, span: tuple[int, int], tokens: int, seen: int
     ) -> tuple[int, int, bool] | None:
-        """`Question.before` of a prompt of `tokens` tokens, after `seen` others: the question's span if it stands
-        before the text, else the last earlier place of its words. ids: None for embeddings."""
+        """Return `Question.before` for a prompt of `tokens` tokens, after `seen` others: the question's span if it
+        stands before the text, else the last earlier place of its words. `ids` is None for embeddings."""
         start, stop = span
         if not in_last_part(span, tokens, seen):
             return start, stop, True
@@ -98,30 +99,33 @@ class Finder:
         return earlier and (*earlier, False)
 
     def requests(
-        self, arguments: Arguments, prompts: list[Any], spans: Sequence[tuple[int, int] | None], tokens: list[int]
-    ) -> tuple[tuple[int, ...], ...]:
-        """For each row of a call, with its prompt's ids (None for embeddings) and the span (start, stop) of its
-        question or None: the request's tokens from the question's paragraph to the prompt's end, from its line, and
-        from the question; () for a question that is not in the prompt's last part."""
+        self, arguments: Arguments, prompts: Sequence[list[int] | None], spans: Sequence[tuple[int, int] | None],
+        tokens: list[int],
+    ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+        """Return, for each row of a call, the request's number of tokens up to the prompt's end: from the question's
+        paragraph, from its line, and from the question itself; () for a question that is not in the prompt's last part.
+        A row has its prompt's ids (None for embeddings) and its question's span (start, stop) or None."""
         found: list[tuple[int, ...]] = []
         for ids, span, n, seen in zip(prompts, spans, tokens, arguments.seen, strict=True):
             if span is None or not in_last_part(span, n, seen):
                 found.append(())
                 continue
-            starts: list[Any] = []
+            starts: list[int | None] = []
             if ids is not None and callable(self.tokenizer):
                 before = ids[: span[0]]
                 starts = [
                     start_after(self.tokenizer, before, (mark, self._turns.opened), END) for mark in (PARAGRAPH, LINE)
                 ]
-            starts = [start for start in (*starts, span[0]) if start is not None]
-            found.append(tuple(dict.fromkeys(n - start for start in starts)))
-            warn_if_long(arguments.policy, n - starts[-2:][0], seen + n)
+            sizes = [n - start for start in (*starts, span[0]) if start is not None]
+            found.append(tuple(dict.fromkeys(sizes)))
+            warn_if_long(arguments.policy, sizes[-2:][0], seen + n)
         return tuple(found)
 
 
 @dataclass(frozen=True)
 class Asked(Finder):
+    """Finds a question that the user gives by `observing`."""
+
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
@@ -154,7 +158,7 @@ class Asked(Finder):
         return arguments.policy.rows.asked([Question((span,), of, opens, close) for span, of, opens, close in each])
 
     def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
-        """(start, stop) in a prompt of `tokens` tokens; ids: None for embeddings."""
+        """Return the (start, stop) of a question in a prompt of `tokens` tokens; `ids` is None for embeddings."""
         if isinstance(asked, str):
             if ids is None:
                 raise ValueError("a question that is a text is found in token ids: pass input_ids, or give its tokens")
@@ -169,13 +173,13 @@ class Asked(Finder):
 
 @dataclass(frozen=True)
 class LastTurn(Finder):
-    """The question of the last user's turn, by the tokenizer's chat template; of the whole prompt without one. A tool's
-    result is not the user's, wherever the template writes it.
+    """Finds the question of the last user's turn, by the tokenizer's chat template, or of the whole prompt without a
+    template. A tool's result is not the user's, wherever the template writes it.
 
-    It is the last sentence with a question mark near the turn's end, or else the first near its start; a short turn
-    without one is itself the question. If a longer question stands before the text and the last has few words, both
-    observe. The policy's rows are used unchanged if no question is found, or if the question lies within those rows and
-    the answer's first words follow it.
+    The question is the last sentence with a question mark near the turn's end, or else the first near its start; a
+    short turn without a question mark is itself the question. If a longer question stands before the text and the last
+    one has few words, both observe. The policy's rows are used unchanged if no question is found, or if the question
+    lies within those rows and the answer's first words follow it.
     """
 
     tokenizer: Any
@@ -198,7 +202,7 @@ class LastTurn(Finder):
             bool(spans) and is_near(arguments, spans[0][0], n, seen)
             for spans, n, seen in zip(asked, tokens, arguments.seen, strict=True)
         ]
-        for b, spans in enumerate(asked):  # within the rows only if it need not be appended to the last chunk
+        for b, spans in enumerate(asked):  # the policy's rows observe in place of a question within them
             if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
                 asked[b] = ()
         if not any(asked):
@@ -217,10 +221,10 @@ class LastTurn(Finder):
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
     def _found(self, ids: list, seen: int = 0) -> tuple:
-        """((span, ..) that ask, in order, and the question before the text, (start, stop, whether nothing repeats it),
-        or None) of a prompt after `seen` tokens."""
+        """Find, in a prompt after `seen` tokens, (the spans that ask, in order; the question before the text as (start,
+        stop, whether nothing repeats it), or None)."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if self.request and not self._turns.opened:  # which of the turns is the last is not to be seen
+        if self.request and not self._turns.opened:  # no mark shows which turn is the last
             turn, rest = self.request, ""
         elif not turn or squeezed(self.request) in squeezed(turn):
             turn = self.request or turn
@@ -240,14 +244,14 @@ class LastTurn(Finder):
 
 
 def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
-    """Whether a question's span is so near the end of a prompt of `tokens` tokens, read after `before` others, that a
-    request around it may follow it to the end."""
+    """Whether a question's span is near enough to the end of a prompt of `tokens` tokens, read after `before` others,
+    for the request around it to reach the end."""
     return tokens - span[0] <= min(END, (before + tokens) // 2)
 
 
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
     """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
-    seen so many tokens."""
+    seen `seen` tokens."""
     budget = policy.slots(seen)
     if 2 * needed <= budget or seen <= budget:
         return
@@ -261,15 +265,16 @@ def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
 
 
 def fitting(spans: tuple, most: int) -> tuple:
-    """The spans (start, stop) if they have fewer than `most` tokens in all, else the last of them, else ()."""
+    """Return the spans (start, stop) if they have fewer than `most` tokens in all, else the last span if it has, else
+    ()."""
     sizes = ((each, sum(stop - start for start, stop in each)) for each in (spans, spans[-1:]))
     return next((each for each, size in sizes if size < most), ())
 
 
 def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
-    """Whether a question from token `start` of a prompt of `tokens` tokens on, read after `seen` others, is so near the
-    end that it observes in place; otherwise it is appended to the last chunk, too. So it is if the last rows are
-    measured, and where it starts before the tokens that every layer reads (tsp)."""
+    """Whether a question that starts at token `start` of a prompt of `tokens` tokens, read after `seen` others, is near
+    enough to the end to observe in place. Otherwise it is appended to the last chunk, too. It is also appended if the
+    call's last rows are measured, and if it starts before the tokens that every layer reads (tsp)."""
     policy = arguments.policy
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
     return not reads_last_rows(policy) and tokens - start <= min(most, (seen + tokens) // 4)
@@ -281,5 +286,6 @@ def reads_last_rows(policy: Policy) -> bool:
 
 
 def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:
+    """Return the ids of the first `tokens` tokens of a call's row, without its padding."""
     first = int(arguments.padding[row])
     return arguments.ids[row, first : first + tokens].tolist()

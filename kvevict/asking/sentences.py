@@ -1,14 +1,15 @@
-"""The sentences of a text that ask, by their marks and words."""
+"""Finds the sentences of a text that ask, by their marks and words."""
 
 import re
 
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
-LINK = 4  # words between two questions that are asked together
+LINK = 4  # words, at most, between two questions that are asked together
 PARAGRAPH = "\n\n"
 OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
 GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
 THAI = r"อะไร|ใคร|ไหน|ใด(?!\s?ๆ)|เมื่อไ|เท่าไ|กี่|อย่างไร|ทำไม|หรือไม่"  # question words; Thai has no question mark
-# A sentence that asks: one with a question mark (Greek has a semicolon), or a short Thai line with such a word.
+# A sentence asks if it ends with a question mark (a Greek one with a semicolon), or if it is a short Thai line with a
+# question word.
 ASKS = re.compile(rf"[?\uff1f\u061f\u037e]$|{GREEK}.*;$|^(?=.{{1,200}}$).*(?:{THAI})")
 # The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's, an
 # initial's but "I", or a number's before a small letter), or after a colon that four words follow, the first with a
@@ -22,9 +23,9 @@ BETWEEN = re.compile(
 
 
 def question_of(turn: str) -> str:
-    """The question of a user's turn; "" where none is found. Whole paragraphs near the end and then near the start come
-    before those that a long text may be in. A last paragraph without a question mark, after a text that no paragraph
-    introduces, is the question: its other question marks are the text's."""
+    """Find the question of a user's turn; "" if there is none. Whole paragraphs near the end and then near the start
+    come before those that a long text may be in. A last paragraph without a question mark, after a text that no
+    paragraph introduces, is the question: question marks before that paragraph are the text's."""
     turn = OPENING.sub("", turn.strip())
     if len(turn) <= NEAR:
         return (questions(turn) or [turn])[-1]
@@ -41,20 +42,20 @@ def question_of(turn: str) -> str:
 
 
 def question_before(turn: str) -> str:
-    """The first question near a long turn's start, in a whole paragraph; "" where none is found."""
+    """Find the first question near a long turn's start, in a whole paragraph; "" if there is none."""
     found = questions(turn.strip()[:NEAR].rpartition(PARAGRAPH)[0]) if len(turn.strip()) > NEAR else []
     return found[0] if found else ""
 
 
 def same(asked: str, opens: str) -> bool:
-    """Whether one question has the other's words."""
+    """Whether one question has all of the other's words in order."""
     a, b = (" ".join(text.split()).casefold() for text in (asked, opens))
     return a in b or b in a
 
 
 def questions(text: str) -> list:
-    """Sentences that ask. Questions at most LINK words apart are joined. A question mark before a closing quotation
-    mark does not count."""
+    """List the sentences of a text that ask. Questions at most LINK words apart are joined. A question mark before a
+    closing quotation mark does not count."""
     found, between = [], None  # sentences since the last question
     for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
         asks = bool(ASKS.search(sentence))

@@ -1,12 +1,14 @@
-"""The place of a text among a prompt's ids."""
+"""Finds the place of a text among a prompt's ids."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Any
+
+from .prompts import Tokenizer
 
 
-def find(tokenizer: Any, ids: list[int], text: str) -> tuple[int, int] | None:
-    """(start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None: not found."""
+def find(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, int] | None:
+    """Find the (start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None without
+    one."""
     wanted = squeezed(text)
 
     def has(start: int, stop: int) -> bool:
@@ -21,9 +23,9 @@ def find(tokenizer: Any, ids: list[int], text: str) -> tuple[int, int] | None:
     return start, start + bisect_left(range(start, len(ids)), True, key=lambda at: has(start, at))
 
 
-def start_after(tokenizer: Any, ids: list[int], marks: Iterable[str], most: int) -> int | None:
-    """The number of the ids up to the last of these marks in their text, white space after it included; None: there is
-    none within the last `most` ids. An empty mark is nowhere."""
+def start_after(tokenizer: Tokenizer, ids: list[int], marks: Iterable[str], most: int) -> int | None:
+    """Count the ids up to the last of the marks in their text, with the white space after it; None if no mark is within
+    the last `most` ids. An empty mark is nowhere."""
 
     def text(start: int, stop: int | None = None) -> str:
         return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
@@ -41,4 +43,5 @@ def start_after(tokenizer: Any, ids: list[int], marks: Iterable[str], most: int)
 
 
 def squeezed(text: str) -> str:
+    """Remove all white space."""
     return "".join(text.split())

@@ -1,32 +1,32 @@
-"""How a chat template writes a user's turn, and what else it writes into one: tools' results and schemas."""
+"""Finds out how a chat template writes a user's turn, and the results and schemas of tools that it writes into one."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .prompts import rendered
+from .prompts import Tokenizer, rendered
 
 MARK = "\ue000"  # a message's content in the chats that a template is tried with: JSON leaves it as it is
 
 
-def _tool(name: str) -> dict[str, Any]:
+def _tool(name: str) -> dict:
     schema = dict(type="object", properties={name: dict(type="string", description=name)}, required=[name])
     return dict(type="function", function=dict(name=name, description=name, parameters=schema))
 
 
-TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # what is common to the texts around them is the template's
+TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # texts that both renderings share are the template's
 
 
 @dataclass(frozen=True)
 class Turns:
     """The texts of a chat template; "" for unknown ones, and without a template.
 
-    opened   opens a user's turn
-    ends     ends it
-    tail     ends the last turn and opens the answer
-    result   begins a turn, after `opened`, that is a tool's result and not the user's
-    schemas  begin and end what stands before the user's words where the chat has tools
+    opened   the text that opens a user's turn
+    ends     the text that ends a user's turn
+    tail     the text that ends the last turn and opens the answer
+    result   the text that follows `opened` where a tool's result begins, not the user's words
+    schemas  the texts that begin and end the tools' schemas before the user's words
     """
 
     opened: str = ""
@@ -36,7 +36,7 @@ class Turns:
     schemas: tuple[str, str] = "", ""
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "Turns":
+    def of(cls, tokenizer: Tokenizer) -> "Turns":
         if not getattr(tokenizer, "chat_template", None):
             return cls()
         user, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
@@ -46,14 +46,15 @@ class Turns:
             return cls()
         try:
             _, end, begin, _ = rendered(tokenizer, [user, answer, user], "a second turn").split(MARK)
-        except ValueError:  # it has one turn
+        except ValueError:  # the template takes a single turn
             opened, ends = head, tail
         else:
-            # In tokens: "<s>[INST]" and "</s>[INST]" share letters of two different tokens.
+            # Tokens are compared, since "<s>[INST]" and "</s>[INST]" share characters of two different tokens.
             both = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (head, begin))
             opened = tokenizer.decode(common(*both, last=True), clean_up_tokenization_spaces=False)
             ends = common(tail, end)
-        opened, ends, tail = (mark if mark.strip() else "" for mark in (opened, ends, tail))  # a text has white space
+        # White space alone is not a mark: a text has it, too.
+        opened, ends, tail = (mark if mark.strip() else "" for mark in (opened, ends, tail))
         if not opened:
             return cls(opened, ends, tail)
         schemas = _before(tokenizer, opened, [[user]] * len(TOOLS))
@@ -64,7 +65,7 @@ class Turns:
         return cls(opened, ends, tail, result.strip(), schemas if schemas[0].strip() else ("", ""))
 
     def last(self, text: str) -> tuple[str, str]:
-        """(the user's last turn, the text after it) of a prompt; of a prompt without one "" twice."""
+        """Split a prompt into (last user turn, what follows it); ("", "") if there is no user turn."""
         turns = text.split(self.opened) if self.opened else ["", text]
         results = (bool(self.result) and turn.lstrip().startswith(self.result) for turn in turns[:0:-1])
         at = next((len(turns) - 1 - n for n, result in enumerate(results) if not result), 0)
@@ -77,9 +78,9 @@ class Turns:
         return turn, self.opened.join([rest, *turns[at + 1 :]])
 
 
-def _called(tool: dict[str, Any], written: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """The messages of a call of a tool, and of its result."""
-    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's templates want ids of nine letters
+def _called(tool: dict, written: Callable[[dict], object]) -> list[dict]:
+    """Return the messages of a call of a tool, and of its result."""
+    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's ids have nine characters
     call = dict(id=known, type="function", function=dict(name=name, arguments=written({name: name})))
     return [
         dict(role="assistant", content="", tool_calls=[call]),
@@ -87,9 +88,10 @@ def _called(tool: dict[str, Any], written: Callable[[Any], Any]) -> list[dict[st
     ]
 
 
-def _before(tokenizer: Any, opened: str, chats: list[list[Any]]) -> tuple[str, str]:
-    """(the beginning, the end) that these chats, each with one of `TOOLS`, have in common of what stands before their
-    last content in its turn; "" where a template refuses one or does not write it into a user's turn."""
+def _before(tokenizer: Tokenizer, opened: str, chats: list[list[dict]]) -> tuple[str, str]:
+    """Render chats, each with one of `TOOLS`, and return the (beginning, end) that they share in the text of the last
+    turn before its content; ("", "") if a template refuses a chat or writes the content elsewhere than into a user's
+    turn."""
     found = []
     for chat, tool in zip(chats, TOOLS, strict=True):
         try:
@@ -105,7 +107,7 @@ def _before(tokenizer: Any, opened: str, chats: list[list[Any]]) -> tuple[str, s
 
 
 def common(a: Any, b: Any, last: bool = False) -> Any:
-    """The longest beginning, or end, of both texts or lists."""
+    """Return the longest beginning, or end if `last`, that two texts or lists share."""
     if last:
         return common(a[::-1], b[::-1])[::-1]
     return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]

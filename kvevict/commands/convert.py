@@ -1,11 +1,10 @@
 from argparse import ArgumentParser
-from typing import Any
 
 from . import add_model, check_folder, command, loaded
 
 
 @command
-def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Convert KVzap's published gates (safetensors) for `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument("--source", required=True, help="folder of config.json and model.safetensors, or its hub id")

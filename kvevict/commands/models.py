@@ -1,12 +1,11 @@
 from argparse import ArgumentParser
 from collections import Counter
-from typing import Any
 
 from . import command
 
 
 @command
-def models(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def models(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """List the model types that were compared with the unpatched model, and how each one did."""
     parser.add_argument("names", nargs="*", metavar="TYPE", help="only those with this in their name")
     args = parser.parse_args(argv)

@@ -1,13 +1,12 @@
 import json
 import textwrap
 from argparse import ArgumentParser
-from typing import Any
 
 from . import command, options_of
 
 
 @command
-def policies(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def policies(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """List the presets and the choices they are made of, with their options."""
     args = parser.parse_args(argv)
     from ..policy.building import build

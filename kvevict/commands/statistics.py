@@ -1,11 +1,10 @@
 from argparse import ArgumentParser
-from typing import Any
 
 from . import add_model, check_file, command, loaded, read_text
 
 
 @command
-def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Measure a model's queries on a text, for `expected:stats=OUT` to predict the attention of later ones."""
     add_model(parser)
     parser.add_argument("--data", required=True, help="text to read; - is standard input")

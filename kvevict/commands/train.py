@@ -1,15 +1,14 @@
 import contextlib
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from . import add_model, check_folder, command, loaded, read_text
 
 
 @command
-def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
+def train(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     """Train a lookahead adapter on prompts, or gates on a text, for `lookahead:adapter=OUT` or `gate:gates=OUT`."""
     add_model(parser)
     parser.add_argument(
@@ -20,11 +19,9 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
         help="JSONL of `prompt` and optionally `response`, or of `messages`; for gates a text, - is standard input",
     )  # fmt: skip
     parser.add_argument("--out", required=True, help="folder for the result; continued if begun")
-    parser.add_argument(
-        "--held-out", type=int,
-        help="last pairs, or pieces of the text, kept from training to validate with; default: no pairs, an eighth of "
-        "the pieces",
-    )  # fmt: skip
+    parser.add_argument("--held-out", type=int,
+                        help="last pairs, or pieces of the text, kept from training to validate with; default: no "
+                        "pairs, an eighth of the pieces")  # fmt: skip
     rows = parser.add_argument_group("lookahead")
     rows.add_argument("--steps", type=int, help="optimizer steps; more lengthen a finished training; default 7600")
     rows.add_argument("--seed", type=int, help="of first weights and the order of pairs; default 0")
@@ -58,7 +55,7 @@ def train(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     return (_gates if args.kind == "gates" else _lookahead)(args, own)
 
 
-def _lookahead(args: Any, options: dict) -> dict | None:
+def _lookahead(args: Namespace, options: dict) -> dict | None:
     from ..train.lookahead import train
     from ..train.lookahead.training import LOG, check_installed
     from ..train.processes import Processes
@@ -86,7 +83,7 @@ def _lookahead(args: Any, options: dict) -> dict | None:
     return {"model": name, "out": args.out, "parameters": parameters}
 
 
-def _gates(args: Any, options: dict) -> dict | None:
+def _gates(args: Namespace, options: dict) -> dict | None:
     from ..train.gates import train
     from ..train.processes import Processes
 
@@ -108,7 +105,7 @@ def _gates(args: Any, options: dict) -> dict | None:
 
 @contextlib.contextmanager
 def _resumable(out: str) -> Iterator[None]:
-    """Ctrl-C inside says how to go on."""
+    """Let Ctrl-C inside say how to go on."""
     try:
         yield
     except KeyboardInterrupt:

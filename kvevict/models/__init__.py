@@ -1,1 +1,1 @@
-"""What is known of types of models: structure, rotation, weights, refusals; and how models are loaded."""
+"""Facts about types of models (structure, rotation, weights, refusals), and how models are loaded."""

@@ -1,8 +1,8 @@
-"""The trained part of LookaheadKV: embeddings of the lookahead rows, and a low-rank adapter for these rows only."""
+"""The trained part of LookaheadKV: embeddings of the lookahead rows, and a low-rank adapter for these rows alone."""
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of the paper's table 5
 FORMAT, VERSION = "kvevict lookahead", 2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
-EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's, of the decoder of a causal model
+EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's prefix of a causal model's decoder
 # The fields of a base model's config that an adapter depends on.
 BASE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -28,9 +28,9 @@ BASE = (
 
 
 class LoRA(nn.Module):
-    """x [.., inputs] -> scale * B A x [.., outputs]; 0 until trained."""
+    """Maps x [.., inputs] to scale * B A x [.., outputs], which is 0 until trained."""
 
-    def __init__(self, inputs: Any, outputs: Any, rank: int, scale: Any, device: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, device: torch.device) -> None:
         super().__init__()
         self.lora_A = nn.Linear(inputs, rank, bias=False, device=device, dtype=torch.float32)
         self.lora_B = nn.Linear(rank, outputs, bias=False, device=device, dtype=torch.float32)
@@ -45,17 +45,19 @@ class LoRA(nn.Module):
 class Adapter(nn.Module):
     """Learned embeddings of `tokens` rows and a LoRA on the linear layers of a decoder, active for these rows only.
 
-    model    the loaded model it is for (causal, its decoder or under PEFT); it is not changed
-    tokens   lookahead rows n_la
-    rank     of the LoRA; its scale is alpha / rank
+    model    the loaded model that the adapter is for (causal, its decoder or under PEFT); it is not changed
+    tokens   number of lookahead rows n_la
+    rank     rank of the LoRA; its scale is alpha / rank
     targets  "all", "qv", "none" (embeddings only), or names of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-             down_proj. Where a family fuses some of them the parts keep these names. Experts of a mixture carry none.
+             down_proj. Where a family fuses some of these the parts keep their names. Experts of a mixture carry none.
 
     Linear layers after the keys of the last evicting layer cannot change a score and carry no LoRA (METHODS section 6).
     Parameters are float32, on the model's device. Raises ValueError or TypeError for options that do not fit.
     """
 
-    def __init__(self, model: Any, tokens: int = 32, rank: int = 8, alpha: float = 32, targets: Any = "all") -> None:
+    def __init__(
+        self, model: Any, tokens: int = 32, rank: int = 8, alpha: float = 32, targets: str | Iterable[str] = "all"
+    ) -> None:
         super().__init__()
         decoder = _decoder(model)
         count("tokens", tokens, 1)
@@ -75,7 +77,7 @@ class Adapter(nn.Module):
             self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
 
     @contextlib.contextmanager
-    def on(self, decoder: Any) -> Iterator[Any]:
+    def on(self, decoder: Any) -> Iterator["Adapter"]:
         """Inside, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA, and
         experts of a mixture are called for these rows separately."""
         token = object()
@@ -90,7 +92,7 @@ class Adapter(nn.Module):
             for hook in hooks:
                 hook.remove()
 
-    def _places(self, decoder: Any) -> Iterator[Any]:
+    def _places(self, decoder: Any) -> Iterator[tuple[nn.Module, list]]:
         """Yield (linear module, [(first output, LoRA)]) of every linear that carries a LoRA."""
         layers: Any = self.layers
         for index, blocks in layers.items():
@@ -104,10 +106,10 @@ class Adapter(nn.Module):
         """Raise ValueError, naming the difference, unless this is an adapter for a model of these sizes and weights."""
         _check(self.base, self.weights, _decoder(model))
 
-    def save(self, folder: str | Path, dtype: Any = None, **about: Any) -> None:
-        """Write adapter_model.safetensors, the LoRA by PEFT's names, and config.json, with a checksum of both, to a
-        folder, each completely or not at all. dtype: of the tensors, None: unchanged. about: further fields of
-        config.json. Raises OSError if they cannot be written."""
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None, **about: object) -> None:
+        """Write adapter_model.safetensors, with PEFT's names of the LoRA, and config.json, with a checksum of both, to
+        a folder, each completely or not at all. Tensors get `dtype` (None: unchanged), config.json gets the further
+        fields `about`. Raises OSError if the files cannot be written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -120,12 +122,12 @@ class Adapter(nn.Module):
 
 
 class _Add:
-    """Forward hook of a linear module: adds the LoRA of the module's input to the last rows of its output."""
+    """Forward hook of a linear module that adds the LoRA of the module's input to the last rows of its output."""
 
-    def __init__(self, token: Any, parts: Any, rows: int) -> None:
+    def __init__(self, token: object, parts: list, rows: int) -> None:
         self.token, self.parts, self.rows = token, parts, rows
 
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         if context().adapter is not self.token:
             return
         x, last = args[0][..., -self.rows :, :], output[..., -self.rows :, :]
@@ -135,8 +137,8 @@ class _Add:
 
 
 def load(folder: str | Path, model: Any) -> Adapter:
-    """Read the adapter that `Adapter.save` wrote, to the model's device; runs no code of the folder. Raises ValueError
-    for a folder without an adapter, for a damaged one, and, naming the difference, for another model's."""
+    """Read the adapter that `Adapter.save` wrote, to the model's device; no code of the folder is run. Raises
+    ValueError for a folder without an adapter, for a damaged one, and, naming the difference, for another model's."""
     folder, config = Path(folder), config_of(folder)
     try:
         tensors = sealed.tensors_of_pair(folder / WEIGHTS, folder / CONFIG)
@@ -187,10 +189,10 @@ def config_of(folder: str | Path) -> dict[str, Any]:
 
 def bundled() -> str:
     """Return the folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
-    return str(Path(__file__).parent.parent / "models" / "small_llama_lookahead")
+    return str(Path(__file__).with_name("small_llama_lookahead"))
 
 
-def targets_of(targets: Any) -> tuple[Any, ...]:
+def targets_of(targets: str | Iterable[str]) -> tuple[str, ...]:
     """Return `Adapter`'s targets as names of linear layers, in the order of TARGETS."""
     names = SETS.get(targets) if isinstance(targets, str) else tuple(targets)
     if names is None or not set(names) <= set(TARGETS):
@@ -204,7 +206,7 @@ def base_of(decoder: Any) -> dict[str, Any]:
     return found | dict(head_dim=decoder.layers[0].self_attn.head_dim)
 
 
-def _check(base: Any, weights: Any, decoder: Any) -> None:
+def _check(base: dict[str, Any], weights: Any, decoder: Any) -> None:
     for field, value in base_of(decoder).items():
         if base.get(field) != value:
             raise ValueError(
@@ -220,7 +222,7 @@ def _check(base: Any, weights: Any, decoder: Any) -> None:
         )
 
 
-def sizes(decoder: Any, targets: Any) -> Iterator[Any]:
+def sizes(decoder: Any, targets: Iterable[str]) -> Iterator[tuple[tuple, int, int]]:
     """Yield ((layer, block, name), inputs, outputs) of every linear that can reach a score."""
     last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.FULL_ATTENTION)
     for index in range(last + 1):
@@ -231,7 +233,7 @@ def sizes(decoder: Any, targets: Any) -> Iterator[Any]:
                         yield (index, block, name), module.in_features, outputs
 
 
-def linears(layer: Any, block: str) -> Iterator[Any]:
+def linears(layer: nn.Module, block: str) -> Iterator[tuple[Any, list]]:
     """Yield (linear module, [(name, first output, outputs)]) of a decoder layer's block. A module of a family that
     fuses linears has several pieces."""
     parent = getattr(layer, block)
@@ -258,7 +260,7 @@ def _decoder(model: Any) -> Any:
     return decoder
 
 
-def _inner(modules: Any, name: str) -> Any:
+def _inner(modules: nn.ModuleDict, name: str) -> Any:
     if name not in modules:
         modules[name] = nn.ModuleDict()
     return modules[name]

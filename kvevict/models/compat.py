@@ -1,5 +1,5 @@
-"""Every branch on the Transformers version, and every method of Transformers with an underscore that we stand in for.
-Only functions import Transformers here: `kvevict plan` does without it."""
+"""Every branch on the version of Transformers, and a stand-in for every method of Transformers with an underscore that
+is replaced. Only functions import Transformers here: its import is slow."""
 
 import functools
 import inspect
@@ -16,8 +16,8 @@ OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 
 
 def checked(found: str) -> tuple:
-    """(major, minor) of a version of Transformers. Raises ImportError for one that is too old, and warns of one that is
-    newer than the tested ones."""
+    """Return (major, minor) of a version of Transformers. Raises ImportError for one that is too old, and warns of one
+    that is newer than the tested ones."""
     version = tuple(int(part) for part in found.split(".")[:2])
     if version < TESTED[0]:
         raise ImportError(
@@ -32,7 +32,7 @@ def checked(found: str) -> tuple:
 
 
 def _installed() -> str:
-    """The version of Transformers, without its import; the newest tested one where it is not installed."""
+    """Return the version of Transformers, without its import; the newest tested one if it is not installed."""
     try:
         return metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -41,30 +41,26 @@ def _installed() -> str:
 
 VERSION = checked(_installed())
 
-# crop(n) of a cache layer: up to 5.16 a positive n is the length to keep, later only "remove -n" is left.
+# crop(n) of a cache layer keeps n slots for a positive n up to 5.16; later versions only remove -n slots.
 CROP_TAKES_LENGTH = VERSION < (5, 17)
-
-
-# The name of the cache in a model's calls and outputs; later ones take the earlier name too, with a warning.
+# The cache's name in a model's calls and outputs; versions from 5.24 on take the earlier name too, with a warning.
 CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
-
-
-def cache_of(output: Any) -> Any:
-    """The cache of a model's output."""
-    return getattr(output, CACHE)
-
-
-def named(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments, with the cache by this version's name."""
-    return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
-
-
 # Attribute of the text decoder for its `kvevict.engine.hook.installed.Installed`, outside nn.Module's registries.
 STATE = "_kvevict"
 
 
-def _get_candidate_generator(model: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Assisted and prompt-lookup decoding say on the cache that their calls bring candidates which may be taken back.
+def cache_of(output: Any) -> Any:
+    """Return the cache of a model's output."""
+    return getattr(output, CACHE)
+
+
+def named(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments, with the cache by this version's name."""
+    return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
+
+
+def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Mark the cache of assisted and prompt-lookup decoding, whose calls bring candidates that may be taken back.
     (`activate_past_recording` is called before the cache is an `EvictionCache`.)"""
     if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
         raise ValueError(
@@ -89,23 +85,23 @@ def _get_candidate_generator(model: torch.nn.Module, run: Any, *args: Any, **kwa
     return run(*args, **kwargs)
 
 
-def _init_continuous_batching(model: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> None:
+def _init_continuous_batching(model: torch.nn.Module, run: Callable, *args: object, **kwargs: object) -> None:
     raise ValueError(
         "a paged cache (generate_batch, continuous batching) cannot be evicted from: call model.generate, or "
         "kvevict.unpatch(model) first"
     )
 
 
-# Methods of a patched model that something stands in for: function(model, the method, *args, **kwargs). A model without
-# such a method is left as it is: its kind of decoding has then another entrance, or none.
+# Stand-ins for methods of a patched model: function(model, the method, *args, **kwargs). A model without such a method
+# is left as it is: its kind of decoding then has another entrance, or none.
 STAND_INS = {
     "_get_candidate_generator": _get_candidate_generator,
     "init_continuous_batching": _init_continuous_batching,
 }
 
 
-def base_attention(module: torch.nn.Module, config: Any) -> Callable[..., Any]:
-    """The attention function that `module` would call without us, under its original config."""
+def base_attention(module: torch.nn.Module, config: Any) -> Callable:
+    """Return the attention function that an unpatched `module` calls under its original config."""
     from transformers import AttentionInterface
 
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -113,13 +109,13 @@ def base_attention(module: torch.nn.Module, config: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable, name: str) -> bool:
     """Whether a function has a parameter of this name."""
     return name in inspect.signature(function).parameters
 
 
 def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, H, p, D] by cos and sin [B, p, r], with the function of the module's own file. Where r < D that
+    """Rotate x [B, H, p, D] by cos and sin [B, p, r], with the function of the module's own file. If r < D, that
     function or its caller leaves the last D - r dimensions alone."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
     both = takes(function, "k")
@@ -127,12 +123,12 @@ def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, si
     width = cos.shape[-1]
     try:
         return rotated(x)
-    except RuntimeError:  # the caller cuts (Phi, StableLM)
+    except RuntimeError:  # the caller passes r dimensions only (Phi, StableLM)
         return torch.cat([rotated(x[..., :width]), x[..., width:]], -1)
 
 
 def keeps_state(kind: type) -> None:
-    """Have Transformers look for a convolution's or a recurrent state in cache layers of this class."""
+    """Let Transformers look for a convolution's or a recurrent state in cache layers of this class."""
     from transformers import cache_utils
 
     mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)

@@ -1,17 +1,19 @@
-"""Experts of a mixture, called separately for the learned rows and for the others (METHODS section 6).
+"""Calls the experts of a mixture separately for the learned rows and for the others (METHODS section 6).
 
-How many rows an expert multiplies may change how each product is rounded (another kernel, another order of summation).
-The adapter influences the learned rows' routing, so in a common call it would change the other rows' bits.
+The number of rows that an expert multiplies may change how each product is rounded (another kernel, another order of
+summation). The adapter influences the learned rows' routing, so in a common call it would change the other rows' bits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 
-def hooks(decoder: Any, rows: int, active: Any) -> Any:
-    """Install hooks that call a mixture's experts separately for the last `rows` of every sequence, while active().
-    Returns their handles."""
+def hooks(decoder: Any, rows: int, active: Callable[[], bool]) -> list:
+    """Install hooks that call a mixture's experts separately for the last `rows` rows of every sequence, while active()
+    is true. Returns the hooks' handles."""
     found = []
     for layer in decoder.layers:
         for name, module in layer.named_modules():
@@ -26,27 +28,27 @@ def hooks(decoder: Any, rows: int, active: Any) -> Any:
 
 
 class _Separate:
-    """Hooks of one module of experts, called with rows [batch * T, E], the rows' experts and weights [.., k]."""
+    """Hooks of one module of experts, called with rows [batch * T, E] and the rows' experts and weights [.., k]."""
 
-    def __init__(self, rows: int, active: Any) -> None:
+    def __init__(self, rows: int, active: Callable[[], bool]) -> None:
         self.rows, self.active = rows, active
         self.shape: Any = None  # [batch, T] of the layer's input
         self.last: Any = None  # the last rows' output, [batch * rows, E]
 
-    def note(self, layer: Any, args: Any, kwargs: Any) -> None:
+    def note(self, layer: Module, args: tuple, kwargs: dict) -> None:
         if self.active():
             self.shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
-    def before(self, module: Any, args: Any) -> Any:
-        """Call `forward` for the last rows, and return the arguments without them. A mixture that gives every expert
-        every row passes another number of rows: it is left as it is, its products have one shape."""
+    def before(self, module: Module, args: tuple) -> tuple | None:
+        """Call `forward` for the last rows, and return the arguments without these rows. A mixture that gives every
+        expert every row passes another number of rows, and is left as it is, since its products have one shape."""
         if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
             return None
         each = [x.unflatten(0, self.shape) for x in args]
         self.last = module.forward(*(x[:, -self.rows :].flatten(0, 1) for x in each))
         return tuple(x[:, : -self.rows].flatten(0, 1) for x in each)
 
-    def after(self, module: Any, args: Any, output: Any) -> Any:
+    def after(self, module: Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
         if not self.active() or self.last is None:
             return None
         last, self.last = self.last, None

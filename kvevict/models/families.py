@@ -1,20 +1,20 @@
-"""The parts of a decoder, found by its structure: its layers, each layer's kind of cache, and each layer's module that
+"""Finds the parts of a decoder by its structure: its layers, each layer's kind of cache, and each layer's module that
 calls Transformers' attention interface. Facts about whole model types are in `known.py`."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 FULL_ATTENTION, SLIDING = "full attention", "sliding window"
-STATE = "state"  # linear attention, convolution: the layer carries a state from call to call
-NOTHING = "nothing"  # an MLP alone, or a layer that reads another one's keys and values
+STATE = "state"  # linear attention or convolution: the layer carries a state from call to call
+NOTHING = "nothing"  # the layer is an MLP alone, or reads another layer's keys and values
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
 
-_KINDS = {  # Transformers' cache layers
+_KINDS = {  # of Transformers' cache layers, by the name of the class
     "DynamicLayer": FULL_ATTENTION, "DynamicSlidingWindowLayer": SLIDING, "LinearAttentionLayer": STATE,
     "DummyLayer": NOTHING, "LinearAttentionAndFullAttentionLayer": FULL_ATTENTION_AND_STATE,
 }  # fmt: skip
@@ -25,8 +25,8 @@ INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "de
 
 
 def unwrapped(model: Any) -> Any:
-    """The model in a pipeline or under wrappers (data parallel, compiled), or the model itself. A PEFT model stays, as
-    it may put learned tokens before a prompt."""
+    """Return the model in a pipeline or under wrappers (data parallel, compiled), or the model itself. A PEFT model is
+    returned as it is, since it may put learned tokens before a prompt."""
     if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
         model = model.model
     while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
@@ -35,13 +35,14 @@ def unwrapped(model: Any) -> Any:
 
 
 def base_model(model: Any) -> Any:
-    """The Transformers model without its wrappers: those that `unwrapped` takes away, and PEFT."""
+    """Return the Transformers model without the wrappers that `unwrapped` removes, and without PEFT."""
     model = unwrapped(model)
     return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def find_decoder(model: Any) -> Any:
-    """The text decoder: its layers cache keys and values."""
+    """Return a model's text decoder, whose layers cache keys and values. Raises TypeError for anything but a model, and
+    ValueError for a model that has no such decoder."""
     top = base_model(model)
     if not isinstance(top, torch.nn.Module) or not hasattr(top, "config"):
         raise TypeError(f"model must be a loaded Transformers model or a pipeline, got {type(model).__name__}")
@@ -57,7 +58,7 @@ def find_decoder(model: Any) -> Any:
 
 
 def decoder_of(top: Any) -> Any:
-    """The submodule of a model that runs its text layers; None where there is no such."""
+    """Return the submodule of a model that runs its text layers; None if there is none."""
     module = top.get_decoder() if hasattr(top, "get_decoder") else top
     while module is not None and (layers_of(module) is None or not hasattr(module, "config")):
         inner = (getattr(module, name, None) for name in INNER)
@@ -66,62 +67,64 @@ def decoder_of(top: Any) -> Any:
 
 
 def layers_of(decoder: torch.nn.Module) -> Any:
-    """The decoder's list of layers, under any known name; None if it has none."""
+    """Return the decoder's list of layers, under any known name; None if there is none."""
     lists = (getattr(decoder, name, None) for name in LAYER_LISTS)
     return next((each for each in lists if isinstance(each, torch.nn.ModuleList)), None)
 
 
 def evicting(config: Any) -> list[int]:
-    """The numbers of the layers that we evict from."""
+    """List the numbers of the layers that evict."""
     return [index for index, kind in enumerate(layer_kinds(config)) if kind in EVICTS]
 
 
 def attentions(decoder: Any, layers: Iterable[int]) -> list[Any]:
-    """`attention_of` each of the decoder's layers of these numbers."""
+    """List `attention_of` the decoder's layers with these numbers."""
     return [attention_of(layers_of(decoder)[index], index) for index in layers]
 
 
 def attention_of(layer: torch.nn.Module, index: int) -> Any:
-    """The one module of layer `index` that calls the attention interface; None where there is none, or several."""
+    """Return the module of layer `index` that calls the attention interface; None if there is none, or several."""
     own = (m for m in layer.modules() if getattr(m, "layer_idx", None) == index)
     found = [m for m in own if "ALL_ATTENTION_FUNCTIONS" in _names(type(m).forward)]
     return found[0] if len(found) == 1 else None
 
 
-def _names(function: Any) -> tuple:
-    """The global names and attributes that a function uses."""
+def _names(function: Callable) -> tuple:
+    """List the global names and attributes that a function uses."""
     return getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
 
 
 def is_transformers(decoder: torch.nn.Module) -> bool:
-    """Whether a decoder and its layers are of Transformers' or torch's classes."""
+    """Whether all classes of a decoder and its layers are Transformers' or torch's."""
     parts = [decoder, *layers_of(decoder).modules()]
     return all(type(part).__module__.startswith(("transformers.", "torch.")) for part in parts)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where a module computes; accelerate may keep its weights elsewhere, and meta tensors in their place."""
+    """Return the device that a module computes on. accelerate may keep the weights elsewhere, and meta tensors in their
+    place."""
     for each in module.modules():
         hook = getattr(each, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "execution_device", None) is not None:
                 return torch.empty(0, device=one.execution_device).device
-    return next(module.parameters(), torch.empty(0)).device  # torch.ao's quantised modules, of a CPU, have none
+    return next(module.parameters(), torch.empty(0)).device  # torch.ao's quantised modules have none, and are on CPUs
 
 
 def mixer_of(layer: torch.nn.Module) -> Any:
-    """The module of a layer that keeps a convolution's or a recurrent state in the cache; None where none does."""
+    """Return the module of a layer that keeps a convolution's or a recurrent state in the cache; None if none does."""
     return next((m for m in layer.modules() if hasattr(m, "layer_idx") and _keeps_state(type(m))), None)
 
 
-def _keeps_state(kind: Any) -> bool:
-    """Whether a method of the class stores a state. A kernel's variant of a forward is a separate method."""
+def _keeps_state(kind: type) -> bool:
+    """Whether a method of the class stores a state. All methods count, since a forward's variant for a kernel is a
+    method of its own."""
     return any("update_conv_state" in _names(f) for f in vars(kind).values() if callable(f))
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Each decoder layer's kind of cache: one of EVICTS (we may evict), SLIDING or STATE (stays), NOTHING, or the class
-    name of a cache that we refuse. A window as long as the context counts as full attention."""
+    """List each decoder layer's kind of cache: one of EVICTS (may be evicted from), SLIDING or STATE (stays as it is),
+    NOTHING, or the class name of a cache that is refused. A window as long as the context counts as full attention."""
     from transformers import cache_utils
 
     context = setting(config, "max_position_embeddings") or float("inf")
@@ -137,9 +140,9 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def heads(config: Any) -> tuple[Any, Any]:
-    """(query heads, kv heads) of the layers that we evict from; None where they differ."""
+    """Return (query heads, kv heads) of the layers that evict; None for a number in which they differ."""
     kinds = layer_kinds(config)
-    every = setting(config, "num_attention_heads_per_layer")  # Laguna's
+    every = setting(config, "num_attention_heads_per_layer")  # in Laguna's config
     queries = _alike(every or setting(config, "num_attention_heads"), kinds)
     if is_latent(config):
         return queries, queries
@@ -152,8 +155,8 @@ def heads(config: Any) -> tuple[Any, Any]:
 
 
 def readers(config: Any) -> dict[int, int | None]:
-    """Find {layer without keys and values: the layer that it reads from}: the last storing layer of its type before
-    it; None: not found. A layer that reads from one that we do not evict from is left out."""
+    """Return {layer without keys and values: the layer that it reads from}, which is the last storing layer of its type
+    before it; None if there is none. A layer that reads from one that does not evict is left out."""
     kinds, found = layer_kinds(config), {}
     modes, types = setting(config, "kv_sharing_modes") or (), setting(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -165,12 +168,12 @@ def readers(config: Any) -> dict[int, int | None]:
 
 
 def slot_heads(config: Any) -> int:
-    """How many kv heads of a layer choose and store slots; all heads share latents (MLA), which count as one."""
+    """Count the kv heads of a layer that choose and store slots. All heads share latents (MLA), which count as one."""
     return 1 if is_latent(config) else heads(config)[1]
 
 
 def _alike(value: object, kinds: list) -> Any:
-    """A config's number; if it has one for every layer, the number of the layers that we evict from."""
+    """Return a config's number; of a number for every layer, that of the layers that evict (None if they differ)."""
     if not isinstance(value, (list, tuple)):
         return value
     own = {n for n, kind in zip(value, kinds, strict=True) if kind in EVICTS}
@@ -183,7 +186,7 @@ def is_latent(config: Any) -> bool:
 
 
 def head_dim(module: Any, config: Any) -> int:
-    """Width of a query and a key."""
+    """Return the width of a query and a key."""
     if hasattr(module, "qk_nope_head_dim"):
         return module.qk_nope_head_dim + module.qk_rope_head_dim
     for owner, name in ((module, "qk_head_dim"), (module, "head_dim"), (module, "head_size"), (config, "head_dim")):
@@ -193,7 +196,7 @@ def head_dim(module: Any, config: Any) -> int:
 
 
 def widths(module: Any, config: Any) -> tuple[int, int]:
-    """Columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
+    """Return the columns of a stored slot's `k` and `v`, and of the keys and values that attention reads."""
     read = -(-max(head_dim(module, config), getattr(module, "v_head_dim", None) or 0) // 8) * 8
     if not is_latent(config):
         return read, read
@@ -201,7 +204,7 @@ def widths(module: Any, config: Any) -> tuple[int, int]:
 
 
 def setting(owner: Any, name: str) -> Any:
-    """An attribute, or None where there is none, or where layers differ in it."""
+    """Return an attribute; None if there is none, or if layers differ in it."""
     try:
         return getattr(owner, name, None)
     except Exception as error:
@@ -211,7 +214,7 @@ def setting(owner: Any, name: str) -> Any:
 
 
 def reasons(config: Any) -> list[str]:
-    """Reasons in a config why we cannot evict from the model's cache; empty: none."""
+    """List the reasons in a config why the model's cache cannot be evicted from."""
     if getattr(config, "is_encoder_decoder", False):
         return ["it is an encoder-decoder model; only decoder-only models are supported"]
     found = []
@@ -241,41 +244,38 @@ def reasons(config: Any) -> list[str]:
 
 
 def output_of(module: torch.nn.Module) -> Any:
-    """The output projection of an attention module; None if no child has a known name."""
+    """Return the output projection of an attention module; None if no child has a known name."""
     return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
 
 
 def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = False) -> torch.Tensor:
-    """W_O of an attention module, [E, H * Dv]: the weight of its output projection, without the bias.
-
-    split   True: of this rank's heads only (tensor parallel)
-
-    Weights that are not plain tensors (quantised, offloaded, with a LoRA) are measured by projecting unit vectors of
-    this dtype.
-    """
+    """Return W_O [E, H * Dv] of an attention module, the weight of its output projection without the bias. With `split`
+    it has this rank's heads only (tensor parallel). Weights that are not plain tensors (quantised, offloaded, with a
+    LoRA) are measured by projecting unit vectors of this dtype."""
     from transformers.pytorch_utils import Conv1D
 
     linear = output_of(module)
     if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
         weight = weight.T if type(linear) is Conv1D else weight
-        if hasattr(weight, "to_local"):  # a DTensor
+        if hasattr(weight, "to_local"):  # the weight is a DTensor
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    columns = next((part.in_features for part in linear.modules() if hasattr(part, "in_features")), 0)  # or a part's
+    # A wrapper without in_features has a part with it.
+    columns = next((part.in_features for part in linear.modules() if hasattr(part, "in_features")), 0)
     unit = torch.eye(columns or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():
         return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
 
 
 def counts_tokens(decoder: Any) -> bool:
-    """Whether the decoder, called without positions, counts a row's tokens without its padding."""
+    """Whether the decoder, called without positions, numbers a row's tokens without counting its padding."""
     return decoder.config.model_type == "opt"
 
 
 def context_of(config: Any) -> int | None:
-    """The most tokens that a decoder's configuration speaks of, as its rotary embedding scales them; None: it names
-    none. A scaled one may say only how long the texts of its first training were."""
+    """Return the largest number of tokens that a decoder's configuration names, scaled as its rotary embedding is; None
+    if it names none. Without the scale the number may be that of the decoder's first training."""
     most = setting(config, "max_position_embeddings")
     if most is None:
         return None

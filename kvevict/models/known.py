@@ -1,4 +1,4 @@
-"""The model types that were compared with the unpatched model: `known.tsv`, which tests/hf/test_types.py makes."""
+"""Reads `known.tsv`, made by tests/hf/test_types.py: the model types that were compared with the unpatched model."""
 
 import functools
 from pathlib import Path
@@ -15,9 +15,10 @@ class Type(NamedTuple):
 
     name      model_type of the whole model's config
     decoder   model_type of its text decoder's config
-    verdict   "equal": equal to the unpatched model with every policy; "limited": so, with the exceptions in `note`;
-              "refused": with the reason `note`; "untried": Transformers makes no tiny model of it that reads ids
-    since     oldest version of Transformers with which, as with all later ones tried, it was equal or limited: "5.23"
+    verdict   "equal": equal to the unpatched model with every policy; "limited": equal, with the exceptions in `note`;
+              "refused": refused, for the reason in `note`; "untried": Transformers makes no tiny model of it that reads
+              ids
+    since     oldest version of Transformers, such as "5.23", from which on all that were tried gave equal or limited
     """
 
     name: str
@@ -42,16 +43,12 @@ def version(text: str) -> tuple:
 
 
 def is_verified(name: str, decoder: str) -> bool:
-    """Whether such models were found equal to the unpatched ones, with a version of Transformers no newer than this."""
-    return any(
-        (t.name, t.decoder) == (name, decoder)
-        and t.verdict in (EQUAL, LIMITED)
-        and t.since
-        and version(t.since) <= VERSION
-        for t in table()
-    )
+    """Whether models of this type were found equal to the unpatched ones, with a version of Transformers that is not
+    newer than the installed one."""
+    good = (t for t in table() if (t.name, t.decoder) == (name, decoder) and t.verdict in (EQUAL, LIMITED))
+    return any(t.since and version(t.since) <= VERSION for t in good)
 
 
 def refused(name: str, decoder: str) -> str | None:
-    """Why such models are refused; None if they are not."""
+    """Return the reason why models of this type are refused; None if they are not."""
     return next((t.note for t in table() if (t.name, t.decoder, t.verdict) == (name, decoder, REFUSED)), None)

@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-CONFIGS = ("config.json", "adapter_config.json")  # of a model, and of one that PEFT has tuned
+CONFIGS = ("config.json", "adapter_config.json")  # files of a model, and of a model that PEFT has tuned
 
 
 def small_llama() -> str:
-    """Folder of a small Llama for trying policies: 4 layers, 8/4 heads of 64, context 2048, weights and tokenizer, for
-    `from_pretrained`. It recalls made-up facts and little else; examples/small_llama tells how it was made."""
+    """Return the folder, for `from_pretrained`, of a small Llama for trying policies: 4 layers, 8/4 heads of 64,
+    context 2048, weights and tokenizer. It recalls made-up facts and little else; examples/small_llama trains it."""
     folder = Path(__file__).parent / "small_llama"
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors; install kvevict again, or from a full clone")
@@ -17,7 +17,7 @@ def small_llama() -> str:
 
 
 def check_there(name: str) -> Path:
-    """The path that a model's name would be. Raises FileNotFoundError for a folder that is missing or not a model's."""
+    """Return a model's name as a path. Raises FileNotFoundError for a folder that is missing or not a model's."""
     path = Path(name)
     if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
@@ -27,15 +27,15 @@ def check_there(name: str) -> Path:
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """`kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises ValueError
-    or OSError if it cannot be loaded."""
+    """Call `kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises
+    ValueError or OSError if it cannot be loaded."""
     path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:
             return kind.from_pretrained(name, **options)
         except (OSError, ValueError):
             raise
-        except Exception as error:  # configs are checked in many places
+        except Exception as error:  # Transformers checks configs in many places, with many kinds of errors
             raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or repair its files") from None
     if not path.is_file():
         raise FileNotFoundError(f"{name} does not exist; give a .gguf file, a folder or a hub id")
@@ -51,7 +51,8 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer, as `pretrained` takes them, in eval mode, on `place(device)`."""
+    """Load a causal language model in eval mode, on `place(device)`, and its tokenizer, by a name that `pretrained`
+    takes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = place(device)
@@ -61,8 +62,8 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tup
 
 
 def place(device: str | None = None) -> str:
-    """The named device; by default a GPU, if there is one and this build has kernels for it, else the CPU. Processes of
-    one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that cannot be used."""
+    """Return the named device; by default a GPU, if there is one and this build has kernels for it, else the CPU.
+    Processes of one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that is unusable."""
     import torch
 
     from ..ops._ops import DEVICES, build_info
@@ -76,6 +77,6 @@ def place(device: str | None = None) -> str:
         try:
             torch.empty(0, device=device)
             return device
-        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
             reason = str(error).partition("\n")[0]
     raise ValueError(f"device {device!r} cannot be used: {reason}; give cpu, or cuda where there is a GPU")

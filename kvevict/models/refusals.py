@@ -1,4 +1,4 @@
-"""The reasons why a loaded model cannot be patched; `families.reasons` has those of its config alone."""
+"""Finds the reasons why a loaded model cannot be patched; `families.reasons` finds those of its config alone."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def check_model(model: Any) -> None:
         raise ValueError(f"{type(decoder).__name__} cannot be patched: " + "; ".join(reasons))
 
 
-def _of_structure(decoder: Any) -> list[str]:
-    """Reasons in a decoder's modules why it cannot be patched although its kind of cache is supported."""
+def _of_structure(decoder: torch.nn.Module) -> list[str]:
+    """List the reasons in a decoder's modules why it cannot be patched although its kind of cache is supported."""
     kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
     if len(kinds) != len(layers):
         return [f"it has {len(layers)} layers and caches for {len(kinds)}"]
@@ -51,8 +51,8 @@ def _of_structure(decoder: Any) -> list[str]:
     return []
 
 
-def _of_loaded(model: Any, decoder: Any) -> list[str]:
-    """Why this loaded model cannot be patched, although its type can."""
+def _of_loaded(model: torch.nn.Module, decoder: torch.nn.Module) -> list[str]:
+    """List the reasons why this loaded model cannot be patched, although models of its type can be."""
     reasons, own = [], families.attentions(decoder, families.evicting(decoder.config))
     implementation = own[0].config._attn_implementation
     if "flex" in implementation or "paged" in implementation:

@@ -1,14 +1,15 @@
-"""Runs a model on a few tokens, before it is patched, to measure: whether its output is the same in chunks, whether its
-layers rotate queries as expected, and in which submodule attention's output joins the residual stream."""
+"""Runs a model on a few tokens, before it is patched, to find out whether chunks change its output, whether its layers
+rotate queries as expected, and which submodule gets the residual stream with attention's output."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import Module
 
 from ..engine.hook import installed
 from ..engine.memory.cache import EvictionCache
@@ -17,14 +18,14 @@ from .compat import CACHE, cache_of
 
 SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded after it, left padding of the second row
 FAR = 100_000  # the highest position tried
-TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm; ROUNDED: with 16-bit weights
-ROUNDED = 5e-2
+TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm
+ROUNDED = 5e-2  # relative error with 16-bit weights
 
-_known = WeakKeyDictionary()  # decoder -> {function: its finding}
+_known = WeakKeyDictionary()  # {decoder: {function: its finding}}
 
 
 @contextlib.contextmanager
-def quiet(model: torch.nn.Module) -> Iterator[None]:
+def quiet(model: Module) -> Iterator[None]:
     """Inside, dropout is off and nothing is recorded for gradients."""
     training = [module for module in model.modules() if module.training]
     try:
@@ -37,11 +38,9 @@ def quiet(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractContextManager]) -> str | None:
-    """How the output of a model of unknown type changes if its prompt is read in chunks; None: it does not.
-
-    patched   (name, options) -> a context manager that patches the model with that policy
-    """
+def difference(model: Module, patched: Callable[[str, dict], AbstractContextManager]) -> str | None:
+    """Describe how the output of a model of unknown type changes if its prompt is read in chunks; None if it does not.
+    `patched` makes a context manager that patches the model, from a policy's name and options."""
     try:
         ids = plain_ids(model.config, 2, SEEN + NEW)
         mask = torch.ones_like(ids)
@@ -62,12 +61,12 @@ def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractCont
         if not isinstance(cache, EvictionCache):
             return "its cache is not filled by its text decoder"
         got = said[valid]
-        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # of each valid token among them
+        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # index of each valid token among the valid ones
         prompt = place[:, :SEEN][part]
         errors = {"rows appended to a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    # Of quantised weights rounding depends on the number of rows.
+    # With quantised weights rounding depends on the number of rows.
     quantised = any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
     limit = ROUNDED if quantised else TOLERANCE.get(want.dtype, ROUNDED)
     wrong = [f"{what} change its output by {error:.0e}" for what, error in errors.items() if not error < limit]
@@ -77,13 +76,10 @@ def difference(model: Any, patched: Callable[[str, dict[str, Any]], AbstractCont
 
 
 def itself(
-    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, want: torch.Tensor, limit: float
+    model: Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, want: torch.Tensor, limit: float
 ) -> str | None:
-    """How the unpatched model's output changes in two calls with its default cache; None: it does not.
-
-    input_ids, attention_mask   [B, N]
-    want                        logits or hidden states of the valid tokens, from one call
-    """
+    """Describe how the unpatched model's output for input_ids [B, N] changes in two calls with its default cache; None
+    if it does not. `want` has the logits or hidden states of the valid tokens, from one call."""
     try:
         with quiet(model):
             said, _ = _in_calls(model, input_ids, attention_mask, (SEEN, input_ids.shape[1]))
@@ -96,7 +92,7 @@ def itself(
 
 
 def plain_ids(config: Any, batch: int, length: int) -> torch.Tensor:
-    """[batch, length] token ids, none of them special."""
+    """Draw token ids [batch, length], none of which is special."""
     text = config.get_text_config(decoder=True)
     special = {value for each in (config, text) for name, value in vars(each).items() if name.endswith("token_id")}
     plain = [token for token in range(5, min(text.vocab_size, 1000)) if token not in special]
@@ -104,8 +100,8 @@ def plain_ids(config: Any, batch: int, length: int) -> torch.Tensor:
     return torch.tensor(plain)[chosen]
 
 
-def _in_calls(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, ends: Any) -> tuple:
-    """The output for ids [B, N] of calls that end at each column of `ends`, and the cache that they fill."""
+def _in_calls(model: Module, ids: torch.Tensor, mask: torch.Tensor, ends: Iterable[int]) -> tuple:
+    """Read ids [B, N] in calls that end at each column of `ends`; return the output and the cache."""
     said, cache, start = [], None, 0
     for end in ends:
         out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}, use_cache=True)
@@ -122,8 +118,9 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
-def _found(find: Callable[[Any, Any], Any], model: Any, decoder: Any, advice: str) -> Any:
-    """The finding of a function about a model, computed once. Raises ValueError, with advice, for a text: a fault."""
+def _found(find: Callable[[Module, Module], dict | str], model: Module, decoder: Module, advice: str) -> dict:
+    """Return what a function finds out about a model, computed once. A text is a fault: raises ValueError with it and
+    the advice."""
     known = _known.setdefault(decoder, {})
     if find not in known:
         known[find] = find(model, decoder)
@@ -135,11 +132,11 @@ def _found(find: Callable[[Any, Any], Any], model: Any, decoder: Any, advice: st
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def rotating(model: Any, decoder: Any) -> dict[int, bool]:
-    """Whether each of the layers that evict rotates queries and keys by their positions: {layer: True or False}.
+def rotating(model: Module, decoder: Module) -> dict[int, bool]:
+    """Find out which of the layers that evict rotate queries and keys by their positions: {layer: True or False}.
 
-    Every attention module gets two equal rows at two positions, so their queries differ by the rotation only. Raises
-    ValueError if they differ and `rotary.rotate` does not turn one into the other.
+    Every attention module gets two equal rows at two positions, so that their queries differ by the rotation only.
+    Raises ValueError if they differ and `rotary.rotate` does not turn one into the other.
     """
     return _found(
         _rotating, model, decoder, "; kvevict cannot rotate its queries or keys: pass ema_alpha=0.0 with rows='probe', "
@@ -147,17 +144,17 @@ def rotating(model: Any, decoder: Any) -> dict[int, bool]:
     )  # fmt: skip
 
 
-def _here(hook: Any) -> Any:
-    """A hook that only sees the calls of this thread."""
+def _here(hook: Callable) -> Callable:
+    """Return a hook that only sees the calls of this thread."""
     thread = threading.get_ident()
 
-    def own(*args: Any) -> Any:
+    def own(*args: object) -> object:
         return hook(*args) if threading.get_ident() == thread else None
 
     return own
 
 
-def _rotating(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:
+def _rotating(model: Module, decoder: Module) -> dict | str:
     config, seen = decoder.config, {}
     last = min(FAR, *(getattr(config, name, None) or FAR for name in (
         "max_position_embeddings", "original_max_position_embeddings"))) - 1  # fmt: skip
@@ -165,13 +162,13 @@ def _rotating(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:
     positions = torch.tensor([[min(5, last - 1), last]], device=device)
     modules = families.attentions(decoder, families.evicting(config))
 
-    def alike(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple:
+    def alike(module: Module, args: tuple, kwargs: dict) -> tuple:
         if args:
             return (args[0][:, :1].expand_as(args[0]).contiguous(), *args[1:]), kwargs
         rows = kwargs["hidden_states"]
         return args, kwargs | dict(hidden_states=rows[:, :1].expand_as(rows).contiguous())
 
-    def note(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    def note(module: Module, query: torch.Tensor, key: torch.Tensor) -> None:
         seen[module.layer_idx] = query.float(), key.float()
 
     with quiet(model), contextlib.ExitStack() as stack:
@@ -192,8 +189,8 @@ def _rotating(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:
     return rotates
 
 
-def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: torch.Tensor, *pair: Any) -> bool:
-    """Whether equal rows at two positions differ. Raises ValueError where they do, but not by the known rotation."""
+def _is_rotated(decoder: Module, module: Module, positions: torch.Tensor, *pair: torch.Tensor) -> bool:
+    """Whether equal rows at two positions differ. Raises ValueError if they do, but not by the known rotation."""
     if all(torch.equal(x[:, :, 0], x[:, :, 1]) for x in pair):
         return False
     exact = next((weight.dtype for weight in module.parameters()), None) == torch.float32
@@ -210,34 +207,34 @@ def _is_rotated(decoder: torch.nn.Module, module: torch.nn.Module, positions: to
 # -- residual stream ---------------------------------------------------------------------------------------------------
 
 
-def after_attention(model: Any, decoder: Any) -> dict[int, str]:
-    """For each of the layers that evict, the submodule that takes the residual stream with attention's output added:
-    {layer: name of the submodule}. Its input equals the layer's input only if attention's output is set to 0. Raises
-    ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""
+def after_attention(model: Module, decoder: Module) -> dict[int, str]:
+    """Find, for each of the layers that evict, the submodule that takes the residual stream with attention's output
+    added: {layer: name of the submodule}. The submodule's input equals the layer's only if attention's output is set to
+    0. Raises ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""
     return _found(_after_attention, model, decoder, ": give the layer budget cd='layer' or cd='off'")
 
 
-def _after_attention(model: torch.nn.Module, decoder: torch.nn.Module) -> Any:
+def _after_attention(model: Module, decoder: Module) -> dict | str:
     ids = plain_ids(decoder.config, 2, 4).to(families.device_of(decoder))
     layers, order = families.layers_of(decoder), families.evicting(decoder.config)
     entered, inputs = {}, {}
 
-    def enter(index: int) -> Any:
+    def enter(index: int) -> Callable:
         return lambda module, args, kwargs: entered.update({index: args[0] if args else kwargs["hidden_states"]})
 
-    def child(index: int, name: str) -> Any:
-        def note(module: torch.nn.Module, args: tuple) -> None:
+    def child(index: int, name: str) -> Callable:
+        def note(module: Module, args: tuple) -> None:
             if args and isinstance(args[0], torch.Tensor) and (index, name) not in inputs:
                 alike = args[0].numel() == entered[index].numel()  # OPT's MLPs get [B * T, E]
                 inputs[index, name] = alike and _error(args[0].reshape(entered[index].shape), entered[index])
 
         return note
 
-    def nothing(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
+    def nothing(module: Module, args: tuple, output: tuple) -> tuple:
         return tuple(0 * x if i == 0 else x for i, x in enumerate(output)) if isinstance(output, tuple) else 0 * output
 
     def same(silent: bool) -> set:
-        """The submodules that get the layer's input, with attention's output (silent=False) or with zeros in its
+        """Find the submodules that get the layer's input, with attention's output (silent=False) or zeros in its
         place."""
         inputs.clear()
         with quiet(model), contextlib.ExitStack() as stack:

@@ -1,36 +1,40 @@
-"""Processes that share work: `accelerate launch -m kvevict eval` or `train --kind gates`, torchrun. The first one
-collects all results, so machines need no common disk. Launchers put a process's number into its environment."""
+"""Processes that share work, started by torchrun or by `accelerate launch -m kvevict eval` (or `train --kind gates`).
+The first one collects all results, so machines need no common disk. Launchers put a process's number into its
+environment."""
 
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
+T = TypeVar("T")
+Line = TypeVar("Line")
+
 
 class Processes:
-    """All processes of this launch: this one is number `rank` of `size`. A process that no launcher started is alone.
-    All processes `join` before anything else, and call the methods in the same order."""
+    """All processes of this launch, of which this one is number `rank` of `size`. A process that no launcher started is
+    alone. All processes `join` before anything else, and call the methods in one order."""
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-        self.group = None  # torch's default one
+        self.group = None  # torch's default group
 
     def join(self) -> "Processes":
-        """Make torch's process group, if there are several processes and no group yet; returns self. The group stays: a
-        later group of the same launch would find this one's addresses in the launcher's store."""
-        day = timedelta(days=1)  # the slowest one's share of the work is waited for
+        """Make torch's process group, if there are several processes and no group yet, and return self. The group
+        stays: a later group of this launch would find its addresses in the launcher's store."""
+        day = timedelta(days=1)  # the others wait until the slowest process has done its share
         if self.size > 1 and not distributed.is_initialized():
             distributed.init_process_group("gloo", timeout=day)
-        elif self.size > 1:  # another's, maybe for GPUs alone
+        elif self.size > 1:  # there is a group already, which may be for GPUs alone
             self.group = distributed.new_group(backend="gloo", timeout=day)
         return self
 
-    def broadcast(self, value: object) -> Any:
-        """The first process's value, in all of them."""
+    def broadcast(self, value: T) -> T:
+        """Return the first process's value in all processes."""
         if self.size == 1:
             return value
         box = [value]
@@ -38,14 +42,14 @@ class Processes:
         return box[0]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all processes' tensors x of one shape, on x's device: the same bits in all of them."""
+        """Sum all processes' tensors x of one shape, on x's device, with equal bits in all processes."""
         if self.size == 1:
             return x
         total = x.cpu().clone()
         distributed.all_reduce(total, group=self.group)
         return total.to(x.device)
 
-    def lines(self, cases: Sequence[Any], measure: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    def lines(self, cases: Sequence[T], measure: Callable[[T], Iterator[Line]]) -> Iterator[Line]:
         """Yield the lines of the generator measure(case) for every case, each line as soon as it is known. Several
         processes take cases in turn, and the first of them yields all lines."""
         for start in range(0, len(cases), self.size):

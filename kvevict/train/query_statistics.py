@@ -1,4 +1,4 @@
-"""Mean and covariance of a model's queries, measured on any text, for `expected` (Expected Attention)."""
+"""Measures mean and covariance of a model's queries on any text, for `expected` (Expected Attention)."""
 
 import os
 from typing import Any
@@ -15,18 +15,18 @@ from ..models.refusals import check_model
 from ..patch import is_patched
 from ..policy.checks import count
 
-SINK = 4  # rows at a part's first positions, left out
+SINK = 4  # rows at a part's first positions, which are not measured
 
 
 def measure_queries(
     model: Any, ids: list[int] | torch.Tensor, path: str | os.PathLike, *, length: int = 1000, progress: bool = False
 ) -> dict[str, Any]:
     """Write the mean and covariance of a model's queries before rotation to `path` (safetensors), for
-    `kvevict.patch(model, "expected", stats=path)`; returns the facts that the file has of them.
+    `kvevict.patch(model, "expected", stats=path)`. Returns what the file says about the model and the text.
 
-    model    loaded, unpatched, in one process
+    model    loaded model, unpatched, in one process
     ids      token ids of a text, 1-D
-    length   tokens of a part that is read at once; its first 4 rows are left out
+    length   tokens of a part that is read at once; its first 4 rows are not measured
 
     Raises ValueError or TypeError for ids or a model that cannot be measured, OSError if the file cannot be written.
     """

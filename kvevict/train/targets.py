@@ -1,4 +1,4 @@
-"""KVzip's numbers of a text that is read twice: the targets of training gates and lookahead rows."""
+"""Computes KVzip's numbers of a text that is read twice: the targets of training gates and lookahead rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,21 +15,23 @@ from ..policy.checks import PLENTY
 LABELS = ("kvzip", "kvzip+")
 
 
-class _Told(Watcher):
+Take = Callable[[int, torch.Tensor], None]  # take(layer, numbers fp32 [kv heads, N])
+
+
+class _Numbers(Watcher):
     """Passes each layer's numbers to `take` as soon as they are known."""
 
-    def __init__(self, take: Any) -> None:
+    def __init__(self, take: Take) -> None:
         self.take = take
 
     def read(self, call: Any, score: Any) -> None:
         self.take(call.slots.index, score[0])
 
 
-def numbers(model: Any, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor], None]) -> None:
-    """Read the tokens ids [N] of one text and then once more after themselves, without an autograd graph. Calls
-    take(layer, fp32 [kv heads, N]) for every layer that evicts, in order, with the numbers by which the policy `label`
-    ranks slots."""
+def numbers(model: torch.nn.Module, label: str, ids: torch.Tensor, take: Take) -> None:
+    """Read the tokens ids [N] of one text and then once more after themselves, without an autograd graph. Calls `take`
+    for every layer that evicts, in order, with the numbers by which the policy `label` ranks slots."""
     decoder = families.find_decoder(model)
     policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
-    with evicting(model, policy), torch.no_grad(), within(watchers=(_Told(take),)):
+    with evicting(model, policy), torch.no_grad(), within(watchers=(_Numbers(take),)):
         decoder(input_ids=ids[None].to(families.device_of(decoder)), use_cache=True)

@@ -23,14 +23,14 @@ from bench_clients import of_100, parted
 from bench_read import resident
 from bench_serve import NEW, asked, started
 
-from kvevict.lab.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.tasks import TaskSettings, find
 
 
 def questions_of(args, tokenizer) -> list:
     """[(name of a text, the text, its question)]"""
     found = []
     for seed in range(args.texts):
-        settings = Settings(tokenizer, args.length, 1, seed, Settings.depths, Path(args.haystack), None)
+        settings = TaskSettings(tokenizer, args.length, 1, seed, TaskSettings.depths, Path(args.haystack), None)
         found += [(f"text {seed}", case.context, case.question) for case in find("many")(settings)]
     return found
 

@@ -24,7 +24,7 @@ from bench_read import resident
 from transformers import AutoTokenizer
 
 from kvevict.lab.evaluate.metrics import METRICS
-from kvevict.lab.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.tasks import TaskSettings, find
 
 NEW = 24  # tokens of an answer at most
 
@@ -32,7 +32,7 @@ NEW = 24  # tokens of an answer at most
 def text_of(args):
     """The cases of one text; each has the text."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    settings = Settings(tokenizer, args.length, 1, 0, Settings.depths, Path(args.haystack), None)
+    settings = TaskSettings(tokenizer, args.length, 1, 0, TaskSettings.depths, Path(args.haystack), None)
     return list(find("many")(settings))
 
 

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from kvevict.lab.evaluate.haystack import haystack
 from kvevict.lab.evaluate.metrics import METRICS
-from kvevict.lab.evaluate.tasks import Settings
+from kvevict.lab.evaluate.tasks import TaskSettings
 from kvevict.lab.evaluate.words import LISTS
 from kvevict.serve.app import application
 from kvevict.serve.call import Call
@@ -47,7 +47,7 @@ SIDES = "recall", "full", "never", "user", "chat", "chat:never"
 
 def text_of(tokenizer, books, number: int) -> tuple:
     """(a text, [(question, answer)])."""
-    rng, settings = random.Random(f"share/{number}"), Settings(tokenizer, LENGTH, 1, haystack=Path(books))
+    rng, settings = random.Random(f"share/{number}"), TaskSettings(tokenizer, LENGTH, 1, haystack=Path(books))
     asked, said = [], {}
     for at, word in enumerate(rng.sample(LISTS["place"], FACTS)):
         line, question, lists = LINES[at % len(LINES)]

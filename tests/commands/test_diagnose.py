@@ -312,7 +312,7 @@ def test_compare(preset, family):
     made, given = model(family, **OTHERS.get(family, {})), dict(COMPARED[preset])
     for seed in range(60):
         prompt = tokens([[57]], seed)[0][0]
-        full = compare.truth(made, prompt[None], max_new_tokens=5)
+        full = compare.full_cache(made, prompt[None], max_new_tokens=5)
         assert torch.equal(torch.tensor(full.response), tiny.generate(made, dict(input_ids=prompt[None]), new=5)[0])
         if preset == "oracle":
             given["ids"] = tuple(full.response)
@@ -331,7 +331,7 @@ def test_compare(preset, family):
 @pytest.mark.parametrize("budget", [57, 200])
 def test_compare_when_nothing_goes(budget):
     made, prompt = model(), tokens([[57]], 0)[0][0]
-    full = compare.truth(made, prompt[None], max_new_tokens=70)
+    full = compare.full_cache(made, prompt[None], max_new_tokens=70)
     assert len(full.response) == 70
     assert full.layers[0][0].shape[1] == diagnostics.ROWS
     left = compare.left(made, prompt[None], build("h2o", budget=budget, chunk_size=12))
@@ -353,7 +353,7 @@ def test_command(tmp_path, capsys):
     assert result["command"] == "diagnose"
     ids = torch.tensor([tiny.byte_tokenizer()(text.read_text() + "\n\nwho?")["input_ids"]])
     assert result["tokens"] == ids.shape[1] == 126
-    full = compare.truth(made, ids, 32)
+    full = compare.full_cache(made, ids, 32)
     made_of = dict(snapkv=dict(window=4), take=dict(probe=4, chunk_size=40), oracle=dict(ids=tuple(full.response)))
     left = [compare.left(made, ids, build(p, budget=24, **given)) for p, given in made_of.items()]
     kept = [compare.positions(one) for one in left]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import kvevict
 from kvevict.lab.evaluate import ask
-from kvevict.lab.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.tasks import TASKS, TaskSettings
 from kvevict.lab.evaluate.tasks.asked import PLACES
 
 
@@ -23,8 +23,8 @@ def words():
 def test_cases(words, name):
     """Each text has its facts once; the question stands where its place says, and all places come in turn."""
     texts = 4
-    cases = list(TASKS[name](Settings(words, 1000, texts, seed=5)))
-    assert cases == list(TASKS[name](Settings(words, 1000, texts, seed=5)))
+    cases = list(TASKS[name](TaskSettings(words, 1000, texts, seed=5)))
+    assert cases == list(TASKS[name](TaskSettings(words, 1000, texts, seed=5)))
     assert len({case.id for case in cases}) == len(cases) == 8 * texts
     placed = {(case.tags["place"], case.tags["kind"]) for case in cases}
     assert placed == set(itertools.product(PLACES, {case.tags["kind"] for case in cases}))
@@ -45,9 +45,9 @@ def test_cases(words, name):
 
 def test_a_chat_template_has_the_user_ask():
     """ "Answer:" opens nothing there, but the words of a fact may."""
-    for case in TASKS["asked"](Settings(tiny.chat_tokenizer(), 6000, 1)):
+    for case in TASKS["asked"](TaskSettings(tiny.chat_tokenizer(), 6000, 1)):
         assert not (case.context + case.question).endswith("Answer:") and not case.opening
-    for case in TASKS["asked/opened"](Settings(tiny.chat_tokenizer(), 6000, 1)):
+    for case in TASKS["asked/opened"](TaskSettings(tiny.chat_tokenizer(), 6000, 1)):
         glue = "" if case.opening.endswith('"') else " "
         assert case.opening + glue + case.answers[0] in case.context
         assert case.question.endswith(case.opening) and "Answer:" not in case.question
@@ -57,15 +57,15 @@ def test_a_chat_template_has_the_user_ask():
 def test_the_question_observes(make):
     """A run reads as within `kvevict.observing`, except where the policy names a probe or has none."""
     tok, net = make(), tiny.model(vocab_size=260, max_position_embeddings=8000)
-    for case in TASKS["asked"](Settings(tok, 6000, 1)):
+    for case in TASKS["asked"](TaskSettings(tok, 6000, 1)):
         prompt = ask.encode(net, tok, case)
         start, stop = prompt.said
         assert tok.decode((prompt.context + prompt.question)[start:stop]) == case.said
-    case = next(case for case in TASKS["asked"](Settings(tok, 1500, 1)) if case.tags["place"] == "before")
+    case = next(case for case in TASKS["asked"](TaskSettings(tok, 1500, 1)) if case.tags["place"] == "before")
     prompt = ask.encode(net, tok, case)
     for policy, options in ("take+edie", {}), ("take+edie", dict(probe=9)), ("snapkv", {}):
-        run = ask.Run(f"{policy}:probe=9" if options else policy, 200, 512, "known")
-        got = ask.read(net, tok, ask.Asked(case, prompt), run, alone=False)
+        run = ask.RunSpec(f"{policy}:probe=9" if options else policy, 200, 512, "known")
+        got = ask.read(net, tok, ask.AskedCase(case, prompt), run, alone=False)
         told = kvevict.observing(prompt.said) if run.policy == "take+edie" else nullcontext()
         evicting = kvevict.evicting(net, policy, budget=200, chunk_size=512, tokenizer=False, **options)
         with evicting, told, torch.no_grad():

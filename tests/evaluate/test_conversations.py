@@ -13,8 +13,8 @@ import kvevict
 from kvevict.asking.prompts import until_line_end
 from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
-from kvevict.lab.evaluate.tasks import TASKS, Settings, turns
+from kvevict.lab.evaluate.run import Evaluation, evaluate
+from kvevict.lab.evaluate.tasks import TASKS, TaskSettings, turns
 from kvevict.models.compat import CACHE
 
 RECALLS = "snapkv:window=4,recall=true"
@@ -37,7 +37,7 @@ def short_answers():
 @pytest.mark.parametrize("name", ["turns", "turns/paraphrased"])
 def test_cases(name):
     """Eight questions, one of them twice in turns 5 and 10; none has the answer's opening."""
-    cases = list(TASKS.find(name)(Settings(chat_tokenizer(), 5000, 2)))
+    cases = list(TASKS.find(name)(TaskSettings(chat_tokenizer(), 5000, 2)))
     texts = [list(group) for _, group in itertools.groupby(cases, lambda case: case.context)]
     assert [len(text) for text in texts] == [10, 10]
     for text in texts:
@@ -55,14 +55,14 @@ def test_texts_with_too_few_questions(tmp_path):
     asked = [dict(Q=f"Who {n}?", A="he", S="It rained.") for n in range(7)]
     record = dict(input="It rained. " * 50, qa_pairs=str(asked))
     (tmp_path / "shortdep_qa.jsonl").write_text(json.dumps(record) + "\n")
-    settings = Settings(chat_tokenizer(), 300, 1, data=tmp_path)
+    settings = TaskSettings(chat_tokenizer(), 300, 1, data=tmp_path)
     with pytest.raises(ValueError, match="--lengths 300: no text of turns/loogle has 8 questions then; give more"):
         list(TASKS.find("turns/loogle")(settings))
 
 
 def lines_of(path, policies, net, tok, **changes):
     plan = dict(budgets=(64,), chunk_sizes=(512,), modes=("known", "later", "other"), cases=1) | changes
-    evaluate(net, tok, Plan(("turns",), (2400,), policies, **plan), path)
+    evaluate(net, tok, Evaluation(("turns",), (2400,), policies, **plan), path)
     return read(path)[1]
 
 
@@ -80,7 +80,7 @@ def of(lines, policy, mode=None):
 def test_a_turn_follows_the_model_s_own_answers(lines):
     """Each answer is that to the whole conversation so far, read anew by the unpatched model."""
     tok, net, _, found = lines
-    cases = list(TASKS["turns"](Settings(tok, 2400, 1)))
+    cases = list(TASKS["turns"](TaskSettings(tok, 2400, 1)))
     history = []
     for case, line in zip(cases[:3], of(found, "full")[:3], strict=True):
         if tok.chat_template:
@@ -132,7 +132,9 @@ def test_bytes_that_came_back(lines):
 def test_only_turns_have_a_control(tmp_path):
     net = tiny.model(vocab_size=260, max_position_embeddings=8000)
     with pytest.raises(ValueError, match="--mode other: many has no turns; give --tasks turns"):
-        evaluate(net, chat_tokenizer(), Plan(("many",), (2400,), ("snapkv",), (64,), modes=("other",)), tmp_path / "r")
+        evaluate(
+            net, chat_tokenizer(), Evaluation(("many",), (2400,), ("snapkv",), (64,), modes=("other",)), tmp_path / "r"
+        )
 
 
 def test_with_room_for_all_a_policy_answers_as_the_full_cache(tmp_path):
@@ -167,9 +169,9 @@ def test_a_conversation_that_is_too_long(tmp_path):
 def test_a_later_question_recalls(tmp_path, batch_size):
     """As `kvevict.answer` answers it, after one read of the text."""
     tok, net = chat_tokenizer(), tiny.model(vocab_size=260, max_position_embeddings=8000)
-    plan = Plan(("many",), (2400,), ("take+edie:recall=true",), (128,), (512,), ("later",), cases=1)
+    plan = Evaluation(("many",), (2400,), ("take+edie:recall=true",), (128,), (512,), ("later",), cases=1)
     evaluate(net, tok, plan, tmp_path / "r", batch_size=batch_size)
-    cases = list(TASKS["many"](Settings(tok, 2400, 1)))
+    cases = list(TASKS["many"](TaskSettings(tok, 2400, 1)))
     lines = {line["id"]: line for line in read(tmp_path / "r")[1] if line["policy"] != "full"}
     prompt = ask.encode(net, tok, cases[0])
     with torch.no_grad(), kvevict.evicting(net, "take+edie", budget=128, chunk_size=512, recall=True, tokenizer=tok):

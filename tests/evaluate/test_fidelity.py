@@ -9,7 +9,7 @@ from toy_task import NORMAL, line, plan, results, tokenizer, toy, untimed
 
 from kvevict.answering import writing
 from kvevict.lab.evaluate import summary, table
-from kvevict.lab.evaluate.tasks import FIDELITY, RESPONSE, TASKS, Settings, find
+from kvevict.lab.evaluate.tasks import FIDELITY, RESPONSE, TASKS, TaskSettings, find
 
 TASK = "fidelity/toy"
 
@@ -63,12 +63,12 @@ def test_nothing_evicted_is_the_full_cache(net, tmp_path):
 def test_passages_of_the_haystack(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"Sentence {i} is here." for i in range(90)))
-    cases = list(TASKS[FIDELITY](Settings(tokenizer(), 200, 3, haystack=text)))
+    cases = list(TASKS[FIDELITY](TaskSettings(tokenizer(), 200, 3, haystack=text)))
     assert len({case.context for case in cases}) == 3
     for case in cases:
         assert case.context.startswith("Sentence ") and 170 < len(case.context) <= 200
         assert (case.question, case.tags) == ("", {"length": 200, "chat": False})
-    again = next(find("fidelity/fidelity")(Settings(tokenizer(), 200, 1, haystack=text)))
+    again = next(find("fidelity/fidelity")(TaskSettings(tokenizer(), 200, 1, haystack=text)))
     assert again.context == cases[0].context
 
 

@@ -8,8 +8,8 @@ from toy_task import tokenizer
 
 from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
-from kvevict.lab.evaluate.tasks import TASKS, Settings, longbench
+from kvevict.lab.evaluate.run import Evaluation, evaluate
+from kvevict.lab.evaluate.tasks import TASKS, TaskSettings, longbench
 
 YAML = """dataset_name: x
 doc_to_text: "{text}"
@@ -56,7 +56,7 @@ def of(path, *records):
 
 
 def test_records(records):
-    cases = {case.tags["of"]: case for case in TASKS["longbench"](Settings(tokenizer(), 400, 2, data=records))}
+    cases = {case.tags["of"]: case for case in TASKS["longbench"](TaskSettings(tokenizer(), 400, 2, data=records))}
     news, trec, hotpot = (cases[name] for name in ("multi_news", "trec", "hotpotqa"))
     assert news.context + news.question == f"news: {TEXT} sum up:" and news.answers == ("it rained", "rain")
     assert trec.context + trec.question == TREC["prompt"] and trec.answers == ("abc", "abc", "de")
@@ -66,12 +66,12 @@ def test_records(records):
     assert [case.one_line for case in cases.values()] == [False, True, False]
     assert METRICS[news.metric]("abc", news.answers) == 3 / 9
     assert [METRICS[trec.metric](said, trec.answers) for said in ("abc", "abc de", "de")] == [1, 0.5, 0]
-    (only,) = TASKS["longbench/trec"](Settings(tokenizer(), 400, 2, data=records))
+    (only,) = TASKS["longbench/trec"](TaskSettings(tokenizer(), 400, 2, data=records))
     assert only.task == "longbench/trec" and only.answers == trec.answers
 
 
 def test_the_middle_of_a_long_prompt_is_cut(records):
-    settings = Settings(tokenizer(), 100, 1, data=records)
+    settings = TaskSettings(tokenizer(), 100, 1, data=records)
     for case in TASKS["longbench"](settings):
         assert case.tags["cut"] and settings.tokens(case.context + case.question) in (99, 100)
     start, end = news_parts = case.context.removeprefix("read ")[:30], case.context[-30:]
@@ -81,7 +81,7 @@ def test_the_middle_of_a_long_prompt_is_cut(records):
 def test_an_evaluation(records, tmp_path):
     """Of each run a line per record; the full cache's answers are fed to a policy by fidelity/longbench."""
     out, tasks = tmp_path / "out.jsonl", ("longbench", "fidelity/longbench")
-    plan = Plan(tasks, (60,), ("snapkv",), (16,), modes=("known",), cases=1, data=str(records))
+    plan = Evaluation(tasks, (60,), ("snapkv",), (16,), modes=("known",), cases=1, data=str(records))
     evaluate(model(), tokenizer(), plan, out)
     lines = read(out)[1]
     assert len(lines) == 12 and {line["tags"]["work"] for line in lines} == {"summaries", "examples", "documents"}
@@ -93,16 +93,16 @@ def test_an_evaluation(records, tmp_path):
 ])  # fmt: skip
 def test_other_records(record, said, records, tmp_path):
     with pytest.raises(ValueError, match=said):
-        list(TASKS["longbench"](Settings(tokenizer(), 100, 1, data=of(tmp_path / "wrong.jsonl", record))))
+        list(TASKS["longbench"](TaskSettings(tokenizer(), 100, 1, data=of(tmp_path / "wrong.jsonl", record))))
 
 
 def test_what_does_not_fit(records, tmp_path):
     with pytest.raises(ValueError, match="--lengths 10 are too few for a prompt of multi_news"):
-        list(TASKS["longbench"](Settings(tokenizer(), 10, 1, data=records)))
+        list(TASKS["longbench"](TaskSettings(tokenizer(), 10, 1, data=records)))
     with pytest.raises(ValueError, match="has no record of lcc"):
-        list(TASKS["longbench/lcc"](Settings(tokenizer(), 100, 1, data=records)))
+        list(TASKS["longbench/lcc"](TaskSettings(tokenizer(), 100, 1, data=records)))
     with pytest.raises(ValueError, match="give a file or folder of LongBench's"):
-        list(TASKS["longbench"](Settings(tokenizer(), 100, 1, data=tmp_path / "none")))
+        list(TASKS["longbench"](TaskSettings(tokenizer(), 100, 1, data=tmp_path / "none")))
 
 
 def test_lm_evals_files():

@@ -17,9 +17,9 @@ from kvevict.commands import number
 from kvevict.lab.evaluate import intervals, run, summary, table
 from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.run import Evaluation, evaluate
 from kvevict.lab.evaluate.runs import FULL, reads_alone
-from kvevict.lab.evaluate.tasks import TASKS, Case, Settings
+from kvevict.lab.evaluate.tasks import TASKS, Case, TaskSettings
 from kvevict.lab.evaluate.tasks.many import SAID
 
 
@@ -36,7 +36,7 @@ def toy_many(settings):
 
 def lines_of(net, out, policies=("streaming", "kvzip"), modes=("later",), batch_size=1, **changes):
     usual = dict(budgets=(0.25,), chunk_sizes=(None, 32), modes=modes, cases=2)
-    plan = Plan(("toy-many",), (80,), policies, **usual | changes)
+    plan = Evaluation(("toy-many",), (80,), policies, **usual | changes)
     evaluate(net, tokenizer(), plan, out, batch_size=batch_size)
     return read(out)[1]
 
@@ -101,7 +101,7 @@ def test_likelihood_and_bytes(tmp_path):
     """Of the answer, by the unpatched model over the whole text: also of a policy that keeps all."""
     net, tok = tiny_model(), tokenizer()
     lines = lines_of(net, tmp_path / "r", ("knorm",), budgets=(1000,), chunk_sizes=(None,))
-    cases = {case.id: case for case in toy_many(Settings(tok, 80, 2))}
+    cases = {case.id: case for case in toy_many(TaskSettings(tok, 80, 2))}
     for x in lines:
         case = cases[x["id"]]
         prompt, answer = (tok(text)["input_ids"] for text in (case.context + case.question, f" {case.answers[0]}"))
@@ -122,7 +122,7 @@ def test_more_policies_go_to_the_same_file(tmp_path):
     whole = timeless(lines_of(net, out, ("streaming",)))
     assert timeless(first).items() <= whole.items() and len(whole) == 6 + 12 + 12
     with pytest.raises(ValueError, match=r"other settings: .*lengths was"):
-        evaluate(net, tokenizer(), Plan(("toy-many",), (70,), ("knorm",), (0.5,)), out)
+        evaluate(net, tokenizer(), Evaluation(("toy-many",), (70,), ("knorm",), (0.5,)), out)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def words():
 @pytest.mark.parametrize("task", ["many", "many/paraphrased"])
 def test_facts(words, task):
     """Every text has two questions of each kind; the words before the answer are the text's; depths are even."""
-    cases = list(TASKS[task](Settings(words, 900, 3, seed=5)))
-    assert cases == list(TASKS[task](Settings(words, 900, 3, seed=5)))
+    cases = list(TASKS[task](TaskSettings(words, 900, 3, seed=5)))
+    assert cases == list(TASKS[task](TaskSettings(words, 900, 3, seed=5)))
     assert len({case.context for case in cases}) == 3 and len({case.id for case in cases}) == len(cases)
     for text in range(3):
         mine = [case for case in cases if case.tags["text"] == text]
@@ -156,14 +156,14 @@ def test_other_words_than_stated(words):
     for _, lines in SAID.values():
         for statement, question, other in lines:
             assert "{of}" in question and "{of}" in other and not long(statement) & long(other), other
-    plain, other = (list(TASKS[task](Settings(words, 900, 2, seed=5))) for task in ("many", "many/paraphrased"))
+    plain, other = (list(TASKS[task](TaskSettings(words, 900, 2, seed=5))) for task in ("many", "many/paraphrased"))
     assert [case.answers for case in plain] == [case.answers for case in other]
     assert not {case.question for case in plain} & {case.question for case in other}
 
 
 def test_a_list_in_the_texts_order(words):
     """Twelve lockers at even depths; the right list scores 1, and each number of it a twelfth."""
-    for case in TASKS["listed"](Settings(words, 900, 3, seed=5)):
+    for case in TASKS["listed"](TaskSettings(words, 900, 3, seed=5)):
         found = re.findall(r"The parcel for the ([\w ]+) lies in locker (\d{5})\.", case.context)
         assert tuple(number for _, number in found) == case.answers and len({who for who, _ in found}) == 12
         places = [case.context.index(number) * 12 // len(case.context) for number in case.answers]
@@ -178,12 +178,12 @@ def test_a_list_in_the_texts_order(words):
 def test_books_of_one_s_own(tmp_path, words):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"The {name * 4} was there. " * 300)
-    texts = {case.context for case in TASKS["many"](Settings(words, 700, 12, haystack=tmp_path))}
+    texts = {case.context for case in TASKS["many"](TaskSettings(words, 700, 12, haystack=tmp_path))}
     books = {re.search(r"The (a+|b+|c+) was", text)[1] for text in texts}
     assert len(texts) == 12 and len(books) > 1
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"haystack: .*none has no text"):
-        list(TASKS["many"](Settings(words, 700, 1, haystack=tmp_path / "none")))
+        list(TASKS["many"](TaskSettings(words, 700, 1, haystack=tmp_path / "none")))
 
 
 def article(name, letters):
@@ -198,12 +198,12 @@ def test_benchmarks(tmp_path, words):
     file.write_text(
         json.dumps({"data": [article("Rome", "abcdef"), article("Oslo", "ghijkl"), article("Bern", "mnopqr")]})
     )
-    settings = Settings(words, 300, 2, data=tmp_path)
+    settings = TaskSettings(words, 300, 2, data=tmp_path)
     cases = list(TASKS["many/xquad"](settings))
     assert {case.tags["text"] for case in cases} == {0, 1} and all(case.answers[0] in case.context for case in cases)
     assert not {c.question for c in cases if c.tags["text"]} & {c.question for c in cases if not c.tags["text"]}
     with pytest.raises(ValueError, match="has too little text for 9 of 300 tokens; give fewer"):
-        list(TASKS["many/xquad"](Settings(words, 300, 9, data=tmp_path)))
+        list(TASKS["many/xquad"](TaskSettings(words, 300, 9, data=tmp_path)))
     file.write_text('{"data": [{}]}')
     with pytest.raises(ValueError, match="is not in SQuAD's format"):
         list(TASKS["many/xquad"](settings))
@@ -212,7 +212,7 @@ def test_benchmarks(tmp_path, words):
     text = " ".join(" ".join([fact, "Nothing else is said of it."] * 3) for fact in facts)
     record = dict(input=text, qa_pairs=str(pairs))
     (tmp_path / "shortdep_qa.jsonl").write_text(json.dumps(record) + "\n")
-    cases = list(TASKS["many/loogle"](Settings(words, 110, 1, data=tmp_path)))
+    cases = list(TASKS["many/loogle"](TaskSettings(words, 110, 1, data=tmp_path)))
     assert 0 < len(cases) < 4 and len({case.context for case in cases}) == 1 and text.startswith(cases[0].context)
     (tmp_path / "shortdep_qa.jsonl").write_text('{"input": "x", "qa_pairs": "[1]"}\n')
     with pytest.raises(ValueError, match="is not LooGLE's shortdep_qa"):

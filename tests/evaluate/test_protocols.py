@@ -12,7 +12,7 @@ from toy_task import tokenizer
 from kvevict.cli import main
 from kvevict.lab.evaluate import claims, protocols
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.run import Evaluation, evaluate
 from kvevict.models import families
 
 QUANTILES = {9: 2.2622, 19: 2.0930, 39: 2.0227}  # Student's, two-sided 95 %, by degrees of freedom, from tables
@@ -21,7 +21,7 @@ QUANTILES = {9: 2.2622, 19: 2.0930, 39: 2.0227}  # Student's, two-sided 95 %, by
 @pytest.mark.parametrize("name", protocols.PROTOCOLS)
 def test_every_policy_is_one(name):
     """And both sides of a claim differ."""
-    plan = Plan((), (1024,), (), (64, 128), modes=("known",), protocol=name)
+    plan = Evaluation((), (1024,), (), (64, 128), modes=("known",), protocol=name)
     assert plan.runs(layers=30)[0].policy == "full"
     for claim, sides in protocols.pairs(name, (64, 128), "known", 30, draft="folder"):
         assert len(sides) == (claim.least <= 64) + (claim.least <= 128), claim
@@ -59,7 +59,7 @@ def test_an_adapter_is_named_to_all_that_read_it():
 def test_layers_are_those_that_evict(tmp_path):
     """Halves and quarters of Gemma 3 are of its layers with full attention."""
     net = tiny.model("gemma3")
-    plan = Plan(("toy",), (120,), (), (64,), modes=("known",), cases=1, protocol="chunkkv")
+    plan = Evaluation(("toy",), (120,), (), (64,), modes=("known",), cases=1, protocol="chunkkv")
     evaluate(net, tokenizer(), plan, tmp_path / "lines.jsonl")
     settings, made = read(tmp_path / "lines.jsonl")
     evicts = families.layer_kinds(net.config).count(families.FULL_ATTENTION)

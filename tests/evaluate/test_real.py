@@ -8,8 +8,8 @@ from kvevict.asking.prompts import frame, line_ended
 from kvevict.lab.analysis.run import encode, measure
 from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
-from kvevict.lab.evaluate.tasks import MARGIN, TASKS, Case, Settings
+from kvevict.lab.evaluate.run import Evaluation, evaluate
+from kvevict.lab.evaluate.tasks import MARGIN, TASKS, Case, TaskSettings
 from kvevict.policy.building import build
 
 QUESTION, OPENING = "\n\nQuestion: What?\nAnswer: It is", "Answer: It is"
@@ -81,7 +81,7 @@ def test_a_template_without_a_system_turn():
 
 @pytest.mark.parametrize("task", ["needle", "facts", "multivalue", "tracking", "keyvalue", "ruler/niah_single_1"])
 def test_the_right_answer_has_room(task):
-    settings = Settings(byte_tokenizer(), 3000, 2)
+    settings = TaskSettings(byte_tokenizer(), 3000, 2)
     for made in TASKS[task](settings):
         sizes = [len(answer) + 1 + MARGIN for answer in made.answers]  # a token per letter, and the space before it
         assert made.new_tokens == (sum(sizes) if made.metric == "contains_all" else max(sizes))
@@ -89,7 +89,7 @@ def test_the_right_answer_has_room(task):
 
 
 def test_answers_stop_at_the_line_end(net, tmp_path):
-    plan = Plan(("scripted",), (40,), ("streaming",), (16,), cases=2)
+    plan = Evaluation(("scripted",), (40,), ("streaming",), (16,), cases=2)
     evaluate(net, chat_tokenizer(), plan, tmp_path / "r")
     lines = read(tmp_path / "r")[1]
     assert [line["prediction"] for line in lines] == [" 42.\n"] * 6

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 import kvevict
 from kvevict.lab.evaluate.metrics import METRICS
-from kvevict.lab.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.tasks import TASKS, TaskSettings
 from kvevict.lab.evaluate.tasks.recall import held_out
 
 SAID = re.compile(r"The (\w+) of (\w+) is (that of )?(\w+)\.")
@@ -22,7 +22,7 @@ def tokenizer():
 
 
 def cases(tokenizer, task, length=600, count=6, seed=5):
-    return list(TASKS[task](Settings(tokenizer, length, count, seed, depths=(0.0, 0.5))))
+    return list(TASKS[task](TaskSettings(tokenizer, length, count, seed, depths=(0.0, 0.5))))
 
 
 def found(context, relation, name):
@@ -86,7 +86,7 @@ def test_perplexity(tmp_path):
     rng = random.Random(3)
     book = " ".join(f"Sentence {i} has {' '.join('many' for _ in range(rng.randint(1, 9)))} words." for i in range(900))
     (tmp_path / "book.txt").write_text(book)
-    settings = Settings(Words(), 300, 4, haystack=tmp_path / "book.txt")
+    settings = TaskSettings(Words(), 300, 4, haystack=tmp_path / "book.txt")
     for case in TASKS["perplexity"](settings):
         (answer,) = case.answers
         assert case.question == "" and answer.startswith(" Sentence")

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvevict.lab.evaluate.haystack import haystack, insert, sentences
 from kvevict.lab.evaluate.metrics import METRICS
-from kvevict.lab.evaluate.tasks import TASKS, Settings
+from kvevict.lab.evaluate.tasks import TASKS, TaskSettings
 
 SHARED = os.path.join(os.path.dirname(__file__), "../../../shared/data")
 
@@ -54,7 +54,7 @@ def tokenizer(request):
 def settings(tokenizer):
     seed = random.randrange(10**9)
     print("seed", seed)  # pytest shows it when the test fails
-    return Settings(tokenizer, length=1024, cases=2, seed=seed)
+    return TaskSettings(tokenizer, length=1024, cases=2, seed=seed)
 
 
 def cases(name, settings):
@@ -126,7 +126,7 @@ def test_needles(name, settings):
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
 def test_depths(name):
     """Needles lie everywhere. 150 uniform depths miss an end by 0.15 once in 10^10 runs."""
-    settings = Settings(by_words(), length=512, cases=150, seed=random.randrange(10**9))
+    settings = TaskSettings(by_words(), length=512, cases=150, seed=random.randrange(10**9))
     at = [case.context.index(case.answers[0]) / len(case.context) for case in cases(name, settings)]
     start = (
         len("A special magic number is hidden within the following text.") * 2.5 / len(cases(name, settings)[0].context)

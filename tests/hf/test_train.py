@@ -16,6 +16,7 @@ from untrained import adapter
 
 import kvevict
 from kvevict.models import families
+from kvevict.train import checkpoint
 from kvevict.train.lookahead import passes, training, validation
 
 PAIRS = [dict(prompt=[3 + (7 * i + j) % 90 for j in range(20 + i)], response=[5 + (i + 3 * j) % 60 for j in range(4)])
@@ -171,8 +172,10 @@ def test_goes_on_where_it_was(tmp_path, monkeypatch):
     """Ended after a checkpoint and some steps more: the same curve and the same bits as in one go."""
     model = tiny.model("llama")
     whole = kvevict.lookahead.train(model, PAIRS, tmp_path / "a", **FAST)
-    step, one = [], training.Run._one
-    monkeypatch.setattr(training.Run, "_one", lambda run: step.append(0) or (one(run) if len(step) < 6 else 1 / 0))
+    step, one = [], training.LookaheadTraining._one
+    monkeypatch.setattr(
+        training.LookaheadTraining, "_one", lambda run: step.append(0) or (one(run) if len(step) < 6 else 1 / 0)
+    )
     with pytest.raises(ZeroDivisionError):
         kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
     monkeypatch.undo()
@@ -188,7 +191,7 @@ def test_a_finished_run_is_lengthened(tmp_path, monkeypatch):
     """With more steps; while the rate is constant the bits are those of one long run. Another time there are fewer."""
     model = tiny.model("llama")
     with monkeypatch.context() as constant:
-        constant.setattr(training.Settings, "rate", lambda *_: 0.01)
+        constant.setattr(training.LookaheadSettings, "rate", lambda *_: 0.01)
         whole = kvevict.lookahead.train(model, PAIRS, tmp_path / "a", **FAST | dict(steps=9))
         kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST)
         parted = kvevict.lookahead.train(model, PAIRS, tmp_path / "b", **FAST | dict(steps=9))
@@ -218,7 +221,7 @@ def test_stops_where_the_loss_is_no_number(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    model, write, count = tiny.model("llama"), training.write, []
+    model, write, count = tiny.model("llama"), checkpoint.write, []
 
     def full(path, data):
         if str(path).endswith("checkpoint.pt") and len(count) == 1:
@@ -227,7 +230,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         count.append(0) if str(path).endswith("checkpoint.pt") else None
         write(path, data)
 
-    monkeypatch.setattr(training, "write", full)
+    monkeypatch.setattr(checkpoint, "write", full)
     with pytest.raises(OSError, match="No space"):
         kvevict.lookahead.train(model, PAIRS, tmp_path, **FAST)
     monkeypatch.undo()

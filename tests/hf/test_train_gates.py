@@ -15,6 +15,7 @@ from policy_cases import VOCAB, model
 import kvevict
 from kvevict.models.loading import load_model
 from kvevict.store import sealed
+from kvevict.train import checkpoint
 from kvevict.train.gates import labels, measure, training
 
 TEXTS = [(torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(i)) + 3)[:130] for i in range(3)]
@@ -151,7 +152,7 @@ def test_two_processes_are_one(tmp_path):
 
 
 def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
-    made, write = model(), training.write
+    made, write = model(), checkpoint.write
     (tmp_path / "checkpoint.pt").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"(?s)is damaged.*remove it"):
         kvevict.gates.train(made, TEXTS, tmp_path, **FAST)
@@ -165,7 +166,7 @@ def test_a_damaged_checkpoint_and_a_full_disk(tmp_path, monkeypatch):
         count.append(0)
         write(path, data)
 
-    monkeypatch.setattr(training, "write", full)
+    monkeypatch.setattr(checkpoint, "write", full)
     with pytest.raises(OSError, match="No space"):
         kvevict.gates.train(made, TEXTS, tmp_path, **FAST)
     assert torch.load(io.BytesIO((tmp_path / "checkpoint.pt").read_bytes()), weights_only=True)["done"] == 2

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvevict.lab.evaluate.metrics import METRICS
 from kvevict.lab.evaluate.results import read
-from kvevict.lab.evaluate.run import Plan, evaluate
+from kvevict.lab.evaluate.run import Evaluation, evaluate
 from kvevict.lab.evaluate.tasks import TASKS, Case
 
 NEW = 6
@@ -52,7 +52,7 @@ def tokenizer():
 
 def plan(**changes):
     usual = dict(tasks=("toy",), lengths=(60,), policies=("snapkv", "streaming"), budgets=(16,), cases=2)
-    return Plan(**usual | changes)
+    return Evaluation(**usual | changes)
 
 
 def results(net, out, **changes):

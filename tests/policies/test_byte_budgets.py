@@ -11,7 +11,7 @@ from tiny import prompt
 import kvevict
 from kvevict import cli
 from kvevict.engine.hook.installed import plan_of
-from kvevict.lab.evaluate.runs import Run, policy_for
+from kvevict.lab.evaluate.runs import RunSpec, policy_for
 from kvevict.models.families import find_decoder
 from kvevict.patch import in_slots, slot_bytes
 from kvevict.policy.building import build
@@ -110,7 +110,7 @@ def test_plan(tmp_path, capsys):
 
 
 def test_eval(model):
-    run = Run("snapkv", "64KiB", 64, "later")
+    run = RunSpec("snapkv", "64KiB", 64, "later")
     policy = policy_for(run, 300, (), model=model)
     assert (policy.budget, policy.rows.window) == (32, 16)  # at most half of the budget
     assert policy_for(run, 300, ()).budget == "64KiB"

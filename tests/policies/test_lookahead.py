@@ -16,7 +16,7 @@ from untrained import adapter
 
 import kvevict
 from kvevict.lab.evaluate.ask import encode
-from kvevict.lab.evaluate.tasks import Settings, find
+from kvevict.lab.evaluate.tasks import TaskSettings, find
 from kvevict.models.loading import load_model
 from kvevict.policy.building import build
 from kvevict.store import sealed
@@ -59,7 +59,7 @@ def positions(cache):
 def test_the_bundled_adapter_knows_what_is_asked():
     """Values of names that it was not trained on: kept in 40 of some 250 slots, where a window keeps few."""
     model, tokenizer = load_model(kvevict.small_llama(), "float32", "cpu")
-    asked = list(find("keyvalue")(Settings(tokenizer, 256, 12, seed=7)))
+    asked = list(find("keyvalue")(TaskSettings(tokenizer, 256, 12, seed=7)))
     right = {"lookahead": 0, "snapkv": 0}
     for case in asked:
         ids = encode(model, tokenizer, case).row("cpu")

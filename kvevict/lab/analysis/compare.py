@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...context import within
+from ...engine.read.layer import LayerCall
 from ...engine.watch import diagnostics
 from ...engine.watch.watcher import Watcher
 from ...models.compat import cache_of
@@ -18,28 +20,29 @@ NAMES = ("joint_error", "output_error", "recall", "top16")
 
 
 class _Queries(Watcher):
-    """Keeps every layer's last `rows` queries: layer -> ([H, R, D], attention's options)."""
+    """Keeps every layer's last `rows` queries: `found` maps a layer to ([H, R, D], attention's options)."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.found = rows, {}
 
-    def read(self, call: Any, score: Any) -> None:
+    def read(self, call: LayerCall, score: Tensor | None) -> None:
         self.found[call.slots.index] = call.rows.q[0, :, -self.rows :].clone(), call.slots.kv.options
 
 
 @dataclass
-class Truth:
-    """The full cache of a prompt of `tokens` tokens and of its response's first R <= 64: per evicting layer the
-    response's queries [H, R, D], keys and values [Hkv, tokens + R, D], and attention's options."""
+class FullCache:
+    """The full cache of a prompt and of the first R <= 64 tokens of its response."""
 
-    response: list
-    tokens: int
-    layers: list
+    response: list[int]  # ids
+    tokens: int  # number of the prompt's tokens
+    layers: (
+        list  # per evicting layer: the response's queries [H, R, D], k and v [Hkv, tokens + R, D], attention's options
+    )
 
 
 @torch.no_grad()
-def truth(model: Any, ids: torch.Tensor, max_new_tokens: int, stopping_criteria: Any = None) -> Truth:
-    """The unpatched model's greedy response to ids [1, N], with the data to compute its attention."""
+def full_cache(model: Any, ids: Tensor, max_new_tokens: int, stopping_criteria: list | None = None) -> FullCache:
+    """Generate the unpatched model's greedy response to ids [1, N], and keep the data to compute its attention."""
     how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     read = out[:, : ids.shape[1] + diagnostics.ROWS]
@@ -51,13 +54,13 @@ def truth(model: Any, ids: torch.Tensor, max_new_tokens: int, stopping_criteria:
         (q, cache.layers[index].keys[0], cache.layers[index].values[0], options)
         for index, (q, options) in sorted(queries.found.items())
     ]
-    return Truth(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers)
+    return FullCache(out[0, ids.shape[1] :].tolist(), ids.shape[1], layers)
 
 
 @torch.no_grad()
-def left(model: Any, ids: torch.Tensor, policy: Policy) -> list[list[tuple[torch.Tensor, ...]]]:
-    """The slots stored after a read of ids [1, N] under the policy: [evicting layer][kv head] (positions [n], k and v
-    [n, D])."""
+def left(model: torch.nn.Module, ids: Tensor, policy: Policy) -> list[list[tuple[Tensor, ...]]]:
+    """Read ids [1, N] under the policy, and return the slots that it stored: [evicting layer][kv head] (positions [n],
+    k and v [n, D])."""
     with evicting(model, policy, tokenizer=False):
         cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     own = [layer for layer in cache.layers if hasattr(layer, "segments")]
@@ -68,18 +71,19 @@ def left(model: Any, ids: torch.Tensor, policy: Policy) -> list[list[tuple[torch
 
 
 def informed(policy: Policy, response: list[int]) -> Policy:
-    """The policy. An oracle policy without a response gets this response."""
+    """Return the policy; an oracle policy without a response gets this one."""
     rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
 
 @torch.no_grad()
-def compare(full: Truth, kept: list) -> list:
-    """Compute a dict of `NAMES` for each evicting layer, means over the response's rows; `kept` as `left` gives it.
+def compare(full: FullCache, kept: list) -> list:
+    """Compute a dict of `NAMES` for each evicting layer. The numbers are means over the response's rows; `kept` is the
+    result of `left`.
 
     joint_error    CAOTE eq. 24 of all evicted slots, by the full cache's attention, keys and values
-    output_error   || o - o' || / || o ||, o' over the keys and values that the policy stored (they differ from the full
-                   cache's if a chunk was read after an earlier eviction)
+    output_error   || o - o' || / || o ||, where o' attends to the keys and values that the policy stored (they differ
+                   from the full cache's if a chunk was read after an earlier eviction)
     recall         share of the response's attention to the prompt that lies on kept slots, by the full cache
     top16          kept share of the 16 prompt slots with the most attention, averaged over the group and the response's
                    rows (EDIE figure 3)
@@ -87,7 +91,7 @@ def compare(full: Truth, kept: list) -> list:
     return [_layer(full.tokens, *layer, heads) for layer, heads in zip(full.layers, kept, strict=True)]  # type: ignore[call-arg]
 
 
-def _layer(tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict, heads: list) -> dict:
+def _layer(tokens: int, q: Tensor, k: Tensor, v: Tensor, options: dict, heads: list) -> dict:
     kept = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     kept[:, :tokens] = False
     stored_k, stored_v = k.clone(), v.clone()
@@ -104,17 +108,9 @@ def _layer(tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optio
     )
 
 
-def _head(
-    tokens: int,
-    group: tuple,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    stored_k: torch.Tensor,
-    stored_v: torch.Tensor,
-    kept: torch.Tensor,
-) -> tuple:
-    """Outputs [G, R, D] from the full cache, from its kept slots, and from the stored slots; the full cache's attention
-    [G, R] to the prompt and to its kept slots; the kept share of the best 16 slots."""
+def _head(tokens: int, group: tuple, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor, kept: Tensor) -> tuple:
+    """Return outputs [G, R, D] from the full cache, from its kept slots, and from the stored slots; the full cache's
+    attention [G, R] to the prompt and to its kept slots; the kept share of the best 16 slots."""
     q, options = group
     column = torch.arange(len(k), device=k.device)
     sees = column <= column[tokens:, None]
@@ -127,11 +123,11 @@ def _head(
 
 
 def positions(kept: list) -> list:
-    """[layer][kv head] the set of kept positions, from the result of `left`."""
+    """Return the set of kept positions of each [layer][kv head] in the result of `left`."""
     return [[set(at.tolist()) for at, *_ in heads] for heads in kept]
 
 
 def overlap(a: list, b: list) -> float:
-    """Mean Jaccard index of two policies' `positions`, head by head: 1 if they keep the same slots."""
+    """Compute the mean Jaccard index, head by head, of two policies' `positions`: 1 if they keep equal slots."""
     pairs = [pair for layers in zip(a, b, strict=True) for pair in zip(*layers, strict=True)]
     return sum(len(x & y) / len(x | y) if x | y else 1.0 for x, y in pairs) / len(pairs)

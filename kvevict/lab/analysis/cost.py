@@ -1,14 +1,14 @@
-"""The cost of reading a prompt and decoding after it, from a model's config, a policy and two hardware numbers: no
-weights needed.
+"""Computes the cost of reading a prompt and decoding after it from a model's config, a policy and two hardware numbers,
+without weights.
 
-Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` are
-`kvevict.report`'s after such a read. Layer budgets that measure the prompt are taken as uniform, or as TADA's history
-in this process has them; with them only `cache_bytes` is exact. The slots that a threshold leaves depend on the text;
-their upper bound is counted.
+Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` equal those of
+`kvevict.report` after such a read. Layer budgets that measure the prompt count as uniform, or as TADA's history in this
+process has them; with them only `cache_bytes` is exact. The slots that a threshold leaves depend on the text, and their
+upper bound is counted.
 
-FLOPs are those of matrix products (a multiply and an add are two), and bytes the least possible: weights once per pass,
-a layer's slots once per pass; activations are taken to stay on the chip. Each stage of each chunk and of each decoded
-token takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a prefill
+FLOPs are those of matrix products (a multiply and an add are two). Bytes are the least possible: weights and a layer's
+slots are moved once per pass, and activations stay on the chip. Each stage of each chunk and of each decoded token
+takes the longer of FLOPs / rate and bytes / rate. The numbers leave out scoring and moving slots (2 to 5 % of a prefill
 under take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), drafts, norms, softmax, masks,
 "eager" attention's matrices and free slots.
 """
@@ -31,7 +31,8 @@ UNPATCHED = "unpatched"  # the run of the unpatched model
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak TFLOP/s (10^12), memory GB/s (10^9), and the share that is reached. Default: an H100 SXM, bf16."""
+    """Peak TFLOP/s (10^12), memory GB/s (10^9), and the share of both that is reached; by default an H100 SXM's, in
+    bf16."""
 
     tflops: float = 989.0
     bandwidth: float = 3350.0
@@ -49,13 +50,13 @@ class Hardware:
 
 
 class Bill:
-    """Stages of work added up."""
+    """Sums of FLOPs, bytes and seconds over stages of work."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware, self.flops, self.moved, self.seconds = hardware, Counter(), Counter(), 0.0
 
     def add(self, stages: dict) -> float:
-        """Returns the seconds that these take."""
+        """Add stages {name: (FLOPs, bytes)}, and return the seconds that they take."""
         taken = sum(self.hardware.seconds(*costs) for costs in stages.values())
         for stage, (operations, traffic) in stages.items():
             self.flops[stage] += operations
@@ -68,26 +69,25 @@ def plan(
     shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
     causal: bool = True, new_tokens: int = 256,
 ) -> dict[str, Any]:  # fmt: skip
-    """The cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more. policy
-    None: the unpatched model.
+    """Compute the cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more.
+    With policy None it is the unpatched model's. causal=False counts every (row, key) pair of a chunk, as several
+    papers do. The result has:
 
-    causal=False counts every (row, key) pair of a chunk, as several papers do.
-
-    flops, moved         per stage: FLOPs, bytes; "linear", products with weights of the prompt's rows; "attention" of
-                         those rows; "appended", both of rows that are appended to chunks
-    cache_bytes, peak_cache_bytes    of full-attention layers, after the prompt and at most, as `kvevict.report`
-    archive_bytes        with recall: of the archive, positions included, after the `new_tokens`
-    sliding_bytes        of sliding-window layers after the prompt
-    weight_bytes, activation_bytes   of the model; of the widest chunk in one layer
-    peak_bytes           the most at once of all these: slots at most, weights, sliding windows, activations
-    seconds              to the first token
-    decode               of the `tokens` new ones: `first` and `last`, the costs of a token (mean over an eviction's
-                         interval: flops, moved, tokens_per_second), `flops`, `moved`, `seconds` of all, and
-                         `cache_bytes` after them
+    flops, moved         FLOPs and bytes of each stage: "linear", the products of the prompt's rows with weights;
+                         "attention" of these rows; "appended", both for the rows that are appended to chunks
+    cache_bytes, peak_cache_bytes    bytes of full-attention layers after the prompt and at most, as in `kvevict.report`
+    archive_bytes        with recall: bytes of the archive, positions included, after the `new_tokens`
+    sliding_bytes        bytes of sliding-window layers after the prompt
+    weight_bytes, activation_bytes   bytes of the model, and of the widest chunk's activations in one layer
+    peak_bytes           the sum of peak slots, weights, sliding windows and activations
+    seconds              time to the first token
+    decode               costs of the new tokens: `first` and `last`, those of one token (its flops, moved and
+                         tokens_per_second, means over an eviction's interval); `flops`, `moved` and `seconds` of all;
+                         and `cache_bytes` after them
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
-    policy = policy or Policy(score="random", budget=tokens)  # nothing to evict
+    policy = policy or Policy(score="random", budget=tokens)  # a budget that evicts nothing
     _check(shape, policy)
     shape = replace(shape, kv=policy.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
@@ -113,18 +113,18 @@ def plan(
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 
 
-def _check(shape: Any, policy: Policy) -> None:
-    """Raise ValueError if the policy cannot run in such a model, or misses an argument."""
+def _check(shape: Shape, policy: Policy) -> None:
+    """Raise ValueError if the policy cannot run in a model of this shape, or misses an argument."""
     if not policy.rows.n_d or policy.rows.needs_full_prompt:
         policy.rows.ready(None)
     policy.check_layers(shape.windows.count(None))
-    quantities.rotates(policy, shape.rope_depends_on_length)  # or an error
-    tsp_of(policy, not any(shape.windows), len(shape.windows))  # or an error
+    quantities.rotates(policy, shape.rope_depends_on_length)  # raises ValueError for a score that cannot rotate
+    tsp_of(policy, not any(shape.windows), len(shape.windows))  # raises ValueError where the layers do not allow it
 
 
 def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
-    """(row, key) pairs of one head: row t of a chunk sees `seen` earlier keys and the chunk's rows 0..t (all of them,
-    when not causal), but at most the last `window` keys."""
+    """Count the (row, key) pairs of one head: row t of a chunk sees `seen` earlier keys and the chunk's rows 0..t (all
+    of them, when not causal), but at most the last `window` keys."""
     most = seen + rows if window is None else window
     if not causal:
         return rows * min(seen + rows, most)
@@ -133,7 +133,7 @@ def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) 
 
 
 def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dict[str, tuple[float, ...]]:
-    """Stage -> (FLOPs, bytes moved) of one chunk."""
+    """Return {stage: (FLOPs, bytes moved)} of one chunk."""
     chunk, linear = taken.chunk, 2 * shape.products * batch
     head = shape.head_weights if chunk.last else 0  # logits of the last row
     pair, slot, new = _pair(shape, batch), shape.slot_bytes * batch, shape.new_bytes * batch
@@ -151,7 +151,7 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
 
 
 def _pair(shape: Shape, batch: int) -> int:
-    """FLOPs of q.k and a.v for one key and a row of every query head."""
+    """Count the FLOPs of q.k and a.v for one key and a row of every query head."""
     return 4 * shape.head_dim * shape.heads * batch
 
 
@@ -162,7 +162,9 @@ def _decode(
     if policy.keep_prompt:
         budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
     slot = shape.slot_bytes * batch
-    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights  # the chosen experts' of a mixture
+    weights = (
+        min(shape.layer_weights, shape.products * batch) + shape.head_weights
+    )  # a mixture reads the chosen experts
     linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
     for number in range(1, new_tokens + 1):
         slots = [n + 1 for n in slots]
@@ -180,7 +182,7 @@ def _decode(
 
 
 def _mean(each: list, batch: int) -> dict | None:
-    """The means of tokens' (FLOPs, bytes, seconds), where each row of a batch decodes one."""
+    """Average the (FLOPs, bytes, seconds) of steps in which each row of a batch decodes a token."""
     if not each:
         return None
     flops, moved, seconds = (sum(column) / len(each) for column in zip(*each))

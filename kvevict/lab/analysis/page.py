@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...asking.prompts import pieces
+from ...asking.prompts import Tokenizer, pieces
 from ...store.files import replacing
 
 if TYPE_CHECKING:
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 
 def page(
-    tokenizer: Any, ids: torch.Tensor, runs: list[dict[str, Any]], facts: Iterable[tuple[str, str]] = (), find: str = ""
-) -> str:
-    """The HTML page of one prompt.
+    tokenizer: Tokenizer, ids: torch.Tensor, runs: list[dict[str, Any]], facts: Iterable[tuple[str, str]] = (),
+    find: str = "",
+) -> str:  # fmt: skip
+    """Return the HTML page of one prompt.
 
     ids     [1, N] the prompt
-    runs    one dict per policy, or policy and question: name, answer, facts, and positions as of
-            `kvevict.report(model, positions=True)`, those from N on left out; for a question after the text also
-            before, the index of the text's run, to tell what came back
-    facts   (name, text) pairs shown above the prompt: the model, the question, ...; those of a run with the run
+    runs    a dict for each policy, or for each policy and question: name, answer, facts, and `positions` of
+            `kvevict.report(model, positions=True)`, of which those from N on are not shown. A question asked after the
+            text also has `before`, the index of the text's run: the page marks the slots that came back
+    facts   (name, text) pairs shown above the prompt, such as the model and the question; a run's facts are shown with
+            the run
     find    words that are underlined wherever the prompt has them
     """
     tokens = ids.shape[1]
@@ -40,11 +42,11 @@ def page(
         tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
     )  # fmt: skip
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so no text can end the script
+    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # a text cannot end the script
 
 
 def gaps(positions: list) -> list:
-    """Ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] is [0, 3, 4, 1]."""
+    """Encode ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] is [0, 3, 4, 1]."""
     made, end = [], 0
     for at in positions:
         if made and at == end:
@@ -56,7 +58,7 @@ def gaps(positions: list) -> list:
 
 
 def places(pieces: list, words: str) -> list:
-    """Positions of the first token of every occurrence of `words` in the pieces' text."""
+    """List the positions of the first token of every occurrence of `words` in the pieces' text."""
     text = "".join(text for text, _ in pieces)
     starts = list(accumulate((len(text) for text, _ in pieces), initial=0))
     positions = list(accumulate((count for _, count in pieces), initial=0))
@@ -67,8 +69,9 @@ def places(pieces: list, words: str) -> list:
 def picture(
     path: str | os.PathLike, runs: list[dict[str, Any]], tokens: int, title: str, marks: Collection[int] = ()
 ) -> None:
-    """Save a PNG of one prompt of `tokens` tokens: per run a map with a row per kv head, layer by layer, dark at kept
-    positions, with marks above the positions `marks`. `runs` as for `page`. Needs matplotlib (ImportError)."""
+    """Save a PNG of one prompt of `tokens` tokens. Each run, a dict as `page` takes it, is a map with a row per kv
+    head, layer by layer, dark at kept positions; marks stand above the positions `marks`. Raises ImportError without
+    matplotlib."""
     import numpy as np
     from matplotlib.figure import Figure
 

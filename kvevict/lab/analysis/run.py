@@ -11,7 +11,7 @@ import torch
 
 from ...answering.answer import KEEPS, continued
 from ...answering.writing import Sampling, written
-from ...asking.prompts import first_ids, frame, ids_of, until_line_end
+from ...asking.prompts import Tokenizer, first_ids, frame, ids_of, until_line_end
 from ...asking.question import LastTurn
 from ...context import within
 from ...models.compat import cache_of
@@ -23,25 +23,24 @@ from ...report import report
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Token ids. `question` has all ids after the context, a chat template's end and the answer's opening among them.
-    `answer`: the continuation to score, if any."""
+class EncodedPrompt:
+    """The token ids of a prompt, and of the answer that is scored after it."""
 
-    context: list
-    question: list
-    answer: list | None = None
-    said: tuple | None = None  # (start, stop) of the question's tokens, where a case tells them
+    context: list[int]
+    question: list[int]  # all ids after the context, the end of a chat template and the answer's opening among them
+    answer: list[int] | None = None  # the continuation to score
+    said: tuple[int, int] | None = None  # (start, stop) of the question's own tokens, where a case has them
 
     def row(self, device: str | torch.device) -> torch.Tensor:
-        """Ids [1, N]."""
+        """Return the prompt's ids [1, N]."""
         return torch.tensor([self.context + self.question], device=device)
 
 
-def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, opening: str = "") -> Prompt:
-    """`text`, `question` and the answer's opening, in the tokenizer's chat template if it has one.
-
-    The text's end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left.
-    """
+def encode(
+    tokenizer: Tokenizer, text: str, question: str, limit: int | None = None, opening: str = ""
+) -> EncodedPrompt:
+    """Encode `text`, `question` and the answer's opening, in the tokenizer's chat template if it has one. The text's
+    end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left."""
     head, question_ids = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
     room = None if limit is None else limit - len(head) - len(question_ids)
     if room is not None and room < 1:
@@ -54,26 +53,20 @@ def encode(tokenizer: Any, text: str, question: str, limit: int | None = None, o
         raise ValueError("the text is empty; give one with words")
     if not complete:
         print(f"the text is cut after its first {room} tokens (limit: {limit})", file=sys.stderr)
-    return Prompt(head + body, question_ids)
+    return EncodedPrompt(head + body, question_ids)
 
 
 def measure(
-    model: Any,
-    tokenizer: Any,
-    ids: torch.Tensor,
-    policy: Policy | None = None,
-    max_new_tokens: int = 64,
-    positions: bool = False,
-    one_line: bool = False,
-    question: str = "",
-) -> dict[str, Any]:
-    """Generate greedily, to the line's end if the answer is `one_line`, and measure the cost. policy=None: unpatched.
-    question: the request at the prompt's end; a probe observes from its question, found as by
+    model: Any, tokenizer: Any, ids: torch.Tensor, policy: Policy | None = None, max_new_tokens: int = 64,
+    positions: bool = False, one_line: bool = False, question: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Generate greedily under a policy (None: unpatched), to the line's end if the answer is `one_line`, and measure
+    the cost. `question` is the request at the prompt's end: a probe observes from the question in it, as with
     `kvevict.patch(tokenizer=..)`.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
     peak_bytes (the process' peak memory above the memory resident before) and, if patched, the read's report, with the
-    kept positions on request.
+    kept positions if `positions`.
     """
     ids, timer = ids.to(device_of(model)), _Times()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
@@ -105,14 +98,9 @@ def measure(
 
 
 def ask_each(
-    model: Any,
-    tokenizer: Any,
-    ids: torch.Tensor,
-    questions: list[list[int]],
-    policy: Policy,
-    max_new_tokens: int,
-    one_line: bool,
-) -> list[dict[str, Any]]:
+    model: torch.nn.Module, tokenizer: Tokenizer, ids: torch.Tensor, questions: list[list[int]], policy: Policy,
+    max_new_tokens: int, one_line: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
     Returns answer and report, with positions, of the text (answer "") and of each question."""
     by = told(policy, tokenizer)
@@ -130,7 +118,7 @@ def ask_each(
 
 
 class _Times(list[float]):
-    """A streamer that only notes when tokens came: first the prompt, then each new one."""
+    """A streamer that records when the prompt and then each new token came."""
 
     def put(self, tokens: torch.Tensor) -> None:
         self.append(time.perf_counter())
@@ -145,8 +133,8 @@ def _status(field: str) -> int:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Forget the peak memory so far, of a GPU or of the process; returns the bytes in use now. The process' memory is
-    known on Linux only; elsewhere it reads 0."""
+    """Reset the peak memory of a GPU or of the process, and return the bytes in use now. The process' memory is known
+    on Linux only; elsewhere it reads 0."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)

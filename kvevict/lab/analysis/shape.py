@@ -9,12 +9,12 @@ from ...models import families, known, rotary
 from ...policy.checks import one_of
 from ...policy.kv import slot_bytes
 
-ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. Weights are numbers of elements, summed over the layers."""
+    """The sizes of a model. Weights are counted in elements, summed over the layers."""
 
     hidden: int
     mlp: int  # most activations of a token in the MLP: gate, up, product, and a mixture's gathered inputs
@@ -22,10 +22,10 @@ class Shape:
     kv_heads: int
     head_dim: int
     windows: tuple  # per layer: its sliding window in tokens, None for full attention
-    products: int  # elements of the matrices that a token goes through; of a mixture only the experts it takes
+    products: int  # elements of the matrices that a token goes through; a mixture counts only the experts that it takes
     layer_weights: int
-    head_weights: int  # of the matrix that makes logits
-    weights: int  # of the whole model, shared ones once
+    head_weights: int  # weights of the matrix that makes logits
+    weights: int  # weights of the whole model, of which shared ones count once
     element: int  # bytes of a weight, an activation, a key's or value's component
     rope_depends_on_length: bool = False  # rotary frequencies change with the prompt's length
     kv: str = "model"  # how slots are represented (`kvevict.policy.kv.KINDS`)
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the same as a stored slot, scales included."""
+        """Bytes of a stored slot, in all kv heads of one layer, scales included."""
         return self.kv_heads * slot_bytes(self.kv, self.head_dim, self.element)
 
     @property
@@ -49,10 +49,8 @@ class Shape:
 
 
 def shape_of(config: Any, dtype: str = "auto") -> Shape:
-    """The shape of a Transformers config's text decoder. dtype "auto": the config's, or bfloat16 if it has none.
-
-    Raises ValueError for a model that `kvevict.patch` refuses by its config.
-    """
+    """Return the shape of a Transformers config's text decoder. With dtype "auto" it is the config's, or bfloat16 if
+    the config has none. Raises ValueError for a model that `kvevict.patch` refuses by its config."""
     whole, config = config, config.get_text_config(decoder=True)
     if dtype == "auto":
         dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
@@ -67,14 +65,14 @@ def shape_of(config: Any, dtype: str = "auto") -> Shape:
         return _measured(config, (whole.model_type, config.model_type), kinds, dtype)
     except ValueError:
         raise
-    except Exception as error:  # a config's numbers need not go together
+    except Exception as error:  # a config's numbers may contradict each other
         raise ValueError(
             f"model_type {config.model_type!r} cannot be planned: no model can be made of its config ({error!r})"
         ) from None
 
 
 def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
-    """The shape of a text decoder's config. names: its model types in `kvevict.models.known`."""
+    """Return the shape of a text decoder's config; `names` are its model types in `kvevict.models.known`."""
     from transformers import AutoModelForCausalLM
 
     from ...models.refusals import check_model

@@ -1,9 +1,9 @@
-"""Simulates the slots of every layer while a prompt is read. It runs the engine's chunks, budgets and decisions on
-counts instead of tensors: without weights or text.
+"""Simulates the slots of every layer while a prompt is read. The engine's chunks, budgets and decisions run on counts
+instead of tensors, without weights or text.
 
-A layer's slots are counted as if split evenly over its heads: their sum is the same. A selection that leaves some of
-the budget unused (chunk, exact=False) and a threshold are counted as if they used all of it. Layers that share by
-measurements of the prompt are counted as if all measured the same.
+A layer's slots are counted as if they were split evenly over its heads, which does not change their sum. A selection
+that leaves some of the budget unused (chunk, exact=False) and a threshold are counted as if they used all of it. Layer
+budgets that depend on measurements of the prompt are counted as if all layers measured equal values.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from ...engine.read import schedule
 from ...engine.read.budgets import Budgets
 from ...engine.read.plan import tsp_of
 from ...policy.inputs import Chunk
+from ...policy.policy import Policy
 
 
 @dataclass
@@ -24,20 +25,20 @@ class Taken:
 
     chunk: Chunk
     read: list  # the chunk's rows that get to the layer
-    stored: list  # slots before
-    kept: list  # slots after
-    peak: float  # most slots alive at once, summed over layers, each times its `sizes`
+    stored: list  # slots before the chunk
+    kept: list  # slots after the chunk
+    peak: float  # most slots alive at once, summed over the layers and weighted by `sizes`
 
 
 class Layers:
-    """The slots of `count` layers that evict, from chunk to chunk of a prompt. sizes: of a stored slot and of a new
-    one, for `Taken.peak`."""
+    """The slots of `count` layers that evict, from chunk to chunk of a prompt. `sizes` are those of a stored slot and
+    of a new one, the units of `Taken.peak`."""
 
-    def __init__(self, policy: Any, tokens: int, count: int, kv_heads: int = 1, sizes: tuple = (1, 1)) -> None:
+    def __init__(self, policy: Policy, tokens: int, count: int, kv_heads: int = 1, sizes: tuple = (1, 1)) -> None:
         self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
         self.tsp = tsp_of(policy, True, count)
         self.evicts = schedule.evicts(policy, [tokens])
-        self.slots = np.zeros((count, 1), np.int64)  # of each layer, over its heads
+        self.slots = np.zeros((count, 1), np.int64)  # slots of each layer, summed over its heads
         self.planned = Budgets(policy, schedule.narrow(range(count), self.tsp), kv_heads, [tokens])
 
     @property
@@ -69,7 +70,7 @@ class Layers:
         return Taken(chunk, read, stored, self.kept, peak)
 
     def _carry_out(self, decisions: Any, read: list) -> float:
-        """Most slots at once, cut as `kvevict.engine.read.choosers.Deciding` cuts them."""
+        """Cut the slots as `kvevict.engine.read.choosers.Deciding` does, and return the most that are alive at once."""
         peak, new, sizes = 0, np.zeros_like(self.slots), self.sizes
         for layer, rows in enumerate(read):
             new[layer] = rows * self.kv_heads

@@ -10,13 +10,15 @@ from ...commands import loaded, read_text, words
 from ...policy.registry import load_folder
 
 if TYPE_CHECKING:
-    from ..analysis.run import Prompt
+    import torch
+
+    from ..analysis.run import EncodedPrompt
 
 
 def add_question(
     parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True, several: str = ""
 ) -> None:
-    """several: what several questions mean, where a command takes them."""
+    """Add the question and its options. `several` says what several questions mean, where a command takes them."""
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs="+" if several else None if needed else "?", type=words,
@@ -31,9 +33,9 @@ def add_question(
                         help=f"length of the answer at most; default {default}")  # fmt: skip
 
 
-def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[Prompt]]:
-    """(name, model, tokenizer, `Prompt` of each question) of a command with the arguments of `add_model` and
-    `add_question`."""
+def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[EncodedPrompt]]:
+    """Load (name, model, tokenizer, an `EncodedPrompt` of each question) for a command with the arguments of
+    `add_model` and `add_question`."""
     from ...policy.checks import count
     from ..analysis.run import encode
 
@@ -47,9 +49,9 @@ def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, A
     return name, model, tokenizer, [encode(tokenizer, text, each, limit, args.opening) for each in questions]
 
 
-def room(model: Any, new_tokens: int, limit: int | None = None) -> int | None:
-    """The largest number of prompt tokens that leaves room for the answer: `--limit`, or by the model's context; None
-    without either."""
+def room(model: torch.nn.Module, new_tokens: int, limit: int | None = None) -> int | None:
+    """Return the largest number of prompt tokens that leaves room for the answer, by `--limit` and the model's context;
+    None without either."""
     from ...models.families import context_of, find_decoder
 
     context = context_of(find_decoder(model).config)

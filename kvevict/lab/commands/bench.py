@@ -9,9 +9,11 @@ from ...policy.text import DEFAULT
 if TYPE_CHECKING:
     import torch
 
+    from ...asking.prompts import Tokenizer
+
 
 @command
-def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Time to first token, decode speed and memory of policies next to the unpatched model."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv"))
@@ -33,7 +35,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     policies = build_policies(args.policies, args)
     check_complete(policies)
     name, model, tokenizer = loaded(args)
-    model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
+    model.generation_config.eos_token_id = None  # all runs decode equally many tokens
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
     check(model, checked, policies)
@@ -55,13 +57,13 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
             "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
 
 
-def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch.Tensor]:
-    """Length -> ids [1, length] of generated text."""
+def make_prompts(model: torch.nn.Module, tokenizer: Tokenizer, args: Namespace) -> dict[int, torch.Tensor]:
+    """Return {length: ids [1, length]} of generated text."""
     import torch
 
     from ...models.families import context_of, device_of, find_decoder
     from ..evaluate.haystack import haystack
-    from ..evaluate.tasks import Settings
+    from ..evaluate.tasks import TaskSettings
 
     context: Any = context_of(find_decoder(model).config)
     lengths = sorted(set(args.lengths or (min(n, context - args.new_tokens) for n in (1024, 4096))))
@@ -70,14 +72,14 @@ def make_prompts(model: Any, tokenizer: Any, args: Namespace) -> dict[int, torch
             f"--lengths {lengths[0]} to {lengths[-1]}: give 16 to {context - args.new_tokens} tokens, what the model's "
             f"context of {context} leaves beside --new-tokens {args.new_tokens}"
         )
-    settings = Settings(tokenizer, lengths[-1] + 200, 1)
+    settings = TaskSettings(tokenizer, lengths[-1] + 200, 1)
     text = haystack(settings).passage(settings.rng("bench"), settings.length, settings)
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     return {length: ids[:, :length].to(device_of(model)) for length in lengths}
 
 
 def cells(row: dict, base: dict) -> str:
-    """The numbers of a row, and in brackets their ratios to the unpatched model's."""
+    """Format the numbers of a row, and in brackets their ratios to the unpatched model's."""
     scales = dict(read_seconds=1, decode_tokens_per_second=1, peak_bytes=2**20, cache_bytes=2**20)
     shown = (
         f"{row[key] / scale:.4g} " + (f"({row[key] / base[key]:.2f})" if base[key] else "(-)")

@@ -23,6 +23,7 @@ from ...store import files
 from .inspect import page_run
 
 if TYPE_CHECKING:
+    from ...asking.prompts import Tokenizer
     from ...policy.policy import Policy
     from ..evaluate.tasks import Case
 
@@ -34,7 +35,7 @@ FULL = "full cache"
 
 
 @command
-def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
@@ -70,19 +71,19 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     return {"model": name, **settings, "runs": totals, "files": made}
 
 
-def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a dict per case: case, ids [1, N], and runs: by name the result of
-    `kvevict.lab.analysis.run.measure`, and whether the answer is `right`."""
+def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a dict for each case: case, ids [1, N], and runs, {name: the result of `kvevict.lab.analysis.run.measure`,
+    and whether the answer is `right`}."""
     from tqdm import tqdm
 
     from ...models.families import device_of
     from ..analysis.run import measure
     from ..evaluate.ask import encode
     from ..evaluate.metrics import METRICS
-    from ..evaluate.tasks import TASKS, Settings
+    from ..evaluate.tasks import TASKS, TaskSettings
 
     longest = min(LONGEST, model.config.max_position_embeddings) - ANSWER
-    cases = list(TASKS.find(TASK)(Settings(tokenizer, longest, args.cases, args.seed)))
+    cases = list(TASKS.find(TASK)(TaskSettings(tokenizer, longest, args.cases, args.seed)))
     with tqdm(total=len(cases) * (1 + len(policies)), unit="run", delay=1, leave=False, disable=None) as bar:
         for case in cases:
             prompt, runs = encode(model, tokenizer, case), {}
@@ -95,7 +96,7 @@ def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace
 
 
 def total(name: str, asked: list) -> dict:
-    """The costs of a run over all cases as medians, and the number of right answers."""
+    """Return the median costs of a run over all cases, and the number of right answers."""
     from ..analysis.speed import held
 
     runs = [one["runs"][name] for one in asked]
@@ -108,7 +109,7 @@ def total(name: str, asked: list) -> dict:
 
 
 def said(run: dict) -> str:
-    """The start of an answer's first line, marked right or wrong."""
+    """Return the start of an answer's first line, marked right or wrong."""
     line = (run["answer"].strip().splitlines() or [""])[0]
     return ("✓ " if run["right"] else "✗ ") + line[:WIDE]
 
@@ -117,8 +118,11 @@ def asks(case: Case) -> str:
     return case.question.strip().splitlines()[0].removeprefix("Question: ")
 
 
-def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], policies: dict[str, Policy], model: str) -> list[str]:
-    """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
+def write(
+    out: Path, tokenizer: Tokenizer, asked: list[dict[str, Any]], policies: dict[str, Policy], model: str
+) -> list[str]:
+    """Write the page and, with matplotlib, the picture of the first case that the runs disagree about. Returns their
+    paths."""
     from ...asking.prompts import pieces
     from ..analysis.page import page, picture, places
 

@@ -9,16 +9,18 @@ from ...policy.text import DEFAULT
 from . import add_question, load_prompts, room
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from tqdm import tqdm
 
+    from ...asking.prompts import Tokenizer
     from ...policy.policy import Policy
-    from ..analysis.run import Prompt
+    from ..analysis.run import EncodedPrompt
 
 NEW = 32  # tokens of an answer about a file's text
 
 
 @command
-def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Compare the slots that policies keep with the full cache's attention for its response."""
     add_question(parser, new_tokens=None, needed=False)
     parser.add_argument("--cases", type=int, default=1,
@@ -54,18 +56,18 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     return {"model": name, "cases": len(each), "answers": said, **found, "standard_errors": errors}
 
 
-def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
-    """(name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) of a text and a question."""
+def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
+    """Load (name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) for a text's question."""
     args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
     name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 
-def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, bool]]]:
-    """The same as `load_file` returns, of cases that `kvevict demo` asks."""
+def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
+    """Load what `load_file` does, with the prompts of cases that `kvevict demo` asks."""
     from ...policy.checks import count
     from ..evaluate.ask import encode
-    from ..evaluate.tasks import TASKS, Settings
+    from ..evaluate.tasks import TASKS, TaskSettings
     from .demo import ANSWER, LONGEST, TASK
 
     count("--cases", args.cases, 1)
@@ -75,15 +77,16 @@ def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, 
     name, model, tokenizer = loaded(args)
     new = ANSWER if args.max_new_tokens is None else args.max_new_tokens
     longest = room(model, new, args.limit or LONGEST) or LONGEST
-    cases = TASKS.find(TASK)(Settings(tokenizer, longest, args.cases))
+    cases = TASKS.find(TASK)(TaskSettings(tokenizer, longest, args.cases))
     prompts = [(encode(model, tokenizer, x), args.max_new_tokens or x.new_tokens, x.one_line) for x in cases]
     return name, model, tokenizer, prompts
 
 
 def one(
-    model: Any, tokenizer: Any, policies: dict[str, Policy], prompt: Prompt, new_tokens: int, one_line: bool, bar: tqdm
-) -> tuple[dict[str, Any], str]:
-    """The measures of one prompt, and the first line of the full cache's answer."""
+    model: Module, tokenizer: Tokenizer, policies: dict[str, Policy], prompt: EncodedPrompt, new_tokens: int,
+    one_line: bool, bar: tqdm,
+) -> tuple[dict, str]:  # fmt: skip
+    """Measure one prompt; return its numbers, and the first line of the full cache's answer."""
     from ...asking.prompts import until_line_end
     from ...models.families import device_of
     from ...policy.tokenizer import told
@@ -91,7 +94,7 @@ def one(
 
     ids = prompt.row(device_of(model))
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
-    full = compare.truth(model, ids, new_tokens, stop)
+    full = compare.full_cache(model, ids, new_tokens, stop)
     kept, runs = {}, {}
     for key, policy in policies.items():
         policy = told(compare.informed(policy, full.response), tokenizer)
@@ -107,7 +110,7 @@ def one(
 
 
 def mean(found: list[Any]) -> Any:
-    """The mean of each number in equally nested dicts and lists."""
+    """Average each number over equally nested dicts and lists."""
     first = found[0]
     if isinstance(first, dict):
         return {key: mean([each[key] for each in found]) for key in first}

@@ -1,13 +1,12 @@
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 from ...commands import add_model, add_policies, check_file, command, loaded, number
 from ...policy.checks import installed
 
 
 @command
-def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
+def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
     parser.add_argument("--out", default="results.jsonl",
                         help="a JSON line per case and run, resumed if begun; default results.jsonl. "
@@ -15,12 +14,9 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     parser.add_argument("--tasks", nargs="+", default=[], help="tasks to run; an unknown name lists them")
     add_model(parser)
     add_policies(parser)
-    parser.add_argument(
-        "--protocol",
-        metavar="NAME",
-        help="instead of --policies: a paper's comparisons, and whether the "
-        "results support its claims; an unknown name lists them",
-    )
+    parser.add_argument("--protocol", metavar="NAME",
+                        help="instead of --policies: a paper's comparisons, and whether the results support its "
+                        "claims; an unknown name lists them")  # fmt: skip
     parser.add_argument("--adapter", help="folder of lookahead rows, for a protocol that has them")
     parser.add_argument("--draft", help="folder of a smaller model, for a protocol with a drafting model (speckv)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens of a prompt; default 1024")
@@ -69,9 +65,9 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 
-def _evaluate(args: Any) -> None:
+def _evaluate(args: Namespace) -> None:
     from ...policy.checks import count
-    from ..evaluate.run import Plan, evaluate
+    from ..evaluate.run import Evaluation, evaluate
     from ..evaluate.runs import MODES
     from ..evaluate.tasks import find
 
@@ -89,21 +85,21 @@ def _evaluate(args: Any) -> None:
     if args.temperature is not None and not args.temperature > 0:
         raise ValueError(f"--temperature must be above 0, got {args.temperature}; leave it out for the likeliest token")
     chosen = dict(depths=tuple(args.depths)) if args.depths else {}
-    plan = Plan(
+    plan = Evaluation(
         tasks=tuple(args.tasks), lengths=tuple(args.lengths), policies=tuple(args.policies),
         budgets=tuple(map(number, args.budgets)), chunk_sizes=tuple(size or None for size in args.chunk_size),
         modes=MODES[:2] if args.mode == "both" else (args.mode,), seeds=tuple(args.seeds), cases=args.cases,
         haystack=args.haystack, data=args.data, temperature=args.temperature,
         protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
     )  # fmt: skip
-    plan.runs(), plan.groups(None)  # mistakes are found before the model is loaded
+    plan.runs(), plan.groups(None)  # raise for mistakes before the model is loaded
     check_file("--out", args.out)
     name, model, tokenizer = loaded(args)
     evaluate(model, tokenizer, plan, args.out, name, args.batch_size)
 
 
-def _protocol(args: Any) -> None:
-    """Set the arguments that a protocol fixes; ValueError for arguments that contradict it."""
+def _protocol(args: Namespace) -> None:
+    """Set the arguments that a protocol fixes. Raises ValueError for arguments that contradict it."""
     from ..evaluate.protocols import PROTOCOLS, TASKS
 
     PROTOCOLS.find(args.protocol)

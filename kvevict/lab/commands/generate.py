@@ -1,5 +1,4 @@
 from argparse import ArgumentParser
-from typing import Any
 
 from ...commands import add_budget, add_model, add_policy, build_policies, check_complete, command, grid
 from . import add_question, load_prompts
@@ -7,7 +6,7 @@ from .inspect import told_of
 
 
 @command
-def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Read a long text, keep a budget of KV slots, answer a question."""
     add_question(parser, new_tokens=64)
     add_model(parser)
@@ -31,7 +30,7 @@ def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
 
 
 def table(runs: dict, tokens: int) -> str:
-    """Runs of `measure` of one prompt side by side, then the answers. At least one is of a policy."""
+    """Format runs of `measure` of one prompt side by side, then the answers. At least one run has a policy."""
     from ..analysis.speed import COSTS, costs, held
 
     seen = next(run["report"] for run in runs.values() if "report" in run)

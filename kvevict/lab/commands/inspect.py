@@ -3,7 +3,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...commands import add_budget, add_model, build_policies, check_complete, check_file, command, options_of
 from ...policy.text import DEFAULT, FORM
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @command
-def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Show which tokens of a prompt every layer and head kept, as one HTML page."""
     add_question(parser, new_tokens=32, several="; of several the text is read without any, and each is asked of a "
                  "copy of what was kept: a policy with recall=true chooses anew for each")  # fmt: skip
@@ -62,22 +62,22 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     return {"tokens": ids.shape[1], "out": str(out), "runs": runs}
 
 
-def told_of(seen: dict[str, Any]) -> str:
-    """What a read kept, and how much of it came back for it, in words."""
+def told_of(seen: dict) -> str:
+    """Describe in words what a read kept, and how much of that came back from the archive."""
     from ..analysis.speed import slots
 
     kept = f"{slots(seen)} of {seen['seen'][0]} slots per kv head"
     if not seen["archive_bytes"]:
         return kept
     archive = f"archive of {seen['archive_bytes'] / 1024:,.0f} KiB"
-    if all(each is None for each in seen["recalled"] or ()):  # nothing was there before
+    if all(each is None for each in seen["recalled"] or ()):  # the archive was empty before this read
         return f"{kept}, beside an {archive}"
     back, total = (sum(sum(heads[0]) for heads in seen[key] or () if heads) for key in ("recalled", "kept"))
     return f"{kept}, {back / total:.0%} of them from the {archive}"
 
 
-def page_run(name: str, policy: Policy, answer: str, seen: dict[str, Any], facts: Iterable = ()) -> dict[str, Any]:
-    """A policy's run as `kvevict.lab.analysis.page` takes it, from its report with positions. facts: to stand first."""
+def page_run(name: str, policy: Policy, answer: str, seen: dict, facts: Iterable = ()) -> dict:
+    """Make a run for `kvevict.lab.analysis.page` from a policy's report with positions; `facts` come first."""
     kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
     sizes = f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"
     said = [("answer", answer)] if answer else []

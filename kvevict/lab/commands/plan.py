@@ -5,11 +5,11 @@ from typing import Any
 
 from ...commands import add_budget, add_model, add_policy, build_policies, command, grid
 
-LONG = 131072  # tokens
+LONG = 131072  # tokens of the default prompt
 
 
 @command
-def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Compute the cost of a prompt and its answer from a model's config alone: no weights are read."""
     add_model(parser)
     add_policy(parser)
@@ -102,8 +102,8 @@ def _text(value: float | None) -> str:
 
 
 def table(plain: tuple[str, dict[str, Any]], patched: tuple[str, dict[str, Any]]) -> str:
-    """(name, run) of the unpatched model and of a policy side by side, and the second as a share of the first;
-    rows that neither has are left out."""
+    """Format (name, run) of the unpatched model and of a policy side by side, and the second as a share of the first.
+    Rows that neither has are left out."""
     rows = [("", plain[0], patched[0], "share")]
     for label, value in ROWS:
         a, b = value(plain[1]), value(patched[1])

@@ -8,7 +8,7 @@ from ...store.files import replacing
 
 
 @command
-def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
+def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """Draw the scores of `kvevict eval` against the budget, or of the tasks `turns` against the turn."""
     parser.add_argument("results", nargs="?", help="file written by `kvevict eval`; it is required")
     parser.add_argument("--kind", choices=["budget", "turns"], default="budget", help="the axis; default budget")
@@ -37,7 +37,8 @@ def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
 
 
 def chosen(lines: list[dict[str, Any]], args: Namespace) -> list[dict[str, Any]]:
-    """The lines that the arguments ask for; ValueError names the first argument that leaves none of a policy's."""
+    """Return the lines that the arguments ask for. Raises ValueError, naming it, for the first argument that leaves no
+    line of a policy."""
     for field, wanted in dict(task=args.tasks, policy=args.policies, budget=args.budgets).items():
         if wanted:
             known = {line[field] for line in lines if line["policy"] != "full" or field == "task"}

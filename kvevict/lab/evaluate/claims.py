@@ -1,25 +1,24 @@
-"""Tests a protocol's claims by results: for each the mean difference of its two sides over the same cases, its 95 %
-interval, and the verdict."""
+"""Tests a protocol's claims on results. Each claim gets the mean difference of its two sides over the same cases, its
+95 % interval, and a verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...commands import grid
 from .intervals import student
 from .protocols import PROTOCOLS, pairs
-from .results import CASE
-from .runs import FULL, Run
+from .results import CASE, Line
+from .runs import FULL, RunSpec
 from .tasks import FIDELITY, PERPLEXITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
-FEWEST = 10  # cases that say anything
+FEWEST = 10  # cases, at least, that allow a verdict
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one side of a claim is above the other: the mean over cases, in the scores' unit and positive where
-    `better` is; its 95 % interval; and how many cases each side won."""
+    """How far one side of a claim is above the other: the mean over cases, in the scores' unit and positive where the
+    side `better` is better; its 95 % interval; and the number of cases that each side won."""
 
     mean: float
     low: float
@@ -29,32 +28,35 @@ class Difference:
     cases: int
 
     def verdict(self, margin: float) -> str:
-        """Say if "above -margin" is seen, contradicted, or neither (also where no case differs)."""
+        """Judge whether the mean is above -margin: seen, contradicted, or open (also where no case differs)."""
         if self.cases < FEWEST or not self.won + self.lost:
             return OPEN
         return SEEN if self.low > -margin else CONTRADICTED if self.high < -margin else OPEN
 
 
 def difference(values: Sequence[float], least: float = 0) -> Difference:
-    """The `Difference` of one number per case. The interval's half-width is Student's, and at least `least` (for scores
-    3 / n, the most that n cases without a difference leave possible)."""
+    """Compute the `Difference` of one number per case. The interval's half-width is Student's, and at least `least`
+    (for scores 3 / n, the most that n cases without a difference leave possible)."""
     n, mean = len(values), sum(values) / len(values)
     half = max(least, student(values))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
 
 
-def scores(lines: list[dict[str, Any]], fidelity: bool) -> dict[tuple[Any, Run], float]:
-    """{(case, its `Run`): score} of results' lines: divergences, or right answers."""
+Scores = dict[tuple[tuple, RunSpec], float]  # {(case, run): score}
+
+
+def scores(lines: list[Line], fidelity: bool) -> Scores:
+    """Collect the scores of results' lines: divergences if `fidelity`, else right answers."""
     return {
-        (tuple(line[name] for name in CASE), Run(*(line[name] for name in vars(FULL)))): line["score"]
+        (tuple(line[name] for name in CASE), RunSpec(*(line[name] for name in vars(FULL)))): line["score"]
         for line in lines
         if (line["metric"] == FIDELITY) == fidelity and line["metric"] != PERPLEXITY
     }
 
 
-def compared(known: dict[tuple[Any, Run], float], sides: list[tuple[Run, Run]], fidelity: bool) -> Difference | None:
-    """known: as `scores` gives it; sides: the two runs at each budget. A case's number is its mean difference over the
-    budgets that have both sides, so that cases stay independent. None where there are none."""
+def compared(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> Difference | None:
+    """Compare the two runs of a claim at each budget. A case's number is its mean difference over the budgets that
+    have both sides, so that cases stay independent. None if no case has both."""
     values = []
     for case in dict.fromkeys(case for case, _ in known):
         found = [tuple(known.get((case, run)) for run in both) for both in sides]
@@ -64,24 +66,19 @@ def compared(known: dict[tuple[Any, Run], float], sides: list[tuple[Run, Run]], 
     return difference(values, least=0 if fidelity else 3 / len(values)) if values else None
 
 
-def usual(known: dict[tuple[Any, Run], float], sides: list[tuple[Run, Run]], fidelity: bool) -> float:
-    """The number that a margin is a share of: the full cache's mean score, or the mean divergence of the second
-    sides."""
+def usual(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> float:
+    """Return the number that a margin is a share of: the full cache's mean score, or the second sides' mean
+    divergence."""
     than = {both[1] for both in sides} if fidelity else {FULL}
     own = [score for (_, run), score in known.items() if run in than]
     return sum(own) / len(own) if own else 0.0
 
 
 def render(
-    lines: list[dict[str, Any]],
-    name: str,
-    budgets: Sequence[Any],
-    mode: str,
-    layers: int,
-    adapter: str | None = None,
-    draft: str | None = None,
-) -> str:
-    """A row per claim and kind of score."""
+    lines: list[Line], name: str, budgets: Sequence[int], mode: str, layers: int,
+    adapter: str | None = None, draft: str | None = None,
+) -> str:  # fmt: skip
+    """Make the table of a protocol's claims, with a row for each claim and kind of score."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
     kinds = {fidelity: scores(lines, fidelity) for fidelity in (False, True)}
     for claim, sides in pairs(name, budgets, mode, layers, adapter, draft):

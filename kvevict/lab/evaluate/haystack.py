@@ -1,12 +1,12 @@
-"""Long filler text, and facts hidden in it.
+"""Makes long filler text, and hides facts in it.
 
     text = haystack(settings).passage(rng, tokens, settings)
     text = haystack(settings).passage(rng, tokens, settings, facts={0.5: "The code is 7."}, before=intro, after=asked)
 
 `haystack(settings)` reads `settings.haystack` (a .txt, a folder of them, or .jsonl or .jsonl.xz with a field
-"text") or, without one, makes English sentences from words.py: no digits, nothing copied from a corpus. Every draw is
-from the `rng` given, so equal seeds give equal text. `insert` hides facts in a text, `words` draws distinct words;
-`growing` and `most` are how a prompt is filled with as much as fits.
+"text") or, without one, makes English sentences from words.py, without digits and with nothing copied from a corpus.
+Every draw is from the given `rng`, so equal seeds give equal text. `insert` hides facts in a text, `words` draws
+distinct words; `growing` and `most` fill a prompt with as much as fits.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ...store.files import decoded
 from .words import LISTS, TEMPLATES
 
 if TYPE_CHECKING:
-    from .tasks import Settings
+    from .tasks import TaskSettings
 
 SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
-LONGEST = 80  # words: verse and tables without full stops are cut here, or one sentence could fill a passage
+LONGEST = 80  # words of a sentence: verse and tables without full stops are cut, or one could fill a passage
 
 
 def sentences(text: str) -> list[str]:
-    """The text's sentences in order, white space normalised: joined by spaces they are the text."""
+    """Split a text into its sentences, white space normalised: joined by spaces they are the text."""
     whole = (s.split() for s in SENTENCE.findall(" ".join(text.split())))
     return [" ".join(s[i : i + LONGEST]) for s in whole for i in range(0, len(s), LONGEST)]
 
 
 def insert(text: str, facts: dict[float, str]) -> str:
-    """Each fact between the two sentences nearest to its depth: 0 is the text's start, 1 its end."""
+    """Insert each fact between the two sentences nearest to its depth: 0 is the text's start, 1 its end."""
     if wrong := [depth for depth in facts if not 0 <= depth <= 1]:
         raise ValueError(f"facts: depth {wrong[0]} must be between 0 (the text's start) and 1 (its end)")
     parts = sentences(text)
@@ -51,13 +51,13 @@ def insert(text: str, facts: dict[float, str]) -> str:
 
 
 def depths(rng: Random, count: int) -> list[float]:
-    """As many depths, one in each equal part of a text."""
+    """Draw `count` depths, one in each of `count` equal parts of a text."""
     return [(part + rng.random()) / count for part in range(count)]
 
 
 def most(fits: Callable[[int], bool], guess: int = 1) -> int:
-    """The largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is not
-    called."""
+    """Find the largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is
+    not called."""
     low, n, step = 0, max(guess, 1), 1
     high: float = math.inf
     while high - low > 1:
@@ -72,11 +72,11 @@ def most(fits: Callable[[int], bool], guess: int = 1) -> int:
     return low
 
 
-def growing(source: Iterator[Any]) -> Callable[[int], list]:
-    """`take(n)`: the first n items of an iterator, or all if it ends earlier; may be called repeatedly."""
-    items = []
+def growing(source: Iterator[str]) -> Callable[[int], list[str]]:
+    """Return `take(n)`, which gives the first n items of an iterator, or all if it ends earlier, at every call."""
+    items: list[str] = []
 
-    def take(n: int) -> list:
+    def take(n: int) -> list[str]:
         items.extend(islice(source, max(n - len(items), 0)))
         return items[:n]
 
@@ -84,14 +84,15 @@ def growing(source: Iterator[Any]) -> Callable[[int], list]:
 
 
 class Haystack:
-    """Text without end: passages of `documents`, or made-up sentences where that is None."""
+    """Text without end: passages of `documents`, or made-up sentences where `documents` is None."""
 
     def __init__(self, documents: list[str] | None = None) -> None:
         self.documents: Any = documents
         self.split = functools.cache(lambda i: sentences((documents or [])[i]))
 
     def sentences(self, rng: Random) -> Iterator[str]:
-        """Sentences without end from a random one on; each document is followed by the next, the last by the first."""
+        """Yield sentences without end from a random one on: each document is followed by the next, the last by the
+        first."""
         if self.documents is None:
             yield from made_up(rng)
         which = rng.choices(range(len(self.documents)), list(map(len, self.documents)))[0]
@@ -101,17 +102,12 @@ class Haystack:
             yield from self.split(which)
 
     def passage(
-        self,
-        rng: Random,
-        tokens: int,
-        settings: Settings,
-        facts: dict[float, str] | None = None,
-        before: str = "",
-        after: str = "",
-    ) -> str:
-        """Take as many whole sentences, the facts inserted, as keep `before + passage + after` within `tokens` tokens.
-
-        Returns the passage alone; a part of a sentence where not even one fits. ValueError where the rest is too long.
+        self, rng: Random, tokens: int, settings: TaskSettings, facts: dict[float, str] | None = None,
+        before: str = "", after: str = "",
+    ) -> str:  # fmt: skip
+        """Take as many whole sentences, with the facts inserted, as keep `before + passage + after` within `tokens`
+        tokens. Returns the passage alone, which is a part of a sentence where not even one fits. Raises ValueError
+        where the rest is too long.
         """
 
         def text(parts: list) -> str:
@@ -123,7 +119,7 @@ class Haystack:
         if (left := room([])) < 0:
             raise ValueError(f"length: {tokens} tokens are too few for the task's own {tokens - left}; give more")
         take, guess = growing(self.sentences(rng)), 0
-        while left >= 0:  # the sentences' counts add up to about the text's
+        while left >= 0:  # the sentences' token counts add up to about the text's
             guess += 1
             left -= settings.tokens(" " + take(guess)[-1])
         if n := most(lambda n: room(take(n)) >= 0, guess - 1):
@@ -133,7 +129,7 @@ class Haystack:
 
 
 def made_up(rng: Random) -> Iterator[str]:
-    """English sentences without end, in paragraphs about two people and a place."""
+    """Yield English sentences without end, in paragraphs about two people and a place."""
     while True:
         A, B = rng.sample(LISTS["he"] + LISTS["she"], 2)
         he, his = ("he", "his") if A in LISTS["he"] else ("she", "her")
@@ -143,10 +139,10 @@ def made_up(rng: Random) -> Iterator[str]:
 
 
 def filled(template: str, cast: dict[str, str], rng: Random) -> str:
-    """The template's sentence: the cast's words, and no other word twice."""
+    """Fill a template with the cast's words, and no other word twice."""
     seen = set()
 
-    def word(match: Any) -> str:
+    def word(match: re.Match) -> str:
         slot = match[1]
         if slot in cast:
             return cast[slot]
@@ -159,7 +155,7 @@ def filled(template: str, cast: dict[str, str], rng: Random) -> str:
 
 
 def words(rng: Random) -> Iterator[str]:
-    """Distinct words without end: those of words.py in random order, then compounds: "harbourlantern"."""
+    """Yield distinct words without end: those of words.py in random order, then compounds such as "harbourlantern"."""
     listed = sorted({word for slot in ("noun", "adj", "did") for word in LISTS[slot]})
     rng.shuffle(listed)
     yield from listed
@@ -171,8 +167,8 @@ def words(rng: Random) -> Iterator[str]:
             yield word
 
 
-def haystack(settings: Settings) -> Haystack:
-    """The haystack that the settings ask for. ValueError if their file is missing or is of another format."""
+def haystack(settings: TaskSettings) -> Haystack:
+    """Return the haystack that the settings ask for. Raises ValueError if its file is missing or of another format."""
     return _read(None if settings.haystack is None else Path(settings.haystack))
 
 

@@ -16,7 +16,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def student(values: Sequence[float]) -> float:
-    """Half the width of Student's interval of the mean; infinite for a single value."""
+    """Half the width of Student's interval for the mean; infinite for a single value."""
     from scipy import stats
 
     n = len(values)
@@ -24,9 +24,9 @@ def student(values: Sequence[float]) -> float:
 
 
 def clustered(values: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """Half-width of a Student confidence interval for the mean. Values of one group may be correlated; groups[i] is the
-    group of values[i]. The standard error is Liang and Zeger's (1986), with groups - 1 degrees of freedom. Infinite for
-    a single group."""
+    """Half the width of Student's interval for the mean where values of one group may be correlated; groups[i] is the
+    group of values[i]. The standard error is Liang and Zeger's (1986), with one degree of freedom fewer than groups.
+    Infinite for a single group."""
     from scipy import stats
 
     mean, sums = sum(values) / len(values), {}

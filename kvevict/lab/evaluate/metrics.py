@@ -1,25 +1,25 @@
-"""Scores of an answer. METRICS: name -> function(prediction, answers) -> a number in [0, 1].
+"""Scores of an answer: METRICS maps a name to a function(prediction, answers) -> a number in [0, 1].
 
-The best of the accepted answers counts, except where the answers are parts ("contains_all"). "f1_line" is SQuAD's F1 of
-the first line. The conventions of "contains_any" and "contains_all" are those of RULER (arXiv 2404.06654). "perplexity"
-is not a function of texts and is computed where the model is.
+The best of the accepted answers counts, except where the answers are parts ("contains_all"). The conventions of
+"contains_any" and "contains_all" are those of RULER (arXiv 2404.06654). ask.py computes "perplexity" and "fidelity",
+which are not functions of texts.
 """
 
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ...policy.registry import Registry
 
 METRICS = Registry("metric")
+Score = Callable[[str, str], float]  # how well a prediction fits one answer
 
 
-def best(name: str) -> Callable[[Callable[[str, str], float]], Callable[[str, str], float]]:
-    """Register a score(prediction, answer) as the best over all answers."""
+def best(name: str) -> Callable[[Score], Score]:
+    """Return a decorator that registers the best of a score over all answers as the metric `name`."""
 
-    def register(score: Any) -> Any:
+    def register(score: Score) -> Score:
         def over_answers(prediction: str, answers: tuple) -> float:
             return float(max((score(prediction, answer) for answer in answers), default=0))
 
@@ -31,7 +31,7 @@ def best(name: str) -> Callable[[Callable[[str, str], float]], Callable[[str, st
 
 @best("exact")
 def exact(prediction: str, answer: str) -> bool:
-    """True if the prediction starts with the answer, stripped, and no word goes on after it."""
+    """Whether the stripped prediction starts with the stripped answer, at a word's end."""
     return re.match(re.escape(answer.strip()) + r"(?!\w)", prediction.strip()) is not None
 
 
@@ -42,15 +42,15 @@ def contains(prediction: str, answer: str) -> bool:
 
 @METRICS.add("contains_all")
 def contains_all(prediction: str, answers: Sequence[str]) -> float:
-    """The share of the answers that occur."""
+    """The share of the answers that occur in the prediction."""
     return sum(contains(prediction, answer) for answer in answers) / len(answers)
 
 
 @best("f1_line")
 def f1_line(prediction: str, answer: str) -> float:
-    """F1 over the lower-case words, without punctuation and articles (SQuAD's), of the first line that is not empty."""
+    """SQuAD's F1 over lower-case words, without punctuation and articles, of the first line that is not empty."""
 
-    def words(text: str) -> Any:
+    def words(text: str) -> list[str]:
         text = "".join(c for c in text.lower() if c not in string.punctuation)
         return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

@@ -1,28 +1,30 @@
-"""The figure of `kvevict plot`. Colours are those of Okabe and Ito, which the colour-blind can tell apart. Every line
-has a marker as well."""
+"""Draws the figures of `kvevict plot`. Colours are those of Okabe and Ito, which the colour-blind can tell apart. Every
+line has a marker as well."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
+from .results import Line
 from .runs import FULL
 from .summary import NOT_IN_PERCENT, summarize
 from .tasks import FIDELITY
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
 STYLES = ("-", "--", "-.", ":")
 MOST = 24  # panels that a page can hold
-DODGE = 0.2  # octaves: the lines' points at one budget are spread over these, to show intervals side by side
+DODGE = 0.2  # octaves over which the lines' points at one budget are spread, to show intervals side by side
 
 
-def budget(lines: list[dict[str, Any]]) -> Figure:
-    """Score against budget with 95 % intervals, a panel per task and mode, a line per policy. The full cache and the
-    oracle are drawn as references. From lines of `kvevict eval`."""
+def budget(lines: list[Line]) -> Figure:
+    """Draw score against budget with 95 % intervals from lines of `kvevict eval`: a panel per task and mode, a line per
+    policy, and the full cache and the oracle as references."""
     summary = summarize(lines)
     rows = [row for row in summary if row[1] is not None]
     if not rows:
@@ -38,16 +40,16 @@ def budget(lines: list[dict[str, Any]]) -> Figure:
     figure, panels = _panels(len(columns))
     for panel, column in zip(panels, columns):
         _draw(panel, summary, column, names, budgets)
-        half = 2**0.5  # half an octave beyond: the lines' shifts look small with one budget, too
+        half = 2**0.5  # axes extend half an octave beyond, so that shifts look small with a single budget, too
         panel.set(xscale="log", xlabel=f"budget, {unit}", xlim=(budgets[0] / half, budgets[-1] * half))
         panel.set_xticks(budgets, [f"{each:,}" for each in budgets], rotation=45)
         panel.minorticks_off()
     return _with_legend(figure, panels)
 
 
-def turns(lines: list[dict[str, Any]]) -> Figure:
-    """Score against the turn of a conversation with 95 % intervals, a panel per task and mode, a line per policy and
-    budget, and the full cache's. From lines of `kvevict eval --tasks turns`."""
+def turns(lines: list[Line]) -> Figure:
+    """Draw score against the turn of a conversation with 95 % intervals from lines of `kvevict eval --tasks turns`: a
+    panel per task and mode, and a line for each policy and budget and for the full cache."""
     summary = summarize(lines, ("turn",))
     columns = list(dict.fromkeys((task, mode) for row in summary.values() for task, _, mode in row))
     if not columns:
@@ -89,15 +91,15 @@ def _with_legend(figure: Figure, panels: list) -> Figure:
     return figure
 
 
-def _errorbar(panel: Any, x: list, cells: list, scale: int, label: str, style: dict) -> None:
-    """Means of cells with their intervals."""
+def _errorbar(panel: Axes, x: list, cells: list, scale: int, label: str, style: dict) -> None:
+    """Draw the means of cells with their intervals."""
     mean, low, high = zip(*((scale * cell.mean, scale * cell.low, scale * cell.high) for cell in cells))
     errors = [[m - l for m, l in zip(mean, low)], [h - m for m, h in zip(mean, high)]]
     panel.errorbar(x, mean, errors, label=label, capsize=2, elinewidth=0.8, **style)
 
 
-def _draw(panel: Any, summary: dict, column: tuple, names: list, budgets: list) -> None:
-    """A panel's lines. column: (task, tags, mode); names: (policy, chunk size) of each line."""
+def _draw(panel: Axes, summary: dict, column: tuple, names: list, budgets: list) -> None:
+    """Draw the lines `names`, each (policy, chunk size), of a panel for `column` (task, tags, mode)."""
     task, _, mode = column
     metric = next(row[column].metric for row in summary.values() if column in row)
     scale = 1 if metric in NOT_IN_PERCENT else 100
@@ -123,7 +125,7 @@ def _is_oracle(policy: str) -> bool:
     return policy.split(":")[0] == "oracle"
 
 
-def _style(policy: str, i: int) -> dict[str, Any]:
+def _style(policy: str, i: int) -> dict:
     if _is_oracle(policy):
         return dict(color="k", marker="*", linestyle="--", markersize=8)
     return dict(

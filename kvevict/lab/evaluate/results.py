@@ -1,8 +1,9 @@
-"""The file of an evaluation: a line {"settings": ...}, then a line per (case, run)."""
+"""Reads and writes the file of an evaluation: a line {"settings": ...}, then a line per (case, run)."""
 
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ from ...policy.checks import PLENTY, byte_count, parsed
 from .tasks import FIDELITY
 
 CASE = ("task", "id", "seed")
+Line = dict[str, Any]  # a line of the file: `FIELDS`, and some of `OPTIONAL`
+Check = Callable[[Any], bool]
 
 
-def _number(most: float) -> Any:
+def _number(most: float) -> Check:
     return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and not most < abs(x) < math.inf
 
 
-def _or_none(fits: Any) -> Any:
+def _or_none(fits: Check) -> Check:
     return lambda x: x is None or fits(x)
 
 
-def _all(fits: Any) -> Any:
+def _all(fits: Check) -> Check:
     return lambda x: isinstance(x, list) and all(map(fits, x))
 
 
@@ -28,8 +31,8 @@ def _text(x: object) -> bool:
     return isinstance(x, str)
 
 
-def _budget(x: Any) -> bool:
-    if not _text(x):
+def _budget(x: object) -> bool:
+    if not isinstance(x, str):
         return _number(PLENTY)(x)
     with contextlib.suppress(ValueError):
         return byte_count("budget", x) > 0
@@ -41,7 +44,7 @@ def _tags(x: dict) -> bool:
 
 
 _counts = _all(_number(PLENTY))
-# The fields of a line, with their checks. Numbers are limited so that sums and squares of them are finite.
+# The fields of a line, with their checks. Numbers are limited so that their sums and squares are finite.
 FIELDS = dict(
     task=_text, id=lambda x: isinstance(x, (str, int)), seed=lambda x: isinstance(x, int), policy=_text, metric=_text,
     budget=_or_none(_budget), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
@@ -53,19 +56,17 @@ OPTIONAL = dict(
     peak_cache_bytes=_measure, archive_bytes=_measure, recalled_bytes=_measure, read_seconds=_or_none(_measure),
     ask_seconds=_measure, ask_bytes=_measure,
 )  # fmt: skip
-KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # no two lines share these: the case, and its `Run`'s fields
-
-
-OLD_MODES = {"aware": "known", "agnostic": "later"}  # the modes' names in files of earlier versions
+KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the fields of `RunSpec`: unique to a line
+OLD_MODES = {"aware": "known", "agnostic": "later"}  # names of modes in files of earlier versions
 ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
 
 
 class Results:
-    """A file open for more lines. Lines are added, never changed; an incomplete last line of a killed process is cut
-    off. ValueError if the file was begun with other settings: `ADDED` may differ, except for a protocol.
+    """A results file open for more lines. Lines are added, never changed; the incomplete last line of a killed process
+    is cut off. Raises ValueError if the file was begun with other settings: `ADDED` may differ, except for a protocol.
 
     keys        the values of `KEY` of every line
-    responses   values of `CASE` -> ids that the full run generated
+    responses   {values of `CASE`: ids that the full run generated}
     """
 
     def __init__(self, path: str | Path, settings: dict) -> None:
@@ -79,14 +80,14 @@ class Results:
             for line in lines:
                 self._note(line)
         if path.exists():
-            whole = path.read_bytes().rfind(b"\n") + 1
-            with path.open("r+b") as file:  # without a half line
-                file.truncate(whole)
+            complete = path.read_bytes().rfind(b"\n") + 1  # bytes up to the end of the last complete line
+            with path.open("r+b") as file:
+                file.truncate(complete)
         self.file = path.open("a", encoding="utf-8")
         if not begun:
             self._append({"settings": settings})
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Line) -> None:
         self._append(line)
         self._note(line)
 
@@ -106,8 +107,8 @@ class Results:
         self.file.close()
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(settings, lines) of a results file; a half-written last line is left out. Modes have their names of today.
+def read(path: str | Path) -> tuple[dict, list[Line]]:
+    """Read (settings, lines) of a results file, without a half-written last line and with today's names of modes.
     Raises ValueError for other files."""
     text = Path(path).read_bytes()
     first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")
@@ -140,7 +141,7 @@ def _line(path: str | Path, number: int, text: bytes) -> dict:
 
 
 def _only_a_start(path: str | Path) -> bool:
-    """True if a file is empty or has only a part of its first line, without a line end of any kind."""
+    """Whether a file is empty or has only a part of its first line, without a line end of any kind."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 

@@ -1,5 +1,5 @@
-"""Evaluate policies, or a paper's protocol, on tasks: one JSON line per (case, run), written as soon as it is known.
-Every case's first run is `full`."""
+"""Evaluates policies, or a paper's protocol, on tasks. It writes one JSON line per (case, run) as soon as it is known;
+every case's first run is `full`."""
 
 import contextlib
 import dataclasses
@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from torch.nn import Module
 from tqdm import tqdm
 
 from ...answering.answer import together
+from ...asking.prompts import Tokenizer
 from ...engine.memory import mapped
 from ...models import families
 from ...models.compat import cache_of
@@ -20,15 +21,15 @@ from ...models.weights import fingerprint
 from ...patch import find_decoder
 from ...train.processes import Processes
 from . import protocols
-from .ask import Asked, ask, ask_together, encode, read
-from .results import Results
-from .runs import FULL, MODES, Run, policy_for, reads_alone
-from .tasks import Case, Settings, find
+from .ask import AskedCase, ReadResult, ask, ask_together, encode, read
+from .results import Line, Results
+from .runs import FULL, MODES, RunSpec, policy_for, reads_alone
+from .tasks import Case, TaskSettings, find
 from .turns import converse
 
 
 @dataclass(frozen=True)
-class Plan:
+class Evaluation:
     """Every task at every length and seed, under every combination of policy, budget, chunk size and mode."""
 
     tasks: tuple[str, ...]
@@ -38,42 +39,46 @@ class Plan:
     chunk_sizes: tuple[int | None, ...] = (None,)
     modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
-    cases: int = 20  # per length and seed, and per depth where the task has depths
-    depths: tuple[float, ...] = Settings.depths
+    cases: int = 20  # number per length and seed, and per depth where the task has depths
+    depths: tuple[float, ...] = TaskSettings.depths
     haystack: str | None = None
     data: str | None = None
-    temperature: float | None = None  # as in `kvevict.lab.evaluate.ask.Asked`
-    protocol: str | None = None  # evaluate its policies and chunk sizes, not the plan's
+    temperature: float | None = None  # as in `kvevict.lab.evaluate.ask.AskedCase`
+    protocol: str | None = None  # a paper's, with policies and chunk sizes in place of those above
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
-    def runs(self, layers: int = 1) -> list[Run]:
-        """All runs, `full` first. layers: number of layers that evict; a protocol's policies name shares of them.
-        Raises ValueError for a policy that is unknown, does not fit the budget, or recalls from a folder that cannot be
+    def runs(self, layers: int = 1) -> list[RunSpec]:
+        """List all runs, `full` first. A protocol's policies name shares of the `layers` layers that evict. Raises
+        ValueError for a policy that is unknown, does not fit the budget, or recalls from a folder that cannot be
         written to."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
-            runs = [FULL, *dict.fromkeys(itertools.starmap(Run, product))]
+            runs = [FULL, *dict.fromkeys(itertools.starmap(RunSpec, product))]
         else:
             runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
         for run in runs[1:]:
             mapped.check(policy_for(run, tokens=2**20, response=(0,)).recall)
         return runs
 
-    def groups(self, tokenizer: Any) -> list[tuple[Callable[[Settings], Iterator[Case]], Settings]]:
-        """(task's function, its settings) of every seed, length and task."""
+    def groups(
+        self, tokenizer: Tokenizer | None
+    ) -> list[tuple[Callable[[TaskSettings], Iterator[Case]], TaskSettings]]:
+        """List (a task's function, its settings) of every seed, length and task."""
         haystack, data = (None if path is None else Path(path) for path in (self.haystack, self.data))
         return [
-            (find(task), Settings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
+            (find(task), TaskSettings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
             for seed in self.seeds for length in self.lengths for task in self.tasks
         ]  # fmt: skip
 
 
-def evaluate(model: Any, tokenizer: Any, plan: Plan, out: str | Path, name: str = "", batch_size: int = 1) -> None:
-    """Append to the file `out` every missing line, with a progress bar. Processes of one launch share the cases; the
-    first one writes the file. batch_size: most questions about a text that was read once that are asked together; the
-    full cache's are asked one by one.
+def evaluate(
+    model: Module, tokenizer: Tokenizer, plan: Evaluation, out: str | Path, name: str = "", batch_size: int = 1
+) -> None:
+    """Append every missing line to the file `out`, with a progress bar. Processes of one launch share the cases, and
+    the first one writes the file. At most `batch_size` questions about a text that was read once are asked together;
+    the full cache is asked one by one.
 
     Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
     than the model's context.
@@ -83,7 +88,7 @@ def evaluate(model: Any, tokenizer: Any, plan: Plan, out: str | Path, name: str 
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
     )
-    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # impossible plans fail before hours of work
+    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # an impossible plan fails before hours of work
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
             if "other" in plan.modes and not case.turn:
@@ -100,14 +105,14 @@ def evaluate(model: Any, tokenizer: Any, plan: Plan, out: str | Path, name: str 
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
                 raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
-            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # if the others are as many
+            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # exact if all groups have equal numbers
             missing = {
                 case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
                 for case in cases
             }
             bar.update(len(cases) * len(runs) - sum(map(len, missing.values())))
 
-            def measure(text: list, missing: dict = missing, settings: Settings = settings) -> Any:
+            def measure(text: list, missing: dict = missing, settings: TaskSettings = settings) -> Iterator[Line]:
                 for case in text:
                     case.tags.setdefault("length", settings.length)
                 wanted = {run: {case.id for case in text if run in missing[case.id]} for run in runs}
@@ -121,23 +126,22 @@ def evaluate(model: Any, tokenizer: Any, plan: Plan, out: str | Path, name: str 
 
 
 def _lines(
-    model: Any, tokenizer: Any, cases: list, wanted: dict, responses: dict, seed: int, plan: Plan, batch_size: int
-) -> Iterator[Any]:
-    """Yield the line of every run of cases with one context. wanted: run -> ids; responses: the known responses of full
-    runs. Runs that need only one read of the context come first."""
-    asked = {
-        case.id: Asked(
-            case, encode(model, tokenizer, case), seed, plan.temperature, responses.get((case.task, case.id, seed)),
-        )
-        for case in cases
-    }  # fmt: skip
+    model: Module, tokenizer: Tokenizer, cases: list, wanted: dict, responses: dict, seed: int, plan: Evaluation,
+    batch_size: int,
+) -> Iterator[Line]:  # fmt: skip
+    """Yield the line of every run of cases with one context. `wanted` is {run: ids of its cases}, `responses` has the
+    known responses of full runs. Runs that need only one read of the context come first."""
+    asked = {}
+    for case in cases:
+        response = responses.get((case.task, case.id, seed))
+        asked[case.id] = AskedCase(case, encode(model, tokenizer, case), seed, plan.temperature, response)
 
-    def line(each: Asked, run: Run, text: Any = None) -> dict:
+    def line(each: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
         measured = ask(model, tokenizer, each, run, text)
         each.response = measured.get("response", each.response)
-        return told(each.case, run, measured)
+        return full_line(each.case, run, measured)
 
-    def told(case: Case, run: Run, measured: dict) -> dict:
+    def full_line(case: Case, run: RunSpec, measured: dict) -> Line:
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
 
@@ -146,7 +150,7 @@ def _lines(
             conversation = converse(model, tokenizer, list(asked.values()), run) if ids else []
             for case, measured in zip(cases, conversation):
                 if case.id in ids:
-                    yield told(case, run, measured)
+                    yield full_line(case, run, measured)
         return
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
@@ -160,6 +164,6 @@ def _lines(
         for batch in together(model, cache_of(text.out), lengths, batch_size):
             some = [mine[at] for at in batch]
             for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
-                yield told(each.case, run, measured)
+                yield full_line(each.case, run, measured)
     for case, each in asked.items():
         yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)

@@ -1,16 +1,16 @@
-"""How a case is read and answered: a `Run`, and its policy.
+"""How a case is read and answered: a `RunSpec`, and its policy.
 
-A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks, with the
-question known or not:
+A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks. Its mode
+says whether the question is known then:
 
     known   context and question are one prompt, read under the policy; a policy that evicts while decoding does so. If
-            the case tells the question's place, its tokens observe
+            the case has the question's place, the question's tokens observe
     later   the context alone is read under the policy. Then the question is appended to the kept slots and the answer
             is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up turn would
             be read like a prompt and evict again, this time knowing the question.) A policy with recall=True reads the
             question too, and chooses the slots anew
-    other   of conversations, a control: a turn is asked of the slots that the turn before chose, and all its tokens are
-            kept; then it is read under the policy, as in `known`, so that the next turn finds what this one chose
+    other   a control, for conversations: a turn is asked of the slots that the turn before chose, and all its tokens
+            are kept; then it is read under the policy, as in `known`, so that the next turn finds what this one chose
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch.nn import Module
 
 from ...patch import slot_bytes
 from ...policy.building import build
@@ -28,31 +30,33 @@ from ...policy.text import parse_policy
 MODES = ("known", "later", "other")
 ONE_PASS = 2**30  # a chunk size above every prompt's length
 KEEP_ALL = Policy(score="knorm", budget=2**30)
-OBSERVERS = ("window", "probe", "recent")  # options that count slots, to be limited at a small budget
+OBSERVERS = ("window", "probe", "recent")  # options that count slots, which a small budget limits
 
 
 @dataclass(frozen=True)
-class Run:
-    """A way to read and answer a case. chunk_size None: in one pass; mode: one of MODES, None for `full`."""
+class RunSpec:
+    """A way to read and answer a case."""
 
     policy: str  # NAME or NAME:OPTION=VALUE,...
     budget: int | float | str | None = None
-    chunk_size: int | None = None
-    mode: str | None = None
+    chunk_size: int | None = None  # None: the prompt is read in one pass
+    mode: str | None = None  # one of MODES; None for `full`
 
 
-FULL = Run("full")
+FULL = RunSpec("full")
 
 
 def options_of(policy: Policy) -> dict[str, Any]:
-    """The options of a policy's rows and score."""
+    """Collect the options of a policy's rows and score."""
     parts: Any = policy.rows, policy.score
     return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
-def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval", model: Any = None) -> Policy:
-    """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
-    the life of the process. model: needed for a budget in bytes, which is left as it is without.
+def policy_for(
+    run: RunSpec, tokens: int, response: Sequence[int], task: str = "eval", model: Module | None = None
+) -> Policy:
+    """Build the policy of a run that reads `tokens` tokens. TADA keeps a separate history of each run and `task`, for
+    the life of the process. A budget in bytes becomes slots of the model; without a model it is left as it is.
 
     Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
     know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
@@ -76,8 +80,8 @@ def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval
     return build(name, budget=budget, chunk_size=chunk, **options | given)
 
 
-def reads_alone(run: Run) -> bool:
-    """True if a run's read of a context is the same for all questions, so that one read is enough."""
+def reads_alone(run: RunSpec) -> bool:
+    """Whether a run's read of a context is equal for all questions, so that one read is enough."""
     if run == FULL or run.mode == "known":
         return run == FULL
     return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows

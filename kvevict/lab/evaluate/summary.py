@@ -1,4 +1,4 @@
-"""Means of results with 95 % intervals, per policy and task, and the share of the full cache's score."""
+"""Averages results per policy and task, with 95 % intervals and the share of the full cache's score."""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .intervals import Z, clustered, of_scores, standard_error
+from .results import Line
 from .runs import FULL, MODES
 from .tasks import FIDELITY, PERPLEXITY
 
@@ -14,13 +15,12 @@ NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
 
 @dataclass(frozen=True)
 class Cell:
-    """Scores in [0, 1], or perplexities. share: score over the full run's on the same cases (perplexity: the full run's
-    over this one); None when the full run scores 0."""
+    """The mean score of cases, in [0, 1], or their perplexity, with its interval."""
 
     mean: float
     low: float
     high: float
-    share: float | None
+    share: float | None  # the score over the full run's (a perplexity: the full run's over this); None if that is 0
     cases: int
     metric: str
 
@@ -33,12 +33,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over cases, of differences from the full cache on the same case, and the means' standard errors: the KL
-    divergence in nats and the share of equal first choices."""
+    """Mean differences from the full cache on the same cases, with their standard errors."""
 
-    mean: float
+    mean: float  # the KL divergence in nats
     error: float
-    same: float
+    same: float  # the share of equal first choices
     same_error: float
     cases: int
     metric: str = FIDELITY
@@ -55,7 +54,7 @@ class Fidelity:
         return f"{self.mean:.3f} ±{self.error:.3f} {100 * self.same:.1f} ±{100 * self.same_error:.1f}%"
 
 
-def fidelity(lines: list[dict[str, Any]]) -> Fidelity:
+def fidelity(lines: list[Line]) -> Fidelity:
     def of(name: str) -> tuple:
         values = [line[name] for line in lines]
         return sum(values) / len(values), standard_error(values)
@@ -64,19 +63,16 @@ def fidelity(lines: list[dict[str, Any]]) -> Fidelity:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Numbers of questions with a known likelihood of the right answer. mean, low and high: the mean score and its
-    interval over the `counted` questions that the full cache answers (a score of at least 1/2). dnll: over all
-    questions, the nats per token of the right answer above the full cache's. Its interval's half-width is paired and
-    lets a text's questions be correlated."""
+class QuestionsCell:
+    """Numbers of questions with a known likelihood of the right answer."""
 
-    mean: float
+    mean: float  # the score of the `counted` questions, with its interval
     low: float
     high: float
-    counted: int
-    cases: int
-    dnll: float
-    half: float
+    counted: int  # questions that the full cache answers, with a score of at least 1/2
+    cases: int  # all questions
+    dnll: float  # over all questions, the nats per token of the right answer above the full cache's
+    half: float  # half the width of its paired interval; a text's questions may be correlated
     metric: str
 
     def __str__(self) -> str:
@@ -84,8 +80,8 @@ class Answered:
         return f"{right}; {self.dnll:+.3f} ±{self.half:.3f}"
 
 
-def answered(lines: list[dict[str, Any]], full: dict[tuple, dict[str, Any]]) -> Answered:
-    """`Answered` of lines. full: case -> the full run's line; lines of cases that are not in it are left out."""
+def questions_cell(lines: list[Line], full: dict[tuple, Line]) -> QuestionsCell:
+    """Make the `QuestionsCell` of the lines whose case is in `full`, {case: the full run's line}."""
     pairs = [(line, full[_case(line)]) for line in lines if _case(line) in full]
     scores = [line["score"] for line, base in pairs if base["score"] >= 0.5]
     dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]
@@ -93,17 +89,17 @@ def answered(lines: list[dict[str, Any]], full: dict[tuple, dict[str, Any]]) -> 
     middle = of_scores(scores) if scores else (0.0, 0.0, 1.0)
     mean = sum(dnll) / len(dnll)
     half, metric = clustered(dnll, texts), lines[0]["metric"]
-    return Answered(*middle, counted=len(scores), cases=len(pairs), dnll=mean, half=half, metric=metric)
+    return QuestionsCell(*middle, counted=len(scores), cases=len(pairs), dnll=mean, half=half, metric=metric)
 
 
 def _text(line: dict) -> tuple:
-    """Questions of one text depend on each other."""
+    """Identify the text of a line: questions of one text depend on each other."""
     return line["task"], line["seed"], line["tags"].get("length"), line["tags"].get("text", line["id"])
 
 
 @dataclass(frozen=True)
 class Average:
-    """The mean of tasks' scores, each of the same weight, and its share of the full cache's."""
+    """The mean of tasks' scores, with equal weights, and its share of the full cache's."""
 
     mean: float
     share: float | None
@@ -113,8 +109,8 @@ class Average:
 
 
 def averages(summary: dict[tuple, dict[tuple, Any]], mode: str) -> dict[tuple, Average]:
-    """{row of a `summary` without tags: `Average` over all its tasks in per cent}; only of rows that have all of them,
-    and none of fewer than two tasks."""
+    """Return {row: `Average` over its tasks in per cent} for the rows of a `summary` without tags that have every task;
+    {} if there are fewer than two tasks."""
     own = {row: {c: cell for c, cell in cells.items() if c[2] == mode} for row, cells in summary.items()}
     columns = {c for cells in own.values() for c, cell in cells.items() if cell.metric not in NOT_IN_PERCENT}
     complete = [row for row, cells in own.items() if columns <= cells.keys()] if len(columns) > 1 else []
@@ -128,7 +124,8 @@ def _exp(x: float) -> float:
 
 
 def cell(scores: Sequence[float], full: Sequence[float], metric: str) -> Cell:
-    """scores and the full run's scores of the same cases; for perplexity both are mean negative log likelihoods."""
+    """Make the cell of scores; `full` has the full run's scores of the same cases. Scores of the metric perplexity are
+    mean negative log likelihoods."""
     base = sum(full) / len(full) if full else 0.0
     if metric == PERPLEXITY:
         mean = sum(scores) / len(scores)
@@ -139,10 +136,10 @@ def cell(scores: Sequence[float], full: Sequence[float], metric: str) -> Cell:
     return Cell(mean, low, high, mean / base if base else None, len(scores), metric)
 
 
-def summarize(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> dict[tuple, dict[tuple, Any]]:
-    """{(policy, budget, chunk_size): {(task, values of the tags `by`, mode): Cell}}, both in the results' order.
+def summarize(lines: list[Line], by: Sequence[str] = ()) -> dict[tuple, dict[tuple, Any]]:
+    """Return {(policy, budget, chunk_size): {(task, values of the tags `by`, mode): Cell}}, in the results' order.
 
-    Cases and seeds are pooled. The full run does not depend on the mode and stands under every one. Cases without one
+    Cases and seeds are pooled. The full run does not depend on the mode and stands under every one. Cases that lack one
     of the tags are left out.
     """
     lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
@@ -158,14 +155,14 @@ def summarize(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> dict[tuple
 
 
 def _of(group: list, full: dict) -> Any:
-    """The cell of a group's lines; full: case -> the full cache's line."""
+    """Make the cell of a group's lines; `full` is {case: the full cache's line}."""
     metric, *others = dict.fromkeys(line["metric"] for line in group)
     if others:
         raise ValueError(f"lines of {group[0]['task']} are of several metrics, {metric} and {', '.join(others)}")
     if metric == FIDELITY:
         return fidelity(group)
     if all("nats" in line for line in group):
-        return answered(group, full)
+        return questions_cell(group, full)
     base = [full[_case(line)]["score"] for line in group if _case(line) in full]
     return cell([line["score"] for line in group], base, metric)
 

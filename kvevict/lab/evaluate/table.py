@@ -1,18 +1,18 @@
-"""Results as tables."""
+"""Renders results as tables."""
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from ...commands import grid
+from .results import Line
 from .summary import averages, summarize
 from .tasks import FIDELITY
 
 
-def render(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> str:
-    """A table with a column per task and mode, after the average of several tasks. With tags `by`: a table per task and
-    mode with a column per value. If texts were read once for many questions, or are talked about in turns, the costs of
-    reading and of a question, or of each turn, follow."""
+def render(lines: list[Line], by: Sequence[str] = ()) -> str:
+    """Make a table with a column per task and mode, after the average of several tasks. With tags `by` it is a table
+    per task and mode with a column per value. Tables of costs follow: of reading and of a question, if texts were read
+    once for many questions; of each turn, if texts were talked about in turns."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
@@ -27,7 +27,7 @@ def render(lines: list[dict[str, Any]], by: Sequence[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def _tables(summary: dict, by: Any) -> list:
+def _tables(summary: dict, by: Sequence[str]) -> list:
     columns, parts = list(dict.fromkeys(column for row in summary.values() for column in row)), []
     if not by:
         heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
@@ -45,7 +45,7 @@ def _tables(summary: dict, by: Any) -> list:
 
 
 def _costs(lines: list, columns: dict, *by: str) -> list:
-    """Rows of text, the head first, one for each setting and its values of the fields or tags `by`."""
+    """Make rows of text, the head first, one for each setting and its values of the fields or tags `by`."""
     rows: dict = {}
     for line in lines:
         known = line | line["tags"]
@@ -64,7 +64,7 @@ def _costs(lines: list, columns: dict, *by: str) -> list:
 
 
 def _place(value: tuple) -> list:
-    """Sort key of tags' values, words and numbers mixed."""
+    """Return the sort key of tags' values, which may be words and numbers."""
     return [(isinstance(each, str), each) for each in value]
 
 
@@ -100,7 +100,7 @@ OF_TURNS = {
 
 
 def _cells(summary: dict, columns: dict) -> list:
-    """Rows of text, the head first. columns: head -> key of the cell."""
+    """Make rows of text, the head first. `columns` is {head: key of the cell}."""
     table = [["policy", "budget", "chunk", *columns]]
     for (policy, budget, chunk), row in summary.items():
         cells = [str(row[key]) if key in row else "" for key in columns.values()]
@@ -114,5 +114,5 @@ def _setting(budget: float | None, chunk: int | None) -> list:
 
 
 def _left(table: Sequence[Sequence[str]]) -> str:
-    """Rows of texts, the head first, in columns that are aligned left."""
+    """Format rows of text, the head first, in columns that are aligned left."""
     return grid(table, left=len(table[0]))

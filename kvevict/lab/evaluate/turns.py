@@ -1,8 +1,8 @@
-"""Conversations: the cases about one text are the turns of a chat, one after the other on one cache.
+"""Runs conversations: the cases about one text are the turns of a chat, one after the other on one cache.
 
-A run reads every turn under its policy, as plain `generate` with a cache that is carried along does. Mode `known`: the
-first question ends the text's turn and is read with it; modes `later` and `other`: the text is read alone before. The
-model's own answers stay in the history. `full` is the unpatched model on a plain cache.
+A run reads every turn under its policy, as plain `generate` with a cache that is carried along does. In mode `known`
+the first question ends the text's turn and is read with it; in modes `later` and `other` the text is read alone before.
+The model's own answers stay in the history. `full` is the unpatched model on a plain cache.
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,21 @@ import torch
 from transformers import DynamicCache
 
 from ...answering.writing import ends_of
-from ...asking.prompts import ids_of, turns_frame
+from ...asking.prompts import Tokenizer, ids_of, turns_frame
 from ...models.compat import CACHE
 from ...models.families import base_model, context_of, find_decoder
 from ...patch import evicting
 from ...policy.tokenizer import told
-from .ask import Asked, as_row, forked, judged, measured, measured_all, now, write
-from .runs import FULL, KEEP_ALL, Run, policy_for
+from .ask import AskedCase, as_row, forked, judged, measured, measured_all, now, write
+from .results import Line
+from .runs import FULL, KEEP_ALL, RunSpec, policy_for
 
 
 @torch.no_grad()
-def converse(model: Any, tokenizer: Any, asked: list[Asked], run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each turn's line beside the key. Seconds are those to the turn's first token (read_seconds;
-    the text's own reading, where it is read alone, is in the first turn's) and of the answer's other tokens; slots and
-    bytes those after the turn was read."""
+def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunSpec) -> Iterator[Line]:
+    """Yield the fields of each turn's line beside the key. read_seconds are those to the turn's first token (the first
+    turn's include a text that is read alone), decode_seconds those of the answer's other tokens. Slots and bytes are
+    those after the turn was read."""
     head, ends, between = turns_frame(tokenizer)
     context, plain = ids_of(tokenizer, asked[0].case.context), not tokenizer.chat_template
     texts = [f"\n\nQuestion: {each.case.question.strip()}" if plain else each.case.question for each in asked]

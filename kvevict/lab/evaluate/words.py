@@ -1,4 +1,4 @@
-"""What the generated haystack is made of: words by slot, and sentence templates with `{slot}`s."""
+"""The material of the generated haystack: words by slot, and sentence templates with `{slot}`s."""
 
 _WORDS = {
     "noun": """account acorn almanac anchor anvil apron arch archway attic awning axle badge bakery balcony barge

@@ -1,4 +1,4 @@
-"""KVzap's published gates as a folder of ours."""
+"""Converts KVzap's published gates to a folder that kvevict reads."""
 
 import os
 from itertools import pairwise
@@ -15,19 +15,20 @@ from ...models import families
 from ...policy.checks import parsed
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-KIND = "kvzap"  # its config's model_type
+KIND = "kvzap"  # model_type in the config of KVzap's gates
 PARTS = {"linear": ("",), "mlp": ("0.", "2.")}  # between `layers.N.` and `weight`, for each affine map
 
 
 def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Gates:
-    """Gates from KVzap's published weights (Jegou and Jeblick 2026; kvpress' KVzapModel), saved in the folder `out`.
+    """Save KVzap's published gates (Jegou and Jeblick 2026; kvpress' KVzapModel) in the folder `out`, and return them.
 
     source   folder with config.json and model.safetensors, or a hub id such as nvidia/KVzap-mlp-Qwen3-8B
-    model    the one that they were trained on, which the source does not name: sizes are compared, weights cannot be
+    model    the model that the gates were trained on. The source does not name it: sizes are compared, weights cannot
+             be
 
-    Their layer N is decoder layer N. They take the same input as ours and foretell log of `kvzip+`'s number. No code of
-    the source is run, and no pickle is read. Raises ValueError, with nothing written, for a source that is something
-    else, damaged, or of a model of other sizes; OSError where `out` cannot be written.
+    The source's layer N is decoder layer N. KVzap's gates take the same input as kvevict's and predict the logarithm of
+    `kvzip+`'s number. No code of the source is run, and no pickle is read. Raises ValueError, with nothing written, for
+    a source that is something else, damaged, or of a model of other sizes; OSError where `out` cannot be written.
     """
     name, decoder, place = repr(os.fspath(source)), families.find_decoder(model), Path(source)
     if place.resolve() == Path(out).resolve():
@@ -58,8 +59,8 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
     return made
 
 
-def _file(source: str | os.PathLike, file: Any, name: str) -> Any:
-    """The path of a file in a folder or from the hub."""
+def _file(source: str | os.PathLike, file: str, name: str) -> Path:
+    """Return the path of a file in a folder or from the hub."""
     if Path(source).is_dir():
         if (path := Path(source) / file).is_file():
             return path
@@ -75,7 +76,7 @@ def _file(source: str | os.PathLike, file: Any, name: str) -> Any:
         ) from None
 
 
-def _config(path: str | Path, name: str) -> Any:
+def _config(path: Path, name: str) -> dict:
     try:
         config = parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -88,8 +89,8 @@ def _config(path: str | Path, name: str) -> Any:
     return config
 
 
-def _affine(tensors: dict[str, torch.Tensor], prefix: Any, inputs: Any, outputs: Any, name: str) -> Any:
-    """(weight [outputs, inputs], bias [outputs]) fp32."""
+def _affine(tensors: dict[str, torch.Tensor], prefix: str, inputs: int, outputs: int, name: str) -> tuple:
+    """Return fp32 (weight [outputs, inputs], bias [outputs]). Raises ValueError where one is missing or damaged."""
     found = []
     for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
         x = tensors.get(prefix + part)

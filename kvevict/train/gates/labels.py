@@ -1,4 +1,4 @@
-"""The training data of gates: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
+"""Makes the training data of gates: pieces of texts, and KVzip's numbers of their tokens (METHODS section 9)."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -7,24 +7,21 @@ from typing import Any
 
 import torch
 
+from ...asking.prompts import Tokenizer
 from ...models import families
 from ...store.files import decoded
 from ..targets import numbers
 
-SKIP = 4  # first tokens of a piece: always kept, with hidden states unlike others'
-FLOOR = 1e-6  # of a number, before its logarithm is taken
+SKIP = 4  # first tokens of a piece, which are always kept and have hidden states unlike others'
+FLOOR = 1e-6  # the least that a number counts, before its logarithm is taken
 
 
 def pieces(
-    texts: str | Path | Iterable[Any], tokenizer: Any, length: int, limit: int, vocabulary: int
+    texts: str | Path | Iterable[object], tokenizer: Tokenizer | None, length: int, limit: int, vocabulary: int
 ) -> list[torch.Tensor]:
-    """Token ids of equal pieces of each text, of at most `length` tokens, each with the tokenizer's first token: as
-    many as have `limit` tokens, spread evenly.
-
-    texts    a file's path, or an iterable of texts or of 1-D token ids
-
-    Raises ValueError for texts that cannot be trained on.
-    """
+    """Cut each text into equal pieces of at most `length` tokens, each with the tokenizer's first token, and return the
+    ids of pieces of `limit` tokens in all, spread evenly. `texts` is a file's path, or an iterable of texts or of 1-D
+    token ids. Raises ValueError for texts that cannot be trained on."""
     if isinstance(texts, Path) or (isinstance(texts, str) and os.path.isfile(texts)):
         texts = [decoded(Path(texts).read_bytes(), texts)]
     elif isinstance(texts, str):
@@ -41,7 +38,7 @@ def pieces(
     return [found[i * len(found) // most] for i in range(most)] if most < len(found) else found
 
 
-def _ids(number: int, text: Any, tokenizer: Any, vocabulary: int) -> torch.Tensor:
+def _ids(number: int, text: Any, tokenizer: Tokenizer | None, vocabulary: int) -> torch.Tensor:
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError(f"text {number} is not token ids; give a tokenizer, or token ids")
@@ -54,8 +51,8 @@ def _ids(number: int, text: Any, tokenizer: Any, vocabulary: int) -> torch.Tenso
     return ids.long()
 
 
-def _first(text: Any, tokenizer: Any) -> torch.Tensor:
-    """The token that the tokenizer puts before a text, if it does."""
+def _first(text: object, tokenizer: Tokenizer | None) -> torch.Tensor:
+    """Return as ids [1] the token that the tokenizer puts before a text; ids [0] if it puts none."""
     first = getattr(tokenizer, "bos_token_id", None) if isinstance(text, str) else None
     if first is not None and tokenizer("a")["input_ids"][:1] != [first]:
         first = None
@@ -63,10 +60,10 @@ def _first(text: Any, tokenizer: Any) -> torch.Tensor:
 
 
 def each_layer(
-    model: Any, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor, torch.Tensor], None]
+    model: torch.nn.Module, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """take(layer, x [T, E], y [T, heads] fp32) of every layer: the inputs of its attention block and the logarithms of
-    the numbers of a piece's tokens but the first ones. The piece is read, and once more after itself."""
+    """Read a piece, and once more after itself. Calls take(layer, x [T, E], y [T, heads] fp32) for every layer, with
+    the inputs of its attention block and the logarithms of the numbers of the piece's tokens but the first `SKIP`."""
     decoder = families.find_decoder(model)
     inputs: dict = {}
 
@@ -76,11 +73,11 @@ def each_layer(
     own = families.attentions(decoder, families.evicting(decoder.config))
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in own]
 
-    def told(index: int, score: torch.Tensor) -> None:
+    def pair(index: int, score: torch.Tensor) -> None:
         take(index, inputs.pop(index)[0, SKIP : len(ids)], score[:, SKIP:].T.clamp_min(FLOOR).log())
 
     try:
-        numbers(model, label, ids, told)
+        numbers(model, label, ids, pair)
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""How well gates foretell KVzip's numbers on text that they were not trained on."""
+"""Measures how well gates predict KVzip's numbers on text that they were not trained on."""
 
 import importlib.util
 from typing import Any
@@ -13,13 +13,16 @@ from .labels import each_layer
 SHARES = (0.125, 0.25, 0.5)
 
 
-def measure(model: Any, label: str, known: list[torch.Tensor], gates: Gates, progress: bool = False) -> dict[str, Any]:
-    """Compare gates with the numbers of pieces `known` of token ids.
+def measure(
+    model: torch.nn.Module, label: str, known: list[torch.Tensor], gates: Gates, progress: bool = False
+) -> dict[str, Any]:
+    """Compare gates with KVzip's numbers of `known`, pieces of token ids.
 
-    r2            of the logarithms of all layers and heads together, as one ranking sees them
-    r2_by_layer   of each head alone, the mean over a layer's; r2_by_head: the mean over all layers
-    recall        by share: how many of the best slots in one ranking of all layers and heads the gates rank so, too
-    tau           Kendall's, mean over heads; None without scipy
+    r2            R^2 of the logarithms of all layers and heads together, as one ranking sees them
+    r2_by_layer   R^2 of each head alone, averaged over a layer's heads; r2_by_head is the average over all layers
+    recall        for each share, the part of the best slots in one ranking of all layers and heads that are also best
+                  by the gates
+    tau           Kendall's tau, averaged over heads; None without scipy
     """
     sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
     recalls, taus = [], []

@@ -1,12 +1,9 @@
-"""Training of gates (METHODS section 9): the loop, its settings and its checkpoint."""
+"""Trains gates (METHODS section 9): the loop, its settings and its checkpoint."""
 
 import hashlib
-import io
-import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +18,19 @@ from ...models.families import base_model, context_of, find_decoder
 from ...models.refusals import check_model
 from ...patch import is_patched
 from ...policy.checks import at_least_0, count, one_of
-from ...store.files import write
+from .. import checkpoint
 from ..processes import Processes
 from ..targets import LABELS
 from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
-CHECKPOINT = "checkpoint.pt"  # of the first process; "checkpoint.N.pt" of number N
+CHECKPOINT = "checkpoint.pt"  # the first process's; process N writes "checkpoint.N.pt"
 MINUTE = 60  # seconds between checkpoints
-LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and in all
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that determine a training's result, besides model and texts. A run continues only with equal
-    settings."""
-
-    label: str
-    length: int
-    limit: int
-    held_out: int | None
-    ridge: float
-
-    def __post_init__(self) -> None:
-        one_of("label", self.label, LABELS)
-        count("length", self.length, SKIP + 2)
-        count("limit", self.limit, 2)
-        at_least_0("ridge", self.ridge)
-        if self.held_out is not None:
-            count("held_out", self.held_out, 0)
+LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and of all pieces
 
 
 def train(
-    model: Any, texts: str | Path | Iterable[Any], out: str | os.PathLike, *, tokenizer: Any = None,
+    model: Any, texts: str | Path | Iterable[object], out: str | os.PathLike, *, tokenizer: Any = None,
     label: str = "kvzip", length: int = LENGTH, limit: int = LIMIT, held_out: int | None = None, ridge: float = 0.01,
     progress: bool = True,
 ) -> Gates:  # fmt: skip
@@ -63,16 +40,22 @@ def train(
     label     policy with the numbers to learn, "kvzip" or "kvzip+"; each piece is read twice for them
     length    most tokens of a piece; half of the model's context if that is less
     limit     most tokens of all pieces, spread evenly over all texts
-    held_out  number of last pieces to validate on instead of training; `Gates.about` has their R^2, recall and
-              Kendall's tau. None: an eighth
-    ridge     added to each input's variance, as a share of it
+    held_out  number of last pieces to validate on instead of training (None: an eighth of all); `Gates.about` has
+              their R^2, recall and Kendall's tau
+    ridge     what is added to each input's variance, as a share of the variance
 
     Several processes (`accelerate launch`) share the pieces: each calls this; the first one validates and writes. An
     interrupted run, called again, continues from its last checkpoint, at most a minute old. Raises ValueError for too
     short texts, for a model that is patched, split over processes or of an unknown kind, and for a checkpoint that is
     damaged or of other settings; OSError if `out` cannot be written.
     """
-    settings = Settings(label, length, limit, held_out, ridge)
+    one_of("label", label, LABELS)
+    count("length", length, SKIP + 2)
+    count("limit", limit, 2)
+    at_least_0("ridge", ridge)
+    if held_out is not None:
+        count("held_out", held_out, 0)
+    settings = dict(label=label, length=length, limit=limit, held_out=held_out, ridge=ridge)
     decoder, folder = find_decoder(model), Path(out)
     check_model(model)
     if is_patched(decoder):
@@ -93,7 +76,7 @@ def train(
     processes.join()
     with trial.quiet(model):
         first = processes.rank == 0
-        run = Run(model, decoder, known[: len(known) - last], folder, settings, processes)
+        run = GateTraining(model, known[: len(known) - last], folder, settings, processes)
         made = run.go(progress and first)
         if first and last:
             held = known[len(known) - last :]
@@ -106,10 +89,8 @@ def train(
 
 
 class Fit:
-    """Ridge regression in closed form on sums of products in float64; inputs count in standard deviations.
-
-    ridge   added to each input's variance, as a share of it
-    """
+    """Ridge regression in closed form on sums of products in float64. `ridge` is added to each input's variance, as a
+    share of the variance."""
 
     def __init__(self, ridge: float) -> None:
         self.ridge = ridge
@@ -122,7 +103,7 @@ class Fit:
         self.products = product if self.products is None else self.products.add_(product)
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weight [heads, E], bias [heads]) fp32."""
+        """Solve for (weight [heads, E], bias [heads]) in fp32."""
         own = len(self.products)
         mean = self.products[0] / self.products[0, 0]
         centred = self.products[1:] / self.products[0, 0] - mean[1:own, None] * mean
@@ -133,27 +114,24 @@ class Fit:
         return weight.T.float(), (mean[own:] - mean[1:own] @ weight).float()
 
 
-class Run:
-    """One training: made anew or continued from the folder's checkpoint."""
+class GateTraining:
+    """One training of gates, begun or continued from a checkpoint of equal settings, model and text."""
 
-    def __init__(
-        self, model: torch.nn.Module, decoder: Any, known: list, folder: Path, settings: Settings, processes: Processes
-    ) -> None:
-        self.model, self.decoder, self.settings, self.processes = model, decoder, settings, processes
+    def __init__(self, model: torch.nn.Module, known: list, folder: Path, settings: dict, processes: Processes) -> None:
+        self.model, self.decoder, self.processes = model, find_decoder(model), processes
         self.pieces, self.tokens, self.count = known[processes.rank :: processes.size], sum(map(len, known)), len(known)
         number = f".{processes.rank}" if processes.rank else ""
         self.checkpoint = (folder / CHECKPOINT).with_suffix(f"{number}.pt")
-        self.fits = {index: Fit(settings.ridge) for index in families.evicting(decoder.config)}
+        self.fits = {index: Fit(settings["ridge"]) for index in families.evicting(self.decoder.config)}
         digest = hashlib.sha256(repr([ids.tolist() for ids in known]).encode()).hexdigest()[:16]
-        self.base = model_of(decoder)
-        self.about = vars(settings) | dict(data=digest, base=self.base, processes=processes.size)
+        self.about = settings | dict(data=digest, base=model_of(self.decoder), processes=processes.size)
         self.done = 0
 
     def go(self, progress: bool) -> Gates:
         self._resume()
         saved, first = time.monotonic(), self.done
         for ids in bar(self.pieces[first:], "training", "piece", progress):
-            each_layer(self.model, self.settings.label, ids, lambda i, x, y: self.fits[i].add(x, y))
+            each_layer(self.model, self.about["label"], ids, lambda i, x, y: self.fits[i].add(x, y))
             self.done += 1
             if time.monotonic() - saved >= MINUTE and self.done < len(self.pieces):
                 self._save()
@@ -166,26 +144,11 @@ class Run:
         return Gates(layers, about | dict(kind="linear", tokens=self.tokens, pieces=self.count))
 
     def _save(self) -> None:
-        buffer, fits = io.BytesIO(), {index: fit.products for index, fit in self.fits.items()}
-        torch.save(dict(done=self.done, about=self.about, fits=fits), buffer)
-        write(self.checkpoint, buffer.getvalue())
+        fits = {index: fit.products for index, fit in self.fits.items()}
+        checkpoint.save(self.checkpoint, self.about, done=self.done, fits=fits)
 
     def _resume(self) -> None:
-        path = self.checkpoint
-        if not path.exists():
-            return
-        device = families.device_of(self.decoder)
-        try:
-            state = torch.load(path, map_location=device, weights_only=True)
-            about = state["about"]
-        except Exception as error:  # pickle, zip and torch raise different errors
-            raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
-        for name, value in json.loads(json.dumps(self.about)).items():
-            if about.get(name) != value:
-                raise ValueError(
-                    f"{path} is of a training with {name}={about.get(name)!r}, this one has {value!r}; continue with "
-                    "the same, or give another `out`"
-                )
-        for index, fit in self.fits.items():
-            fit.products = state["fits"][index]
-        self.done = state["done"]
+        if state := checkpoint.load(self.checkpoint, self.about, families.device_of(self.decoder)):
+            for index, fit in self.fits.items():
+                fit.products = state["fits"][index]
+            self.done = state["done"]

@@ -1,4 +1,4 @@
-"""LookaheadKV (METHODS section 6): trained rows are appended to a prompt, and their attention scores its slots."""
+"""Trains LookaheadKV's rows (METHODS section 6), which are appended to a prompt: their attention scores its slots."""
 
 from ...models.adapter import Adapter, bundled, config_of, load
 from .training import train

@@ -1,5 +1,5 @@
-"""Pairs of prompt and response to train on: read, checked, and answered by the model itself where a response is missing
-(METHODS section 6)."""
+"""Reads and checks pairs of prompt and response to train on; the model itself writes a missing response (METHODS
+section 6)."""
 
 import hashlib
 import json
@@ -9,37 +9,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...asking.prompts import rendered
+from ...asking.prompts import Tokenizer, rendered
 from ...models.families import device_of, unwrapped
 from ...policy.checks import parsed
 from ...store.files import decoded
 
 
 class Pair(NamedTuple):
-    name: str  # its place, for errors
+    name: str  # the pair's place in the data, for errors
     prompt: tuple  # token ids
     response: tuple | None  # token ids; None: the model writes it
 
 
 class Limits(NamedTuple):
-    prompt: int  # tokens at most
-    response: int
-    context: int  # of the model, for a prompt and its response
+    prompt: int  # most tokens of a prompt
+    response: int  # most tokens of a response
+    context: int  # most tokens of a prompt with its response, by the model's context
 
 
-def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Any, limits: Limits) -> list[Pair]:
-    """`Pair`s of a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token ids), or
-    with chat `messages`; a last message of the assistant's is the response.
-
-    Raises ValueError, with the pair's place, for a pair of another form or too long.
-    """
+def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | None, limits: Limits) -> list[Pair]:
+    """Read `Pair`s from a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token
+    ids), or with chat `messages`, of which a last message of the assistant's is the response. Raises ValueError, naming
+    the pair's place, for a pair that is too long or of another form."""
     found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
     if not found:
         raise ValueError("data has no pair of prompt and response: give at least one")
     return found
 
 
-def _entries(data: Any) -> Iterator[Any]:
+def _entries(data: str | Path | Iterable[dict]) -> Iterator[tuple[str, dict]]:
     if not isinstance(data, (str, Path)):
         yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
         return
@@ -51,7 +49,7 @@ def _entries(data: Any) -> Iterator[Any]:
                 raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
 
 
-def _pair(name: str, entry: dict, tokenizer: Any, limits: Limits) -> Any:
+def _pair(name: str, entry: dict, tokenizer: Tokenizer | None, limits: Limits) -> Pair:
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be an object with a prompt or messages, got {type(entry).__name__}")
     if "messages" in entry:
@@ -75,8 +73,8 @@ def _pair(name: str, entry: dict, tokenizer: Any, limits: Limits) -> Any:
     return Pair(name, prompt, response)
 
 
-def _chat(name: str, messages: list, tokenizer: Any) -> Any:
-    """(ids of the prompt in the chat template, text of the response or None)"""
+def _chat(name: str, messages: list, tokenizer: Tokenizer | None) -> tuple[Any, Any]:
+    """Return (ids of the prompt in the chat template, text of the response or None)."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} has messages, which need a tokenizer with a chat template; give prompt and response")
     if not isinstance(messages, list) or not all(
@@ -97,7 +95,7 @@ def _chat(name: str, messages: list, tokenizer: Any) -> Any:
     return tokenizer(text, add_special_tokens=False)["input_ids"], response
 
 
-def _ids(name: str, what: str, value: list, tokenizer: Any) -> tuple:
+def _ids(name: str, what: str, value: list, tokenizer: Tokenizer | None) -> tuple:
     if isinstance(value, str):
         if tokenizer is None:
             raise ValueError(f"{name}: its {what} is text; give a tokenizer, or token ids")
@@ -111,7 +109,7 @@ def _ids(name: str, what: str, value: list, tokenizer: Any) -> tuple:
     return tuple(value)
 
 
-class Responses:
+class StoredResponses:
     """The model's greedy answers to prompts, stored in JSONL files of a folder, one for each process."""
 
     def __init__(self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0) -> None:
@@ -122,13 +120,13 @@ class Responses:
                 try:
                     entry = json.loads(line)
                 except ValueError:
-                    continue  # cut by a crash
+                    continue  # a crash cut the line
                 if entry["most"] == most:
                     self.known[entry["prompt"]] = tuple(entry["response"])
 
     @torch.no_grad()
     def of(self, pair: Pair) -> tuple:
-        """The pair's response, or the model's: at most `most` tokens, the end of sequence included."""
+        """Return the pair's response, or the model's: at most `most` tokens, the end of sequence included."""
         if pair.response is not None:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]

@@ -1,6 +1,7 @@
-"""The two passes of LookaheadKV's training (eq. 5, METHODS section 6). One pass of prompt and response without a graph
-gives the true scores and the prompt's keys and values; then the lookahead rows alone go through the decoder, attending
-to these, and are differentiated. No attention matrix outlives its layer; memory grows with the prompt's length."""
+"""The two passes of LookaheadKV's training (eq. 5, METHODS section 6). The first pass, of prompt and response and
+without a graph, gives the true scores and the prompt's keys and values. In the second the lookahead rows alone go
+through the decoder, attend to these keys and values, and are differentiated. No attention matrix outlives its layer;
+memory grows with the prompt's length."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -28,14 +29,16 @@ class Truth:
     """The results of the first pass over a pair, by layer, on the model's device."""
 
     tokens: int  # N of the prompt
-    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer only those that later rows see
+    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; a sliding layer's are only those that later rows see
     values: dict = field(default_factory=dict)
-    target: dict = field(default_factory=dict)  # [1, H, N] fp32 mean attention of the response's rows; evicting layers
+    target: dict = field(
+        default_factory=dict
+    )  # fp32 [1, H, N] mean attention of the response's rows; of evicting layers
 
 
 @torch.no_grad()
 def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
-    """The first pass, causal over ids [N] and [R]; it keeps the response's true scores, where there is one."""
+    """Make the first pass, causal over ids [N] and [R]. The scores are the response's true ones, if there is one."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
@@ -60,8 +63,8 @@ def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
 
 
 def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
-    """The first pass over ids [N] of a prompt whose questions are not known yet (METHODS section 9). A query head's
-    target is its kv head's numbers of `kvzip+`, divided by their sum. The response, ids [0], is not used."""
+    """Make the first pass over ids [N] of a prompt whose questions are not known yet (METHODS section 9). A query
+    head's target is its kv head's numbers of `kvzip+`, divided by their sum. The response, ids [0], is not used."""
     found = truth(decoder, prompt, response)
     heads = decoder.config.num_attention_heads
 
@@ -74,8 +77,8 @@ def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
 
 
 def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None] | None = None) -> Tensor:
-    """Mean over layers and heads of KL(true scores || the lookahead rows' scores), fp32, with a graph to the adapter
-    where gradients are on. note(layer, q, k, slots, options) sees the rows' queries and keys, and the prompt's."""
+    """Average KL(true scores || the lookahead rows' scores) over layers and heads, in fp32, with a graph to the adapter
+    where gradients are on. note(layer, q, k, slots, options) gets the rows' queries and keys and the prompt's slots."""
     each, count = [], adapter.tokens
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
@@ -98,9 +101,10 @@ def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None]
 
 
 def _sliding_attention(
-    q: Any, k: Any, v: Any, keys: Tensor, values: Any, window: Any, *, scale: float, softcap: float, sinks: Any
-) -> Any:
-    """Attention [1, n, H, D] of a sliding layer's rows: its matrix is at most as wide as the window."""
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, *, scale: float, softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention [1, n, H, D] of a sliding layer's rows, with at most n + window - 1 columns of weights."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
     logits = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float()[:, :, None].mT).flatten(1, 2) * scale
@@ -114,7 +118,7 @@ def _sliding_attention(
 
 
 class _Attend(torch.autograd.Function):
-    """Attention [1, n, H, D] of rows to a prompt's keys and values (constants), and causally to the rows' keys and
+    """Attention [1, n, H, D] of rows to a prompt's keys and values (constants), and causally to the rows' own keys and
     values."""
 
     BLOCK = 4096  # columns of the prompt with attention weights in memory at once
@@ -150,17 +154,11 @@ class _Attend(torch.autograd.Function):
 
 
 def _dlogits(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    dout: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    options: dict,
+    rows: Tensor, keys: Tensor, values: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, options: dict,
     hidden: Tensor | None = None,
-) -> tuple:
-    """(weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: ds = a (dout.v - delta), where
-    delta = dout.out."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute (weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: ds = a (dout.v - delta),
+    where delta = dout.out."""
     scale, softcap = options["scale"], options["softcap"]
     logits = rows @ keys.transpose(-1, -2) * scale
     softcap_grad: Any = 1.0
@@ -174,7 +172,7 @@ def _dlogits(
 
 
 def slots_of(keys: Tensor, values: Tensor | None = None) -> Held:
-    """Keys and values [1, Hkv, N, D] as stored slots: head h has rows h * N .. (h + 1) * N - 1."""
+    """Return keys and values [1, Hkv, N, D] as stored slots: head h has rows h * N .. (h + 1) * N - 1."""
     values = keys if values is None else values
     _, heads, tokens, dim = keys.shape
     offset = torch.arange(heads, device=keys.device)[None] * tokens
@@ -183,19 +181,19 @@ def slots_of(keys: Tensor, values: Tensor | None = None) -> Held:
 
 
 def _op_options(options: dict) -> dict:
-    """The ops' options, from those of Transformers' attention interface."""
+    """Return the ops' options, from those of Transformers' attention interface."""
     sinks = options.get("s_aux")
     return dict(
         scale=options["scaling"], softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float()
     )
 
 
-def _call(*tensors: Any, **options: Any) -> tuple:
+def _call(*tensors: object, **options: object) -> tuple:
     return context().training_attention(*tensors, **options)
 
 
 @contextlib.contextmanager
-def _attention(decoder: Module, function: Any) -> Iterator[None]:
+def _attention(decoder: Module, function: Callable[..., tuple]) -> Iterator[None]:
     """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]

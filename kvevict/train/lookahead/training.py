@@ -1,8 +1,7 @@
-"""Training of an adapter (METHODS section 6, table 16): the loop, its log and its checkpoints."""
+"""Trains an adapter (METHODS section 6, table 16): the loop, its log and its checkpoints."""
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -20,20 +19,21 @@ from ...models.families import base_model, context_of, device_of, find_decoder
 from ...patch import is_patched
 from ...policy.checks import at_least_0, count, installed, one_of
 from ...store.files import write
-from .data import Limits, Responses, pairs
+from .. import checkpoint
+from .data import Limits, Pair, StoredResponses, pairs
 from .passes import loss, repeated, truth
 from .validation import similarity
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 TARGETS = {"response": truth, "repeat": repeated}
-WARMUP, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # table 16: share of the steps, Adam's, the gradients' norm at most
+WARMUP, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # table 16: share of the steps, Adam's betas, largest gradient norm
 LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the others
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings that determine a training's result, besides model and data. A run continues only with equal
-    settings, a finished one also with more steps."""
+class LookaheadSettings:
+    """The settings that determine the adapter, besides model and data. A training continues only with equal settings, a
+    finished one also with more steps."""
 
     steps: int = 7600
     batch: int = 32
@@ -52,13 +52,13 @@ class Settings:
         one_of("target", self.target, TARGETS)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step from 0: a linear warmup, then a cosine to 0."""
+        """Return the learning rate of a step, counted from 0: a linear warmup, then a cosine to 0."""
         warm = max(1, round(WARMUP * self.steps))
         rest = max(1, self.steps - warm)
         return self.lr * min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - warm) / rest))
 
     def chosen(self, step: int, known: int) -> list:
-        """Indices of a step's pairs, of `known` in all. Every epoch has another order."""
+        """Return the indices of a step's pairs, of `known` in all. Every epoch has another order."""
         places = range(step * self.batch, (step + 1) * self.batch)
         return [_order(self.seed, place // known, known)[place % known] for place in places]
 
@@ -75,13 +75,15 @@ def train(
                   response are text or lists of token ids; a missing response is written greedily by the model and kept
                   in `out`
     steps, batch  optimizer steps, and pairs of each over all processes (gradients are accumulated, pair by pair)
-    lr            None: the paper's, 2e-4 for Qwen and 1e-3 for others. It rises, and then falls to 0 as a cosine
-    tokens, rank, alpha, targets   of the `Adapter`; seed: of its first weights and of the order of pairs
+    lr            highest learning rate, to which it rises before it falls to 0 as a cosine; None: the paper's, 2e-4 for
+                  Qwen and 1e-3 for others
+    tokens, rank, alpha, targets   those of the `Adapter`
+    seed          seed of the adapter's first weights and of the order of pairs
     target        "response": the mean attention of the response's rows (the paper's). "repeat": the numbers of `kvzip+`
                   when the prompt is read twice, for texts without a known question; responses are not needed, and a
                   prompt has at most half of the model's context
-    held_out      number of last pairs to validate on instead of training, every `validate_every` steps: loss, recall@k
-                  and Kendall's tau against the true scores (k: an eighth of the prompt)
+    held_out      number of last pairs to validate on instead of training, every `validate_every` steps: loss, recall of
+                  the best eighth of the prompt and Kendall's tau against the true scores
     save_every    steps between checkpoints. Called again, an interrupted run continues from the last one; a finished
                   run with more `steps` continues from its end, at the rates of a run of that length
 
@@ -95,14 +97,14 @@ def train(
         raise ValueError("the model is patched: call kvevict.unpatch(model) before training")
     if lr is None:
         lr = LR.get(decoder.config.model_type, 1e-3)
-    settings = Settings(steps, batch, lr, tokens, rank, alpha, targets_of(targets), target, seed)
+    settings = LookaheadSettings(steps, batch, lr, tokens, rank, alpha, targets_of(targets), target, seed)
     for name, value in (("max_prompt", max_prompt), ("max_response", max_response), ("save_every", save_every),
                         ("validate_every", validate_every)):  # fmt: skip
         count(name, value, 1)
     count("held_out", held_out, 0)
     context = context_of(decoder.config) or 2**31
     limits = Limits(max_prompt, max_response, context)
-    if target == "repeat":  # itself follows the prompt, and nothing else
+    if target == "repeat":  # the prompt follows itself, and no response does
         limits = Limits(min(max_prompt, context // 2), 2**31, 2**32)
     known = pairs(data, tokenizer, limits)
     if target == "repeat":
@@ -113,7 +115,7 @@ def train(
     torch.manual_seed(seed)
     made = Adapter(model, tokens, rank, alpha, settings.targets)
     with _frozen(base_model(model)):
-        run = Run(model, decoder, made, known, held_out, folder, settings, max_response)
+        run = LookaheadTraining(model, decoder, made, known, held_out, folder, settings, max_response)
         run.go(save_every, validate_every, progress)
     return made
 
@@ -121,7 +123,9 @@ def train(
 class _Loss(torch.nn.Module):
     """The loss of one pair, as a module with the adapter's parameters for accelerate to distribute."""
 
-    def __init__(self, decoder: Any, adapter: Adapter, target: str) -> None:
+    decoder: torch.nn.Module
+
+    def __init__(self, decoder: torch.nn.Module, adapter: Adapter, target: str) -> None:
         super().__init__()
         self.adapter, self.first_pass = adapter, TARGETS[target]
         object.__setattr__(self, "decoder", decoder)  # not a submodule: its weights are frozen
@@ -130,19 +134,19 @@ class _Loss(torch.nn.Module):
         return loss(self.decoder, self.adapter, self.first_pass(self.decoder, prompt, response))
 
 
-class Run:
-    """One training: made anew or continued from the folder's checkpoint."""
+class LookaheadTraining:
+    """One training of an adapter, begun or continued from the folder's checkpoint."""
 
     def __init__(
         self, model: torch.nn.Module, decoder: Any, adapter: Adapter, known: list, held_out: int, folder: Path,
-        settings: Settings, most: int,
+        settings: LookaheadSettings, most: int,
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
         self.decoder, self.adapter, self.folder, self.settings = decoder, adapter, folder, settings
         self.accelerator = Accelerator(cpu=device_of(decoder.get_input_embeddings()).type == "cpu")
         self.pairs, self.held = known[: len(known) - held_out], known[len(known) - held_out :]
-        self.responses = Responses(model, folder, most, self.accelerator.process_index)
+        self.responses = StoredResponses(model, folder, most, self.accelerator.process_index)
         self.module = self.accelerator.prepare_model(_Loss(decoder, adapter, settings.target))
         self.optimizer = torch.optim.Adam(adapter.parameters(), lr=settings.lr, betas=BETAS)
         digest = hashlib.sha256(repr([pair[1:] for pair in known]).encode()).hexdigest()[:16]
@@ -175,7 +179,7 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _one(self) -> dict:
-        """One optimizer step; raises ValueError, with nothing changed, where the loss is not finite."""
+        """Make one optimizer step. Raises ValueError, with nothing changed, where the loss is not finite."""
         start, settings, accelerator = time.perf_counter(), self.settings, self.accelerator
         chosen, world = settings.chosen(self.step, len(self.pairs)), accelerator.num_processes
         own = chosen[accelerator.process_index :: world]
@@ -203,12 +207,12 @@ class Run:
         return dict(step=self.step + 1, loss=mean, lr=rate, grad_norm=norm, tokens=tokens,
                     seconds=round(time.perf_counter() - start, 3))  # fmt: skip
 
-    def _ids(self, pair: Any) -> list:
+    def _ids(self, pair: Pair) -> list:
         device = device_of(self.decoder.get_input_embeddings())
         return [torch.tensor(ids, dtype=torch.long, device=device) for ids in (pair.prompt, self.responses.of(pair))]
 
     def _validate(self) -> dict:
-        """Means over the held-out pairs."""
+        """Average `similarity` over the held-out pairs."""
         first_pass = TARGETS[self.settings.target]
         found = [
             similarity(self.decoder, self.adapter, first_pass(self.decoder, *self._ids(pair))) for pair in self.held
@@ -216,26 +220,12 @@ class Run:
         return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
     def _save(self) -> None:
-        buffer = io.BytesIO()
-        torch.save(dict(step=self.step, about=self.about, adapter=self.adapter.state_dict(),
-                        optimizer=self.optimizer.state_dict()), buffer)  # fmt: skip
-        write(self.folder / CHECKPOINT, buffer.getvalue())
+        adapter, optimizer = self.adapter.state_dict(), self.optimizer.state_dict()
+        checkpoint.save(self.folder / CHECKPOINT, self.about, step=self.step, adapter=adapter, optimizer=optimizer)
 
     def _resume(self) -> None:
-        path, log = self.folder / CHECKPOINT, self.folder / LOG
-        if path.exists():
-            try:
-                state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-                about = state["about"]
-            except Exception as error:  # pickle, zip and torch raise different errors
-                raise ValueError(f"{path} is damaged ({error}); remove it to start anew") from error
-            lengthened = state["step"] == about.get("steps") < self.settings.steps
-            for name, value in self.about.items():
-                if about.get(name) != value and not (name == "steps" and lengthened):
-                    raise ValueError(
-                        f"{path} is of a training with {name}={about.get(name)!r}, this one has {value!r}; continue "
-                        "with the same, or give another `out`"
-                    )
+        log = self.folder / LOG
+        if state := checkpoint.load(self.folder / CHECKPOINT, self.about, self.accelerator.device):
             self.adapter.load_state_dict(state["adapter"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]

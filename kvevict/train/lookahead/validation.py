@@ -1,4 +1,4 @@
-"""How close learned scores are to the true ones (LookaheadKV, table 8)."""
+"""Measures how close learned scores are to the true ones (LookaheadKV, table 8)."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from . import passes
 
 
 @torch.no_grad()
-def similarity(decoder: Any, adapter: Adapter, found: passes.Truth) -> dict[str, float]:
-    """The loss of one pair with the first pass' `Truth`, and means over layers and kv heads of the unpooled scores'
-    `tau` and of their `recall` of the best eighth."""
+def similarity(decoder: torch.nn.Module, adapter: Adapter, found: passes.Truth) -> dict[str, float]:
+    """Compute the loss of one pair from the first pass' `Truth`, and means over layers and kv heads of the unpooled
+    scores' `tau` and `recall` of the best eighth."""
     each: list = []
 
-    def note(layer: int, q: torch.Tensor, k: torch.Tensor, slots: Any, options: dict) -> None:
+    def note(layer: int, q: torch.Tensor, k: torch.Tensor, slots: _ops.Held, options: dict) -> None:
         got = _scores(q, k, slots, **options)[0, :, : found.tokens]
         want = found.target[layer][0].unflatten(0, (len(got), -1)).mean(1)
         each.append((recall(got, want, max(1, found.tokens // 8)), tau(got, want)))
@@ -25,8 +25,8 @@ def similarity(decoder: Any, adapter: Adapter, found: passes.Truth) -> dict[str,
     return dict(loss=value, recall=recalls, tau=taus)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, slots: Any, **options: Any) -> torch.Tensor:
-    """[1, Hkv, N + n] mean attention of rows q to the prompt's slots and, causally, to their own keys k."""
+def _scores(q: torch.Tensor, k: torch.Tensor, slots: _ops.Held, **options: Any) -> torch.Tensor:
+    """Compute the mean attention [1, Hkv, N + n] of rows q to the prompt's slots and, causally, to their own keys k."""
     none, options["columns"] = 0 * slots.len[:, 0], k.shape[2] + len(slots.k) // k.shape[1]
     return _ops.score(q, none, slots, k, none, none + k.shape[2], causal=True, reduce="mean", **options)
 
@@ -38,8 +38,8 @@ def recall(got: torch.Tensor, want: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def tau(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Kendall's tau-b of [.., N], mean over the other dimensions; 0 where the numbers of one are all equal.
-    Needs scipy."""
+    """Kendall's tau-b along the last dimension, averaged over the others; 0 where all numbers of a row are equal. Needs
+    scipy."""
     from scipy.stats import kendalltau
 
     rows = zip(*(x.double().reshape(-1, x.shape[-1]).cpu().numpy() for x in (got, want)), strict=True)

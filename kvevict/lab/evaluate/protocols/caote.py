@@ -18,7 +18,7 @@ def refined() -> Iterator[Claim]:
 
 
 def on_the_prompt() -> Iterator[Claim]:
-    """No side evicts while decoding."""
+    """Yield claims of which neither side evicts while decoding."""
     for name, base in (("h2o", "h2o:decode=False"), ("tova", "tova:per_head=True,decode=False"), ("snapkv", "snapkv")):
         for refine in REFINED:
             says = f"the same, nothing evicted while decoding: {refine} improves {name}"

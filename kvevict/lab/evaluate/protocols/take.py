@@ -3,10 +3,10 @@ from collections.abc import Iterator
 from . import PROTOCOLS, Claim, Protocol, each
 
 Z = (256, 256)
-NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe; no layer waits; neither
-NO_DELAY = "take:warmup_layers=none"
+NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe
+NO_DELAY = "take:warmup_layers=none"  # no layer waits
 NEITHER = NO_PROBE + ",warmup_layers=none"
-RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup of the paper's proportion to the budget
+RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup is 20 times the budget, as in the paper
 LARGEST = "edie:rows=probe,heads=equal,kernel=31"
 MEAN = LARGEST + ",pool=avg"
 

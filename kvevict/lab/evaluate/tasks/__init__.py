@@ -1,9 +1,9 @@
-"""Tasks: the questions of an evaluation. One file per family of tasks; the file registers a function
+"""Tasks: the questions of an evaluation. A file for each family of tasks registers functions
 
     task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, if the task has depths)
 
 Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so an interrupted evaluation finds
-the same cases again.
+equal cases again.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from ....policy.registry import Registry, load_folder
 TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
-RESPONSE = 64  # tokens that the full cache writes for it at most, or as many as the task answers with
+RESPONSE = 64  # tokens that the full cache writes for fidelity, at most, or as many as the task answers with
 MARGIN = 8  # tokens that an answer may take beyond those of the right one
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question. The prompt is `context + question`, exactly; a run of mode `later` compresses `context` alone."""
+    """One question. The prompt is exactly `context + question`; a run of mode `later` compresses `context` alone."""
 
     task: str
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
     context: str
     question: str  # up to the answer's start, with a leading newline or space
-    answers: tuple[str, ...]  # accepted answers, or all wanted parts, as the metric has it
+    answers: tuple[str, ...]  # accepted answers; for the metric contains_all, all wanted parts
     metric: str  # name in `kvevict.lab.evaluate.metrics.METRICS`
     new_tokens: int  # tokens to generate at most
     tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
@@ -40,55 +40,52 @@ class Case:
     one_line: bool = False  # the answer ends with its line
     said: str = ""  # the question alone, if `context + question` has other words around it
     likelihood: bool = False  # measure the likelihood of answers[0] after the question too
-    turn: int = (
-        0  # from 1: all cases about one context are the turns of one conversation, in this order; 0: asked alone
-    )
+    turn: int = 0  # 0: the case is asked alone; from 1: its place among the turns of a conversation about the context
 
 
 @dataclass(frozen=True)
-class Settings:
+class TaskSettings:
     """The settings that a task builds its cases from."""
 
-    tokenizer: Any  # measures lengths: prompts have at most `length` tokens, and about as many
-    length: int  # tokens of context + question; of RULER's tasks, as published, of the answer too
-    cases: int  # per length, and per depth if the task has depths
+    tokenizer: Any  # measures lengths
+    length: int  # tokens of context + question, at most; of RULER's tasks, as published, of the answer too
+    cases: int  # number per length, and per depth if the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text
     data: Path | None = None  # folder of a downloaded benchmark, for the tasks that need one
 
-    def rng(self, *names: Any) -> random.Random:
+    def rng(self, *names: object) -> random.Random:
         return random.Random("/".join(map(str, (self.seed, *names))))
 
     def tokens(self, text: str) -> int:
         return len(ids_of(self.tokenizer, text))
 
     def room(self, answers: Iterable[str], every: bool = False) -> int:
-        """Tokens to generate for the longest of the answers, or for all of them."""
+        """Count the tokens to generate for the longest of the answers or, if `every`, for all of them."""
         sizes = [self.tokens(f" {answer}") + MARGIN for answer in answers]
         return sum(sizes) if every else max(sizes)
 
 
-def find(name: str) -> Callable[[Settings], Iterator[Case]]:
-    """A task's function by its name. "fidelity/NAME": that of NAME's prompts, put to "fidelity"."""
+def find(name: str) -> Callable[[TaskSettings], Iterator[Case]]:
+    """Find a task's function by its name. "fidelity/NAME" measures fidelity on the prompts of the task NAME."""
     prefix, slash, other = name.partition("/")
     if prefix == FIDELITY and slash:
         return functools.partial(only_prompts, TASKS.find(other))
     return TASKS.find(name)
 
 
-def only_prompts(task: Callable[[Settings], Iterator[Case]], settings: Settings) -> Iterator[Case]:
-    """A task's cases, with the full cache's response in place of answers."""
+def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskSettings) -> Iterator[Case]:
+    """Yield a task's cases with the full cache's response in place of answers."""
     for case in task(settings):
         names: dict[str, Any] = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
-        new: dict[str, Any] = dict(
-            answers=(), metric=FIDELITY, new_tokens=max(RESPONSE, case.new_tokens), one_line=False
-        )
+        most = max(RESPONSE, case.new_tokens)
+        new: dict[str, Any] = dict(answers=(), metric=FIDELITY, new_tokens=most, one_line=False)
         yield dataclasses.replace(case, **names, **new)
 
 
 def opening(question: str, mark: str = "Answer:") -> str:
-    """The answer's opening: the end of a question from its last `mark` on."""
+    """Return the answer's opening: the end of a question from its last `mark` on."""
     return question[question.rindex(mark) :]
 
 

@@ -1,6 +1,6 @@
-"""Tasks about the question's place: facts in other text (`settings.haystack`), asked for in four ways in turn (a case's
-tag `place`): last, the question ends the prompt; before, instructions of 30 to 100 tokens follow it; long, it stands
-within a request of 60 to 200 tokens; first, it stands before the text.
+"""Tasks about the question's place: facts hidden in other text (`settings.haystack`) are asked for at four places in
+turn. A case's tag `place` is "last" if the question ends the prompt, "before" if instructions of 30 to 100 tokens
+follow the question, "long" if it stands within a request of 60 to 200 tokens, and "first" if it stands before the text.
 
     asked           the answer is written freely
     asked/opened    the fact's words open the answer, as small models need it
@@ -15,11 +15,11 @@ from random import Random
 
 from ..haystack import depths, haystack
 from ..words import LISTS
-from . import TASKS, Case, Settings
+from . import TASKS, Case, TaskSettings
 from .many import drawn_facts
 
 PLACES = ("last", "before", "long", "first")
-ROOM = 24  # tokens for words before an answer without an opening
+ROOM = 24  # tokens for the words that a free answer puts before the fact
 INSTRUCTIONS = (
     "Answer in one short sentence. Do not explain how you found it, do not repeat the question and do not add anything "
     "that the text does not say.",
@@ -48,7 +48,7 @@ MORE = dict(
 
 
 def facts_of(rng: Random) -> list[tuple]:
-    """[(kind, statement, question, answers, opening)] of one text, one of each kind, in random order."""
+    """Draw a fact of each kind for one text, in random order: [(kind, statement, question, answers, opening)]."""
     of_many = {}
     for kind, fact, asked, answers, counts in drawn_facts(rng):
         if counts:
@@ -67,7 +67,7 @@ def facts_of(rng: Random) -> list[tuple]:
 
 
 def framed(place: str, question: str, number: int) -> tuple:
-    """(words before the text, words after it) of a question, in the number-th wording."""
+    """Return (words before the text, words after it) of a question, in the number-th wording."""
     if place == "first":
         return f"Read the text with this question in mind: {question}\n\n", REMINDER
     if place == "before":
@@ -75,7 +75,7 @@ def framed(place: str, question: str, number: int) -> tuple:
     return "", "\n\n" + (REQUESTS[number % len(REQUESTS)].format(asked=question) if place == "long" else question)
 
 
-def asked(settings: Settings, task: str = "asked", opened: bool = False) -> Iterator[Case]:
+def asked(settings: TaskSettings, task: str = "asked", opened: bool = False) -> Iterator[Case]:
     chat = getattr(settings.tokenizer, "chat_template", None)
     opens, end = ("", "") if chat else ("Question: ", "\nAnswer:")
     for i in range(settings.cases):

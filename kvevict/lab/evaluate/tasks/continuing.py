@@ -1,23 +1,23 @@
-"""Tasks about how a text goes on.
+"""Tasks about the continuation of a text.
 
 fidelity     how near a policy's next-token distributions stay to the full cache's, on a response that the full
-             cache writes. No right answers are needed, so any text will do: the haystack's here, in
-             `fidelity/NAME` the prompts of NAME
-perplexity   how well a model predicts the continuation of a long text. The answer's tokens are scored, none
+             cache writes. It needs no right answers, so any text will do: here the haystack's, in
+             `fidelity/NAME` the prompts of the task NAME
+perplexity   how well a model predicts the continuation of a long text. The answer's tokens are scored, and none is
              generated
 """
 
 from collections.abc import Iterator
 
 from ..haystack import haystack, most, sentences
-from . import FIDELITY, RESPONSE, TASKS, Case, Settings
+from . import FIDELITY, RESPONSE, TASKS, Case, TaskSettings
 
-SCORED = 256  # tokens
+SCORED = 256  # tokens, about, of a continuation
 
 
 @TASKS.add(FIDELITY)
-def fidelity(settings: Settings) -> Iterator[Case]:
-    """Passages of at most `length` tokens, which the model continues."""
+def fidelity(settings: TaskSettings) -> Iterator[Case]:
+    """Yield passages of at most `length` tokens, which the model continues."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng(FIDELITY, i), settings.length, settings)
         id, tags = f"{FIDELITY}/{settings.length}/{i}", {"length": settings.length, "chat": False}
@@ -25,8 +25,8 @@ def fidelity(settings: Settings) -> Iterator[Case]:
 
 
 @TASKS.add("perplexity")
-def perplexity(settings: Settings) -> Iterator[Case]:
-    """Complete sentences of at most `length` tokens; the answer is the text after them, to the end of a sentence."""
+def perplexity(settings: TaskSettings) -> Iterator[Case]:
+    """Yield complete sentences of at most `length` tokens; the answer is the text after them, to a sentence's end."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng("perplexity", i), settings.length + SCORED, settings)
         parts = sentences(text)

@@ -1,14 +1,14 @@
-"""A long answer that walks through the text: twelve facts of one kind in other text (`settings.haystack`), at even
-depths, and one request for all of them in order.
+"""A task with a long answer that walks through the text: twelve facts of one kind are hidden in other text
+(`settings.haystack`), at even depths, and one request asks for all of them in order.
 
-    listed    the numbers of twelve lockers; the score is the share of them that the answer has
+    listed    the numbers of twelve lockers; the score is the share of these that the answer has
 """
 
 from collections.abc import Iterator
 
 from ..haystack import depths, haystack
 from ..words import LISTS
-from . import TASKS, Case, Settings, opening
+from . import TASKS, Case, TaskSettings, opening
 
 FACTS = 12
 LINE = 16  # tokens of an entry beside its number
@@ -20,7 +20,7 @@ ASKED = (
 
 
 @TASKS.add("listed")
-def listed(settings: Settings) -> Iterator[Case]:
+def listed(settings: TaskSettings) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("listed", settings.length, i)
         people, numbers = rng.sample(LISTS["trade"], FACTS), rng.sample(range(10_000, 100_000), FACTS)

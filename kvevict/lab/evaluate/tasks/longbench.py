@@ -1,13 +1,13 @@
-"""LongBench (Bai et al. 2024, arXiv 2308.14508): documents with questions, summaries, examples and code, by the
-prompts, answer lengths and metrics of lm-eval's tasks, which `pip install 'lm_eval[longbench]'` brings.
+"""The tasks of LongBench (Bai et al. 2024, arXiv 2308.14508): questions about documents, summaries, examples and code,
+with the prompts, answer lengths and metrics of lm-eval's tasks, which `pip install 'lm_eval[longbench]'` brings.
 
     longbench         every task that the records are of, with `settings.cases` records of each
-    longbench/NAME    one of them, for instance longbench/multi_news
+    longbench/NAME    one of these tasks, for instance longbench/multi_news
 
 `settings.data` is a file of records or a folder of such files (.jsonl, .jsonl.xz): LongBench's (`dataset`, `context`,
 `input`, `answers`, `all_classes`), or MiniLongBench's (`task`, `prompt`, `gold`), whose prompts are complete. A prompt
-of more than `settings.length` tokens loses the middle of its context, as LongBench cuts it, and has the tag `cut`. The
-tag `work` is the kind of work, for tables with `--by work`.
+of more than `settings.length` tokens loses the middle of its context, as in LongBench, and has the tag `cut`. The tag
+`work` is the kind of work, for tables with `--by work`.
 """
 
 import ast
@@ -22,7 +22,7 @@ from typing import Any
 from ....asking.prompts import ids_of
 from ....policy.checks import installed, parsed
 from ..metrics import METRICS
-from . import TASKS, Case, Settings
+from . import TASKS, Case, TaskSettings
 
 WORK = {
     "questions": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -40,7 +40,7 @@ FIELDS = (("dataset", "context", "input", "answers"), ("task", "prompt", "gold")
 
 @functools.cache
 def _official(name: str) -> dict[str, Any]:
-    """lm-eval's settings of a task: `doc_to_text`, `generation_kwargs`, `process_results`."""
+    """Read lm-eval's settings of a task: `doc_to_text`, `generation_kwargs`, `process_results`."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -58,7 +58,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _metrics() -> Any:
-    """lm-eval's module of LongBench's metrics."""
+    """Import lm-eval's module of LongBench's metrics."""
     spec: Any = importlib.util.spec_from_file_location("kvevict_longbench_metrics", _folder() / "metrics.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -66,8 +66,9 @@ def _metrics() -> Any:
 
 
 def score(prediction: str, answers: tuple[str, ...], name: str) -> float:
-    """LongBench's score of a prediction, by lm-eval: the best over the answers. Of a classification the first answer is
-    right, and the others are all classes; without others, as in MiniLongBench, it is the one class that is known."""
+    """Compute LongBench's score of a prediction by lm-eval, the best over the answers. The first answer of a
+    classification is right, and the others are all classes; a single answer, as in MiniLongBench, is the only known
+    class."""
     right, classes = (answers[:1], answers[1:] or answers) if name in CLASSES else (answers, ())
     function = getattr(_metrics(), _official(name)["process_results"].removeprefix("metrics."))
     return float(function(dict(answers=right, all_classes=list(classes)), [prediction])["score"])
@@ -75,7 +76,7 @@ def score(prediction: str, answers: tuple[str, ...], name: str) -> float:
 
 @functools.lru_cache(maxsize=2)
 def records(data: Path | None) -> tuple[dict[str, Any], ...]:
-    """The records of a file or folder: `task`, `before`, `context`, `after`, `answers`. Raises ValueError for
+    """Read the records of a file or folder: `task`, `before`, `context`, `after`, `answers`. Raises ValueError for
     missing files, and for records without the fields of either format."""
     if data is None or not data.exists():
         raise ValueError(
@@ -100,7 +101,7 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     before, _, after = _official(name)["doc_to_text"].partition("{{context}}")
     if fields == FIELDS[0]:
         context, after, answers = each["context"], after.replace("{{question}}", each["input"]), each["answers"]
-    else:  # a complete prompt: its end begins where the words between the context and the question are last
+    else:  # the end of a complete prompt begins at the last place of the words between context and question
         words, prompt, answers = after.partition("{{question}}")[0], each["prompt"], each["gold"]
         before = before if prompt.startswith(before) else ""
         ends = [prompt.rindex(each) for each in (words, "\n\nQuestion:") if each.strip() and each in prompt]
@@ -114,8 +115,8 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     return dict(task=name, before=before, context=context, after=after, answers=tuple(map(str, answers)))
 
 
-def cut(record: dict[str, Any], settings: Settings) -> tuple[str, bool]:
-    """A record's context, without the tokens in its middle that do not fit, and whether it lost any."""
+def cut(record: dict[str, Any], settings: TaskSettings) -> tuple[str, bool]:
+    """Cut the tokens that do not fit from the middle of a record's context; return it, and whether it lost any."""
     ids = ids_of(settings.tokenizer, record["context"])
     room = settings.length - settings.tokens(record["before"]) - settings.tokens(record["after"])
     if len(ids) <= room:
@@ -126,7 +127,7 @@ def cut(record: dict[str, Any], settings: Settings) -> tuple[str, bool]:
     return first + last, True
 
 
-def longbench(settings: Settings, only: str | None = None) -> Iterator[Case]:
+def longbench(settings: TaskSettings, only: str | None = None) -> Iterator[Case]:
     task, taken = "longbench" + (f"/{only}" if only else ""), Counter[str]()
     for record in records(settings.data):
         name = record["task"]

@@ -1,8 +1,8 @@
-"""Many questions about one text. A text's questions are consecutive cases with the same context, so an evaluation reads
-it once per run (mode later).
+"""Tasks with many questions about one text. The questions are consecutive cases with an equal context, so an evaluation
+reads the text once per run (mode later).
 
     many                facts of six kinds in other text (`settings.haystack`), at even depths
-    many/paraphrased    the same, asked for in other words than the text's
+    many/paraphrased    the facts of `many`, asked for in other words than the text's
     many/xquad          articles of XQuAD or SQuAD, joined up to the length
     many/loogle         the first tokens of a LooGLE text, and the questions with their evidence in them
 
@@ -15,22 +15,21 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from ....policy.checks import parsed
 from ....store.files import decoded
 from ..haystack import depths, haystack, most, sentences
 from ..words import LISTS
-from . import MARGIN, TASKS, Case, Settings, opening
+from . import MARGIN, TASKS, Case, TaskSettings, opening
 
-EACH = 2  # questions of a kind and text
-QUESTIONS = 24  # of a joined text at most
+EACH = 2  # questions of a kind about a text
+QUESTIONS = 24  # questions about a joined text, at most
 AFTER = 3  # tokens of an answer beyond those of the right one: its opening leaves no room for other words
 MORE_KEYS = 2  # facts worded like the asked ones of "keys", with other names and values
 
-# (statement, question, the question in other words). {of}: the fact's subject, from the kind's list; {answer}: the
-# fact; the words before it open the answer. Two facts of a kind in one text use two of its lines; those of "keys" use
-# one.
+# {kind: (subjects, ((statement, question, the question in other words), ...))}. {of} is the fact's subject, {answer}
+# the fact; the statement's words before the fact open the answer. Two facts of a kind in one text use two of the kind's
+# lines; the facts of "keys" share one.
 SAID = dict(
     digits=(LISTS["house"], (
         ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?",
@@ -82,7 +81,7 @@ SAID = dict(
 
 
 def value(rng: Random, kind: str) -> tuple[str, ...]:
-    """The accepted answers of a fact, as it is written first."""
+    """Draw a fact of a kind: its accepted answers, first the one that the text has."""
     if kind == "digits":
         number = rng.randrange(10_000, 100_000)
         return str(number), f"{number:,}"
@@ -99,8 +98,8 @@ def value(rng: Random, kind: str) -> tuple[str, ...]:
 
 
 def drawn_facts(rng: Random, paraphrased: bool = False) -> list[tuple[str, str, str, tuple[str, ...], bool]]:
-    """[(kind, statement, question with its opening, answers, whether it is asked)] of one text: no two about the same,
-    no two answers of a kind equal."""
+    """Draw the facts of one text, all about different subjects and of different answers within a kind: [(kind,
+    statement, question with the answer's opening, answers, whether it is asked)]."""
     facts, used = [], set()
     for kind, (subjects, lines) in SAID.items():
         count = EACH + MORE_KEYS * (kind == "keys")
@@ -121,25 +120,18 @@ def drawn_facts(rng: Random, paraphrased: bool = False) -> list[tuple[str, str, 
 
 
 def one(
-    settings: Settings,
-    task: str,
-    text: int,
-    number: int,
-    context: str,
-    asked: str,
-    answers: tuple[str, ...],
-    after: int = MARGIN,
-    metric: str = "contains_any",
-    **tags: Any,
-) -> Case:
-    """The number-th question about a text. after: tokens that an answer may take beyond those of the right one."""
+    settings: TaskSettings, task: str, text: int, number: int, context: str, asked: str, answers: tuple[str, ...],
+    after: int = MARGIN, metric: str = "contains_any", **tags: object,
+) -> Case:  # fmt: skip
+    """Make the case of the number-th question about a text. The answer may take `after` tokens more than the right
+    one."""
     tags = dict(length=settings.length, text=text) | tags
     case = f"{task}/{settings.length}/{text}/{number}"
     room, opens = settings.room(answers) - MARGIN + after, opening(asked)
     return Case(task, case, context, asked, answers, metric, room, tags, opens, one_line=True, likelihood=True)
 
 
-def many(settings: Settings, task: str = "many", paraphrased: bool = False) -> Iterator[Case]:
+def many(settings: TaskSettings, task: str = "many", paraphrased: bool = False) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("many", settings.length, i)
         facts = drawn_facts(rng, paraphrased)
@@ -161,8 +153,8 @@ def plain(question: str) -> str:
     return f"\n\nQuestion: {question.strip()}\nAnswer:"
 
 
-def file_of(settings: Settings, task: str, pattern: str, origin: str) -> Path:
-    """The first file in `settings.data` that matches the pattern. ValueError if none does."""
+def file_of(settings: TaskSettings, task: str, pattern: str, origin: str) -> Path:
+    """Find the first file in `settings.data` that matches the pattern. Raises ValueError if none does."""
     found = [] if settings.data is None else sorted(Path(settings.data).glob(pattern))
     if not found:
         raise ValueError(f"data: {task} found no {pattern} in {settings.data}; give the folder that has it ({origin})")
@@ -170,22 +162,18 @@ def file_of(settings: Settings, task: str, pattern: str, origin: str) -> Path:
 
 
 def asked_of(
-    settings: Settings,
-    rng: Random,
-    task: str,
-    text: int,
-    context: str,
-    pairs: Sequence[tuple[str, Iterable[Any]]],
-    metric: str = "contains_any",
-) -> Iterator[Case]:
-    """Cases of at most `QUESTIONS` of the pairs (question, answers)."""
+    settings: TaskSettings, rng: Random, task: str, text: int, context: str,
+    pairs: Sequence[tuple[str, Iterable[str]]], metric: str = "contains_any",
+) -> Iterator[Case]:  # fmt: skip
+    """Yield cases of at most `QUESTIONS` of the pairs (question, answers)."""
     for number, (question, answers) in enumerate(rng.sample(pairs, min(len(pairs), QUESTIONS))):
         yield one(settings, task, text, number, context, plain(question), tuple(answers), metric=metric)
 
 
 @TASKS.add("many/xquad")
-def xquad(settings: Settings) -> Iterator[Case]:
-    """XQuAD's or SQuAD's articles in random order, as many whole paragraphs as fit, each article once."""
+def xquad(settings: TaskSettings) -> Iterator[Case]:
+    """Yield questions about XQuAD's or SQuAD's articles, joined in random order. A text has as many whole paragraphs as
+    fit, and no paragraph comes twice."""
     task = "many/xquad"
     path = file_of(settings, task, "*.json", "xquad.en.json of the repository google-deepmind/xquad")
     try:
@@ -215,13 +203,13 @@ def xquad(settings: Settings) -> Iterator[Case]:
         yield from asked_of(settings, rng, task, i, joined(taken), pairs)
 
 
-def joined(paragraphs: Iterable[tuple[str, Any]]) -> str:
+def joined(paragraphs: Iterable[tuple[str, list]]) -> str:
     return "\n\n".join(text for text, _ in paragraphs)
 
 
 @TASKS.add("many/loogle")
-def loogle(settings: Settings) -> Iterator[Case]:
-    """The first complete sentences of a text, up to the length, and the questions with their evidence in them."""
+def loogle(settings: TaskSettings) -> Iterator[Case]:
+    """Yield questions about the first complete sentences of a text, up to the length, that have their evidence."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
     records = [parsed(row) for row in decoded(path.read_bytes(), path).split("\n") if row.strip()]

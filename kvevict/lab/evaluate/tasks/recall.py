@@ -1,46 +1,43 @@
-"""Recall of facts that were made up: `needle`, `facts` and `multivalue` hide them in other text, `keyvalue` lists them.
+"""Tasks of recalling made-up facts, which are hidden in other text or, by `keyvalue`, listed.
 
     needle       four facts about four names, the asked one at each of the settings' depths
     facts        eight facts about eight names anywhere
-    multivalue   the same, two to four values of the asked name
-    tracking     the same, three of them in a chain: the asked name's value is another name's
+    multivalue   eight facts, of which two to four give values of the asked name
+    tracking     eight facts, three of them in a chain: the asked name's value is another name's
     keyvalue     as many lines "name: value" as fit
 
 Names are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
-name with `held_out` true. These tasks use only such names.
+name with `held_out` true, and these tasks use only such names.
 """
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
 from random import Random
-from typing import Any
 
 from ..haystack import haystack, most
-from . import TASKS, Case, Settings, opening
+from . import TASKS, Case, TaskSettings, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
-_ONSETS = tuple(
-    "b,br,c,ch,d,dr,f,g,gr,h,j,k,l,m,n,p,qu,r,s,sh,st,t,th,tr,v,w,z".split(",")  # noqa: SIM905
-)
+_ONSETS = tuple("b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w z".split())  # noqa: SIM905
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
 _CODAS = ("", "ck", "d", "l", "m", "n", "nd", "ng", "p", "r", "rn", "s", "sk", "st", "t", "th", "x")
 
 
 def name(rng: Random) -> str:
-    """An invented name of two syllables, e.g. "Breamuth"."""
+    """Invent a name of two syllables, e.g. "Breamuth"."""
     parts = (_ONSETS, _VOWELS, _MIDDLES, _ONSETS, _VOWELS, _CODAS)
     return "".join(map(rng.choice, parts)).capitalize()
 
 
 def held_out(word: str) -> bool:
-    """True if a name is kept away from training, as one in eight is."""
+    """Whether a name is kept away from training, as one in eight is."""
     return zlib.crc32(word.encode()) % 8 == 0
 
 
 def unseen_names(rng: Random, count: int) -> list[str]:
-    """Different names that no training sequence held."""
+    """Draw different names that no training sequence held."""
     names = set()
     while len(names) < count:
         word = name(rng)
@@ -74,43 +71,41 @@ def line_question(who: str) -> str:
 
 
 def hidden(
-    settings: Settings, rng: Random, facts: list[tuple[str, str, str]], asked: str, depth: float | None = None
+    settings: TaskSettings, rng: Random, facts: list[tuple[str, str, str]], asked: str, depth: float | None = None
 ) -> str:
-    """A passage with the facts (relation, name, value) in it, number 0 at `depth`, the others anywhere."""
+    """Make a passage with the facts (relation, name, value) in it, the first at `depth`, the others anywhere."""
     depths = [rng.random() if depth is None else depth, *(rng.random() for _ in facts[1:])]
     said = {place: statement(*fact) for place, fact in zip(depths, facts)}
     return haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
 
 
 def one_line(
-    settings: Settings,
-    task: str,
-    id: str,
-    context: str,
-    asked: str,
-    answers: tuple[str, ...],
-    metric: str,
-    tags: dict[str, Any],
-) -> Case:
-    """A case with an answer of one line; the question ends with the answer's beginning."""
+    settings: TaskSettings, task: str, id: str, context: str, asked: str, answers: tuple[str, ...], metric: str,
+    tags: dict,
+) -> Case:  # fmt: skip
+    """Make a case with an answer of one line; the question ends with the answer's beginning."""
     room = settings.room(answers, every=metric == "contains_all")
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
 
 def draw(rng: Random, count: int) -> list[tuple[str, str, str]]:
-    """Facts (relation, name, value) about different names, with different values."""
+    """Draw facts (relation, name, value) about different names, with different values."""
     values = rng.sample(range(100_000, 1_000_000), count)
     return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
 
 
-def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Any], Any]:
-    """Register a task of `count` facts. build(rng, facts) returns a case's parts: (facts, question, answers, metric,
-    further tags). at_depths: the first fact is at each of the settings' depths, in turn; else anywhere."""
+Build = Callable[[Random, list[tuple[str, str, str]]], tuple]
 
-    def register(build: Any) -> Any:
+
+def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Build], Build]:
+    """Return a decorator that registers a task of `count` facts. The function build(rng, facts) returns a case's parts:
+    (facts, question, answers, metric, further tags). With at_depths the first fact is at each of the settings' depths
+    in turn, else anywhere."""
+
+    def register(build: Build) -> Build:
         @TASKS.add(name)
-        def cases(settings: Settings) -> Iterator[Any]:
-            depths: Any = [(depth,) for depth in settings.depths] if at_depths else [()]
+        def cases(settings: TaskSettings) -> Iterator[Case]:
+            depths: list[tuple] = [(depth,) for depth in settings.depths] if at_depths else [()]
             for depth, i in product(depths, range(settings.cases)):
                 place = settings.length, *depth, i
                 rng = settings.rng(name, *place)
@@ -152,10 +147,10 @@ def chained(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
 
 
 @TASKS.add("keyvalue")
-def keyvalue(settings: Settings) -> Iterator[Case]:
+def keyvalue(settings: TaskSettings) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("keyvalue", settings.length, i)
-        facts = draw(rng, max(1, settings.length // 6))  # a line takes more tokens than that
+        facts = draw(rng, max(1, settings.length // 6))  # a line has more than 6 tokens
         place = rng.random()
 
         def fits(n: int, facts: list = facts, place: float = place) -> bool:

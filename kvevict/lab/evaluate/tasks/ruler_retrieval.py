@@ -8,16 +8,16 @@ from itertools import islice, pairwise, repeat
 
 from ..haystack import growing, haystack, most
 from ..words import LISTS
-from . import Settings
+from . import TaskSettings
 from .ruler import PROMPTS, codes, distinct, fill, register
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in essays: RULER's 40, in whole percents
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in essays are RULER's 40, in whole percents
 
 
 def hidden(lines: list[str], facts: list[str], seed: float) -> str:
-    """The lines with the facts among them, in the facts' order and each before another line."""
+    """Join the lines with the facts among them, in the facts' order and each before another line."""
     at = sorted(random.Random(seed).sample(range(len(lines)), len(facts)))
     for moved, (i, fact) in enumerate(zip(at, facts)):
         lines.insert(i + moved, fact)
@@ -25,7 +25,7 @@ def hidden(lines: list[str], facts: list[str], seed: float) -> str:
 
 
 def drawn(rng: random.Random, kind: str) -> Iterator[str]:
-    """Distinct keys or values without end: "number"s of 7 digits, "uuid"s, or "word"s such as "mossy-anvil"."""
+    """Yield distinct keys or values without end: numbers of 7 digits, UUIDs, or words such as "mossy-anvil"."""
     draw = {
         "number": lambda: str(rng.randrange(10**6, 10**7)),
         "uuid": lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
@@ -35,18 +35,10 @@ def drawn(rng: random.Random, kind: str) -> Iterator[str]:
 
 
 def niah(
-    settings: Settings,
-    rng: random.Random,
-    room: int,
-    i: int,
-    hay: str,
-    key: str = "word",
-    kind: str = "number",
-    keys: int = 1,
-    values: int = 1,
-    queries: int = 1,
-) -> tuple[str, str, list[str]]:
-    """`values` needles for each of `keys` keys, in "noise", "essay" or other needles; `queries` keys are asked for."""
+    settings: TaskSettings, rng: random.Random, room: int, i: int, hay: str, key: str = "word", kind: str = "number",
+    keys: int = 1, values: int = 1, queries: int = 1,
+) -> tuple[str, str, list[str]]:  # fmt: skip
+    """Hide `values` needles for each of `keys` keys in "noise", "essay" or other needles; ask for `queries` keys."""
     some_key, some_value = drawn(rng, key), drawn(rng, kind)
     sought = {k: list(islice(some_value, values)) for k in islice(some_key, keys)}
     needles = [NEEDLE.format(kind=kind, key=k, value=v) for k in sought for v in sought[k]]
@@ -66,16 +58,14 @@ def niah(
 
 
 def chain(rng: random.Random, length: int, value: int, hops: int = 4) -> tuple[list[str], list[str]]:
-    """Variables of `length` letters, and the statements that give them all one value: VAR A = 1, VAR B = VAR A, ...
-
-    The copies end with a space, as RULER's do.
-    """
+    """Draw variables of `length` letters, and the statements that give all of them one value: VAR A = 1, VAR B = VAR A,
+    ... The copies end with a space, as RULER's do."""
     names = list(islice(codes(rng, string.ascii_uppercase, length), hops + 1))
     return names, [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(names))]
 
 
-def vt(settings: Settings, rng: random.Random, room: int, i: int) -> tuple[str, str, list[str]]:
-    """A solved example of at most 500 tokens with three-letter variables, then the task with five-letter ones."""
+def vt(settings: TaskSettings, rng: random.Random, room: int, i: int) -> tuple[str, str, list[str]]:
+    """Write a solved example of at most 500 tokens with three-letter variables, then the task with five-letter ones."""
     head, tail, _ = PROMPTS["vt"]
     known, value = rng.sample(range(10000, 99999), 2)
     (shown, shown_links), (names, links) = chain(rng, 3, known), chain(rng, 5, value)

@@ -4,10 +4,9 @@ import math
 import string
 from itertools import islice
 from random import Random
-from typing import Any
 
 from ..haystack import growing, words
-from . import Settings
+from . import TaskSettings
 from .ruler import PROMPTS, codes, fill, register, shuffled
 
 
@@ -16,34 +15,35 @@ def numbered(items: list[str]) -> str:
 
 
 def mixed(chosen: list[str], common: int, often: int, rarely: int, seed: float) -> str:
-    """A numbered list in random order: the first `common` words `often` times each, the others `rarely`."""
+    """Number, in random order, the first `common` words `often` times each and the others `rarely` times."""
     return numbered(shuffled(chosen[:common] * often + chosen[common:] * rarely, seed))
 
 
-def cwe(settings: Settings, rng: Random, room: int, i: int, common: int = 10) -> tuple[str, str, list[str]]:
-    """A solved example, then the list. Below 4096 tokens words come less often, as in RULER's code."""
+def cwe(settings: TaskSettings, rng: Random, room: int, i: int, common: int = 10) -> tuple[str, str, list[str]]:
+    """Write a solved example, then the list. Below 4096 tokens words come less often, as in RULER's code."""
     size, shown, asked = (20, (3, 1), (6, 1)) if settings.length < 4096 else (40, (10, 3), (30, 3))
     seed, (before, after) = rng.random(), PROMPTS["cwe"][:2]
     take = growing(words(rng))
     example = before + mixed(take(size), common, *shown, seed) + after + " " + numbered(take(common)) + "\n" + before
 
-    def body(n: Any) -> Any:
+    def body(n: int) -> str:
         return mixed(take(size + n)[size:], common, *asked, seed)
 
     text = fill(settings, room, example, body, after, common + 1)
     return example + text, after, take(size + common)[size:]
 
 
-def fwe(settings: Settings, rng: Random, room: int, i: int) -> tuple[str, str, list[str]]:
-    """The k-th of n words takes the share k^-2 / ζ(2). The first is the noise "...", the next three are the answers."""
+def fwe(settings: TaskSettings, rng: Random, room: int, i: int) -> tuple[str, str, list[str]]:
+    """Write a text in which the k-th of n words takes the share k^-2 / ζ(2). The first word is the noise "...", the
+    next three are the answers."""
     zeta, seed, (before, after) = math.pi**2 / 6, rng.random(), PROMPTS["fwe"][:2]
     coded = ["...", *islice(codes(rng, string.ascii_lowercase, 6), max(room // 50 - 1, 4))]
 
-    def counts(n: Any) -> Any:
+    def counts(n: int) -> list[int]:
         return [int(n / (zeta * k**2)) for k in range(1, len(coded) + 1)]
 
-    def body(n: Any) -> Any:
-        while counts(n)[3] == counts(n)[4]:  # 42 to 52: the last answer would be no more frequent than the next word
+    def body(n: int) -> str:
+        while counts(n)[3] == counts(n)[4]:  # for n of 42 to 52 the last answer is no more frequent than the next word
             n -= 1
         return " ".join(shuffled([word for word, count in zip(coded, counts(n)) for _ in range(count)], seed))
 

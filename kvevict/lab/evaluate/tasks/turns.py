@@ -1,12 +1,13 @@
-"""Conversations of ten turns about one text: eight questions of a task of many.py without its answers' openings, of
-which turns 5 and 10 ask one again. Each turn follows the model's own answers (evaluate/turns.py).
+"""Tasks of conversations of ten turns about one text. Eight turns ask questions of a task of many.py without the
+answers' openings; turns 5 and 10 ask one of these again. Each turn follows the model's own answers
+(evaluate/turns.py).
 
-    turns               facts of six kinds in other text, twelve in all, at even depths
-    turns/paraphrased   the same, asked for in other words than the text's
-    turns/xquad         questions of people, as `many/xquad`
-    turns/loogle        as `many/loogle`
+    turns               twelve facts of six kinds in other text, at even depths
+    turns/paraphrased   the facts of `turns`, asked for in other words than the text's
+    turns/xquad         questions of people, as in `many/xquad`
+    turns/loogle        questions of people, as in `many/loogle`
 
-`settings.cases` counts texts. A case's tags are `turn`, from 1, and `again`: whether it was asked before.
+`settings.cases` counts texts. A case's tag `turn` counts from 1; `again` is true if the question was asked before.
 """
 
 import dataclasses
@@ -14,16 +15,16 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from . import TASKS, Case, Settings
+from . import TASKS, Case, TaskSettings
 
 NEW = 8  # different questions of a text
 AGAIN = (5, 10)  # turns that ask an earlier question
 ROOM = 24  # tokens of an answer beyond those of the right one: it is a sentence of the model's
 
 
-def turns(settings: Settings, other: str, task: str) -> Iterator[Case]:
-    """The questions of each text of the task `other` as turns; texts with fewer than `NEW` are left out. Raises
-    ValueError where that leaves none."""
+def turns(settings: TaskSettings, other: str, task: str) -> Iterator[Case]:
+    """Yield the questions about each text of the task `other` as turns. Texts with fewer than `NEW` questions are left
+    out. Raises ValueError if that leaves none."""
     few = True
     for text, group in itertools.groupby(TASKS.find(other)(settings), lambda case: case.context):
         cases = list(group)
