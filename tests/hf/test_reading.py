@@ -31,6 +31,7 @@ from kvevict.engine.watch.watcher import Watcher
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.loading import load_model
 from kvevict.policy.building import build
+from kvevict.policy.run import Run
 from kvevict.policy.tokenizer import told
 from kvevict.store import resuming, sealed
 
@@ -304,7 +305,7 @@ def killed(folder, kills, seed=0):
             elif names(path):
                 found[0] += 1
                 shutil.copytree(f"{path}.parts", f"{copied}.parts")
-                reading = resuming.Reading(copied, model, policy, ids_of(tokenizer, text))
+                reading = resuming.Reading(copied, model, policy, Run(), ids_of(tokenizer, text))
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     reading._before()
@@ -388,7 +389,7 @@ def test_models_that_are_refused(tmp_path):
             read(path, text, zoo.make(name, dict(zoo.types())[name]))
     two = mock.patch.object(resuming.ranks, "of", lambda model: ranks.Ranks(0, 2))
     with two, pytest.raises(ValueError, match="in tensor parallel read without it"):
-        resuming.Reading(path, tiny.shared(), build(**SNAPKV), [5])
+        resuming.Reading(path, tiny.shared(), build(**SNAPKV), Run(), [5])
     assert not os.listdir(tmp_path)
 
 

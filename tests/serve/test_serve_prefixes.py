@@ -180,9 +180,9 @@ def key_of(client) -> list:
     from kvevict.serve import prompt
 
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
-    policy, own = client.server.policies.built(), client.server.manager.reader.weights
+    chosen, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
-    return [prefixes.keys_of("everyone", own, policy, whole.ids, [end], TEXT, start)[end]]
+    return [prefixes.keys_of("everyone", own, *chosen, whole.ids, [end], TEXT, start)[end]]
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):

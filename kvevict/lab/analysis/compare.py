@@ -11,6 +11,7 @@ from ...engine.watch import diagnostics
 from ...engine.watch.watcher import Watcher
 from ...models.compat import cache_of
 from ...patch import evicting
+from ...policy.building import Chosen
 from ...policy.policy import Policy
 
 CHUNK = 4096  # tokens read at once for the full cache, to bound activations
@@ -55,7 +56,7 @@ def truth(model: Any, ids: torch.Tensor, max_new_tokens: int, stopping_criteria:
 
 
 @torch.no_grad()
-def left(model: Any, ids: torch.Tensor, policy: Policy) -> list[list[tuple[torch.Tensor, ...]]]:
+def left(model: Any, ids: torch.Tensor, policy: Policy | Chosen) -> list[list[tuple[torch.Tensor, ...]]]:
     """The slots stored after a read of ids [1, N] under the policy: [evicting layer][kv head] (positions [n], k and v
     [n, D])."""
     with evicting(model, policy, tokenizer=False):

@@ -1,6 +1,5 @@
 """Runs of a model under several policies, beside the unpatched model."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from ...engine.hook.installed import using
 from ...models.families import base_model, find_decoder
 from ...patch import evicting
-from ...policy.policy import Policy
+from ...policy.building import Chosen, choose
 from .cost import UNPATCHED
 from .run import measure
 
@@ -41,7 +40,7 @@ def costs(run: dict, slots: str, cache_bytes: int) -> list:
     return [slots, f"{cache_bytes / 2**20:.2f}", *seconds, f"{run['peak_bytes'] / 2**20:.1f}"]
 
 
-def check(model: Any, ids: torch.Tensor, name: str, policy: Policy, max_new_tokens: int) -> None:
+def check(model: Any, ids: torch.Tensor, name: str, chosen: Chosen, max_new_tokens: int) -> None:
     """Generate greedily with a budget that holds everything, all layers reading all tokens, patched and not.
 
     Raises ValueError unless the logits agree to `TOLERANCE` as long as the tokens are the same. If two tokens are
@@ -53,7 +52,7 @@ def check(model: Any, ids: torch.Tensor, name: str, policy: Policy, max_new_toke
     )  # fmt: skip
     with using(base_model(model), find_decoder(model), None):  # so that one row's products are rounded alike
         want = model.generate(ids, **options)
-    ample = dataclasses.replace(policy, budget=ids.shape[1] + max_new_tokens, threshold=None, tsp=None, kv="model")
+    ample = choose(chosen, budget=ids.shape[1] + max_new_tokens, threshold=None, tsp=None, kv="model")
     with evicting(model, ample, tokenizer=False):
         got = model.generate(ids, **options)
     allowed = TOLERANCE[next(model.parameters()).dtype]
@@ -71,7 +70,7 @@ def check(model: Any, ids: torch.Tensor, name: str, policy: Policy, max_new_toke
 def alternate(
     model: Any,
     ids: torch.Tensor,
-    policies: dict[str, Policy],
+    policies: dict[str, Chosen],
     max_new_tokens: int,
     repeat: int,
     progress: Callable[[], Any] = lambda: None,

@@ -23,7 +23,7 @@ from ...store import files
 from .inspect import page_run
 
 if TYPE_CHECKING:
-    from ...policy.policy import Policy
+    from ...policy.building import Chosen
     from ..evaluate.tasks import Case
 
 TASK = "facts"
@@ -70,7 +70,7 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     return {"model": name, **settings, "runs": totals, "files": made}
 
 
-def ask(model: Any, tokenizer: Any, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
+def ask(model: Any, tokenizer: Any, policies: dict[str, Chosen], args: Namespace) -> Iterator[dict[str, Any]]:
     """Yields a dict per case: case, ids [1, N], and runs: by name the result of
     `kvevict.lab.analysis.run.measure`, and whether the answer is `right`."""
     from tqdm import tqdm
@@ -117,7 +117,7 @@ def asks(case: Case) -> str:
     return case.question.strip().splitlines()[0].removeprefix("Question: ")
 
 
-def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], policies: dict[str, Policy], model: str) -> list[str]:
+def write(out: Path, tokenizer: Any, asked: list[dict[str, Any]], policies: dict[str, Chosen], model: str) -> list[str]:
     """The page and, with matplotlib, the picture of the first case that the runs disagree about; their paths."""
     from ...asking.prompts import pieces
     from ..analysis.page import page, picture, places

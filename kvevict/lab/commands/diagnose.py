@@ -11,7 +11,7 @@ from . import add_question, load_prompts, room
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from ...policy.policy import Policy
+    from ...policy.building import Chosen
     from ..analysis.run import Prompt
 
 NEW = 32  # tokens of an answer about a file's text
@@ -81,7 +81,7 @@ def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[Prompt, int, 
 
 
 def one(
-    model: Any, tokenizer: Any, policies: dict[str, Policy], prompt: Prompt, new_tokens: int, one_line: bool, bar: tqdm
+    model: Any, tokenizer: Any, policies: dict[str, Chosen], prompt: Prompt, new_tokens: int, one_line: bool, bar: tqdm
 ) -> tuple[dict[str, Any], str]:
     """The measures of one prompt, and the first line of the full cache's answer."""
     from ...asking.prompts import until_line_end
@@ -93,9 +93,9 @@ def one(
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
     full = compare.truth(model, ids, new_tokens, stop)
     kept, runs = {}, {}
-    for key, policy in policies.items():
-        policy = told(compare.informed(policy, full.response), tokenizer)
-        left = compare.left(model, ids, policy)
+    for key, chosen in policies.items():
+        policy = told(compare.informed(chosen.policy, full.response), tokenizer)
+        left = compare.left(model, ids, chosen._replace(policy=policy))
         layers, kept[key] = compare.compare(full, left), compare.positions(left)
         counts = [len(head) for layer in kept[key] for head in layer]
         means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}

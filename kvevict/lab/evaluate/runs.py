@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...patch import slot_bytes
-from ...policy.building import build
+from ...policy.building import Chosen, choose
 from ...policy.checks import byte_count
 from ...policy.policy import Policy
 from ...policy.text import parse_policy
@@ -50,7 +50,7 @@ def options_of(policy: Policy) -> dict[str, Any]:
     return {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
 
 
-def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval", model: Any = None) -> Policy:
+def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval", model: Any = None) -> Chosen:
     """The policy of a run that reads `tokens` tokens under it. Every run has a separate history of a `task` (TADA), for
     the life of the process. model: needed for a budget in bytes, which is left as it is without.
 
@@ -61,10 +61,10 @@ def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
+    ample, how = choose(name, budget=2**30, chunk_size=ONE_PASS, **given)
     budget: Any = run.budget
     if isinstance(budget, str) and model is not None:
-        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
+        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, how.kv))
     slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
     own = {option: size for option, size in options_of(ample).items() if option in OBSERVERS and isinstance(size, int)}
     options: dict[str, Any] = {option: min(size, max(1, slots // 2)) for option, size in own.items()}
@@ -73,11 +73,11 @@ def policy_for(run: Run, tokens: int, response: Sequence[int], task: str = "eval
         options["rows"], chunk = rows, ONE_PASS
     if hasattr(ample.layers, "task"):
         options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
-    return build(name, budget=budget, chunk_size=chunk, **options | given)
+    return choose(name, budget=budget, chunk_size=chunk, **options | given)
 
 
 def reads_alone(run: Run) -> bool:
     """True if a run's read of a context is the same for all questions, so that one read is enough."""
     if run == FULL or run.mode == "known":
         return run == FULL
-    return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
+    return policy_for(run, 1, (0,)).policy.rows == policy_for(run, 1, (1,)).policy.rows
