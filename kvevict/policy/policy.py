@@ -105,7 +105,7 @@ class Policy:
     tsp: int | str | None = None
     tsp_len: int | float = 2048
 
-    def __new__(cls, *_: Any, **fields: Any) -> "Policy":
+    def __new__(cls, *_: object, **fields: object) -> "Policy":
         refuse(fields)
         return super().__new__(cls)
 

@@ -55,7 +55,7 @@ class Run:
                 )
 
 
-def apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def apart(options: dict[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:
     """Part options of `patch`, or the fields of an older policy in JSON, into those of a policy and fields of `Run`."""
     policy = {name: value for name, value in options.items() if name not in OPTIONS}
     run = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
@@ -66,7 +66,7 @@ def apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return policy, run
 
 
-def differences(run: Run) -> dict[str, Any]:
+def differences(run: Run) -> dict[str, object]:
     """Return what a run does not have by default, by options."""
     return {name: getattr(run, each) for name, each in OPTIONS.items() if getattr(run, each) != getattr(Run, each)}
 
