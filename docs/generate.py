@@ -99,8 +99,8 @@ def when(policy) -> str:
 RUN = """
 ## How a policy is run
 
-These options are given like a policy's, but say how a machine runs it. A `kvevict.Policy` and its JSON do not hold them:
-`kvevict.patch(model, policy, kv="int8", compiled=True)`.
+These options are given like a policy's, but say how a machine runs it. A `kvevict.Policy` and its JSON do not hold
+them: `kvevict.patch(model, policy, kv="int8", compiled=True)`.
 
 | option | default | meaning |
 |---|---|---|

@@ -175,7 +175,8 @@ def options_of(chosen: Chosen, *skip: str) -> str:
     from ..policy.parts import PARTS
     from ..policy.run import differences
 
-    (policy, run), options = chosen, dict[str, object]()
+    policy, run = chosen
+    options: dict[str, object] = {}
     for kind, (registry, _) in PARTS.items():
         part = getattr(policy, kind)
         options[kind] = registry.name_of(type(part))
