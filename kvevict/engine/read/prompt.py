@@ -13,7 +13,6 @@ import numpy as np
 from ... import cautions
 from ...cautions import bar
 from ...context import context
-from ...models.weights import Owner
 from ..memory import archive
 from ..memory.meter import Meter
 from ..memory.storage import ROOM
@@ -117,8 +116,6 @@ class Prompt:
         self.spans.begin()
         archive.begin(self.cache.sequence, self.layers, policy.recall, plan.run)
         self.cache.sequence.policy = policy
-        if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
-            self.cache.owner = Owner(arguments.decoder)
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
