@@ -25,21 +25,29 @@ def choose(policy: Any, **options: Any) -> Chosen:
     run = Run()
     if isinstance(policy, Chosen):
         policy, run = policy
-    elif isinstance(policy, str) and ":" in policy:
-        policy, own = parse_policy(policy)
-        options = own | {name: value for name, value in options.items() if value is not None or name not in BOUNDS}
+    policy, options = _named(policy, options)
     options, changes = apart(options)
     chosen = Chosen(build(policy, **options), dataclasses.replace(run, **changes))
     rules.check(*chosen)
     return chosen
 
 
-def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options: Any) -> Policy:
-    """Make a `Policy` from a preset's name or another policy, with options by keyword.
+def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a text's name, and its options with others that win; any other policy as it is."""
+    if not (isinstance(policy, str) and ":" in policy):
+        return policy, options
+    name, own = parse_policy(policy)
+    return name, own | {name: value for name, value in options.items() if value is not None or name not in BOUNDS}
+
+
+def build(policy: Any, **options: Any) -> Policy:
+    """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,... or another policy, with options by keyword.
 
     Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
     an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
+    policy, options = _named(policy, options)
+    budget, chunk_size = (options.pop(name, None) for name in BOUNDS)
     peers.check(options)
     if isinstance(policy, str):
         for kind, (registry, _) in PARTS.items() if policy not in PRESETS else ():

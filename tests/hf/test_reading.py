@@ -30,7 +30,7 @@ from kvevict.engine.memory.mapped import in_file
 from kvevict.engine.watch.watcher import Watcher
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.loading import load_model
-from kvevict.policy.building import build
+from kvevict.policy.building import Chosen, build, choose
 from kvevict.policy.run import Run
 from kvevict.policy.tokenizer import told
 from kvevict.store import resuming, sealed
@@ -115,7 +115,8 @@ def turns(text, counts, first=None, model=None, tokenizer=None, **options):
     over the slots of all before. first: tokens that the first turn reads; the others read to the text's end."""
     model, tokenizer, past = model or tiny.shared(), tokenizer or Words(), {}
     ids = torch.tensor([frame(tokenizer, "")[0] + ids_of(tokenizer, text)])
-    with kvevict.evicting(model, told(build(**options or SNAPKV), tokenizer), tokenizer=False):
+    policy, run = choose(**options or SNAPKV)
+    with kvevict.evicting(model, Chosen(told(policy, tokenizer), run), tokenizer=False):
         for start, stop in pairwise([0, *accumulate(counts)]):
             at = At(stop)
             with within(watchers=(at,)):
@@ -253,7 +254,7 @@ READS = """
 import os, pathlib, signal, sys, time, traceback, warnings
 import torch
 import kvevict
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
 
 warnings.simplefilter("error")
 torch.set_num_threads(1)
