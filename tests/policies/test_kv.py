@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tiny import prompt
 
 import kvevict
-from kvevict import cli
+from kvevict import cautions, cli
 from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.memory.joining import join, part
 from kvevict.engine.memory.layer import EvictionLayer
@@ -51,9 +52,9 @@ def asked(monkeypatch):
     """The arguments of each `EvictionLayer.represent`: (query, key, first, options)."""
     calls, own = [], EvictionLayer.represent
 
-    def represent(layer, kind, query, key, first, options, ranks):
+    def represent(layer, kind, query, key, value, first, options, ranks):
         calls.append((query.clone(), key.clone(), first.clone(), options))
-        return own(layer, kind, query, key, first, options, ranks)
+        return own(layer, kind, query, key, value, first, options, ranks)
 
     monkeypatch.setattr(EvictionLayer, "represent", represent)
     return calls
@@ -81,7 +82,7 @@ def stored(layer):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", range(1, len(kv.LAYOUTS)))
+@pytest.mark.parametrize("kind", range(1, len(kv.ROW_KINDS)))
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_numbers_of_packed_rows(kind, dim):
     x = torch.randn(50, dim, generator=torch.Generator().manual_seed(kind + dim)).double() * 3
@@ -92,7 +93,7 @@ def test_numbers_of_packed_rows(kind, dim):
         kv.numbers(rows, kind, dim).double(), ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5
     )
     error = (kv.numbers(rows, kind, dim).double() - x).norm(dim=1)
-    assert (error <= 0.51 * kv.LAYOUTS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
+    assert (error <= 0.51 * kv.ROW_KINDS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
 
 
 def test_sizes_of_methods():
@@ -130,7 +131,7 @@ def test_survivors_are_what_the_model_s_kind_stores(model, asked, kind):
 def test_reports_count_true_bytes(model, kind):
     cache, report = read(model, kind, prompt(2, 200, pad=(0, 30)), heads="ada")
     slots = sum(int(layer.counts.sum()) for layer in cache.layers)
-    bits = [kv.LAYOUTS[each].bits for each in PACKED[kind]]
+    bits = [kv.ROW_KINDS[each].bits for each in PACKED[kind]]
     size = sum(32 * each // 8 + 4 for each in bits)
     assert report["cache_bytes"] == slots * size == sum(layer.live_bytes() for layer in cache.layers)
     buffers = [x for layer in cache.layers for x in (layer.k, layer.v)]
@@ -185,7 +186,7 @@ def test_few_keys_say_nothing_about_their_centre():
         assert read(model, "int4", prompt(1, tokens))[1]["wider_keys"] == wider
 
 
-@pytest.mark.parametrize("kind", range(1, len(kv.LAYOUTS)))
+@pytest.mark.parametrize("kind", range(1, len(kv.ROW_KINDS)))
 @pytest.mark.parametrize("dim", [24, 64, 128])
 def test_expected_errors_are_those_of_logits(kind, dim):
     """The root mean square of q . (k - k^). The median step is up to 9% below that of the steps' squares."""
@@ -207,8 +208,60 @@ def test_expected_errors_are_those_of_logits(kind, dim):
     ],
 )  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
-    kinds = kv.chosen(kind, lambda keys: errors[kv.LAYOUTS[keys].bits])
-    assert tuple(kv.LAYOUTS[each].bits for each in kinds) == bits
+    kinds = kv.chosen(kind, lambda keys: errors[kv.ROW_KINDS[keys].bits], (1.0, 1.0))
+    assert tuple(kv.ROW_KINDS[each].bits for each in kinds) == bits
+
+
+@pytest.mark.parametrize("kind, norm, bits", [
+    ("int4", (65504, 65504), (4, 4)), ("int4", (65505, 1), (8, 4)), ("k8v4", (1, 65505), (8, 8)),
+    ("int8", (1e38, 1e38), (8, 8)), ("int4", (1, math.nan), (4, None)),
+])  # fmt: skip
+def test_rows_that_fp16_cannot_hold_take_8_bits(kind, norm, bits):
+    kinds = kv.chosen(kind, lambda keys: 0.0, norm)
+    assert tuple(kv.ROW_KINDS[each].bits for each in kinds) == bits
+
+
+@pytest.mark.parametrize("where", ["kv", "recall_kv", "a prefix", "a file"])
+@pytest.mark.parametrize("least", [-1e5, 1e6])
+def test_values_beyond_fp16(where, least, tmp_path):
+    """Every number below -65504, or far above: 8 bits hold it, and the logits are near the unpatched model's."""
+    model, ids = tiny.model("qwen2"), prompt(1, 150)["input_ids"]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias.normal_(0, 2000).add_(least)
+            layer.self_attn.o_proj.weight.div_(abs(least))
+        want = model(ids).logits[:, -1:]
+        cache = model(ids[:, :60]).past_key_values if where == "a prefix" else None
+        kinds = dict(kv="model", recall=True, recall_kv="int4") if where == "recall_kv" else dict(kv="int4")
+        with kvevict.evicting(model, "snapkv", budget=1000, chunk_size=50, tokenizer=False, **kinds):
+            start, stop = 60 if cache else 0, 149 if where != "recall_kv" else 100
+            cache = model(ids[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
+            if where == "a file":
+                kvevict.save_cache(cache, tmp_path / "cache")
+                cache = kvevict.load_cache(tmp_path / "cache", model)
+            packed = [layer.archive if where == "recall_kv" else layer.storage for layer in cache.layers]
+            assert {each.kinds for each in packed} == {(kv.INT4, kv.INT8)}
+            assert all(each.gathered().dense("v").isfinite().all() for each in packed)
+            got = model(ids[:, stop:], past_key_values=cache).logits[:, -1:]
+    assert tiny.relative(got, want) < 0.2
+
+
+def test_a_later_value_that_fp16_cannot_hold(monkeypatch):
+    """The kind is chosen by then: a warning, once."""
+    monkeypatch.setattr(cautions, "_given", set())
+    model, ids = tiny.model("qwen2"), prompt(1, 150)["input_ids"] % 40 + 50
+    ids[0, 120] = 7
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[7] = torch.eye(model.config.hidden_size)[0]
+        model.model.layers[0].self_attn.v_proj.weight[:, 0] = 1e5
+    for kind, said in (("int8", 0), ("int4", 1), ("int4", 0)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            cache, _ = read(model, kind, dict(input_ids=ids))
+        found = [str(each.message) for each in found if "65504" in str(each.message)]
+        assert len(found) == said and all("layers 0" in each for each in found), found
+        assert cache.layers[0].kinds == PACKED[kind]
 
 
 @pytest.mark.parametrize("loudest", [0, 1])
@@ -422,7 +475,7 @@ def test_slots_of_a_prefix_from_before_are_packed(model, asked, kind):
     centre = (weights[..., None] * keys[0].double()).sum(1) / weights.sum(1)[:, None]
     torch.testing.assert_close(layer.centre[0].double(), centre, atol=1e-4, rtol=1e-4)
     error = (layer.keys[:, :, :60] - keys).norm(dim=-1)
-    assert (error <= 0.52 * kv.LAYOUTS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
+    assert (error <= 0.52 * kv.ROW_KINDS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

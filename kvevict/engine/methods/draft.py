@@ -103,7 +103,7 @@ def _write(
             plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
             first=torch.zeros_like(step.first), inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
         )  # fmt: skip
-        with within(pause=None), few_rows.of_call(step.decoder, ids, None):
+        with within(pause=None, few_rows=few_rows.has_few(step.decoder, ids, None)):
             hidden = one.through(spans.run).last_hidden_state
 
 

@@ -119,7 +119,6 @@ class Prompt:
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
-            layer.archive_expected = max(seen) if policy.recall else 0
             if policy.schedule == "prompt" and len(chunks) > 1 and not (policy.recall and evicts):
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         return chunks, read
