@@ -20,6 +20,7 @@ from kvevict.policy.building import build
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy
 from kvevict.policy.presets import PRESETS, describe
+from kvevict.policy.run import OPTIONS, Run
 from kvevict.serve import fields
 
 NOTE = "<!-- Made by docs/generate.py from the code; change that, then run it. -->\n"
@@ -95,6 +96,17 @@ def when(policy) -> str:
 # -- options.md -------------------------------------------------------------------------------------------------------
 
 
+RUN = """
+## How a policy is run
+
+These options are given like a policy's, but say how a machine runs it. A `kvevict.Policy` and its JSON do not hold
+them: `kvevict.patch(model, policy, kv="int8", compiled=True)`.
+
+| option | default | meaning |
+|---|---|---|
+"""
+
+
 def options_page() -> str:
     text = f"""{NOTE}
 # Options
@@ -108,6 +120,10 @@ that exclude each other are refused with the reason.
 """
     remarks, fields = explained(Policy)
     text += "".join(f"| `{f.name}` | {default(f)} | {cell(meaning)} |\n" for f, meaning in fields)
+    text += RUN
+    named = {field: option for option, field in OPTIONS.items()}
+    for f, meaning in explained(Run)[1]:
+        text += f"| `{named[f.name]}` | {default(f) if f.name != 'archive' else ''} | {cell(meaning)} |\n"
     for kind, (registry, _) in PARTS.items():
         title, about = KINDS[kind]
         text += f"\n## {title}: `{kind}=`\n\n{about}\n\n| `{kind}` | | options and their defaults |\n|---|---|---|\n"

@@ -29,6 +29,7 @@ from .policy import peers
 from .policy.checks import unknown
 from .policy.parts import PARTS
 from .policy.policy import Policy
+from .policy.run import OPTIONS
 from .policy.text import DEFAULT
 
 
@@ -94,7 +95,7 @@ class KVEvict(HFLM):
 def option_names() -> set:
     """Collect the names of every option that a policy may have, except its budget."""
     parts = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
-    return {f.name for part in parts for f in dataclasses.fields(part) if f.init} - {"budget"}
+    return {*OPTIONS, *(f.name for part in parts for f in dataclasses.fields(part) if f.init)} - {"budget"}
 
 
 if __name__ == "__main__":

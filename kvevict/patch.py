@@ -17,15 +17,16 @@ from .models import families, known, rotary, trial
 from .models.families import base_model, find_decoder
 from .models.refusals import check_model
 from .policy import kv
-from .policy.building import build
+from .policy.building import Chosen, build, choose
 from .policy.policy import Policy
+from .policy.run import Run
 from .policy.text import DEFAULT
 from .policy.tokenizer import depends, of_model, told
 
 
 def patch(
     model: Any,
-    policy: str | Policy = DEFAULT,
+    policy: str | Policy | Chosen = DEFAULT,
     *,
     budget: int | float | str | None = None,
     chunk_size: int | None = None,
@@ -43,7 +44,8 @@ def patch(
                 turn, by its chat template, unless the question is within the prompt's last tokens. kernel="digits"
                 (take+edie) follows the number of digits in its tokens. None: the tokenizer in the folder that the model
                 was loaded from, if any; False: none, and a probe is the prompt's last tokens
-    options     any field of the policy or its score: window=16, decode=True, progress=True, ...
+    options     any option of the policy (window=16, decode=True, ...) and of how it is run (kv="int8", compiled=True,
+                progress=True, ...): docs/options.md lists them
 
     model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
     `model.generate(...)`, `model(ids)` and pipelines work as before, in every thread. Patching again replaces the
@@ -60,7 +62,7 @@ def patch(
 def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     """The `Plan` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
-    chosen = build(policy, **options)
+    chosen, run = choose(policy, **options)
     if tokenizer is not None and tokenizer is not False:
         prompts.check(tokenizer, ", or False")
     decoder = find_decoder(model)
@@ -77,15 +79,15 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
             "the model in one process, or choose another policy"
         )
     chosen.rows.ready(decoder)
-    chosen = in_slots(chosen, model)
-    if chosen.archive_kv != "model" and families.is_latent(decoder.config):
-        name = "kv" if chosen.recall_kv is None else "recall_kv"
+    chosen = in_slots(chosen, run, model)
+    name, packed = ("kv", run.kv) if run.archive_kv is None else ("recall_kv", run.archive_kv)
+    if packed != "model" and families.is_latent(decoder.config):
         raise ValueError(
-            f"{name}={chosen.archive_kv!r} and {type(decoder).__name__}: its heads share latents (MLA), which are "
+            f"{name}={packed!r} and {type(decoder).__name__}: its heads share latents (MLA), which are "
             f"stored in the model's dtype only; give {name}='model'"
         )
-    mapped.check(chosen.recall)
-    made = Plan(chosen, decoder, split, question)
+    mapped.check(run.archive)
+    made = Plan(chosen, run, decoder, split, question)
     rotates = quantities.rotates(chosen, rotary.rope_depends_on_length(decoder))
     modules = families.attentions(decoder, made.order)
     for each in made.needed:
@@ -101,9 +103,9 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
     return made
 
 
-def in_slots(policy: Policy, model: Any) -> Policy:
+def in_slots(policy: Policy, run: Run, model: Any) -> Policy:
     """The policy, with a budget in bytes as slots per kv head of this model."""
-    return policy.in_slots(slot_bytes(model, policy.kv)) if isinstance(policy.budget, str) else policy
+    return policy.in_slots(slot_bytes(model, run.kv)) if isinstance(policy.budget, str) else policy
 
 
 def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
@@ -131,7 +133,7 @@ def unpatch(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def evicting(model: Any, policy: str | Policy = DEFAULT, **options: Any) -> Iterator[Any]:
+def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any) -> Iterator[Any]:
     """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
     policy instead of the one that `patch` set.
 
@@ -173,7 +175,7 @@ def check_type(model: Any, decoder: Any) -> None:
         return
 
     def patched(policy: str, options: dict) -> Any:
-        return installed.using(top, decoder, Plan(build(policy, **options), decoder, ranks.of(top)))
+        return installed.using(top, decoder, Plan(build(policy, **options), Run(), decoder, ranks.of(top)))
 
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)
     if reason:

@@ -4,7 +4,6 @@ import inspect
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from ..models import families, rotary
 from ..models.compat import CACHE, cache_of
 from ..models.families import base_model, device_of, find_decoder, unwrapped
 from ..patch import evicting
-from ..policy.building import build
+from ..policy.building import Chosen, build, choose
 from ..policy.checks import PLENTY, count
 from ..policy.policy import Policy
+from ..policy.run import Run
 from ..policy.text import DEFAULT
 from ..policy.tokenizer import told
 from ..store.resuming import Reading
@@ -78,8 +78,11 @@ def read(
         )
 
     with _patched(model, tokenizer, policy, options, ids.shape[1]), torch.no_grad(), within(asks=False):
-        by = plan_of(find_decoder(model)).policy
-        cache = forward(None, 0) if file is None else Reading(file, model, by, head + body).cache(forward)
+        if file is None:
+            cache = forward(None, 0)
+        else:
+            plan = plan_of(find_decoder(model))
+            cache = Reading(file, model, plan.policy, plan.run, head + body).cache(forward)
     if not cache.sequence.policy.recall:
         cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
     return cache
@@ -133,9 +136,9 @@ def answer(
     _check(model)
     ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
     _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
-    by = context.sequence.policy
+    by, run = context.sequence.policy, context.sequence.run
     recalls = by is not None and by.recall
-    asks = by if recalls else replace(KEEPS, compiled=by is not None and by.compiled)
+    asks = Chosen(by, run) if recalls else Chosen(KEEPS, Run(compiled=run.compiled))
     with evicting(model, asks, tokenizer=tokenizer if recalls else None):
         answers, inner = [""] * len(ids), base_model(model)
         for batch in together(model, context, list(map(len, ids)), batch_size):
@@ -162,7 +165,7 @@ class Pipeline:
 
     def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:
         self.model, self.tokenizer, self.policy, self.options = model, tokenizer, policy, options
-        _built(find_decoder(model), policy, options)
+        _chosen(find_decoder(model), policy, options)
 
     def __call__(
         self, context: str | EvictionCache, question: str | None = None, *, questions: Iterable[str] | None = None,
@@ -184,26 +187,28 @@ class Pipeline:
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
-def _built(decoder: torch.nn.Module, policy: str | Policy | None, options: dict, tokens: int = 0) -> Policy:
+def _chosen(decoder: torch.nn.Module, policy: str | Policy | None, options: dict, tokens: int = 0) -> Chosen:
     """Return the policy that reads a text of `tokens` tokens: the named one, the patched model's if that recalls or is
     for questions that come later, or the default for such questions."""
     own = plan_of(decoder)
     recalls = options.get("recall", own is not None and own.policy.recall)
     if policy is None and own is not None:
         if own.policy.recall if recalls else own.policy.question == "later":
-            policy = own.policy
+            policy = Chosen(own.policy, own.run)
         else:
-            options = dict(budget=own.policy.budget, kv=own.policy.kv) | options
+            options = dict(budget=own.policy.budget, kv=own.run.kv) | options
     if policy is None and recalls:
         policy = DEFAULT
     if policy is not None:
-        return build(policy, **options)
+        return choose(policy, **options)
     name = unasked(decoder)
     try:
-        chosen = build(name, **options)
+        chosen = choose(name, **options)
     except ValueError as error:
         raise ValueError(f"{error} (no policy for later questions is named or patched: {name} is taken)") from None
-    return chosen if "chunk_size" in options else within_positions(chosen, decoder.config, tokens)
+    if "chunk_size" in options:
+        return chosen
+    return chosen._replace(policy=within_positions(chosen.policy, decoder.config, tokens))
 
 
 def _patched(
@@ -211,10 +216,10 @@ def _patched(
 ) -> AbstractContextManager:
     """Return a context manager that patches the model with the policy that reads."""
     decoder = find_decoder(model)
-    own, chosen = plan_of(decoder), _built(decoder, policy, options, tokens)
-    if policy is None and own is not None and chosen == own.policy:
+    own, chosen = plan_of(decoder), _chosen(decoder, policy, options, tokens)
+    if policy is None and own is not None and chosen == (own.policy, own.run):
         return using(base_model(model), decoder, own)
-    return evicting(model, told(chosen, tokenizer), tokenizer=False)
+    return evicting(model, chosen._replace(policy=told(chosen.policy, tokenizer)), tokenizer=False)
 
 
 def room_of(policy: Policy) -> int:

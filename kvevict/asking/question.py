@@ -14,6 +14,7 @@ import numpy as np
 from ..cautions import once
 from ..context import within
 from ..engine.hook.arguments import Arguments
+from ..engine.read.plan import Plan
 from ..policy.policy import Policy
 from ..policy.rows import Question
 from . import prompts
@@ -145,7 +146,7 @@ class Asked(Finder):
                 f"a question of {longest} tokens does not fit a chunk of {size}: give a larger chunk_size, or the part "
                 "of it that asks"
             )
-        if reads_last_rows(arguments.policy) and len({stop - start for start, stop in spans}) > 1:
+        if reads_last_rows(arguments.plan) and len({stop - start for start, stop in spans}) > 1:
             raise ValueError(
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
@@ -207,13 +208,13 @@ class LastTurn(Finder):
                 asked[b] = ()
         if not any(asked):
             return rows
-        place = not reads_last_rows(policy)
+        place = not reads_last_rows(arguments.plan)
         questions = [
             Question(spans, of, opens, close) if spans else Question(((n - own, n),), of, None, place, True)
             for spans, of, opens, close, n, own in zip(asked, kept, before, near, tokens, last, strict=True)
         ]
         chosen = rows.asked(questions)
-        return rows if reads_last_rows(policy) and len(set(chosen.lengths(None))) > 1 else chosen
+        return rows if not place and len(set(chosen.lengths(None))) > 1 else chosen
 
     def _begins(self, ids: list, span: tuple) -> bool:
         """Whether the answer's first words follow the question."""
@@ -277,12 +278,12 @@ def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
     call's last rows are measured, and if it starts before the tokens that every layer reads (tsp)."""
     policy = arguments.policy
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
-    return not reads_last_rows(policy) and tokens - start <= min(most, (seen + tokens) // 4)
+    return not reads_last_rows(arguments.plan) and tokens - start <= min(most, (seen + tokens) // 4)
 
 
-def reads_last_rows(policy: Policy) -> bool:
-    """Whether a policy measures the call's last rows as its observers."""
-    return policy.diagnose or policy.layers.measures
+def reads_last_rows(plan: Plan) -> bool:
+    """Whether a plan measures the call's last rows as its observers."""
+    return plan.run.diagnose or plan.policy.layers.measures
 
 
 def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:

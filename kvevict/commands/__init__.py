@@ -23,7 +23,7 @@ from ..policy.text import DEFAULT, FORM, parse_policy
 from ..store.files import decoded
 
 if TYPE_CHECKING:
-    from ..policy.policy import Policy
+    from ..policy.building import Chosen
 
 COMMANDS = Registry("command")
 Command: TypeAlias = Callable[[argparse.ArgumentParser, list[str]], dict[str, Any] | None]
@@ -136,26 +136,26 @@ def number(text: str, option: str = "--budget") -> int | float | str:
         ) from None
 
 
-def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Policy]:
-    """Text -> `Policy`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
+def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Chosen]:
+    """Text -> `Chosen`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
     ones. A threshold replaces the default of `--budget`. Raises ValueError, too, for a `recall` folder that cannot be
     written to."""
     from ..engine.memory import mapped
-    from ..policy.building import build
+    from ..policy.building import choose
 
     common |= dict(budget=number(args.budget), chunk_size=args.chunk_size, kv=args.kv)
     policies = {}
     for text in texts:
         name, options = parse_policy(text)
         unbound = options.get("threshold") is not None and isinstance(args.budget, Unsaid)
-        policies[text] = build(name, **common | (dict(budget=None) if unbound else {}) | options)
-        mapped.check(policies[text].recall)
+        policies[text] = choose(name, **common | (dict(budget=None) if unbound else {}) | options)
+        mapped.check(policies[text].run.archive)
     return policies
 
 
-def check_complete(policies: dict[str, Policy]) -> None:
+def check_complete(policies: dict[str, Chosen]) -> None:
     """Raise ValueError for policies that miss an argument that no command has."""
-    for text, policy in policies.items():
+    for text, (policy, _) in policies.items():
         rows, option = policy.rows, ":" if ":" not in text else ","
         if getattr(rows, "draft_model", rows) is None and not rows.needs_full_prompt:
             raise ValueError(
@@ -169,19 +169,21 @@ def check_complete(policies: dict[str, Policy]) -> None:
             )
 
 
-def options_of(policy: Policy, *skip: str) -> str:
-    """The parts of a policy, each with its options, and its other options except `skip`, as Python arguments."""
+def options_of(chosen: Chosen, *skip: str) -> str:
+    """The parts of a policy, each with its options, its other options except `skip`, and those of its run that are not
+    the defaults, as Python arguments."""
     from ..policy.parts import PARTS
+    from ..policy.run import differences
 
-    options = {}
+    policy, run = chosen
+    options: dict[str, object] = {}
     for kind, (registry, _) in PARTS.items():
         part = getattr(policy, kind)
         options[kind] = registry.name_of(type(part))
         options |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     options |= {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name not in PARTS}
-    return ", ".join(
-        f"{name}={value!r}" for name, value in options.items() if name not in ("progress", "diagnose", *skip)
-    )
+    options |= differences(run)
+    return ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in skip)
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

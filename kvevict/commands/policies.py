@@ -9,21 +9,20 @@ from . import command, options_of
 def policies(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     """List the presets and the choices they are made of, with their options."""
     args = parser.parse_args(argv)
-    from ..policy.building import build
+    from ..policy.building import choose
     from ..policy.parts import PARTS
     from ..policy.presets import PRESETS, describe
 
-    made = {name: build(name, budget=0.5) for name in PRESETS}
+    made = {name: choose(name, budget=0.5) for name in PRESETS}
     choices = {kind: list(registry) for kind, (registry, _) in PARTS.items()}
     if args.json:
-        whole = {
-            name: {"about": describe(name), "policy": json.loads(policy.to_json())} for name, policy in made.items()
-        }
+        texts = {name: policy.to_json() for name, (policy, _) in made.items()}
+        whole = {name: {"about": describe(name), "policy": json.loads(text)} for name, text in texts.items()}
         return {"policies": whole, **choices}
     margin = " " * 17
-    for name, policy in made.items():
+    for name, chosen in made.items():
         print(textwrap.fill(f"{name:16} {describe(name)}", 100, subsequent_indent=margin))
-        options = options_of(policy, "budget")
+        options = options_of(chosen, "budget")
         print(textwrap.fill(options, 100, initial_indent=margin, subsequent_indent=margin) + "\n")
     for kind, names in choices.items():
         print(f"{kind:16} {', '.join(names)}")

@@ -1,28 +1,55 @@
-"""A policy of a preset's or another policy's choices, with options by keyword."""
+"""A policy of a preset's or another policy's choices, with options by keyword, and how it is run."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import peers
+from . import peers, rules
 from .parts import PARTS, as_part, check_option, option_names
 from .policy import Policy
 from .presets import PRESETS
+from .run import OPTIONS, Run, apart
 from .text import parse_policy
 
+BOUNDS = ("budget", "chunk_size")  # options of `patch` by name: None leaves what a text says
 
-def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options: Any) -> Policy:
+
+class Chosen(NamedTuple):
+    """A policy, and how it is run."""
+
+    policy: Policy
+    run: Run = Run()
+
+
+def choose(policy: Any, **options: Any) -> Chosen:
+    """Make what `patch` and others take: as `build`, with the options of a `Run` too. policy may be a `Chosen`."""
+    run = Run()
+    if isinstance(policy, Chosen):
+        policy, run = policy
+    policy, options = _named(policy, options)
+    options, changes = apart(options)
+    chosen = Chosen(build(policy, **options), dataclasses.replace(run, **changes))
+    rules.check(*chosen)
+    return chosen
+
+
+def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a text's name, and its options with others that win; any other policy as it is."""
+    if not (isinstance(policy, str) and ":" in policy):
+        return policy, options
+    name, own = parse_policy(policy)
+    return name, own | {name: value for name, value in options.items() if value is not None or name not in BOUNDS}
+
+
+def build(policy: Any, **options: Any) -> Policy:
     """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,... or another policy, with options by keyword.
 
     Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
     an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
     """
+    policy, options = _named(policy, options)
+    budget, chunk_size = (options.pop(name, None) for name in BOUNDS)
     peers.check(options)
     if isinstance(policy, str):
-        if ":" in policy:
-            name, given = parse_policy(policy)
-            given |= {} if budget is None else {"budget": budget}
-            given |= {} if chunk_size is None else {"chunk_size": chunk_size}
-            return build(name, **given | options)
         for kind, (registry, _) in PARTS.items() if policy not in PRESETS else ():
             if policy in registry:
                 raise ValueError(
@@ -58,10 +85,10 @@ def build(policy: Any, *, budget: Any = None, chunk_size: Any = None, **options:
     parts["score"] = as_part("score", parts["score"])
     parts = {kind: as_part(kind, parts["score"].rows if part is None else part) for kind, part in parts.items()}
     own = {kind: option_names(part) for kind, part in parts.items()}
-    general = set(defaults) - {*PARTS, "budget", "chunk_size"}
-    known = general.union(*own.values())
+    general = {*defaults, *OPTIONS} - {*PARTS, *BOUNDS}
+    known = general.union(*own.values(), PARTS, BOUNDS)
     for option in options:
-        check_option(option, known | {*PARTS, "budget", "chunk_size"}, parts=parts)
+        check_option(option, known, parts=parts)
     for kind, part in parts.items():
         mine = {name: options[name] for name in own[kind] & options.keys()}
         choices[kind] = dataclasses.replace(part, **mine) if mine else part

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import numbers
-import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
 from .refinements import Refinement
 from .rows import Rows
+from .run import OPTIONS, Run, apart, differences, refuse
 from .scores import Score
 from .selections import Selection
 
@@ -55,17 +56,9 @@ class Policy:
     keep_prompt    with decode=True: only decoded slots are cut, to `budget` slots; the prompt's slots stay as they were
                    chosen when it was read, so that the cache never grows past twice the budget + interval - 1. The next
                    turn's read cuts all of it to the budget
-    kv             how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
-                   bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
-                   error above 1 takes more bits for its keys
     recall         nothing is lost (methods.md section 13): the slots of every token go to an archive, too. A further
                    turn, a prompt's last chunk, and its answer's first tokens attend to all of it, as without eviction,
-                   and choose their slots anew from it; the rest is decoded within the budget. True: the archive lies
-                   in the memory of the model's device. "memory": in the host's, pinned for a model on a GPU, to which
-                   it comes one layer at a time; on a CPU as True. A folder's path: in files there, mapped into the
-                   host's memory ("./memory" is a folder of that name)
-    recall_kv      with recall=True: how the archive's slots are represented, as in `kv`, where the others are as
-                   computed (kv="model"); those that a turn chooses become so again. None: as in `kv`
+                   and choose their slots anew from it; the rest is decoded within the budget
     recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`,
                    which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
                    `budget` keeps all slots
@@ -84,11 +77,6 @@ class Policy:
     tsp            the last decoder layer, from 0, that reads every token; the layers after it read each chunk's best
                    `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
     tsp_len        how many of a chunk's tokens these layers read (int), or their share (float in (0, 1))
-    progress       show a progress bar while a prompt is read
-    diagnose       measure for `kvevict.report` how much of the observing rows' attention every eviction of a read
-                   loses; takes about a tenth more time
-    compiled       decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot
-                   be recorded is decoded as without it, with one warning that says why
     """
 
     rows: Rows | str | None = field(default=None, kw_only=True)
@@ -105,9 +93,7 @@ class Policy:
     decode: bool | None = None
     interval: int | None = None
     keep_prompt: bool = False
-    kv: str = "model"
-    recall: bool | str = False
-    recall_kv: str | None = None
+    recall: bool = False
     recall_slots: int | float | None = None
     recall_after: int | None = None
     layers: LayerBudget | str = "uniform"
@@ -118,9 +104,10 @@ class Policy:
     n_reuse: int = 1
     tsp: int | str | None = None
     tsp_len: int | float = 2048
-    progress: bool = False
-    diagnose: bool = False
-    compiled: bool = False
+
+    def __new__(cls, *_: object, **fields: object) -> "Policy":
+        refuse(fields)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         def fill(name: str, value: object) -> None:
@@ -132,8 +119,6 @@ class Policy:
             fill(kind, as_part(kind, getattr(self, kind)))
         fill("select_by_layer", values.as_ranges(self.select_by_layer))
         fill("budget", 512 if self.budget is None and self.threshold is None else builtin(self.budget))
-        if isinstance(self.recall, os.PathLike):
-            fill("recall", os.path.abspath(self.recall))  # a text, but not "memory"
         fill("recall_slots", builtin(self.recall_slots))
         fill("threshold", builtin(self.threshold))
         if self.carry is None:
@@ -162,18 +147,13 @@ class Policy:
     @classmethod
     def from_json(cls, text: str) -> "Policy":
         """Read the policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered,
-        and the errors of `Policy(...)` for values of a wrong kind."""
-        try:
-            data = parsed(text)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"this is not a policy in JSON: {error}; pass what Policy.to_json wrote") from None
-        known = [f.name for f in dataclasses.fields(cls)]
-        if not isinstance(data, dict):
-            raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
-        for name in data:
-            one_of("field of a policy", name, known)
-        kinds = {name: "select" if name == "select_by_layer" else name for name in data}
-        return cls(**{name: from_plain(value, kinds[name]) for name, value in data.items()})
+        and the errors of `Policy(...)` for values of a wrong kind. Warns of what an older version's JSON says of a run:
+        it is to be given beside the policy."""
+        policy, run = from_json(text)
+        said = ", ".join(f"{option}={value!r}" for option, value in differences(run).items())
+        if said:
+            warnings.warn(f"a Policy does not hold {said}: give that beside it, as to kvevict.patch", stacklevel=2)
+        return policy
 
     @functools.cached_property
     def recalling(self) -> "Policy":
@@ -212,11 +192,6 @@ class Policy:
                 "window, probe or number of recent slots"
             )
         return dataclasses.replace(self, budget=min(slots, PLENTY))
-
-    @property
-    def archive_kv(self) -> str:
-        """How the slots of an archive are represented."""
-        return self.recall_kv or self.kv
 
     @property
     def protected(self) -> int:
@@ -311,6 +286,21 @@ class Policy:
                 f"warmup_layers={self.warmup_layers} is more than the model's {layer_count} evicting layers"
             )
         return self.warmup_layers
+
+
+def from_json(text: str) -> tuple[Policy, Run]:
+    """Read a policy in JSON, as `Policy.from_json`, and the run that an older version's JSON has beside it."""
+    try:
+        data = parsed(text)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"this is not a policy in JSON: {error}; pass what Policy.to_json wrote") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"a policy in JSON is an object of its fields, got {text[:40]!r}")
+    for name in data:
+        one_of("field of a policy", name, {*OPTIONS, *(f.name for f in dataclasses.fields(Policy))})
+    fields, run = apart(data)
+    kinds = {name: "select" if name == "select_by_layer" else name for name in fields}
+    return Policy(**{name: from_plain(value, kinds[name]) for name, value in fields.items()}), Run(**run)
 
 
 def _refuse_in_json(value: object) -> Any:

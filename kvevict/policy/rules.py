@@ -6,6 +6,7 @@ from .heads.flat import Flat
 from .inputs import Policy, as_needs
 from .parts import PARTS, written
 from .rows.window import All, NoRows
+from .run import Run
 
 
 def _waits(policy: Policy) -> bool:
@@ -34,8 +35,6 @@ RULES = (
     (lambda p: p.layers.cascades and (p.rows.most in (0, 1) or p.carry != "none" or p.score.ordinal),
      "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
      "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
-    (lambda p: p.layers.cascades and p.diagnose,
-     "this layer budget evicts from layers again when their observing rows are gone: diagnose=False"),
     (lambda p: p.layers.measures and p.score.ordinal,
      "this layer budget sums scores to an error, and these only rank slots: take a score of attention"),
     (lambda p: p.refine.refines and p.score.ordinal,
@@ -52,8 +51,6 @@ RULES = (
      "bounds the activations)"),
     (lambda p: p.rows.needs_full_prompt and p.carry != "none",
      "these scores are sums over every chunk, and a draft comes once, after the whole prompt: take rows='given'"),
-    (lambda p: p.rows.needs_full_prompt and p.diagnose,
-     "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
     (lambda p: p.rows.needs_full_prompt and p.tsp is not None,
      "layer tsp chooses the tokens to propagate when it is read, and a draft comes after all layers: tsp=None"),
     (lambda p: p.layers.pools and not p.score.comparable,
@@ -128,11 +125,19 @@ RULES = (
     (lambda p: p.n_reuse > 1 and p.warmup_layers is not None,
      "layers that wait already take another layer's slots: n_reuse=1 or warmup_layers=None"),
 )  # fmt: skip
+RULES_OF_RUNS = (
+    (lambda p, run: p.layers.cascades and run.diagnose,
+     "this layer budget evicts from layers again when their observing rows are gone: diagnose=False"),
+    (lambda p, run: p.rows.needs_full_prompt and run.diagnose,
+     "drafted rows come after the chunk's, which diagnostics observe: diagnose=False"),
+    (lambda p, run: run.archive_kv is not None and not p.recall,
+     "recall_kv is about recall: give recall=True too, or leave it out"),
+)  # fmt: skip
 
 
-def check(policy: Policy) -> None:
-    """Raise ValueError, with the reason, for choices that cannot go together."""
-    for excluded, reason in RULES:
-        if excluded(policy):
+def check(policy: Policy, *run: Run) -> None:
+    """Raise ValueError, with the reason, for choices that cannot go together: a policy's, or those of a run of it."""
+    for excluded, reason in RULES_OF_RUNS if run else RULES:
+        if excluded(policy, *run):
             parts = ", ".join(written(kind, getattr(policy, kind)) for kind in PARTS)
             raise ValueError(f"{reason} (the policy has {parts})")

@@ -39,9 +39,12 @@ def _options(kind: str) -> set[str]:
     """Return the options that may be None ("None"), or are always text ("str")."""
     from .parts import PARTS
     from .policy import Policy
+    from .run import OPTIONS, Run
 
-    made_of = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
-    types = [(f.name, getattr(f.type, "__name__", str(f.type))) for part in made_of for f in dataclasses.fields(part)]
+    made_of = [Policy, Run, *(part for registry, _ in PARTS.values() for part in registry.values())]
+    named = {field: option for option, field in OPTIONS.items()}
+    fields = [(named.get(f.name, f.name), f.type) for part in made_of for f in dataclasses.fields(part)]
+    types = [(name, getattr(of, "__name__", str(of))) for name, of in fields]
     if kind == "str":
         return {name for name, own in types if own == "str"} - {name for name, own in types if own != "str"}
     return {name for name, own in types if "None" in own} - PARTS.keys()

@@ -7,7 +7,6 @@ from typing import Any
 
 from .checks import byte_count, count, finite, flag, one_of
 from .inputs import Policy
-from .kv import KINDS
 from .parts import as_part
 
 AFTER = 16  # first tokens of an answer that attend to all slots
@@ -27,10 +26,12 @@ def check(policy: Policy) -> None:
     count("n_reuse", policy.n_reuse, 1)
     if not isinstance(policy.decode, bool):
         raise TypeError(f"decode must be True, False or None, got {policy.decode!r}")
-    for name in ("keep_prompt", "progress", "diagnose", "compiled"):
-        flag(name, getattr(policy, name))
-    if not isinstance(policy.recall, (bool, str)) or policy.recall == "":
-        raise TypeError(f"recall must be True, False, 'memory' or a folder's path as text, got {policy.recall!r}")
+    flag("keep_prompt", policy.keep_prompt)
+    if not isinstance(policy.recall, bool):
+        raise TypeError(
+            f"recall must be True or False in a Policy, got {policy.recall!r}: give the archive's place beside the "
+            "policy, as in kvevict.patch(model, policy, recall='memory')"
+        )
     for name, given in (("interval", policy.interval is not None), ("keep_prompt", policy.keep_prompt)):
         if given and not policy.decode:
             raise ValueError(
@@ -38,9 +39,6 @@ def check(policy: Policy) -> None:
                 f"decode=True too, or leave {name} out"
             )
     one_of("schedule", policy.schedule, ("prompt", "chunk"))
-    one_of("kv", policy.kv, KINDS)
-    if policy.recall_kv is not None:
-        _check_recall_kv(policy)
     if policy.schedule == "chunk" and policy.chunk_size is None:
         raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
     for name, least in (("warmup_layers", 1), ("tsp", 0)):
@@ -77,16 +75,6 @@ def _check_budget(policy: Policy) -> None:
             f"budget={budget} is too small: the policy always keeps {smallest - 1} slots of each head (window, probe, "
             "recent slots, sinks, keep_first, a threshold's keep_last or a run cut by a chunk): "
             f"give budget >= {smallest} or fewer of those"
-        )
-
-
-def _check_recall_kv(policy: Policy) -> None:
-    one_of("recall_kv", policy.recall_kv, KINDS)
-    if not policy.recall:
-        raise ValueError(f"recall_kv={policy.recall_kv!r} is about recall: give recall=True too, or leave it out")
-    if policy.kv != "model":
-        raise ValueError(
-            f"recall_kv={policy.recall_kv!r}: with kv={policy.kv!r} the archive is as the slots; leave it out"
         )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..policy.building import build
+from ..policy.building import Chosen, choose
 from ..policy.policy import Policy
 from ..policy.presets import PRESETS
+from ..policy.run import Run
 from ..policy.text import parse_policy
 from .errors import Refused, of_field
 from .options import Options
@@ -20,37 +21,35 @@ class Policies:
     options  the server's
     context  tokens of the model's context; of a prompt that long a request may keep no more than the server's budget
     fitted   makes a policy fit the model, with its budget in slots
-    records  whether decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise
+    records  whether decoded tokens are recorded (`compiled`) if the server's policy does not say otherwise
     """
 
     options: Options
     context: int = 1 << 20
-    fitted: Callable[[Policy], Policy] = lambda policy: policy
+    fitted: Callable[[Policy, Run], Policy] = lambda policy, run: policy
     records: bool = False
 
     def __post_init__(self) -> None:
         self.built()
 
-    def built(self, text: str | None = None, budget: int | float | str | None = None) -> Policy:
+    def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
         """Build a policy by its text; None: the server's. A policy that can recall does, unless its text says no."""
         options = self.options
         name, own = parse_policy(text or options.policy)
-        common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv)
+        common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv, compiled=self.records)
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
-        policy = build(name, **common | own)
-        if policy.recall_kv is not None:
+        policy, run = choose(name, **common | own)
+        if run.archive_kv is not None:
             raise ValueError("recall_kv: here a text's slots are those that answers attend to: give kvevict serve --kv")
-        if self.records and "compiled" not in own:
-            policy = replace(policy, compiled=True)
         if "recall" not in own:
             with contextlib.suppress(ValueError):
                 policy = replace(policy, recall=True)
-        return self.fitted(policy)
+        return Chosen(self.fitted(policy, run), run)
 
     def of(self, asked: dict[str, Any], opens_text: bool, prefix: str = "kvevict.") -> Policy:
-        """Return the policy that a request's fields choose. Raises Refused for a policy or budget that the request
-        cannot have. prefix: of the fields' names in errors."""
+        """Return the policy that a request's fields choose; the server runs it as its own. Raises Refused for a policy
+        or budget that the request cannot have. prefix: of the fields' names in errors."""
         if opens_text and asked.get("question") is not None:
             sentence = "a stored text is read before its questions: leave kvevict.question out"
             raise Refused(400, sentence, param="kvevict.question")
@@ -59,7 +58,7 @@ class Policies:
             sentence = f"there is no policy {str(name)[:200]!r}: give a name that `kvevict policies` lists"
             raise Refused(400, sentence, param=f"{prefix}policy")
         with of_field(prefix + ("policy" if budget is None else "budget")):
-            policy, most = self.built(name, budget), self.built().slots(self.context)
+            policy, most = self.built(name, budget).policy, self.built().policy.slots(self.context)
             if policy.slots(self.context) > most:
                 raise Refused(400, f"{prefix}budget is larger than the server's: ask for at most {most} slots")
         return policy

@@ -22,6 +22,7 @@ from ..engine.memory.mapped import in_file
 from ..engine.memory.stateful import tensors_of
 from ..models.families import device_of
 from ..policy.policy import Policy
+from ..policy.run import Run
 from ..store import files, sealed
 from ..store.form import FORMAT
 from ..store.loading import load_cache, stays
@@ -34,12 +35,13 @@ LEFT = 3600  # seconds after which the folder of an unfinished file counts as le
 
 
 def keys_of(
-    owner: str, weights: Any, policy: Policy, ids: list[int], ends: Iterable[int], text: str | None = None,
+    owner: str, weights: Any, policy: Policy, run: Run, ids: list[int], ends: Iterable[int], text: str | None = None,
     start: int = 0,
 ) -> dict[int, str]:  # fmt: skip
     """Make the keys of a prompt's beginnings, by their ascending ends: hashes of the owner and of all that a cache
-    depends on. Keys of beginnings that end after the token `start` have the mark of the stored text, for `forget`."""
-    facts = "\0".join((FORMAT, owner, str(weights), policy.to_json())) + "\0"
+    depends on: of a run the kinds of slots and archive alone. Keys of beginnings that end after the token `start` have
+    the mark of the stored text, for `forget`."""
+    facts = "\0".join((FORMAT, owner, str(weights), policy.to_json(), run.kv, run.archive_kv or run.kv)) + "\0"
     digest, before, found = hashlib.sha256(facts.encode()), 0, {}
     for end in ends:
         digest.update(np.array(ids[before:end], np.int64).tobytes())

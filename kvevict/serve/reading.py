@@ -20,6 +20,7 @@ from ..models.compat import cache_of
 from ..models.families import FULL_ATTENTION, NOTHING, base_model, context_of, device_of, find_decoder, layer_kinds
 from ..models.weights import identity
 from ..patch import evicting, slot_bytes
+from ..policy.building import Chosen
 from ..policy.tokenizer import told
 from .call import Call
 from .errors import Refused, of_field
@@ -37,7 +38,7 @@ class Reader:
     """Reads the prompts of calls. A function that reads is a generator of all chunks but the last: other calls get a
     turn between two chunks.
 
-    model     a patched model, whose policy sizes the pools
+    model     a patched model, whose policy sizes the pools, and whose run is that of all calls
     prefixes  the caches of shared beginnings
     shares    mark of a stored text -> `shares_of` the text for the last question about it
     """
@@ -49,10 +50,10 @@ class Reader:
         self.weights = f"{identity(self.decoder)} in {base_model(model).dtype}"
         self.context = context_of(self.config)
         plan = plan_of(self.decoder)
-        self.slot = slot_bytes(model, plan.policy.kv)
+        self.run, self.slot = plan.run, slot_bytes(model, plan.run.kv)
         most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
         slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
-        self.kv, self.pools = plan.policy.kv, Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
+        self.pools = Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
         prefixes.place = self._place
         # whether the first tokens of a cache are a cache themselves, unlike those of a state or a window
         self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
@@ -67,7 +68,7 @@ class Reader:
         if prompt.text is not None:
             start, end = prompt.text
             ends.add(end)
-        return keys_of(call.owner, self.weights, call.policy, prompt.ids, sorted(ends), call.text, start)
+        return keys_of(call.owner, self.weights, call.policy, self.run, prompt.ids, sorted(ends), call.text, start)
 
     def kept(self, call: Call) -> np.ndarray:
         """Return the share of heads that kept each token of a call's stored text for the last question about that text;
@@ -151,7 +152,7 @@ class Reader:
         layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
         for layer in layers:
             layer.storage = layer.storage.gathered().as_prefix()
-        if cache.sequence.policy is not None and cache.sequence.policy.kv == self.kv:
+        if cache.sequence.run.kv == self.run.kv:
             self.pools.hold(cache)
 
     def _through(
@@ -168,7 +169,7 @@ class Reader:
         tokens = torch.tensor([ids], device=self.device)
         with contextlib.ExitStack() as inside:
             with of_field("kvevict.policy"):  # a policy may need more than its name, or another model
-                inside.enter_context(evicting(self.model, policy, tokenizer=False))
+                inside.enter_context(evicting(self.model, Chosen(policy, self.run), tokenizer=False))
             inside.enter_context(within(question=question, asks=question is not None, pause=pause, learns=False))
             into = self.pools.cache() if cache is None else cache
             out = yield from reading(base_model(self.model), tokens, into)

@@ -93,9 +93,9 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     context = families.context_of(decoder.config) or 1 << 20
     # On a GPU a recording is a CUDA graph, and a batch that changes often would be recorded at nearly every step.
     records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
-    policies = Policies(told, context, lambda policy: in_slots(policy, loaded), records)
+    policies = Policies(told, context, lambda policy, run: in_slots(policy, run, loaded), records)
     patch(loaded, policies.built(), tokenizer=tokenizer)
-    if not policies.built().recall:
+    if not policies.built().policy.recall:
         log.note("no beginning of a prompt is shared", logging.WARNING, reason=f"{told.policy} cannot recall")
     folder = None if told.store is None else Path(told.store)
     if folder is not None:

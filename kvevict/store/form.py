@@ -8,6 +8,8 @@ from torch import Tensor
 from ..models import families
 from ..policy.checks import count
 from ..policy.kv import MODEL, ROW_KINDS, row_bytes
+from ..policy.policy import Policy, from_json
+from ..policy.run import Run
 from .sealed import Pieces, whole
 
 FORMAT = "kvevict-cache-5"
@@ -122,3 +124,9 @@ def kinds_of(fact: dict) -> tuple:
     if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(each in WORDS for each in words):
         raise ValueError(f"slots of {words!r} bits, which this version of kvevict does not know")
     return tuple(WORDS.index(each) for each in words)
+
+
+def policy_of(common: dict) -> tuple[Policy, Run]:
+    """The policy that a file names, and how it was run. An older file says both in the policy's JSON."""
+    policy, run = from_json(common["policy"])
+    return policy, Run(**common["run"]) if "run" in common else run

@@ -23,10 +23,11 @@ from ..models.weights import Identity, identity
 from ..policy.checks import parsed
 from ..policy.kv import KINDS
 from ..policy.policy import Policy
+from ..policy.run import Run
 from ..version import VERSION
 from . import sealed
 from .files import is_remote
-from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer
+from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer, policy_of
 
 
 def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
@@ -76,7 +77,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         check(tensors, facts, common)
         weights, configuration = common["weights"], common["configuration"]
         known = None if configuration is None else Identity(weights, dict(configuration))
-        policy = _policy_of(common["policy"], path)
+        policy, run = _policy_of(common, path)
     except WRONG as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     differs = known and known.difference(identity(decoder))
@@ -100,7 +101,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         whole = of_layer(tensors, index)
         try:
             file = ranks.size == 1 and stays(path, policy)
-            away = policy is not None and bool(policy.recall) and host.is_away(device)  # more than the device may hold
+            away = policy is not None and policy.recall and host.is_away(device)  # more than the device may hold
             mine = _part(whole, ranks)
             for name, tensor in mine.items():
                 if name not in FLAT or not file:
@@ -115,7 +116,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
         except WRONG as error:
             raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
     try:
-        _fill_cache(cache, common, policy)
+        _fill_cache(cache, common, policy, run)
     except WRONG as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     cache.owner = Owner(decoder, known)
@@ -125,7 +126,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
 def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
     """Whether `load_cache` leaves the slots of a cache, read by a policy, in its file: only where no other machine can
     remove the file, as reading it would then end the process."""
-    return policy is not None and bool(policy.recall) and not is_remote(path)
+    return policy is not None and policy.recall and not is_remote(path)
 
 
 def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
@@ -157,13 +158,13 @@ def _part(tensors: dict, ranks: Any) -> dict:
     return part
 
 
-def _policy_of(text: str, path: str) -> Any:
-    """The policy that `_text_of` wrote; None for None. None and a warning where this process does not take it, as where
-    a part of it is not registered: the file's slots are whole without it."""
-    if not isinstance(text, (str, type(None))):
-        raise TypeError(f"policy is {text!r}, not a text")
+def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
+    """`policy_of` a file. No policy, and a warning, where this process does not take it, as where a part of it is not
+    registered: the file's slots are whole without it."""
+    if not isinstance(common["policy"], (str, type(None))):
+        raise TypeError(f"policy is {common['policy']!r}, not a text")
     try:
-        return None if text is None else Policy.from_json(text)
+        return (None, Run()) if common["policy"] is None else policy_of(common)
     except ValueError as error:
         warnings.warn(
             f"{path} was read with a policy that cannot be used here ({error}): answers attend to all slots in the "
@@ -171,19 +172,17 @@ def _policy_of(text: str, path: str) -> Any:
             "kvevict.load_cache, or read the text again with a policy that is known",
             stacklevel=3,
         )
-        return None
+        return None, Run()
 
 
-def _fill_cache(cache: EvictionCache, fact: dict, policy: Any) -> None:
+def _fill_cache(cache: EvictionCache, fact: dict, policy: Policy | None, run: Run) -> None:
     """Set the parts of a cache that concern all layers."""
     sequence = cache.sequence
-    sequence.policy, sequence.packed = policy, tuple(map(tuple, fact["packed"]))
+    sequence.policy, sequence.run, sequence.packed = policy, run, tuple(map(tuple, fact["packed"]))
     sequence.floor = sequence.columns
     for layer in cache.layers:
-        if isinstance(layer, EvictionLayer) and policy is not None:
-            layer.archive_place = policy.recall
-            if policy.recall_kv is not None:
-                layer.kinds = KINDS[policy.kv]  # of those that are chosen from these
+        if isinstance(layer, EvictionLayer) and run.archive_kv is not None:
+            layer.kinds = KINDS[run.kv]  # of those that are chosen from these
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)

@@ -15,7 +15,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +31,9 @@ from ..patch import slot_bytes
 from ..policy.checks import parsed
 from ..policy.kv import POSITION
 from ..policy.policy import Policy
+from ..policy.run import Run
 from . import sealed
-from .form import ANY, FLAT, FORMAT
+from .form import ANY, FLAT, FORMAT, policy_of
 from .loading import load_cache
 from .saving import write
 
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 class Reading(Watcher):
     """A text, as ids, that is read into a file by a policy. Raises ValueError where what is read cannot be written."""
 
-    def __init__(self, path: str | os.PathLike, model: Any, policy: Policy, ids: list[int]) -> None:
+    def __init__(self, path: str | os.PathLike, model: Any, policy: Policy, run: Run, ids: list[int]) -> None:
         self.path = os.path.realpath(os.fsdecode(path))
         self.folder = f"{self.path}.parts"
         self.model, self.ids = model, np.array(ids, np.int64)
@@ -74,8 +74,8 @@ class Reading(Watcher):
             raise ValueError(f"file={self.path!r} is not a regular file; give another path")
         if not os.path.isdir(os.path.dirname(self.path)):
             raise FileNotFoundError(errno.ENOENT, "its folder is missing: make it, or give another file=", self.path)
-        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, policy.archive_kv, POSITION)
-        self.comparable = _comparable(policy)
+        self.identity, self.slot_bytes = identity(decoder), slot_bytes(model, run.archive_kv or run.kv, POSITION)
+        self.comparable = _comparable(policy, run)
 
     def cache(self, forward: Callable[[EvictionCache | None, int], EvictionCache]) -> EvictionCache:
         """The text's cache: out of the file, or read by forward(cache of the tokens before, their number), which this
@@ -196,7 +196,7 @@ class Reading(Watcher):
         differs = Identity(common["weights"], common["configuration"] or {}).difference(self.identity)
         if differs:
             raise ValueError(f"{path} was written for another model: {differs}; {advice}")
-        theirs = _comparable(Policy.from_json(common["policy"]))
+        theirs = _comparable(*policy_of(common))
         others = [name for name, value in self.comparable.items() if theirs[name] != value]
         if others:
             raise ValueError(f"{path} was read with another {', '.join(others)}; give that, {advice}")
@@ -224,9 +224,9 @@ class Reading(Watcher):
             raise OSError(errno.ENOSPC, what, self.path)
 
 
-def _comparable(policy: Policy) -> dict[str, Any]:
+def _comparable(policy: Policy, run: Run) -> dict[str, Any]:
     """The options that the slots of a reading depend on."""
-    return parsed(replace(policy, recall=True, progress=False, diagnose=False, compiled=False).to_json())
+    return parsed(policy.to_json()) | dict(kv=run.kv, recall_kv=run.archive_kv)
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor | sealed.Pieces]:

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
@@ -52,7 +52,8 @@ def write(cache: EvictionCache, path: str | os.PathLike, said: dict[str, str], s
     following = None if sequence.next_position is None else sequence.next_position.tolist()
     common: dict[str, Any] = dict(packed=sequence.packed, next_position=following, kvevict=VERSION)
     weights, configuration = cache.owner.identity() or (None, None)
-    common |= dict(weights=weights, configuration=configuration, policy=_text_of(sequence.policy))
+    run = asdict(sequence.run) | dict(archive=True if is_folder(sequence.run.archive) else sequence.run.archive)
+    common |= dict(weights=weights, configuration=configuration, policy=_text_of(sequence.policy), run=run)
     if ranks.size > 1:
         tensors = {name: sealed.whole(t).clone() for name, t in tensors.items()}
     parts = ranks.to_first(tensors)
@@ -171,8 +172,6 @@ def _joined(parts: Any) -> dict:
 def _text_of(policy: Policy) -> Any:
     """A policy as JSON; None if it is unknown, and with a warning if JSON cannot hold it."""
     try:
-        if policy is not None and is_folder(policy.recall):
-            policy = replace(policy, recall=True)  # a folder is this machine's
         return None if policy is None else policy.to_json()
     except ValueError as error:
         warnings.warn(

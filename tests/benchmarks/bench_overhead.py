@@ -25,7 +25,7 @@ def main():
     args = parser.parse_args()
     model = build(args.tokens)
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
-    policies = {name: building.build(name, budget=args.tokens + args.new_tokens) for name in args.policies}
+    policies = {name: building.choose(name, budget=args.tokens + args.new_tokens) for name in args.policies}
     speed.check(model, ids, policies)
     print(f"{args.tokens} tokens read, {args.new_tokens} decoded, median of {args.rounds} (s)")
     result = {}

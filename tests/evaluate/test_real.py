@@ -10,7 +10,7 @@ from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.run import Evaluation, evaluate
 from kvevict.lab.evaluate.tasks import MARGIN, TASKS, Case, TaskSettings
-from kvevict.policy.building import build
+from kvevict.policy.building import choose
 
 QUESTION, OPENING = "\n\nQuestion: What?\nAnswer: It is", "Answer: It is"
 TAIL = "</user>\n<assistant>\n"
@@ -98,7 +98,7 @@ def test_answers_stop_at_the_line_end(net, tmp_path):
 
 
 @pytest.mark.parametrize("one_line", [True, False])
-@pytest.mark.parametrize("policy", [None, build("streaming", budget=16)])
+@pytest.mark.parametrize("policy", [None, choose("streaming", budget=16)])
 def test_measured_answers_stop_too(net, policy, one_line):
     ids = torch.tensor([byte_tokenizer()("s 42.\nThis is"[6:] * 9)["input_ids"]])
     found = measure(net, byte_tokenizer(), ids, policy, 9, one_line=one_line)

@@ -24,7 +24,7 @@ import kvevict
 from kvevict.engine.memory import mapped
 from kvevict.engine.read.budgets import places
 from kvevict.models.compat import CACHE
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
 from kvevict.store import files, sealed
 
 
@@ -105,9 +105,9 @@ def test_a_folder_s_path(monkeypatch, tmp_path):
     """A text, or a path, which means a folder whatever its name is."""
     monkeypatch.chdir(tmp_path)
     for given in ("memory", Path("memory"), str(tmp_path), tmp_path):
-        policy = build("snapkv", budget=64, recall=given)
-        assert policy.recall == ("memory" if given == "memory" else str(tmp_path / given))
-        assert kvevict.Policy.from_json(policy.to_json()) == policy
+        policy, run = choose("snapkv", budget=64, recall=given)
+        assert run.archive == ("memory" if given == "memory" else str(tmp_path / given))
+        assert policy == build("snapkv", budget=64, recall=True)
 
 
 def test_refusals(tmp_path):

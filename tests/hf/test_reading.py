@@ -30,7 +30,8 @@ from kvevict.engine.memory.mapped import in_file
 from kvevict.engine.watch.watcher import Watcher
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.loading import load_model
-from kvevict.policy.building import build
+from kvevict.policy.building import Chosen, build, choose
+from kvevict.policy.run import Run
 from kvevict.policy.tokenizer import told
 from kvevict.store import resuming, sealed
 
@@ -114,7 +115,8 @@ def turns(text, counts, first=None, model=None, tokenizer=None, **options):
     over the slots of all before. first: tokens that the first turn reads; the others read to the text's end."""
     model, tokenizer, past = model or tiny.shared(), tokenizer or Words(), {}
     ids = torch.tensor([frame(tokenizer, "")[0] + ids_of(tokenizer, text)])
-    with kvevict.evicting(model, told(build(**options or SNAPKV), tokenizer), tokenizer=False):
+    policy, run = choose(**options or SNAPKV)
+    with kvevict.evicting(model, Chosen(told(policy, tokenizer), run), tokenizer=False):
         for start, stop in pairwise([0, *accumulate(counts)]):
             at = At(stop)
             with within(watchers=(at,)):
@@ -252,7 +254,7 @@ READS = """
 import os, pathlib, signal, sys, time, traceback, warnings
 import torch
 import kvevict
-from kvevict.models import load_model
+from kvevict.models.loading import load_model
 
 warnings.simplefilter("error")
 torch.set_num_threads(1)
@@ -304,7 +306,7 @@ def killed(folder, kills, seed=0):
             elif names(path):
                 found[0] += 1
                 shutil.copytree(f"{path}.parts", f"{copied}.parts")
-                reading = resuming.Reading(copied, model, policy, ids_of(tokenizer, text))
+                reading = resuming.Reading(copied, model, policy, Run(), ids_of(tokenizer, text))
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     reading._before()
@@ -388,7 +390,7 @@ def test_models_that_are_refused(tmp_path):
             read(path, text, zoo.make(name, dict(zoo.types())[name]))
     two = mock.patch.object(resuming.ranks, "of", lambda model: ranks.Ranks(0, 2))
     with two, pytest.raises(ValueError, match="in tensor parallel read without it"):
-        resuming.Reading(path, tiny.shared(), build(**SNAPKV), [5])
+        resuming.Reading(path, tiny.shared(), build(**SNAPKV), Run(), [5])
     assert not os.listdir(tmp_path)
 
 

@@ -24,7 +24,7 @@ from kvevict.lab.analysis.shape import shape_of
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.families import find_decoder
 from kvevict.policy import kv
-from kvevict.policy.building import build
+from kvevict.policy.building import choose
 from kvevict.store import sealed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -319,8 +319,8 @@ def test_bytes_of_an_archive_of_few_bits(kind):
     model = shared()
     with kvevict.evicting(model, **SNAPKV, recall_kv=kind):
         cache = model(prompt(1, 96)["input_ids"], logits_to_keep=1).past_key_values
-        policy = cache.sequence.policy
-    want = plan(shape_of(model.config, dtype="float32"), policy, 96, new_tokens=0)
+        policy, run = cache.sequence.policy, cache.sequence.run
+    want = plan(shape_of(model.config, dtype="float32"), policy, 96, new_tokens=0, run=run)
     centres = sum(0 if layer.archive.centre is None else layer.archive.centre.nbytes for layer in cache.layers)
     assert kvevict.report(cache)["archive_bytes"] == want["archive_bytes"] + centres + 4 * 2 * 12
     assert want["cache_bytes"] == 4 * 2 * 24 * 2 * 32 * 4
@@ -368,10 +368,10 @@ def test_refusals():
         (dict(policy="kvzip"), "carry='none'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"recall=True: .*{said}"):
-            build(**options | dict(budget=24, recall=True))
+            choose(**options | dict(budget=24, recall=True))
     for wrong in (1, "", None):
         with pytest.raises(TypeError, match="recall must be"):
-            build("snapkv", budget=64, recall=wrong)
+            choose("snapkv", budget=64, recall=wrong)
     for options, kind, said in (
         (dict(recall_slots=64), ValueError, "recall=True too"),
         (dict(recall_kv="int8"), ValueError, "recall=True too"),
@@ -382,7 +382,7 @@ def test_refusals():
         (dict(recall_slots=1.5, recall=True), ValueError, "recall_slots: budget=1.5 is not a fraction"),
     ):
         with pytest.raises(kind, match=said):
-            build("snapkv", budget=64, **options)
+            choose("snapkv", budget=64, **options)
 
 
 def same_archives(one, other, name, row=slice(None)):

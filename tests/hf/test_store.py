@@ -15,7 +15,8 @@ from tiny import prompt, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
+from kvevict.policy.kv import KINDS
 from kvevict.store import sealed
 
 CASES = {
@@ -239,6 +240,27 @@ def test_what_a_file_says(saved):
     assert said["kvevict"] == kvevict.__version__
     assert kvevict.Policy.from_json(said["policy"]) == build("h2o", budget=10)
     assert kvevict.load_cache(saved["llama"], shared()).sequence.policy == build("h2o", budget=10)
+
+
+@pytest.mark.parametrize("run", [
+    dict(kv="int8"), dict(recall=True, recall_kv="k8v4", compiled=True, diagnose=True), dict(recall="memory"),
+])  # fmt: skip
+def test_how_a_cache_was_read(run, tmp_path):
+    """Beside its policy, which files of an older version have it in."""
+    model, (policy, own) = shared(), choose("snapkv", budget=16, window=4, **run)
+    with kvevict.evicting(model, "snapkv", budget=16, window=4, **run):
+        kvevict.save_cache(read(model, prompt(1, 60)), tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        meta = file.metadata()
+    common = json.loads(meta["cache"])
+    del common["run"]
+    old = dict(kv="model", recall_kv=None, progress=False, diagnose=False, compiled=False) | run
+    common["policy"] = json.dumps(json.loads(common["policy"]) | old)
+    sealed.write(tmp_path / "old", load_file(tmp_path / "cache"), meta | dict(cache=json.dumps(common)))
+    for name in ("cache", "old"):
+        loaded = kvevict.load_cache(tmp_path / name, model)
+        assert (loaded.sequence.policy, loaded.sequence.run) == (policy, own)
+        assert loaded.layers[0].kinds == KINDS[own.kv]
 
 
 @dataclass(frozen=True)

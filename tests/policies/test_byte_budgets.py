@@ -14,7 +14,7 @@ from kvevict.engine.hook.installed import plan_of
 from kvevict.lab.evaluate.runs import RunSpec, policy_for
 from kvevict.models.families import find_decoder
 from kvevict.patch import in_slots, slot_bytes
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
 from kvevict.policy.policy import Policy
 from kvevict.serve.errors import Refused
 from kvevict.serve.options import Options
@@ -64,7 +64,7 @@ def test_layers_with_a_window_do_not_count(family):
 def test_it_is_the_policy_of_so_many_slots(model):
     policy = build("snapkv", budget="64KiB", window=8)
     assert Policy.from_json(policy.to_json()) == policy
-    assert in_slots(policy, model) == build("snapkv", budget=32, window=8)
+    assert in_slots(*choose(policy), model) == build("snapkv", budget=32, window=8)
     kvevict.patch(model, policy)
     assert in_force(model) == build("snapkv", budget=32, window=8)
 
@@ -111,14 +111,14 @@ def test_plan(tmp_path, capsys):
 
 def test_eval(model):
     run = RunSpec("snapkv", "64KiB", 64, "later")
-    policy = policy_for(run, 300, (), model=model)
+    policy = policy_for(run, 300, (), model=model).policy
     assert (policy.budget, policy.rows.window) == (32, 16)  # at most half of the budget
-    assert policy_for(run, 300, ()).budget == "64KiB"
+    assert policy_for(run, 300, ()).policy.budget == "64KiB"
 
 
 def test_a_server_s_budget(model):
     options = Options(policy="snapkv:window=8", budget="64KiB")
-    policies = Policies(options, context=4096, fitted=lambda each: in_slots(each, model))
+    policies = Policies(options, context=4096, fitted=lambda *each: in_slots(*each, model))
     assert policies.of({}, False).budget == 32
     assert policies.of({"budget": "40KiB", "policy": "streaming"}, False).budget == 20
     with pytest.raises(Exception, match="larger than the server's"):

@@ -22,8 +22,9 @@ from kvevict.engine.memory.storage import Storage
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.policy import kv
-from kvevict.policy.building import build
-from kvevict.policy.policy import Policy
+from kvevict.policy.building import build, choose
+from kvevict.policy.policy import Policy, from_json
+from kvevict.policy.run import Run
 from kvevict.serve.options import Options
 from kvevict.serve.policies import Policies
 from kvevict.store import sealed
@@ -147,8 +148,8 @@ def test_reports_count_true_bytes(model, kind):
 @pytest.mark.parametrize("options", [dict(), dict(chunk_size=70), dict(policy="take", probe=4, chunk_size=70)])
 def test_plan_says_what_the_report_says(model, kind, options):
     options = dict(policy="snapkv", budget=40) | options
-    policy = build(options.pop("policy"), kv=kind, **options)
-    planned = plan(shape_of(model.config, "float32"), policy, 200)
+    policy = build(options.pop("policy"), **options)
+    planned = plan(shape_of(model.config, "float32"), policy, 200, run=Run(kv=kind))
     report = read(model, kind, prompt(1, 200), policy, tokenizer=False)[1]
     for name in ("cache_bytes", "peak_cache_bytes"):
         assert planned[name] == report[name]
@@ -537,15 +538,19 @@ def test_files_that_are_refused(model, tmp_path, change, said):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_has_its_kind(model):
-    assert Policy().kv == "model"
-    policy = build("snapkv", budget=64, kv="int4")
-    assert Policy.from_json(policy.to_json()) == policy
+def test_a_run_has_its_kind(model):
+    """A policy has none, and says where an older one's goes."""
+    assert choose("snapkv", budget=64) == (build("snapkv", budget=64), Run(kv="model"))
+    assert choose("snapkv:kv=int4", budget=64) == choose("snapkv", budget=64, kv="int4")
     with pytest.raises(ValueError, match="unknown kv 'int3'"):
-        build("snapkv", budget=64, kv="int3")
-    old = json.loads(policy.to_json())
-    del old["kv"]
-    assert Policy.from_json(json.dumps(old)) == dataclasses.replace(policy, kv="model")
+        choose("snapkv", budget=64, kv="int3")
+    policy = build("snapkv", budget=64)
+    with pytest.raises(TypeError, match=r"kv is no part of a Policy.*kvevict.patch\(model, policy, kv=...\)"):
+        dataclasses.replace(policy, kv="int4")
+    old = json.dumps(json.loads(policy.to_json()) | dict(kv="int4", recall_kv=None, compiled=False, recall=False))
+    with pytest.warns(UserWarning, match="does not hold kv='int4': give that beside it"):
+        assert Policy.from_json(old) == policy
+    assert from_json(old) == (policy, Run(kv="int4"))
 
 
 def test_read_and_answer(model):
@@ -567,5 +572,5 @@ def test_commands(tmp_path, capsys):
 
 def test_a_server_s_slots():
     policies = Policies(Options(policy="snapkv", kv="int8"))
-    assert {policies.of({}, each).kv for each in (True, False)} == {"int8"}
+    assert policies.built().run.kv == policies.built("streaming").run.kv == "int8"
     assert Options().kv == "model"

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import kvevict
 from kvevict.policy import peers
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
 from kvevict.policy.parts import PARTS
 from kvevict.policy.policy import Policy
 from kvevict.policy.scores import SCORES
@@ -59,7 +59,7 @@ def test_what_is_gone_says_what_to_write():
     for name, text in peers.PRESETS.items():
         with pytest.raises(ValueError, match=re.escape(f"unknown policy {name!r}; write {text!r}")):
             build(name, budget=300)
-        build(text.replace("FOLDER", "/a/folder"), budget=300)
+        choose(text.replace("FOLDER", "/a/folder"), budget=300)
         assert f"| `{name}` | `{text}` |" in page
     for name, now in peers.OPTIONS.items():
         with pytest.raises(ValueError, match=re.escape(f"unknown option {name!r}; {now}")):
@@ -72,10 +72,11 @@ def test_what_is_gone_says_what_to_write():
 def test_a_text_is_a_policy():
     """Keywords win over it."""
     text = "snapkv:window=8,budget=64,layers=pyramid"
-    assert build(text) == build("snapkv", window=8, budget=64, layers="pyramid")
-    assert build(text, window=9, budget=70, chunk_size=99) == build("pyramidkv", window=9, budget=70, chunk_size=99)
+    assert choose(text).policy == build("snapkv", window=8, budget=64, layers="pyramid")
+    more = dict(window=9, budget=70, chunk_size=99)
+    assert choose(text, **more).policy == build("pyramidkv", **more)
     with pytest.raises(ValueError, match="unknown policy 'snapv'; did you mean 'snapkv'"):
-        build("snapv:window=8", budget=64)
+        choose("snapv:window=8", budget=64)
 
 
 def test_a_policy_s_first_argument_is_its_score():

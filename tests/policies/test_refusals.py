@@ -3,7 +3,7 @@
 import pytest
 
 import kvevict
-from kvevict.policy.building import build
+from kvevict.policy.building import choose
 
 POSITIONAL = ("streaming", "knorm", "keydiff", "random", "lagkv", "expected", "gate", "tri")
 REFUSED = [  # (text, reason); a budget of 64 where it names none
@@ -94,7 +94,7 @@ REFUSED = [  # (text, reason); a budget of 64 where it names none
 @pytest.mark.parametrize("text, reason", REFUSED)
 def test_refused(text, reason):
     with pytest.raises((ValueError, TypeError), match=reason):
-        build(text, **{} if "budget" in text or "threshold" in text else dict(budget=64))
+        choose(text, **{} if "budget" in text or "threshold" in text else dict(budget=64))
 
 
 @pytest.mark.parametrize("ranges, reason", [
@@ -104,4 +104,4 @@ def test_refused(text, reason):
 ])  # fmt: skip
 def test_ranges_of_layers_that_are_refused(ranges, reason):
     with pytest.raises(ValueError, match=reason):
-        build("snapkv", budget=64, select_by_layer=ranges)
+        choose("snapkv", budget=64, select_by_layer=ranges)

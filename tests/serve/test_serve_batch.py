@@ -357,7 +357,7 @@ def test_a_server_on_a_cpu_records():
     """Its answers are those of a server that does not."""
     client, plain = (Client(server_of(policy=policy, budget=256)) for policy in ("take", "take:compiled=false"))
     policies = client.server.policies
-    assert [policies.built(text).compiled for text in (None, "h2o", "take:compiled=false")] == [True, True, False]
+    assert [policies.built(text).run.compiled for text in (None, "h2o", "take:compiled=false")] == [True, True, False]
     asked = dict(prompt="Once upon a time", max_tokens=24)
     one, other = (each.post("/v1/completions", **asked).json()["choices"] for each in (client, plain))
     assert one == other and one[0]["text"]

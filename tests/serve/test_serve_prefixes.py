@@ -144,6 +144,15 @@ def test_after_a_restart(tmp_path, alone, caplog):
     assert warnings(caplog) == []
 
 
+def test_servers_that_compute_alike_share(tmp_path, alone):
+    """Whether they record decoded tokens or not; not where slots are stored otherwise."""
+    tokens = Client(server(tmp_path)).store().json()["tokens"]
+    for changes, shared in ((dict(policy="take:compiled=true"), tokens), (dict(kv="int8"), 0)):
+        response = Client(server(tmp_path, **changes)).chat(asks("Orshan"), **OPENS)
+        assert cached(response) == shared and len(stored(tmp_path)) == (1 if shared else 2)
+        assert said(response) == alone["Orshan"] or not shared
+
+
 def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
     """Damage in every region, a short file, an empty one, and one of another text under this one's name."""
     client = Client(server(tmp_path))
@@ -180,9 +189,9 @@ def key_of(client) -> list:
     from kvevict.serve import prompt
 
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
-    policy, own = client.server.policies.built(), client.server.manager.reader.weights
+    chosen, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
-    return [prefixes.keys_of("everyone", own, policy, whole.ids, [end], TEXT, start)[end]]
+    return [prefixes.keys_of("everyone", own, *chosen, whole.ids, [end], TEXT, start)[end]]
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):

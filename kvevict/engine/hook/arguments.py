@@ -33,7 +33,7 @@ class Arguments:
     def __init__(self, decoder: Any, plan: Plan, kwargs: dict) -> None:
         kwargs = dict(kwargs)
         self.decoder, self.plan, self.policy = decoder, plan, plan.policy
-        self.watchers = context().watchers + ((Diagnostics(),) if plan.policy.diagnose else ())
+        self.watchers = context().watchers + ((Diagnostics(),) if plan.run.diagnose else ())
         ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
         mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
         self.return_dict = kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))

@@ -55,7 +55,7 @@ def attention(
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
-    archives = step.plan.policy.recall_kv is not None and not step.decoding
+    archives = step.plan.run.archive_kv is not None and not step.decoding
     if archives or not layer.is_represented:
         _represent(step, layer, archives, query, key, value, options)
     call = LayerCall(step, module, query, key, value, new, options, hidden)
@@ -68,15 +68,15 @@ def _represent(
     step: Any, layer: Any, archives: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
 ) -> None:
     """Before a layer attends: choose how what it has not stored before is stored. archives: in an archive, too."""
-    policy, chunk = step.plan.policy, key.shape[2] - step.appended
+    run, chunk = step.plan.run, key.shape[2] - step.appended
     first = step.first.clamp_max(chunk)  # a row of padding alone
     seen = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
-        layer.represent(policy.kv, *seen)
+        layer.represent(run.kv, *seen)
         if step.decoding:  # `Step.through` has counted the token in the others
             layer.tick()
     if archives:
-        layer.represent_archive(policy.recall_kv, *seen)
+        layer.represent_archive(run.archive_kv, *seen)
 
 
 def _stored_form(layer: Any, *tensors: Any) -> list:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...policy.kv import Kinds
+from ...policy.run import Run
 from . import host
 from .awaited import Awaited
 from .mapped import Files, is_folder
@@ -156,11 +157,12 @@ def _near(layer: EvictionLayer, archive: Storage | Apart) -> Storage:
 
 def _on_host(layer: EvictionLayer) -> bool:
     """Whether the archive is to lie in another memory than the layer's slots."""
-    return isinstance(layer.archive_place, str) and host.is_away(layer.storage.device)
+    return isinstance(layer.sequence.run.archive, str) and host.is_away(layer.storage.device)
 
 
 def _files(layer: EvictionLayer) -> Files | None:
-    return Files(str(layer.archive_place)) if is_folder(layer.archive_place) else None
+    place = layer.sequence.run.archive
+    return Files(str(place)) if is_folder(place) else None
 
 
 def _empty(layer: EvictionLayer, like: Storage | None = None) -> Storage:
@@ -199,11 +201,11 @@ def _in_place(layer: Any) -> Storage | Apart:
     return moved
 
 
-def begin(sequence: Any, layers: Sequence[Any], recall: bool | str) -> None:
+def begin(sequence: Any, layers: Sequence[Any], recall: bool, run: Run) -> None:
     """Before tokens are read: those since the last ones, which were decoded, go to the archives of a cache's layers."""
     settle(sequence, layers)
+    sequence.run = run
     for layer in layers:
-        layer.archive_place = recall
         if not recall:
             layer.archive = None  # this read will not add to it
         elif layer.is_initialized:

@@ -126,8 +126,8 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
             cache.settle()
     if any(layer.archive is not None for cache in caches for layer in cache.layers):
         for cache in caches:
-            for layer, like in zip(cache.layers, first.layers, strict=True):
-                layer.archive_place = like.archive_place
+            cache.sequence.run = first.sequence.run
+            for layer in cache.layers:
                 archive.append_last(layer)  # the rows' archives lack as many columns from here on: none
     for each in zip(*(cache.layers for cache in caches), strict=True):
         kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}

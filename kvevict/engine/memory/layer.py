@@ -68,7 +68,6 @@ class EvictionLayer(CacheLayerMixin):
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         self.awaited: Awaited | None = None  # while an answer attends to the slots of all tokens
-        self.archive_place: bool | str = True  # where an archive that begins lies: `Policy.recall` of the last read
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
         # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown

@@ -32,9 +32,9 @@ def in_file(storage: Storage) -> bool:
     return any(isinstance(region, Lent) for region in storage.regions)
 
 
-def is_folder(recall: bool | str) -> bool:
-    """Whether a `Policy.recall` names a folder for files."""
-    return isinstance(recall, str) and recall != "memory"
+def is_folder(archive: bool | str) -> bool:
+    """Whether a `Run.archive` names a folder for files."""
+    return isinstance(archive, str) and archive != "memory"
 
 
 class Files:
@@ -84,14 +84,14 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
         os.unlink(path)
 
 
-def check(recall: bool | str) -> None:
-    """Raise ValueError for a `Policy.recall` that is a folder in which no files can be made."""
-    if not is_folder(recall):
+def check(archive: bool | str) -> None:
+    """Raise ValueError for a `Run.archive` that is a folder in which no files can be made."""
+    if not is_folder(archive):
         return
     try:
-        _mapped(str(recall), ALIGNED)
+        _mapped(str(archive), ALIGNED)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"recall={recall!r}: no file can be made there ({error}); give a folder that can be written to, 'memory' "
+            f"recall={archive!r}: no file can be made there ({error}); give a folder that can be written to, 'memory' "
             "for an archive in the host's memory, or True for one in the memory of the model's device"
         ) from None

@@ -11,6 +11,7 @@ import torch
 
 from ...models import compat
 from ...ops import _ops
+from ...policy.run import Run
 
 
 class Sequence:
@@ -34,6 +35,7 @@ class Sequence:
         self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns with their padding moved to the left
         self.next_position: torch.Tensor | None = None  # [B] int64, where it is not `seen`
         self.policy: Any = None  # that read it; None for a loaded cache (unknown) and without a budget
+        self.run = Run()  # of the last read
 
     @property
     def removable(self) -> int:

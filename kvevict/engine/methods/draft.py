@@ -17,6 +17,7 @@ from ...ops import few_rows
 from ...policy.policy import Policy
 from ...policy.rows.drafted import head
 from ...policy.rows.window import FirstWindow
+from ...policy.run import Run
 from ..memory.cache import EvictionCache
 from ..memory.meter import Meter
 from ..memory.storage import Storage
@@ -74,7 +75,7 @@ class Drafting(Chooser):
         meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
-            plan = Plan(policy, step.decoder, step.plan.ranks)
+            plan = Plan(policy, Run(), step.decoder, step.plan.ranks)
             cuts = {}
             for call in calls:
                 with call.layer.storage.here():

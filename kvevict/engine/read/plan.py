@@ -1,4 +1,4 @@
-"""The plan of a model's reads: a policy for one model."""
+"""The plan of a model's reads: a policy for one model, and how it is run."""
 
 import asyncio
 import threading
@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 from ...models import families
 from ...policy.inputs import Policy
+from ...policy.run import Run
 from ..measure import quantities
 from ..memory.meter import Meter
 
@@ -15,8 +16,8 @@ class Plan:
     """A policy for one model: the layers that evict, and each caller's last read. It does not refer to the model, so
     that copies of the model stay independent."""
 
-    def __init__(self, policy: Policy, decoder: Any, ranks: Any, question: Any = None) -> None:
-        self.policy, self.ranks, self.question = policy, ranks, question
+    def __init__(self, policy: Policy, run: Run, decoder: Any, ranks: Any, question: Any = None) -> None:
+        self.policy, self.run, self.ranks, self.question = policy, run, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder.config)
         self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank

@@ -56,7 +56,7 @@ class Prompt:
         asks = policy.answered and context().asks and not arguments.rolls_back  # an answer's first tokens choose, too
         with meter.clock("read"):
             rows = [each.rows + each.appended for each in chunks]
-            for at, chunk in enumerate(bar(chunks, "reading", "chunk", policy.progress)):
+            for at, chunk in enumerate(bar(chunks, "reading", "chunk", plan.run.progress)):
                 if (chunk.last or policy.schedule == "prompt") and not going_on.any():
                     archive.recall_all(self.layers, meter, policy.schedule == "prompt" and read.evicts)
                     read.budgets.recall()
@@ -75,7 +75,7 @@ class Prompt:
                     layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
         with meter.clock("read"):  # the report waits for a GPU to have done the rest
             own = [index in plan.order for index in range(len(self.cache.layers))]
-            meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], policy.kv)
+            meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], plan.run.kv)
             for watcher in read.watchers:
                 meter.report |= watcher.report(len(read.seen), own)
         if self.drafted:  # not of the prompt, nor of its report
@@ -114,7 +114,7 @@ class Prompt:
         with self.meter.clock("draft") if rows.n_d else contextlib.nullcontext():
             read = replace(read, prepared=rows.prepare(arguments, read))
         self.spans.begin()
-        archive.begin(self.cache.sequence, self.layers, self.policy.recall)
+        archive.begin(self.cache.sequence, self.layers, policy.recall, plan.run)
         self.cache.sequence.policy = policy
         most = schedule.read(policy, narrow, np.array([chunk.rows for chunk in chunks])).sum(1).tolist()
         for order, layer in enumerate(layers):

@@ -75,7 +75,7 @@ class Spans:
 
     def step(self, step: Step) -> Any:
         """The decoder's output for a step."""
-        compiled = step.decoding and self.policy.compiled
+        compiled = step.decoding and self.plan.run.compiled
         output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
@@ -98,7 +98,7 @@ class Spans:
         if not answers:
             archive.settle(self.cache.sequence, self.layers)
         if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
-            archive.begin(self.cache.sequence, self.layers, self.policy.recall)
+            archive.begin(self.cache.sequence, self.layers, policy.recall, plan.run)
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
         self.note_prompts()

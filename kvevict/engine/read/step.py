@@ -132,7 +132,7 @@ class Step(CallRows):
             if layer.storage.prefix is not None and self._needs_whole(layer):
                 layer.storage = layer.storage.whole()
         if self.decoding:
-            self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.policy.compiled else ROOM)
+            self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.run.compiled else ROOM)
 
     def _needs_whole(self, layer: Any) -> bool:
         """True if the step needs all slots of a fork in one place that no other fork reads. A chooser and layers that

@@ -3,7 +3,7 @@
 The first part is maths on tensors of one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees
 [R, n] True for slots visible to a row, kept [n] True for slots that stay. Attention is rows x slots, and at most `ROWS`
 rows observe.
-The second part watches every eviction of a read, for `Policy(diagnose=True)`.
+The second part watches every eviction of a read, for `diagnose=True`.
 """
 
 from typing import Any

@@ -13,6 +13,7 @@ from ...engine.watch import diagnostics
 from ...engine.watch.watcher import Watcher
 from ...models.compat import cache_of
 from ...patch import evicting
+from ...policy.building import Chosen
 from ...policy.policy import Policy
 
 CHUNK = 4096  # tokens read at once for the full cache, to bound activations
@@ -58,7 +59,7 @@ def full_cache(model: Any, ids: Tensor, max_new_tokens: int, stopping_criteria: 
 
 
 @torch.no_grad()
-def left(model: torch.nn.Module, ids: Tensor, policy: Policy) -> list[list[tuple[Tensor, ...]]]:
+def left(model: torch.nn.Module, ids: Tensor, policy: Policy | Chosen) -> list[list[tuple[Tensor, ...]]]:
     """Read ids [1, N] under the policy, and return the slots that it stored: [evicting layer][kv head] (positions [n],
     k and v [n, D])."""
     with evicting(model, policy, tokenizer=False):

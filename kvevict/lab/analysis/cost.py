@@ -23,6 +23,7 @@ from ...engine.read.schedule import overfull
 from ...policy.checks import count
 from ...policy.kv import POSITION
 from ...policy.policy import Policy
+from ...policy.run import Run
 from .shape import Shape
 from .slots import Layers, Taken
 
@@ -67,11 +68,11 @@ class Bill:
 
 def plan(
     shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
-    causal: bool = True, new_tokens: int = 256,
+    causal: bool = True, new_tokens: int = 256, run: Run | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more.
-    With policy None it is the unpatched model's. causal=False counts every (row, key) pair of a chunk, as several
-    papers do. The result has:
+    With policy None it is the unpatched model's; `run` is how the policy is run. causal=False counts every (row, key)
+    pair of a chunk, as several papers do. The result has:
 
     flops, moved         FLOPs and bytes of each stage: "linear", the products of the prompt's rows with weights;
                          "attention" of these rows; "appended", both for the rows that are appended to chunks
@@ -87,9 +88,9 @@ def plan(
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
-    policy = policy or Policy(score="random", budget=tokens)  # a budget that evicts nothing
+    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # nothing to evict
     _check(shape, policy)
-    shape = replace(shape, kv=policy.kv)
+    shape = replace(shape, kv=run.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
     layers, bill = Layers(policy, tokens, shape.windows.count(None), shape.kv_heads, sizes), Bill(hardware)
     (slot, new), peak, widest, chunks = sizes, 0.0, 0, 0
@@ -108,7 +109,7 @@ def plan(
     )  # fmt: skip
     peaks = ("weight_bytes", "peak_cache_bytes", "sliding_bytes", "activation_bytes")
     decode = _decode(shape, policy, layers, tokens, new_tokens, batch, hardware)
-    archived = (replace(shape, kv=policy.archive_kv).slot_bytes + POSITION * shape.kv_heads) * batch
+    archived = (replace(shape, kv=run.archive_kv or run.kv).slot_bytes + POSITION * shape.kv_heads) * batch
     result |= dict(archive_bytes=archived * layers.count * (tokens + new_tokens)) if policy.recall else {}
     return result | dict(peak_bytes=sum(result[name] for name in peaks), seconds=bill.seconds, decode=decode)
 

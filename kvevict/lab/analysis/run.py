@@ -17,7 +17,7 @@ from ...context import within
 from ...models.compat import cache_of
 from ...models.families import device_of
 from ...patch import evicting
-from ...policy.policy import Policy
+from ...policy.building import Chosen
 from ...policy.tokenizer import told
 from ...report import report
 
@@ -57,11 +57,11 @@ def encode(
 
 
 def measure(
-    model: Any, tokenizer: Any, ids: torch.Tensor, policy: Policy | None = None, max_new_tokens: int = 64,
+    model: Any, tokenizer: Any, ids: torch.Tensor, chosen: Chosen | None = None, max_new_tokens: int = 64,
     positions: bool = False, one_line: bool = False, question: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate greedily under a policy (None: unpatched), to the line's end if the answer is `one_line`, and measure
-    the cost. `question` is the request at the prompt's end: a probe observes from the question in it, as with
+    """Generate greedily under a policy (chosen=None: unpatched), to the line's end if `one_line`, and measure the
+    cost. `question` is the request at the prompt's end: a probe observes from the question in it, as with
     `kvevict.patch(tokenizer=..)`.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
@@ -87,27 +87,27 @@ def measure(
             read_seconds=first - start, decode_seconds=end - first, peak_bytes=_peak(ids.device) - before,
         )  # fmt: skip
 
-    if policy is None:
+    if chosen is None:
         return generate()
     asks = LastTurn(tokenizer, question) if question else None
     if tokenizer is not None:
-        policy = told(policy, tokenizer)
-    with evicting(model, policy, tokenizer=False), within(question=asks):
+        chosen = chosen._replace(policy=told(chosen.policy, tokenizer))
+    with evicting(model, chosen, tokenizer=False), within(question=asks):
         result = generate()
         return result | {"report": report(model, positions=positions)}
 
 
 def ask_each(
-    model: torch.nn.Module, tokenizer: Tokenizer, ids: torch.Tensor, questions: list[list[int]], policy: Policy,
+    model: torch.nn.Module, tokenizer: Tokenizer, ids: torch.Tensor, questions: list[list[int]], chosen: Chosen,
     max_new_tokens: int, one_line: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
     Returns answer and report, with positions, of the text (answer "") and of each question."""
-    by = told(policy, tokenizer)
+    by, recalls = chosen._replace(policy=told(chosen.policy, tokenizer)), chosen.policy.recall
     with evicting(model, by, tokenizer=False), torch.no_grad(), within(asks=False):
         text = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     made, choose = [dict(answer="", report=report(text, positions=True))], Sampling().chooser()
-    with evicting(model, by if policy.recall else KEEPS, tokenizer=tokenizer if policy.recall else None):
+    with evicting(model, by if recalls else KEEPS, tokenizer=tokenizer if recalls else None):
         for question in questions:
             cache = text.fork()
             logits = continued(model, cache, [question])

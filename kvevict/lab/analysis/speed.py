@@ -1,6 +1,5 @@
 """Runs of a model under several policies, beside the unpatched model."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_map
 from ...engine.hook.installed import using
 from ...models.families import base_model, find_decoder
 from ...patch import evicting
-from ...policy.policy import Policy
+from ...policy.building import Chosen, choose
 from .cost import UNPATCHED
 from .run import measure
 
@@ -84,7 +83,7 @@ def _cast(values: T, to: dict[torch.dtype, torch.dtype]) -> T:
     return tree_map(one, values)
 
 
-def check(model: Any, ids: torch.Tensor, policies: dict[str, Policy]) -> None:
+def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
     """Read ids [1, N] and decode their last tokens with a budget that holds everything, all layers reading all tokens.
 
     Raises ValueError unless each policy's logits are as near those of more exact arithmetic as the unpatched model's
@@ -104,8 +103,8 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Policy]) -> None:
 
     with using(base_model(model), find_decoder(model), None):  # so that one row's products are rounded alike
         want = distance()
-    for name, policy in policies.items():
-        ample = dataclasses.replace(policy, budget=ids.shape[1], threshold=None, tsp=None, kv="model")
+    for name, chosen in policies.items():
+        ample = choose(chosen, budget=ids.shape[1], threshold=None, tsp=None, kv="model")
         with evicting(model, ample, tokenizer=False):
             got = distance()
         if not got <= ALLOWED * want:
@@ -118,7 +117,7 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Policy]) -> None:
 def alternate(
     model: Any,
     ids: torch.Tensor,
-    policies: dict[str, Policy],
+    policies: dict[str, Chosen],
     max_new_tokens: int,
     repeat: int,
     progress: Callable[[], Any] = lambda: None,

@@ -24,7 +24,7 @@ from .inspect import page_run
 
 if TYPE_CHECKING:
     from ...asking.prompts import Tokenizer
-    from ...policy.policy import Policy
+    from ...policy.building import Chosen
     from ..evaluate.tasks import Case
 
 TASK = "facts"
@@ -71,7 +71,7 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     return {"model": name, **settings, "runs": totals, "files": made}
 
 
-def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Policy], args: Namespace) -> Iterator[dict[str, Any]]:
+def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Chosen], args: Namespace) -> Iterator[dict[str, Any]]:
     """Yield a dict for each case: case, ids [1, N], and runs, {name: the result of `kvevict.lab.analysis.run.measure`,
     and whether the answer is `right`}."""
     from tqdm import tqdm
@@ -119,7 +119,7 @@ def asks(case: Case) -> str:
 
 
 def write(
-    out: Path, tokenizer: Tokenizer, asked: list[dict[str, Any]], policies: dict[str, Policy], model: str
+    out: Path, tokenizer: Tokenizer, asked: list[dict[str, Any]], policies: dict[str, Chosen], model: str
 ) -> list[str]:
     """Write the page and, with matplotlib, the picture of the first case that the runs disagree about. Returns their
     paths."""

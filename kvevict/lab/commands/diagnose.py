@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from ...asking.prompts import Tokenizer
-    from ...policy.policy import Policy
+    from ...policy.building import Chosen
     from ..analysis.run import EncodedPrompt
 
 NEW = 32  # tokens of an answer about a file's text
@@ -83,7 +83,7 @@ def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt
 
 
 def one(
-    model: Module, tokenizer: Tokenizer, policies: dict[str, Policy], prompt: EncodedPrompt, new_tokens: int,
+    model: Module, tokenizer: Tokenizer, policies: dict[str, Chosen], prompt: EncodedPrompt, new_tokens: int,
     one_line: bool, bar: tqdm,
 ) -> tuple[dict, str]:  # fmt: skip
     """Measure one prompt; return its numbers, and the first line of the full cache's answer."""
@@ -96,9 +96,9 @@ def one(
     stop = until_line_end(tokenizer, ids.shape[1]) if one_line else None
     full = compare.full_cache(model, ids, new_tokens, stop)
     kept, runs = {}, {}
-    for key, policy in policies.items():
-        policy = told(compare.informed(policy, full.response), tokenizer)
-        left = compare.left(model, ids, policy)
+    for key, chosen in policies.items():
+        policy = told(compare.informed(chosen.policy, full.response), tokenizer)
+        left = compare.left(model, ids, chosen._replace(policy=policy))
         layers, kept[key] = compare.compare(full, left), compare.positions(left)
         counts = [len(head) for layer in kept[key] for head in layer]
         means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}

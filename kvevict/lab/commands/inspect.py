@@ -10,7 +10,7 @@ from ...policy.text import DEFAULT, FORM
 from . import add_question, load_prompts
 
 if TYPE_CHECKING:
-    from ...policy.policy import Policy
+    from ...policy.building import Chosen
 
 
 @command
@@ -76,10 +76,10 @@ def told_of(seen: dict) -> str:
     return f"{kept}, {back / total:.0%} of them from the {archive}"
 
 
-def page_run(name: str, policy: Policy, answer: str, seen: dict, facts: Iterable = ()) -> dict:
+def page_run(name: str, chosen: Chosen, answer: str, seen: dict, facts: Iterable = ()) -> dict:
     """Make a run for `kvevict.lab.analysis.page` from a policy's report with positions; `facts` come first."""
     kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
     sizes = f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"
     said = [("answer", answer)] if answer else []
-    own = [*said, ("kept", told_of(seen)), ("KV cache", sizes), ("options", options_of(policy))]
+    own = [*said, ("kept", told_of(seen)), ("KV cache", sizes), ("options", options_of(chosen))]
     return dict(name=name, answer=answer, facts=[*facts, *own], positions=seen["positions"])

@@ -31,7 +31,7 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
     numbers = {name: getattr(args, name) for name in ("tflops", "bandwidth", "efficiency")}
     hardware = Hardware(**{name: value for name, value in numbers.items() if value is not None})
-    policy = build_policies([args.policy], args)[args.policy]
+    policy, run = build_policies([args.policy], args)[args.policy]
     name = args.model or small_llama()
     check_there(name)
     config = pretrained(AutoConfig, name)
@@ -46,14 +46,14 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         )
     common = dict(batch=args.batch, hardware=hardware, new_tokens=args.new_tokens)
     if isinstance(policy.budget, str):
-        policy = policy.in_slots(replace(shape, kv=policy.kv).slot_bytes * shape.windows.count(None))
+        policy = policy.in_slots(replace(shape, kv=run.kv).slot_bytes * shape.windows.count(None))
         print(f"A budget of {args.budget} is {policy.budget} slots of each kv head.")
     runs = {
         UNPATCHED: cost(shape, None, args.tokens, **common),
-        args.policy: cost(shape, policy, args.tokens, **common),
+        args.policy: cost(shape, policy, args.tokens, run=run, **common),
     }
     if policy.recall_slots is not None:
-        after = cost(shape, policy.recalling, args.tokens, **common)
+        after = cost(shape, policy.recalling, args.tokens, run=run, **common)
         runs[args.policy] |= {name: after[name] for name in ("cache_bytes", "decode")}
     print(
         f"{shape.weights / 1e9:.3g} G parameters, {len(shape.windows)} layers ({shape.windows.count(None)} evict); "
@@ -66,10 +66,10 @@ def plan(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         print(f"What a threshold leaves follows the text: KV here is the most, {most}.")
     if policy.recall:
         archive = runs[args.policy]["archive_bytes"]
-        here = archive if policy.recall is True else 2 * archive // max(shape.windows.count(None), 2)
-        where = "" if policy.recall is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
+        here = archive if run.archive is True else 2 * archive // max(shape.windows.count(None), 2)
+        where = "" if run.archive is True else f" on the host, with {here / 2**30:.3g} GiB on the GPU during a recall"
         print(f"The archive is beside the peak memory{where}; attention to it is left out.")
-        archives = {"device_bytes": here, "host_bytes": 0 if policy.recall is True else archive}
+        archives = {"device_bytes": here, "host_bytes": 0 if run.archive is True else archive}
     if policy.rows.n_d:
         print("What the policy drafts is left out.")
     facts = {"tokens": args.tokens, "batch": args.batch, "hardware": vars(hardware), "runs": runs}

@@ -27,6 +27,7 @@ from ...engine.memory.cache import EvictionCache
 from ...models.compat import CACHE, cache_of
 from ...models.families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
+from ...policy.building import Chosen
 from ...policy.policy import Policy
 from ...policy.text import parse_policy
 from ...policy.tokenizer import told
@@ -84,7 +85,7 @@ class ReadResult:
 
     out: Any  # the model's output, with the last token's logits and the cache
     held: dict  # the result of `measured` or `measured_all` after the read
-    policy: Policy | None  # None: the unpatched model read
+    chosen: Chosen | None  # the policy and its run; None: the unpatched model read
     options: dict | None  # the policy's options, as the result's line has them
     seconds: float  # how long the read took
 
@@ -94,22 +95,23 @@ def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, al
     """Read a case's context or, with alone=False, context and question in one call, as a run does."""
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
-    policy = options = None
+    chosen = options = None
     observes: AbstractContextManager = nullcontext()
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
-        policy = told(policy_for(run, len(ids), following, asked.case.task, model), tokenizer)
-        if prompt.said is not None and not alone and "probe" in options_of(policy) and "probe" not in named:
+        policy, how = policy_for(run, len(ids), following, asked.case.task, model)
+        chosen = Chosen(told(policy, tokenizer), how)
+        if prompt.said is not None and not alone and "probe" in options_of(chosen.policy) and "probe" not in named:
             observes = observing(prompt.said)
-        options = named | options_of(policy)
+        options = named | options_of(chosen.policy)
         options.pop("ids", None)
-    with _patched(model, policy), observes, within(asks=not alone):
+    with _patched(model, chosen), observes, within(asks=not alone):
         start = now(model)
         out = model(as_row(model, ids), use_cache=True, logits_to_keep=1)
         seconds = now(model) - start
-        held = measured_all(cache_of(out)) if policy is None else measured(model)
-    return ReadResult(out, held, policy, options, seconds)
+        held = measured_all(cache_of(out)) if chosen is None else measured(model)
+    return ReadResult(out, held, chosen, options, seconds)
 
 
 @torch.no_grad()
@@ -126,15 +128,15 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
     alone = run.mode == "later" or text is not None
     own = text or read(model, tokenizer, asked, run, alone)
     result: dict = dict(prompt_tokens=len(prompt.context) + len(prompt.question))
-    policy, out, cache = own.policy, own.out, cache_of(own.out) if text is None else forked(cache_of(text.out))
-    if policy is not None:
+    chosen, out, cache = own.chosen, own.out, cache_of(own.out) if text is None else forked(cache_of(text.out))
+    if chosen is not None:
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
             full = model(as_row(model, prompt.context + prompt.question), use_cache=True, logits_to_keep=1)
             asked.logits = _follow(model, full.logits, cache_of(full), scored or [])
-    later, keeping = alone or scored is not None, None if policy is None else KEEP_ALL
+    later, keeping = alone or scored is not None, None if chosen is None else KEEP_ALL
     before, start = 0 if text is None else _bytes(cache), now(model)
-    with _asking(model, tokenizer, policy) if later else _patched(model, policy):
+    with _asking(model, tokenizer, chosen) if later else _patched(model, chosen):
         if alone and prompt.question:
             out = model(as_row(model, prompt.question), **{CACHE: cache}, logits_to_keep=1)
         asking = now(model) - start
@@ -150,7 +152,7 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
         else:
             result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, scored), scored)
         decoding = now(model) - start
-    if policy is None:
+    if chosen is None:
         result["response"] = tokens if scored is None else []
     if text is not None:
         result |= dict(ask_seconds=asking + decoding, ask_bytes=_bytes(cache) - before)
@@ -167,7 +169,7 @@ def ask_together(
     batch's."""
     cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]
     cache, start = rows_of(cache_of(text.out), len(asked)), now(model)
-    with _asking(model, tokenizer, text.policy):
+    with _asking(model, tokenizer, text.chosen):
         logits = continued(model, cache, questions)
         seconds = now(model) - start
         with _patched(model, KEEP_ALL):
@@ -175,7 +177,7 @@ def ask_together(
         start = now(model)
         answers = write(model, tokenizer, logits, cache, asked)
         seconds += now(model) - start
-    each_slot, lines = slot_bytes(model, text.policy.kv), []
+    each_slot, lines = slot_bytes(model, text.chosen.run.kv), []
     for at, (case, tokens) in enumerate(zip(cases, answers, strict=True)):
         answer = tokenizer.decode(tokens, skip_special_tokens=True)
         added = each_slot * (len(questions[at]) + len(tokens) - 1)
@@ -196,16 +198,16 @@ def _likelihoods(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Evi
     return [_nats(torch.cat(parts).float(), answer) for parts, answer in zip(each, answers, strict=True)]
 
 
-def _asking(model: Module, tokenizer: Tokenizer, policy: Policy | None) -> AbstractContextManager:
-    """Return a context manager that patches a model for a question after a text that was read under `policy`."""
-    if policy is not None and policy.recall:
-        return evicting(model, policy, tokenizer=tokenizer)  # finds the question's tokens, as `kvevict.answer` does
-    return _patched(model, None if policy is None else KEEP_ALL)
+def _asking(model: Module, tokenizer: Tokenizer, chosen: Chosen | None) -> AbstractContextManager:
+    """Return a context manager that patches a model for a question after a text that was read under `chosen`."""
+    if chosen is not None and chosen.policy.recall:
+        return evicting(model, chosen, tokenizer=tokenizer)  # finds the question's tokens, as `kvevict.answer` does
+    return _patched(model, None if chosen is None else KEEP_ALL)
 
 
-def _patched(model: Module, policy: Policy | None) -> AbstractContextManager:
+def _patched(model: Module, chosen: Chosen | Policy | None) -> AbstractContextManager:
     """Return a context manager that patches a model with a policy; with None it leaves the model unchanged."""
-    return nullcontext() if policy is None else evicting(model, policy, tokenizer=False)
+    return nullcontext() if chosen is None else evicting(model, chosen, tokenizer=False)
 
 
 def forked(cache: Cache) -> Any:

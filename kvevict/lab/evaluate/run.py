@@ -59,7 +59,7 @@ class Evaluation:
         else:
             runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
         for run in runs[1:]:
-            mapped.check(policy_for(run, tokens=2**20, response=(0,)).recall)
+            mapped.check(policy_for(run, tokens=2**20, response=(0,)).run.archive)
         return runs
 
     def groups(

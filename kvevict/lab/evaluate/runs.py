@@ -22,7 +22,7 @@ from typing import Any
 from torch.nn import Module
 
 from ...patch import slot_bytes
-from ...policy.building import build
+from ...policy.building import Chosen, choose
 from ...policy.checks import byte_count
 from ...policy.policy import Policy
 from ...policy.text import parse_policy
@@ -54,7 +54,7 @@ def options_of(policy: Policy) -> dict[str, Any]:
 
 def policy_for(
     run: RunSpec, tokens: int, response: Sequence[int], task: str = "eval", model: Module | None = None
-) -> Policy:
+) -> Chosen:
     """Build the policy of a run that reads `tokens` tokens. TADA keeps a separate history of each run and `task`, for
     the life of the process. A budget in bytes becomes slots of the model; without a model it is left as it is.
 
@@ -65,10 +65,10 @@ def policy_for(
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
-    ample = build(name, budget=2**30, chunk_size=ONE_PASS, **given)
+    ample, how = choose(name, budget=2**30, chunk_size=ONE_PASS, **given)
     budget: Any = run.budget
     if isinstance(budget, str) and model is not None:
-        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, ample.kv))
+        budget = max(1, byte_count("--budgets", budget) // slot_bytes(model, how.kv))
     slots = budget if isinstance(budget, int) else tokens if isinstance(budget, str) else math.ceil(budget * tokens)
     own = {option: size for option, size in options_of(ample).items() if option in OBSERVERS and isinstance(size, int)}
     options: dict[str, Any] = {option: min(size, max(1, slots // 2)) for option, size in own.items()}
@@ -77,11 +77,11 @@ def policy_for(
         options["rows"], chunk = rows, ONE_PASS
     if hasattr(ample.layers, "task"):
         options["task"] = "/".join(map(str, (task, *dataclasses.astuple(run))))
-    return build(name, budget=budget, chunk_size=chunk, **options | given)
+    return choose(name, budget=budget, chunk_size=chunk, **options | given)
 
 
 def reads_alone(run: RunSpec) -> bool:
     """Whether a run's read of a context is equal for all questions, so that one read is enough."""
     if run == FULL or run.mode == "known":
         return run == FULL
-    return policy_for(run, 1, (0,)).rows == policy_for(run, 1, (1,)).rows
+    return policy_for(run, 1, (0,)).policy.rows == policy_for(run, 1, (1,)).policy.rows

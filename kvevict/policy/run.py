@@ -1,0 +1,81 @@
+"""How a machine runs a policy: where slots lie, in which form, and what is shown meanwhile."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .checks import flag, one_of
+from .kv import KINDS
+
+# Options of `patch` and others -> fields of `Run`. `recall` is the policy's, too.
+OPTIONS = {
+    "kv": "kv", "recall": "archive", "recall_kv": "archive_kv", "compiled": "compiled", "progress": "progress",
+    "diagnose": "diagnose",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """How this machine runs a policy. `OPTIONS` has the fields' names as options.
+
+    kv          how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
+                bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
+                error above 1 takes more bits for its keys
+    archive     where the archive of a policy that recalls lies. True: in the memory of the model's device. "memory": in
+                the host's, pinned for a model on a GPU, to which it comes one layer at a time; on a CPU as True. A
+                folder's path: in files there, mapped into the host's memory ("./memory" is a folder of that name)
+    archive_kv  with recall=True: how the archive's slots are represented, as in `kv`, where the others are as computed
+                (kv="model"); those that a turn chooses become so again. None: as in `kv`
+    compiled    decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot be
+                recorded is decoded as without it, with one warning that says why
+    progress    show a progress bar while a prompt is read
+    diagnose    measure for `kvevict.report` how much of the observing rows' attention every eviction of a read loses;
+                takes about a tenth more time
+    """
+
+    kv: str = "model"
+    archive: bool | str = True
+    archive_kv: str | None = None
+    compiled: bool = False
+    progress: bool = False
+    diagnose: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("kv", self.kv, KINDS)
+        if self.archive is not True and (not isinstance(self.archive, str) or not self.archive):
+            raise TypeError(f"recall must be True, False, 'memory' or a folder's path as text, got {self.archive!r}")
+        for name in ("compiled", "progress", "diagnose"):
+            flag(name, getattr(self, name))
+        if self.archive_kv is not None:
+            one_of("recall_kv", self.archive_kv, KINDS)
+            if self.kv != "model":
+                raise ValueError(
+                    f"recall_kv={self.archive_kv!r}: with kv={self.kv!r} the archive is as the slots; leave it out"
+                )
+
+
+def apart(options: dict[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:
+    """Part options of `patch`, or the fields of an older policy in JSON, into those of a policy and fields of `Run`."""
+    policy = {name: value for name, value in options.items() if name not in OPTIONS}
+    run = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
+    if "archive" in run:
+        place = run["archive"]
+        policy["recall"] = place is not False
+        run["archive"] = place is False or (os.path.abspath(place) if isinstance(place, os.PathLike) else place)
+    return policy, run
+
+
+def differences(run: Run) -> dict[str, object]:
+    """Return what a run does not have by default, by options."""
+    return {name: getattr(run, each) for name, each in OPTIONS.items() if getattr(run, each) != getattr(Run, each)}
+
+
+def refuse(names: Iterable[str]) -> None:
+    """Raise TypeError for options of a `Run` in a `Policy`."""
+    for name in names:
+        if name in OPTIONS and name != "recall":
+            raise TypeError(
+                f"{name} is no part of a Policy, but says how a machine runs it: give it beside the policy, as in "
+                f"kvevict.patch(model, policy, {name}=...)"
+            )
