@@ -102,7 +102,7 @@ def rotates(policy: Policy, rope_depends_on_length: bool) -> bool:
 
 def measured(
     needs: Any, slots: Slots, observation: Observation | None, given: Mapping[Need, Any], known: dict[Need, Any]
-) -> list:
+) -> list[Any]:
     """The quantities that a part of a policy needs. Those that are not `known` yet are measured and added to it.
 
     given: by `Need` the inputs that quantities need beside `Slots` and `Observation`. Raises ValueError without one.
@@ -114,7 +114,9 @@ def measured(
                 raise ValueError(f"quantity {need.name!r} is measured by rows that observe: give an Observation")
             for each in as_needs(wanted.needs):
                 if each not in given:
-                    raise ValueError(f"quantity {need.name!r} needs the input {each.name!r}: give it by {each}")
+                    raise ValueError(
+                        f"quantity {need.name!r} needs the input {each.name!r}: pass it in `given`, by {each}"
+                    )
             inputs = [given[each] for each in as_needs(wanted.needs)]
             known[need] = wanted.measure(slots, observation, *inputs)
     return [known[need] for need in as_needs(needs)]
