@@ -50,7 +50,7 @@ def cut(
     given: Mapping[Need, Any] | None = None,
     bar: np.ndarray | None = None,
 ) -> Choice:
-    """Choose the slots of a layer that stay: keep[b] of batch row b, over all heads.
+    """Choose the slots of a layer that stay: keep[b] of batch row b over all heads, or all where it has fewer.
 
     observation   the rows that observe; None for a policy without (streaming, knorm)
     order         the layer's number among those that evict: a policy may select otherwise in some
