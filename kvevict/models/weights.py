@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ RUNS, WIDTH = 16, 64  # of a tensor, so many runs of so many numbers are looked 
 GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, are spread evenly over 0 .. 1
 LONG = 200  # letters of a field of a configuration that is named as it is
 NAMED = 4  # fields that an error names
+POSITIONAL = re.compile("(?i)rotary|rope|position|inv_freq")  # in the class of a module, or the name of its buffer
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's name
 # Fields of a configuration that change no number of a model in eval mode. All others count, whatever their effect is.
 # tests/hf/test_identity.py changes each field of many families.
@@ -34,7 +34,7 @@ SILENT = {
 }  # fmt: skip
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
     """Raised for weights with numbers outside this process."""
 
 
@@ -53,7 +53,7 @@ def fingerprint(model: Any) -> str | None:
             sample = _sampled(weight)
             dtypes.add(str(sample.dtype).removeprefix("torch."))
             digest.update(str(tuple(weight.shape)).encode() + sample.cpu().view(torch.uint8).numpy().tobytes())
-    except (_Unreadable, RuntimeError, NotImplementedError):  # a quantiser's tensors know few operations
+    except (Unreadable, RuntimeError, NotImplementedError):  # a quantiser's tensors know few operations
         return None
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
@@ -77,7 +77,7 @@ class Identity(NamedTuple):
 
 def identity(model: Any) -> Identity:
     """The identity of a decoder, as it is now."""
-    return Identity(fingerprint(model), _by_field(settings(model.config, _adapted(model))))
+    return Identity(fingerprint(model), _by_field(settings(model.config, adapted_in(model.modules()))))
 
 
 def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
@@ -117,6 +117,11 @@ def _by_field(text: str) -> dict[str, str]:
     }
 
 
+def settings_difference(one: str, other: str) -> str | None:
+    """The fields in which two texts of `settings` differ, in words; None: in none."""
+    return _difference(_by_field(one), _by_field(other))
+
+
 def _difference(one: dict[str, str], other: dict[str, str]) -> str | None:
     """The fields in which two configurations differ, in words; None: in none."""
     names = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
@@ -131,86 +136,9 @@ def differ(one: str | None, other: str | None) -> bool:
     return one.partition(" ")[0] == other.partition(" ")[0] and one != other
 
 
-class Owner:
-    """The model that filled a cache. It is hashed on request, and only while it exists with unchanged weights, adapters
-    and configuration."""
-
-    def __init__(self, model: Any, known: Any = None) -> None:
-        self.model = (lambda: None) if model is None else weakref.ref(model)
-        self.state, self.known = None if model is None else _state(model), known
-        self.form = None if model is None else form(model)
-
-    def identity(self) -> Identity | None:
-        model = self.model()
-        if self.known is None and model is not None and _state(model) == self.state:
-            self.known = identity(model)
-        return self.known
-
-    def change(self, thorough: bool = True) -> str | None:
-        """How the model (which must still exist) has changed; None if no change is seen.
-
-        thorough   False: only the earlier adapters are checked, a microsecond each
-        """
-        before, model = self.state, self.model()
-        if not thorough and all((m := each()) and _switches(m) == switches for each, switches in before.switches):
-            return None
-        now = _state(model)
-        if now == before:
-            return None
-        if now.on != before.on:
-            was, are = (", ".join(sorted(frozenset().union(*each.on))) or "none" for each in (before, now))
-            return f"whose PEFT adapters on were {was}, this one's are {are}"
-        known = before.versions
-        if any(_version(part) > known.get(id(part), _version(part)) for _, _, part in _parts(model)):
-            return "whose weights were written to since"
-        if now.settings != before.settings:
-            return f"whose configuration was another: {_difference(*map(_by_field, (before.settings, now.settings)))}"
-        return None
-
-    def __deepcopy__(self, memo: dict) -> "Owner":
-        return self
-
-    def __reduce__(self) -> Any:
-        return Owner, (None, self.identity())
-
-
-def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
-    """The dtype of a model's weights and the device they are on."""
-    weight = next(model.parameters())
-    return weight.dtype, weight.device
-
-
-class _State(NamedTuple):
-    """A state of a model that changes with every write to its weights and its configuration, and every switch or merge
-    of adapters."""
-
-    switches: list  # (reference to a PEFT module, its `_switches`)
-    on: list  # the set of active adapters of each PEFT module that has any
-    versions: dict  # id of a parameter -> its `_version`
-    settings: str  # `settings` of its configuration
-
-
-def _state(model: Any) -> _State:
-    modules, adapted = list(model.modules()), _adapted(model)
-    on = [frozenset(name for name, _, is_on in _adapters(module) if is_on) for module in adapted]
-    weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
-    versions = {id(weight): _version(weight) for weight in weights}
-    switches = [(weakref.ref(module), _switches(module)) for module in adapted]
-    return _State(switches, [*filter(None, on)], versions, settings(model.config, adapted))
-
-
-def _switches(module: Any) -> tuple:
-    return tuple(module.active_adapters), module.disable_adapters, module.merged
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to, as far as torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _adapted(model: torch.nn.Module) -> list:
-    """PEFT's wrappers of the model's modules."""
-    return [m for m in model.modules() if "base_layer" in m._modules and hasattr(m, "active_adapters")]
+def adapted_in(modules: Iterable[Any]) -> list:
+    """PEFT's wrappers among a model's modules."""
+    return [m for m in modules if "base_layer" in m._modules and hasattr(m, "active_adapters")]
 
 
 def _active(module: torch.nn.Module) -> Any:
@@ -218,7 +146,7 @@ def _active(module: torch.nn.Module) -> Any:
     return () if module.disable_adapters or module.merged else module.active_adapters
 
 
-def _adapters(module: torch.nn.Module) -> Iterator[Any]:
+def adapters_of(module: torch.nn.Module) -> Iterator[Any]:
     """(name, part, whether it is on) of the parts of a PEFT module's adapters."""
     on = _active(module)
     for child in module.children():
@@ -228,33 +156,40 @@ def _adapters(module: torch.nn.Module) -> Iterator[Any]:
 
 def _weights(model: torch.nn.Module) -> Iterator[Any]:
     """Every saved tensor of a model, except inactive adapters', as plain tensors."""
-    if any(getattr(module, "_hf_device_mesh", None) is not None for module in model.modules()):
-        raise _Unreadable  # a plain tensor may be one rank's part of a weight
-    for module, name, tensor in _parts(model):
-        yield from _plain(_offloaded(module, name) if tensor.is_meta else tensor)
-    for module in model.modules():
+    modules = [*model.modules()]
+    if any(getattr(module, "_hf_device_mesh", None) is not None for module in modules):
+        raise Unreadable  # a plain tensor may be one rank's part of a weight
+    for module, name, tensor in parts_of(modules):
+        yield from plain_of(_offloaded(module, name) if tensor.is_meta else tensor)
+    for module in modules:
         packed = getattr(module, "_weight_bias", None)  # of torch.ao: its weight is in an object of C++
         if packed is not None:
             yield packed()[0].int_repr()
 
 
-def _parts(model: Any) -> Iterator[Any]:
-    """(module, name, tensor) of every saved tensor of a model, except inactive adapters'."""
-    off = {id(part) for module in _adapted(model) for _, part, is_on in _adapters(module) if not is_on}
-    for module in model.modules():
+def parts_of(modules: list, derived: bool = False) -> Iterator[Any]:
+    """(module, name, tensor) of every saved tensor of a model's modules, except inactive adapters'.
+
+    derived   also of the buffers that are not saved, except tables of positions: a forward may write these anew
+    """
+    off = {id(part) for module in adapted_in(modules) for _, part, is_on in adapters_of(module) if not is_on}
+    for module in modules:
         if id(module) in off:
             off |= {id(part) for _, part in _own(module)}
             continue
-        for name, tensor in _own(module):
+        for name, tensor in _own(module, derived):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in off:
                 yield module, name, tensor
 
 
-def _own(module: torch.nn.Module) -> Iterator[Any]:
-    """The (name, part) of a module itself: its modules, parameters and those buffers that are saved."""
+def _own(module: torch.nn.Module, derived: bool = False) -> Iterator[Any]:
+    """The (name, part) of a module itself: its modules, parameters and buffers, except those that `parts_of` passes."""
+    passed = module._non_persistent_buffers_set
+    if derived:
+        passed = {name for name in passed if POSITIONAL.search(f"{type(module).__name__} {name}")}
     for parts in (module._modules, module._parameters, module._buffers):
         for name, part in parts.items():
-            if part is not None and name not in module._non_persistent_buffers_set:
+            if part is not None and name not in passed:
                 yield name, part
 
 
@@ -264,19 +199,19 @@ def _offloaded(module: torch.nn.Module, name: str) -> Any:
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "weights_map", None) is not None:
             return one.weights_map[name]
-    raise _Unreadable
+    raise Unreadable
 
 
-def _plain(tensor: Any) -> Iterator[Any]:
+def plain_of(tensor: Any) -> Iterator[Any]:
     """A tensor, or the plain ones that a quantiser's is made of. Of those that bitsandbytes packs, and packs again when
     they are used, their scales."""
     if hasattr(tensor, "to_local"):  # a DTensor
-        raise _Unreadable
+        raise Unreadable
     if getattr(tensor, "quant_state", None) is not None:
         tensor = tensor.quant_state.absmax
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from plain_of(getattr(tensor, name))
     else:
         yield tensor.detach()
 

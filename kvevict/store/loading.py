@@ -18,7 +18,8 @@ from ..engine.memory.mapped import Lent
 from ..engine.memory.ranks import of
 from ..engine.memory.storage import Storage
 from ..models import families
-from ..models.weights import Identity, Owner, identity
+from ..models.owner import Owner
+from ..models.weights import Identity, identity
 from ..policy.checks import parsed
 from ..policy.kv import KINDS
 from ..policy.policy import Policy

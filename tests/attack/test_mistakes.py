@@ -20,7 +20,6 @@ from tiny import prompt, save, shared
 from transformers import DynamicCache
 
 import kvevict
-from kvevict import store
 from kvevict.asking.prompts import MARGIN, first_ids, ids_of
 from kvevict.cli import main
 from kvevict.commands import read_text
@@ -33,7 +32,7 @@ from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy
-from kvevict.store import files, sealed
+from kvevict.store import files, form, sealed
 from kvevict.store.files import replacing, write
 
 DEEP = "[" * 100_000
@@ -105,7 +104,7 @@ def test_caches_that_lie(cache, tmp_path, lie):
 @pytest.mark.parametrize("text", [DEEP, DEEPER, "9" * 5000, "{}"])
 def test_layers_of_a_cache_that_are_none(cache, tmp_path, text):
     path = tmp_path / "cache"
-    sealed.write(path, {"0.k": torch.ones(1)}, {"format": store.FORMAT, "layers": text})
+    sealed.write(path, {"0.k": torch.ones(1)}, {"format": form.FORMAT, "layers": text})
     with pytest.raises(ValueError, match=f"{path}(?!.*checksum)"):
         kvevict.load_cache(path, shared())
 

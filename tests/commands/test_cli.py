@@ -86,7 +86,7 @@ def test_the_bundled_model_is_the_default(words, tmp_path, monkeypatch, capsys):
     def missing():
         raise FileNotFoundError("no model.safetensors")
 
-    monkeypatch.setattr("kvevict.models.small_llama", missing)
+    monkeypatch.setattr("kvevict.models.loading.small_llama", missing)
     (tmp_path / "text").write_text("a")
     words = words.replace("FILE", str(tmp_path / "text")).replace("OUT", str(tmp_path / "out"))
     assert main(words.split()) == 2

@@ -7,8 +7,8 @@ import pytest
 import transformers.modeling_utils  # noqa: F401  which imports accelerate where that is installed, before it is hidden
 from tiny import save
 
-from kvevict import models
 from kvevict.cli import main
+from kvevict.models import loading
 
 OPTIONAL = ("scipy", "matplotlib", "accelerate")
 ASKED = ["--file", "text.txt"]
@@ -38,7 +38,7 @@ def test_other_extras(argv, missing, extra, tmp_path, monkeypatch, capsys):
 def refused(argv, missing, tmp_path, monkeypatch, capsys):
     """The command ends with exit code 2 before it loads a model or writes a file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("a model was loaded"))
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(argv) == 2
@@ -56,7 +56,7 @@ def test_training_without_held_out_pairs_needs_no_scipy(monkeypatch):
 
 WITHOUT = f"""import sys
 sys.modules.update(dict.fromkeys({OPTIONAL!r}))
-from kvevict import models
+from kvevict.models import loading
 from kvevict.cli import main
 sys.exit(main(sys.argv[1:]))"""
 

@@ -1,6 +1,9 @@
 """A cache belongs to what computed it: fields of a configuration that move logits are compared, the others are few."""
 
 import copy
+import gc
+import os
+import pickle
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from tiny import model, prompt, relative
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 import kvevict
+from kvevict.answering.batch import Batch
 from kvevict.models import known
 from kvevict.models.weights import SILENT, settings
 
@@ -115,7 +119,7 @@ def test_a_field_that_moves_logits_is_compared(case, tmp_path):
 
 @torch.no_grad()
 def test_a_live_cache_after_a_change_in_place(tmp_path):
-    """It is refused while a field that counts has another value, and saved without a model's name."""
+    """It is refused while a field that counts has another value, and is not saved."""
     net = model()
     with kvevict.evicting(net, "h2o", budget=20):
         cache, before = net(IDS).past_key_values, net.config.rms_norm_eps
@@ -124,8 +128,8 @@ def test_a_live_cache_after_a_change_in_place(tmp_path):
         net.config.rms_norm_eps = 0.5
         with pytest.raises(ValueError, match=f"its rms_norm_eps is {before}, this model's 0.5"):
             net(IDS[:, :4], past_key_values=cache, use_cache=True)
-        kvevict.save_cache(cache, tmp_path / "unnamed")
-        kvevict.load_cache(tmp_path / "unnamed", net)
+        with pytest.raises(ValueError, match="filled by a model whose configuration was another: its rms_norm_eps"):
+            kvevict.save_cache(cache, tmp_path / "cache")
         net.config.rms_norm_eps = before
         net.config.rope_parameters["rope_theta"] = 5.0
         with pytest.raises(ValueError, match="its rope_parameters is "):
@@ -137,22 +141,193 @@ def test_a_live_cache_after_a_change_in_place(tmp_path):
             twin(IDS[:, :4], past_key_values=cache)
 
 
+def tuned(net, seed=1, **options):
+    """The model with a LoRA that is on."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    return peft.get_peft_model(net, config).eval()
+
+
+def hotswap(net, folder):
+    from peft.utils.hotswap import hotswap_adapter
+
+    tuned(model(), seed=2).save_pretrained(folder)
+    hotswap_adapter(net, str(folder), adapter_name="default")
+
+
+def write_data(net, folder):
+    for weight in net.parameters():
+        weight.data.copy_(weight.data * 1.01)
+
+
+def set_data(net, folder):
+    weight = net.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data * 1.01
+
+
+def assign(net, folder):
+    net.load_state_dict(model(seed=1).state_dict(), assign=True)
+
+
+def swap(net, folder):
+    torch.utils.swap_tensors(net.model.norm.weight, torch.nn.Parameter(net.model.norm.weight.detach() * 2))
+
+
+def from_vector(net, folder):
+    vector = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector * 1.01, net.parameters())
+
+
+def through_numpy(net, folder):
+    net.model.layers[3].self_attn.k_proj.weight.detach().numpy()[:] *= 1.01
+
+
+def prune(net, folder):
+    from torch.nn.utils import prune
+
+    prune.random_unstructured(net.model.layers[0].self_attn.v_proj, "weight", 0.5)
+
+
+def prune_for_good(net, folder):
+    from torch.nn.utils import prune
+
+    prune.l1_unstructured(net.model.layers[0].self_attn.v_proj, "weight", 0.5)
+    prune.remove(net.model.layers[0].self_attn.v_proj, "weight")
+
+
+def train(net, folder):
+    step = torch.optim.SGD(net.parameters(), lr=0.1)
+    with torch.enable_grad():
+        net(IDS, labels=IDS, use_cache=False).loss.backward()
+    step.step()
+
+
+def set_buffer(net, folder):
+    net.model.embed_tokens.embed_scale = net.model.embed_tokens.embed_scale * 2
+
+
+def write_buffer(net, folder):
+    net.model.embed_tokens.embed_scale.data.mul_(2)
+
+
+WAYS = [write_data, set_data, assign, swap, from_vector, through_numpy, prune, prune_for_good, train]
+
+
+@pytest.mark.parametrize("way", [hotswap, *WAYS, set_buffer, write_buffer])
+@torch.no_grad()
+def test_changed_weights(way, tmp_path):
+    """Caches of the earlier ones are refused, in memory and from files; no file names the present ones as theirs."""
+    net = tuned(model()) if way is hotswap else model("gemma3" if way in (set_buffer, write_buffer) else "llama")
+    kvevict.patch(net, "h2o", budget=20, decode=False)
+    cache, saved = (net(IDS, logits_to_keep=1).past_key_values for _ in range(2))
+    kvevict.save_cache(saved, tmp_path / "before")
+    way(net, tmp_path / "adapter")
+    for each in (cache, cache.fork(), saved):
+        with pytest.raises(ValueError, match="another model, whose weights were written to since: give the one that"):
+            net(IDS[:, :4], past_key_values=each)
+    for write in (lambda: kvevict.save_cache(cache, tmp_path / "after"), lambda: pickle.dumps(cache)):
+        with pytest.raises(ValueError, match="a model whose weights were written to since: save it while that model"):
+            write()
+    assert not os.path.exists(tmp_path / "after")
+    kvevict.save_cache(saved, tmp_path / "known")
+    fresh = net(IDS, logits_to_keep=1).past_key_values
+    if way not in (set_buffer, write_buffer):  # which no file of a model holds
+        for name in ("before", "known"):
+            with pytest.raises(ValueError, match="written for another model: its weights are"):
+                kvevict.load_cache(tmp_path / name, net)
+        batch = Batch(net)
+        batch.add("old", cache)
+        with pytest.raises(ValueError, match="two caches differ in their model"):
+            batch.add("new", fresh)
+    net(IDS[:, :4], past_key_values=fresh)
+
+
+def round_trip(net, folder):
+    dtype = net.dtype
+    net.double().to(dtype)
+
+
+def same_state(net, folder):
+    net.load_state_dict({name: each.clone() for name, each in net.state_dict().items()}, assign=True)
+
+
+def merge_and_back(net, folder):
+    for _ in range(3):
+        net.merge_adapter()
+        net.unmerge_adapter()
+
+
+def off_and_on(net, folder):
+    with net.disable_adapter():
+        net(IDS)
+
+
+def other_rotation(net, folder):
+    """A forward with longer positions writes the rotary buffers."""
+    net(IDS.repeat(1, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32 bits", "16 bits"])
+@pytest.mark.parametrize("way", [round_trip, same_state, merge_and_back, off_and_on, other_rotation])
+@torch.no_grad()
+def test_unchanged_weights(way, dtype, tmp_path):
+    """The cache is used and saved as if nothing had been done."""
+    rope = dict(max_position_embeddings=64, rope_parameters=DYNAMIC) if way is other_rotation else {}
+    net = model(dtype=dtype, **rope)
+    if way in (merge_and_back, off_and_on):
+        net = tuned(net)
+    kvevict.patch(net, "h2o", budget=20, decode=False)
+    cache = net(IDS, logits_to_keep=1).past_key_values
+    way(net, tmp_path)
+    net(IDS[:, :4], past_key_values=cache.fork())
+    kvevict.save_cache(cache, tmp_path / "cache")
+    net(IDS[:, :4], past_key_values=kvevict.load_cache(tmp_path / "cache", net))
+
+
+@torch.no_grad()
+def test_merged_weights():
+    """Those that read with an adapter merged are not those without it, though none is on."""
+    net = tuned(model())
+    kvevict.patch(net, "h2o", budget=20)
+    net.merge_adapter()
+    cache = net(IDS, logits_to_keep=1).past_key_values
+    net.unmerge_adapter()
+    with net.disable_adapter(), pytest.raises(ValueError, match="another model, whose weights were written to since"):
+        net(IDS[:, :4], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_model_that_is_gone(tmp_path):
+    """Its cache is not saved, unless it was before; an equal model goes on with it, another one does not."""
+
+    def read():
+        net = kvevict.patch(model(), "h2o", budget=20)
+        return [net(IDS, logits_to_keep=1).past_key_values for _ in range(2)]
+
+    cache, other = read()
+    gc.collect()
+    for write in (lambda: kvevict.save_cache(cache, tmp_path / "cache"), lambda: pickle.dumps(cache)):
+        with pytest.raises(ValueError, match="a model that is gone: save it while that model"):
+            write()
+    assert not os.listdir(tmp_path)
+    with pytest.raises(ValueError, match="another model, whose weights were written to since"):
+        kvevict.patch(model(seed=1), "h2o", budget=20)(IDS[:, :4], past_key_values=other)
+    twin = kvevict.patch(model(), "h2o", budget=20)
+    twin(IDS[:, :4], past_key_values=cache)
+    kvevict.save_cache(cache, tmp_path / "cache")
+    kvevict.load_cache(tmp_path / "cache", twin)
+
+
 @torch.no_grad()
 def test_the_scale_of_an_adapter(tmp_path):
     """LoRA's alpha counts as its weights do, in files and in memory."""
-    peft = pytest.importorskip("peft")
-
-    def tuned(alpha):
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
-        return peft.get_peft_model(model(), config).eval()
-
-    net, other = tuned(8), tuned(16)
+    net, other = (tuned(model(), lora_alpha=alpha) for alpha in (8, 16))
     for each in (net, other):
         kvevict.patch(each, "h2o", budget=20)
     cache = net(IDS).past_key_values
     kvevict.save_cache(cache, tmp_path / "cache")
-    kvevict.load_cache(tmp_path / "cache", tuned(8))
+    kvevict.load_cache(tmp_path / "cache", tuned(model(), lora_alpha=8))
     with pytest.raises(ValueError, match="its scaling is"):
         kvevict.load_cache(tmp_path / "cache", other)
     for module in net.modules():

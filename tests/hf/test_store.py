@@ -217,16 +217,20 @@ def test_models_of_other_weights(saved, tmp_path):
 
 
 def test_weights_that_changed_since_are_not_named(tmp_path):
-    """A cache saved later was not read by the present weights."""
+    """A cache is not saved later, as the present weights did not read it; a file's cache keeps the file's."""
     model = tiny.model()
     with kvevict.evicting(model, "h2o", budget=10):
-        cache = read(model, prompt(1, 40))
+        cache, other = read(model, prompt(1, 40)), read(model, prompt(1, 40))
+    kvevict.save_cache(other, tmp_path / "cache")
+    loaded = kvevict.load_cache(tmp_path / "cache", model)
     with torch.no_grad():
-        model.model.norm.weight.add_(1)
-    kvevict.save_cache(cache, tmp_path / "cache")
-    with safe_open(tmp_path / "cache", framework="pt") as file:
-        assert json.loads(file.metadata()["cache"])["weights"] is None
-    kvevict.load_cache(tmp_path / "cache", shared())
+        model.model.norm.weight.view(-1)[20] += 1  # one number
+    with pytest.raises(ValueError, match="weights were written to since: save it while that model has the weights"):
+        kvevict.save_cache(cache, tmp_path / "later")
+    for index, each in enumerate((other, loaded)):
+        kvevict.save_cache(each, tmp_path / f"{index}")
+        kvevict.load_cache(tmp_path / f"{index}", shared())
+        assert "its weights are" in refused(tmp_path / f"{index}", model)
 
 
 def test_what_a_file_says(saved):

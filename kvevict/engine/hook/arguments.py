@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ...context import context
 from ...models.compat import CACHE
+from ...models.owner import Owner
 from ...policy.rows import AppendedRows
 from ..memory.cache import EvictionCache, adopt
 from ..memory.layer import HALF_READ, EvictionLayer
@@ -68,6 +69,8 @@ class Arguments:
             one_by_one = self.tokens == 1 or (self.cache.record_past and self.wanted == self.tokens)  # or candidates
             self.cache.check_owner(decoder, plan.kinds, thorough=not one_by_one)
         make_ours(self.cache, plan, decoder.config, mask, self.columns)
+        if not self.columns or self.cache.owner.model() is not decoder:
+            self.cache.owner = Owner(decoder)
         self.layers = [self.cache.layers[index] for index in plan.order]  # the layers that evict
         if self.cache.sequence.next_position is not None:
             self.places.follow(self.cache.sequence.next_position)

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...models import families
-from ...models.weights import Owner, form, identity
+from ...models.owner import Owner, form
 from . import archive
 from .latent import LatentLayer
 from .layer import EvictionLayer
@@ -101,7 +101,7 @@ class EvictionCache(DynamicCache):
     def check_owner(self, decoder: torch.nn.Module, kinds: Items[str], thorough: bool = True) -> None:
         """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
 
-        thorough   False: check adapters only (`Owner.change`), as for a decoded token or candidates
+        thorough   False: check adapters only (`Owner.difference`), as for a decoded token or candidates
         """
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
@@ -109,21 +109,19 @@ class EvictionCache(DynamicCache):
                 f"past_key_values was filled by weights in {before}, this model's are in {after}: cast and move a "
                 "model before it reads, or read the prompt again"
             )
-        if self.owner.model() is decoder:
-            change = self.owner.change(thorough) if self.get_seq_length() else None
-            if change is not None:
-                raise ValueError(
-                    f"past_key_values was filled by another model, {change}: give the one that read it, with the same "
-                    "PEFT adapters on, or read the prompt again"
-                )
+        is_other = self.owner.model() is not decoder
+        if is_other:
+            _check_depth(self.layers, kinds, exact=True)
+        if not self.get_seq_length():
             return
-        _check_depth(self.layers, kinds, exact=True)
-        known = self.owner.identity()
-        differs = known and known.difference(identity(decoder))
-        if differs:
-            raise ValueError(f"past_key_values was filled by another model: {differs}: read the prompt with this model")
-        if known is not None:
-            self.owner = Owner(decoder, known)
+        differs = self.owner.difference(decoder, thorough)
+        if differs is not None:
+            raise ValueError(
+                f"past_key_values was filled by another model{differs}: give the one that read it, with the same PEFT "
+                "adapters on, or read the prompt again"
+            )
+        if is_other:
+            self.owner = Owner(decoder, self.owner.known)
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()

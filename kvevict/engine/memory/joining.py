@@ -70,7 +70,7 @@ def obstacle(cache: EvictionCache) -> str | None:
 
 def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     """The property in which two caches differ that rows of one batch must share; None: none."""
-    if one.owner.model() is not other.owner.model():
+    if not one.owner.agrees(other.owner):
         return "model"
     mine, yours = one.sequence.policy, other.sequence.policy
     if mine is not yours and mine != yours:

@@ -13,7 +13,6 @@ import torch
 
 from ... import cautions
 from ...context import context
-from ...models.weights import Owner
 from ..memory import archive, host
 from ..memory.meter import Meter
 from ..memory.storage import ROOM
@@ -164,11 +163,9 @@ class Prompt:
 
     def begin(self) -> None:
         """Prepare the cache, which changes from here on."""
-        arguments, policy, read = self.arguments, self.policy, self.read
+        policy, read = self.policy, self.read
         archive.begin(self.cache.sequence, self.layers, policy.recall)
         self.cache.sequence.policy = policy
-        if not arguments.columns or self.cache.owner.model() is not arguments.decoder:
-            self.cache.owner = Owner(arguments.decoder)
         most = schedule.read(policy, self.narrow, np.array([part.rows for part in self.parts])).sum(1).tolist()
         for order, layer in enumerate(self.layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones

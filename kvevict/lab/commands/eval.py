@@ -37,7 +37,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, Any] | None:
     parser.add_argument(
         "--haystack", help="text to hide things in (.txt, a folder of them, .jsonl, .jsonl.xz); default: generated"
     )
-    parser.add_argument("--data", help="folder of a downloaded benchmark, for the tasks that need one")
+    parser.add_argument("--data", help="folder of a downloaded benchmark, for tasks that need one (longbench: or file)")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N",
                         help="ask up to N questions about a text at once, if it was read without them (tasks many, "
                         "--mode later); seconds are a question's share; default 1")  # fmt: skip

@@ -20,7 +20,7 @@ from ....policy.registry import Registry, load_folder
 TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
-RESPONSE = 64  # tokens that the full cache writes for it, at most
+RESPONSE = 64  # tokens that the full cache writes for it at most, or as many as the task answers with
 MARGIN = 8  # tokens that an answer may take beyond those of the right one
 
 
@@ -81,7 +81,9 @@ def only_prompts(task: Callable[[Settings], Iterator[Case]], settings: Settings)
     """A task's cases, with the full cache's response in place of answers."""
     for case in task(settings):
         names: dict[str, Any] = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
-        new: dict[str, Any] = dict(answers=(), metric=FIDELITY, new_tokens=RESPONSE, one_line=False)
+        new: dict[str, Any] = dict(
+            answers=(), metric=FIDELITY, new_tokens=max(RESPONSE, case.new_tokens), one_line=False
+        )
         yield dataclasses.replace(case, **names, **new)
 
 

@@ -1,0 +1,162 @@
+"""Tells whether a model is as it was when it filled a cache."""
+
+import contextlib
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from . import weights
+from .weights import Identity, Unreadable, adapted_in, adapters_of, identity, parts_of, plain_of, settings
+
+RUNS, WIDTH = 16, 16  # of a tensor, so many runs of so many numbers are looked at: at the begin of a turn
+ROUNDED = 2**-17  # how far adapters that were merged and unmerged move weights in float32, of the largest of a run
+
+
+class Owner:
+    """The model that filled a cache. It is hashed on request, and only while it exists with unchanged weights, adapters
+    and configuration."""
+
+    def __init__(self, model: Any, known: Identity | None = None) -> None:
+        self.model = (lambda: None) if model is None else weakref.ref(model)
+        self.state, self.known = None if model is None else _state(model), known
+        self.form = None if model is None else form(model)
+
+    def identity(self) -> Identity | None:
+        """The identity of the weights that filled the cache; None if no model did. Raises ValueError where it is not
+        known and these are no more."""
+        if self.known is None and self.state is not None:
+            model = self.model()
+            reason = "that is gone" if model is None else self._change(model)
+            if reason is not None:
+                raise ValueError(
+                    f"this cache was filled by a model {reason}: save it while that model has the weights and PEFT "
+                    "adapters that read it, or read the text again"
+                )
+            self.known = identity(model)
+        return self.known
+
+    def difference(self, model: Any, thorough: bool = True) -> str | None:
+        """How a model differs from the one that filled the cache, in words that follow that one; None if no difference
+        is seen.
+
+        thorough   False: of the same model only its adapters are checked, a microsecond each
+        """
+        if self.model() is not model:
+            with contextlib.suppress(ValueError):  # the other one is gone, or has changed: its state is known
+                known = self.identity()
+                differs = known and known.difference(identity(model))
+                return differs and f": {differs}"
+        elif not thorough and all(module() and _switches(module()) == was for module, was in self.state.switches):
+            return None
+        change = self._change(model)
+        return change and f", {change}"
+
+    def agrees(self, other: "Owner") -> bool:
+        """Whether the same model filled two caches, with the same weights."""
+        one, two = self.state, other.state
+        if self is other or self.model() is not other.model() or one is None or two is None:
+            return self.model() is other.model()
+        return _change(one, two) is None and _change(two, one) is None
+
+    def _change(self, model: Any) -> str | None:
+        before: Any = self.state
+        if self.model() is not model:
+            before = before._replace(versions={})  # by ids, which may be another tensor's by now
+        return _change(before, _state(model))
+
+    def __deepcopy__(self, memo: dict) -> "Owner":
+        return self
+
+    def __reduce__(self) -> Any:
+        return Owner, (None, self.identity())
+
+
+def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype of a model's weights and the device they are on."""
+    weight = next(model.parameters())
+    return weight.dtype, weight.device
+
+
+class _State(NamedTuple):
+    """A state of a model that changes with its weights, buffers and configuration, and every switch or merge of
+    adapters."""
+
+    switches: list  # (reference to a PEFT module, its `_switches`)
+    on: list  # the set of active adapters of each PEFT module that has any
+    versions: dict  # id of a tensor -> its `_version`, which counts most writes
+    names: list  # of the tensors that are looked at
+    sample: dict  # (device, dtype, width, whether adapters merge into it) -> bytes of their numbers; empty: unknown
+    settings: str  # `settings` of its configuration
+
+
+def _state(model: Any) -> _State:
+    modules = [*model.modules()]
+    adapted = adapted_in(modules)
+    switches = [(weakref.ref(module), _switches(module)) for module in adapted]
+    on = [frozenset(name for name, _, is_on in adapters_of(module) if is_on) for module in adapted]
+    parts = [each for each in parts_of(modules, derived=True) if not each[2].is_meta]  # nobody writes to offloaded ones
+    versions = {id(part): 0 if part.is_inference() else part._version for _, _, part in parts}
+    split = (getattr(model, "tp_size", None) or 1) > 1  # ranks might disagree
+    sample = {} if split else _sample(parts, {id(module.base_layer) for module in adapted})
+    names = [name for _, name, _ in parts]
+    return _State(switches, [*filter(None, on)], versions, names, sample, settings(model.config, adapted))
+
+
+def _switches(module: Any) -> tuple:
+    return tuple(module.active_adapters), module.disable_adapters, module.merged
+
+
+def _sample(parts: list, merging: set[int]) -> dict:
+    """Numbers of each tensor, at even distances, by `_State.sample`'s keys; none if a tensor cannot be read. One copy
+    brings those of a device."""
+    runs: dict = {}
+    found = {}
+    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # as `fingerprint`
+        for module, _, part in parts:
+            for tensor in plain_of(part):
+                run = _runs(tensor)
+                runs.setdefault((run.device, run.dtype, run.shape[1], id(module) in merging), []).append(run)
+        for device in {key[0] for key in runs}:
+            own = {key: torch.cat(runs[key]).view(torch.uint8).flatten() for key in runs if key[0] == device}
+            each = torch.cat([*own.values()]).cpu().split([len(numbers) for numbers in own.values()])
+            found |= {key: numbers.numpy().tobytes() for key, numbers in zip(own, each, strict=True)}
+        return found
+    return {}
+
+
+def _runs(tensor: torch.Tensor) -> torch.Tensor:
+    """A view [RUNS, WIDTH] of a tensor's storage, from its first number to its last; [1, n] of a short one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = tensor.numel() if tensor.is_contiguous() else 1 + sum((size - 1) * step for size, step in steps)
+    if span <= RUNS * WIDTH:
+        return tensor.as_strided((1, span), (1, 1))
+    return tensor.as_strided((RUNS, WIDTH), ((span - WIDTH) // (RUNS - 1), 1))
+
+
+def _change(before: _State, now: _State) -> str | None:
+    """How a model has changed between two states, in words."""
+    if now.on != before.on:
+        was, are = (", ".join(sorted(frozenset().union(*each.on))) or "none" for each in (before, now))
+        return f"whose PEFT adapters on were {was}, this one's are {are}"
+    written = any(version > before.versions.get(part, version) for part, version in now.versions.items())
+    if written or (before.sample and now.sample and not _alike(before, now)):
+        return "whose weights were written to since"
+    if now.settings != before.settings:
+        return f"whose configuration was another: {weights.settings_difference(before.settings, now.settings)}"
+    return None
+
+
+def _alike(before: _State, now: _State) -> bool:
+    """Whether two states' numbers are the same, but for the rounding of adapters that were merged and unmerged."""
+    if before.names != now.names or before.sample.keys() != now.sample.keys():
+        return False
+    return all(_near(held, now.sample[key], *key[1:]) for key, held in before.sample.items())
+
+
+def _near(one: bytes, other: bytes, dtype: torch.dtype, width: int, merges: bool) -> bool:
+    if one == other or not (merges and dtype.is_floating_point and len(one) == len(other)):
+        return one == other
+    before, now = (torch.frombuffer(bytearray(each), dtype=dtype).view(-1, width).float() for each in (one, other))
+    most = before.abs().amax(1, keepdim=True) * max(4 * torch.finfo(dtype).eps, ROUNDED)
+    return bool(((now - before).abs() <= most).all())
