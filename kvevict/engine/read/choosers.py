@@ -16,6 +16,7 @@ from ..measure.inputs import given
 from ..memory import archive
 from ..memory.carried import join, kept, of_layer
 from ..methods import propagate
+from ..methods.residual import Errors
 from .decisions import Cut
 from .layer import LayerCall
 from .schedule import observes
@@ -25,7 +26,7 @@ from .step import Step
 class Chooser:
     """Keeps all slots (assisted decoding's candidates may be taken back)."""
 
-    errors: Any = None  # the kvevict.engine.methods.residual.Errors that the call measures
+    errors: Errors | None = None  # that the call measures
     onward: propagate.Onward | None = None  # tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
     looks = True  # at slots, after a decoded token: they are to lie in one place
@@ -54,7 +55,7 @@ class Pending(NamedTuple):
 class Deciding(Chooser):
     """Carries out `kvevict.engine.read.decisions.Decisions`."""
 
-    def __init__(self, decisions: Any, errors: Any = None) -> None:
+    def __init__(self, decisions: Any, errors: Errors | None = None) -> None:
         self.decisions, self.errors = decisions, errors
         self.pending: dict = {}  # layer's number -> Pending
         self.choices: dict[int, Choice | None] = {}  # by a layer's number; None: it kept everything
