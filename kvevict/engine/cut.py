@@ -190,7 +190,7 @@ def of_layers(
 ) -> list[torch.Tensor]:
     """Slots [B, heads of all ranks] of each layer's heads, keep[b] over all layers, by one ranking of all slots."""
     whole = [slots.all_ranks(policy.shared) for slots in layers]
-    every = [slots.heads.gather(each, all.columns) for slots, each, all in zip(layers, ranks, whole, strict=True)]
+    every = [slots.heads.gather(each, one.columns) for slots, each, one in zip(layers, ranks, whole, strict=True)]
     split = policy.layers.keep(whole, every, _ops.upload(keep, layers[0].device))
     return [_within(*each, bar) for each in zip(split, whole, every, strict=True)]
 
