@@ -403,7 +403,7 @@ def serve_page() -> str:
 
 def fields_table() -> str:
     """The obeyed fields of OpenAI's endpoints as a table, and the names of the others."""
-    short = {fields.CHAT: "chat", fields.COMPLETIONS: "completions", fields.RESPONSES: "responses"}
+    short = {fields.CHAT: "chat", fields.COMPLETIONS: "completions"}
     found: dict = {}
     for path, column in short.items():
         for name, field in fields.TABLE[path].items():

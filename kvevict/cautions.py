@@ -39,6 +39,12 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
             f"the {max(seen)} tokens are more than the model's context of {context}, and answers are often wrong: "
             "shorten the prompt",
         )
+    if policy.recall and policy.decode:
+        once(
+            "decode",
+            "recall=True with decode=True: while an answer is written, few decoded rows choose from all tokens, and "
+            "facts that the question had found are lost: give decode=False",
+        )
     before, meter = cache.sequence.policy, cache.meter
     if before is None or meter is None or (policy.recall and before.recall):
         return
@@ -64,6 +70,16 @@ def of_scores(tokens: int) -> None:
         "(schedule='chunk') with a chunk_size below its length; logits_to_keep=1 is enough to read",
         stacklevel=3,
     )
+
+
+def of_norms(layers: list[int]) -> None:
+    """Warn of layers whose first chunk was stored in kinds that do not hold rows of a later one."""
+    if layers:
+        once(
+            "norms",
+            f"layers {', '.join(map(str, layers))} have keys or values of a norm above 65504, which 4 bits may not "
+            "hold (then the answers are NaN): read the text with kv='int8', or recall_kv='int8' for an archive",
+        )
 
 
 def bar(items: Sequence[Any], what: str, unit: str, show: bool) -> Any:

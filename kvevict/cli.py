@@ -13,6 +13,9 @@ from .version import VERSION
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, 1 when the reader of our output has left, 2 after a mistake in the arguments, 130 after Ctrl-C."""
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:  # closed, and its number would be the next file's
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the terminal has not
     try:

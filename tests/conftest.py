@@ -1,6 +1,7 @@
 import hashlib
 import os
 import random
+import sys
 import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network; before anything imports huggingface_hub
@@ -124,6 +125,13 @@ def context_is_restored():
     from kvevict.context import Context, context
 
     assert vars(context()) == vars(Context())
+
+
+@pytest.fixture(autouse=True)
+def shared_models_are_left_as_they_were():
+    yield
+    if "tiny" in sys.modules:
+        assert not sys.modules["tiny"].foreign_hooks(), "use a model of the test's own"
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..policy.checks import byte_count
 from ..policy.registry import Registry, load_folder
 from ..policy.text import DEFAULT, FORM, parse_policy
+from ..store.files import decoded
 
 if TYPE_CHECKING:
     from ..policy.policy import Policy
@@ -85,12 +85,12 @@ def words(text: str) -> str:
 
 
 def read_text(file: str, option: str = "--file") -> str:
-    """A file's text, or standard input's; bytes that are not UTF-8 are replaced."""
+    """A file's text, or standard input's."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"{option} {file}: {error.strerror}; give a text file, or - for standard input") from None
-    return io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read()
+    return decoded(data, f"{option} {file}")
 
 
 def check_file(option: str, path: str | Path) -> None:

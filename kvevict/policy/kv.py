@@ -1,7 +1,8 @@
 """Representation of stored slots (methods.md section 11): in the model's dtype, or packed in rows of 8 and 4 bits a
 number (csrc/kvevict.h)."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +46,16 @@ class Layout(NamedTuple):
     name: str
     bits: int | None  # of a number; None: the model's dtype, and no other field
     word: Any  # for it in cache files
-    wider: int  # the kind of keys whose error is too large in this one
+    wider: int  # the kind of keys whose error is too large in this one, and of rows that it does not hold
+    most: float  # norm of a row that it holds: no number of the rotated row, nor a scale, is larger
     numbers: Callable[[Tensor, int], Tensor]  # rows [n, *] and dim -> fp32 [n, dim], without the centre
     steps: Callable[[Tensor], Tensor]  # rows [.., d] -> fp32 [..] between two numbers that a packed row can hold
 
 
 LAYOUTS = (
-    Layout("model", None, None, 0, None, None),  # type: ignore[arg-type]
-    Layout("int8", 8, 8, 0, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
-    Layout("int4", 4, 4, 1, _numbers_int4, _steps_int4),
+    Layout("model", None, None, 0, math.inf, None, None),  # type: ignore[arg-type]
+    Layout("int8", 8, 8, 0, math.inf, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
+    Layout("int4", 4, 4, 1, torch.finfo(torch.float16).max, _numbers_int4, _steps_int4),
 )
 MODEL, INT8, INT4 = range(len(LAYOUTS))
 Kinds = tuple[int, int]  # of a layer's keys and of its values
@@ -116,19 +118,24 @@ def expected_errors(
         numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
         return numbers.transpose(0, 1).flatten(1).nanmedian(1).values
 
-    def norms(x: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-
     steps, centre = LAYOUTS[kind].steps, centre * (held.sum(2) >= FEW)[..., None]
     of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None]), key, held)
     group = len(of_queries) // len(of_keys)
     return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)
 
 
-def chosen(kv: str, error: Callable[[int], float]) -> Kinds:
-    """Choose the kinds of a layer's keys and values, of a policy's `kv`. Keys take the wider kind as long as their
-    error is too large; error: kind -> the mean of `expected_errors`."""
+def norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows [.., d]: fp32 [..]."""
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+
+
+def chosen(kv: str, error: Callable[[int], float], norm: Sequence[float]) -> Kinds:
+    """Choose the kinds of a layer's keys and values, of a policy's `kv`. They take the wider kind as long as a row is
+    not held, and keys as long as their error is too large; error: kind -> the mean of `expected_errors`; norm: of the
+    largest key, from its centre, and of the largest value."""
     keys, values = KINDS[kv]
-    while keys != MODEL and not error(keys) <= MOST:
+    while keys != MODEL and not (norm[0] <= LAYOUTS[keys].most and error(keys) <= MOST):
         keys = LAYOUTS[keys].wider
+    while values != MODEL and not norm[1] <= LAYOUTS[values].most:
+        values = LAYOUTS[values].wider
     return keys, values

@@ -35,7 +35,7 @@ def application(server: Server) -> FastAPI:
     async def lifespan(app: Any) -> AsyncIterator[None]:
         yield
         written = await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
-        if tasks := [call.task for call in server.calls]:  # uvicorn has cancelled them: they are logged, then all ends
+        if tasks := [call.task for call in server.calls]:  # cancelled by uvicorn: they are logged before the end
             await asyncio.wait(tasks, timeout=1)
         log.note("stopped", prefixes_written=written)
 
@@ -43,7 +43,7 @@ def application(server: Server) -> FastAPI:
 
     async def own_host(request: Request) -> None:
         """Refuse a page of another site: that site's name may have this machine's address (DNS rebinding), but the
-        browser sends the name as Host. A request without a Host (HTTP/1.0) is no browser's. Starlette's
+        browser sends the name as Host. A request without a Host (HTTP/1.0) is not from a browser. Starlette's
         TrustedHostMiddleware does not know the address that a request came to, and writes no log."""
         host, here = request.headers.get("host"), request.scope.get("server")
         if host is not None and name_of(host) not in allowed | {here and name_of(here[0])} - {None}:
@@ -51,21 +51,18 @@ def application(server: Server) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, dependencies=[Depends(own_host)])
 
-    @app.exception_handler(HTTPException)
-    @app.exception_handler(Refused)
-    @app.exception_handler(Exception)
     async def said(request: Any, error: Any) -> Any:
         known = log.told(error)
         if isinstance(error, HTTPException) and known.status in (404, 405):
             known.message = routed(app, request.method, request.url.path)
-        if not getattr(request.state, "noted", False):  # no call was made, which would count and log it
+        if not getattr(request.state, "noted", False):  # a call would count and log the error itself
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)
             log.refused(endpoint, known, request.client)
         headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # a 405 has Allow
         return JSONResponse(known.body(), known.status, headers)
 
-    for each in (ValueError, TypeError, TimeoutError):
+    for each in (HTTPException, Refused, ValueError, TypeError, TimeoutError, Exception):
         app.add_exception_handler(each, said)
     for path in ENDPOINTS:
         app.add_api_route(path, functools.partial(server.answer, path), methods=["POST"], response_model=None)
@@ -97,7 +94,7 @@ def application(server: Server) -> FastAPI:
         return {"status": "ok"}
 
     @app.get("/metrics")
-    def metrics(request: Request) -> Any:  # in a thread: it looks at files
+    def metrics(request: Request) -> Any:  # FastAPI calls it in a thread, as it looks at files
         server.owner(request)
         return Response(
             server.metrics.text(server.scheduler, server.prefixes, list(server.calls)),
@@ -108,11 +105,13 @@ def application(server: Server) -> FastAPI:
 
 
 def routed(app: FastAPI, method: str, path: str) -> str:
-    """Make the sentence about a request that no route takes."""
+    """Return the sentence about a request that no route takes."""
     routes: list[Any] = list(app.routes)
     methods = {each for route in routes if route.path_regex.match(path) for each in route.methods}
     if methods:
         return f"{path[:200]} takes {' and '.join(sorted(methods))}, not {method[:20]}"
+    if path == "/v1/responses":
+        return f"{path} is not an endpoint of this server: ask at /v1/chat/completions"
     paths = ", ".join(dict.fromkeys(route.path_format for route in routes))
     return f"{path[:200]} is not an endpoint of this server, which has {paths}"
 

@@ -13,18 +13,18 @@ COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "read_tokens"
 
 
 class Cancelled(Exception):
-    """The client has left."""
+    """Raised in a call whose client has left."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One request.
+    """A request, from its first byte to its last.
 
     owner     the key whose texts and prefixes the request may see
-    policy    reads the prompt
-    question  a text of the prompt that observes; None: the last user's message
-    text      a stored text, which opens the first user's message
-    deadline  of time.monotonic()
+    policy    the policy that reads the prompt
+    question  the text of the prompt that observes; None: the last user's message
+    text      the stored text that opens the first user's message
+    deadline  when the request's time is over, by time.monotonic()
     """
 
     endpoint: str
@@ -32,42 +32,39 @@ class Call:
     policy: Any
     question: str | None = None
     text: str | None = None
-    answers: int = 1  # that are written
-    seed: int | None = None  # of the first
+    answers: int = 1  # number of answers
+    seed: int | None = None  # seed of the first answer
     stop: tuple = ()
-    tools: list | None = None  # that an answer may call
+    tools: list | None = None  # tools that an answer may call
     single: bool = False  # whether an answer ends with its first call
-    schema: dict | None = None  # of JSON that an answer is
-    forced: bool = False  # whether that JSON is calls
-    matcher: Any = None  # of the schema; each answer has a copy: to make one may take seconds
     usage: bool = False  # whether a stream counts tokens
     sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")
-    messages: list = field(default_factory=list)  # as the chat template takes them; none: a plain prompt
+    messages: list = field(default_factory=list)  # messages as the chat template takes them; empty for a plain prompt
     template: dict = field(default_factory=dict)  # further arguments of the chat template
-    prompts: list = field(default_factory=list)  # of /v1/completions: letters or ids
-    prompt: Any = ""  # one of them
-    parts: list = field(default_factory=list)  # calls of the prompts, if there are several
+    prompts: list = field(default_factory=list)  # all prompts of /v1/completions: letters or ids
+    prompt: Any = ""  # the prompt that this call answers
+    parts: list = field(default_factory=list)  # a call for each of several prompts
     whole: Prompt = field(default_factory=lambda: Prompt([]))  # the ids that the model reads
-    keys: dict = field(default_factory=dict)  # of its beginnings, by their ends
-    parser: Any = lambda: None  # makes a parser of an answer to them
+    keys: dict = field(default_factory=dict)  # keys of the prompt's beginnings, by their ends
+    parser: Any = lambda: None  # makes the parser of an answer
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     named: int = 0  # tool calls that have an id
     first_token: float | None = None
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, from a stored prefix
-    stored_tokens: int = 0  # of the prompt, on disk when the request came
-    new_tokens: int = 0  # of all answers
-    read_tokens: int = 0  # of the prompt, so far
-    running: bool = False  # it has had its turn
+    cached_tokens: int = 0  # tokens of the prompt that came from a stored prefix
+    stored_tokens: int = 0  # tokens of the prompt that were on disk when the request came
+    new_tokens: int = 0  # tokens of all answers
+    read_tokens: int = 0  # tokens of the prompt that are read so far
+    running: bool = False  # whether the call has had its turn
     task: Any = None  # the asyncio task that serves it
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _reasons: list = field(default_factory=list)
 
     def cancel(self, reason: Exception | None = None) -> None:
-        """End the call at its next check. reason: what its client is told; None: the client has left."""
+        """End the call at its next check. reason: the error that the client gets; None: the client has left."""
         if reason is not None:
             self._reasons.append(reason)
         self._cancelled.set()
@@ -89,7 +86,7 @@ class Call:
         self.read_tokens = start
 
     def of_prompts(self) -> "list[Call]":
-        """Return a call for each of several prompts, or else this call. All are cancelled together."""
+        """Return a call for each of several prompts, or else this call. The calls are cancelled together."""
         self.parts = [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else []
         return self.parts or [self]
 
@@ -98,9 +95,8 @@ class Call:
         for name in COUNTED if self.parts else ():
             setattr(self, name, sum(getattr(each, name) for each in self.parts))
         self.running = self.running or any(each.running for each in self.parts)
-        if self.first_token is None:
-            first = (each.first_token for each in self.parts if each.first_token is not None)
-            self.first_token = min(first, default=None)
+        first = (each.first_token for each in self.parts if each.first_token is not None)
+        self.first_token = min(first, default=self.first_token)
 
     def tool_id(self) -> str:
         """Make the id of a further tool call. Mistral's templates take nine letters and digits."""

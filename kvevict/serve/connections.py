@@ -14,24 +14,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import Refused
 
-MOST = 1000  # connections at once
+MOST = 1000  # most connections at once
 QUEUE = 2048  # connections that the system holds until they are accepted
 STOP = 30  # seconds that running requests have to end when the server stops
-LAST = 5  # of these, in which they are told that it stops
-SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # that a client may take: for a request's headers, for its body
+LAST = 5  # seconds before a stop ends, in which running requests end with an error
+SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # seconds for a request's headers, and for its body
 TAKEN = 120.0  # seconds in which a client must take a part of its answer
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which ends when its client is slow, or one too many. note: is called with the error and the
-    client of the latter, and of what is not HTTP."""
+    """uvicorn's connection, which ends when its client is slow, or one client too many. `note` is called with an error
+    and the client for a connection too many, and for what is not HTTP."""
 
     most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def __init__(self, *args: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
         super().__init__(*args, **options)
         self.note = note
-        self._part: tuple = ()  # of a request, which the client sends
+        self._part: tuple = ()  # the part of a request that the client sends
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
@@ -58,7 +58,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _watch(self) -> None:
-        """Start the time of a request's next part: its headers, or its body."""
+        """Start the timer of a request's next part: its headers, or its body."""
         part = (self.conn.their_state, self.cycle)
         if part != self._part:
             self._part = part
@@ -85,8 +85,8 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """uvicorn's server with `Connection`s. note: as there; begins: called when a stop begins; overdue: called where
-    requests still run `LAST` seconds before its end."""
+    """uvicorn's server with `Connection`s and their `note`. `begins` is called when a stop begins, `overdue` where
+    requests still run `LAST` seconds before the stop ends."""
 
     def __init__(
         self, app: Any, note: Callable[[Refused, Any], None], overdue: Callable[[], None],
@@ -94,8 +94,8 @@ class Serving(uvicorn.Server):
     ) -> None:  # fmt: skip
         self.overdue, self.begins = overdue, begins
         connection: Any = functools.partial(Connection, note=note)
-        # asyncio accepts as many connections as the backlog says before it looks at the first of them. Without a
-        # descriptor for one it goes on to try, and logs an error for each.
+        # asyncio accepts as many connections as the backlog says before it looks at the first of them. Where the
+        # process has no descriptor left, asyncio tries on and logs an error for each connection.
         super().__init__(uvicorn.Config(
             app, http=connection, ws="none", log_config=None, backlog=max(Connection.most // 8, 1),
             timeout_graceful_shutdown=STOP, **options,
@@ -104,7 +104,7 @@ class Serving(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # so do the connections that it accepts
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections that a socket accepts do the same
             each.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -23,10 +23,10 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """Return the error that a client sees. It has the words of an error that the request caused, and of no other."""
+    """Return the error that a client sees: in the words of `error` if the request caused it, else in general words."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, HTTPException):  # of a route that there is not, for example
+    if isinstance(error, HTTPException):  # for example of a route that does not exist
         return Refused(error.status_code, " ".join(str(error.detail).split()))
     if isinstance(error, TimeoutError):
         return Refused(504, "the request took longer than the server allows: ask for fewer tokens, or try again later")
@@ -37,7 +37,7 @@ def refused(error: Exception) -> Refused:
 
 @contextlib.contextmanager
 def of_field(name: str | None) -> Iterator[None]:
-    """Inside, an error that a request caused is one of this field."""
+    """Make a request's errors within the block those of a field."""
     try:
         yield
     except (Refused, ValueError, TypeError) as error:

@@ -1,5 +1,5 @@
 """The fields of requests: obeyed, refused, or harmless, because no answer depends on them. Other fields are refused.
-docs/serve.md has the table of OpenAI's three endpoints."""
+docs/serve.md has the table of OpenAI's two endpoints."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,23 +7,24 @@ from typing import Any, NamedTuple
 from .errors import Refused
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-TEXTS = "/v1/kvevict/texts"
-PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", TEXTS: "text"}  # the field that is read
+CHAT, COMPLETIONS, TEXTS = "/v1/chat/completions", "/v1/completions", "/v1/kvevict/texts"
+PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", TEXTS: "text"}  # the field that is read
 
 
 class Values(NamedTuple):
-    """The values that a field may have: a test, and the words of its error."""
+    """The values that a field may have: `fit` tests one, `words` name them in the field's error."""
 
     fit: Callable[[Any], bool]
     words: str
 
 
 class Field(NamedTuple):
-    """kind    one of the three
-    about   for a reader of the docs; of a refused field: advice, which its error has, too
-    values  of an obeyed field; None: `kvevict.serve.check` tests them
-    usual   values of a refused field that ask for nothing
+    """A row of the table.
+
+    kind    OBEYED, REFUSED or HARMLESS
+    about   what the docs say of the field; the error of a refused field has these words, too
+    values  the values that an obeyed field may have; None: `kvevict.serve.check` tests them
+    usual   the values of a refused field that ask for nothing
     """
 
     kind: str
@@ -66,6 +67,9 @@ SEED = Values(lambda value: is_whole(value) and abs(value) < 1 << 63, "a whole n
 ABOVE = Values(lambda value: is_number(value, 0, 1) and value > 0, "a number above 0, up to 1")
 STOP = Values(_is_stop, "a text of at most 200 letters, or up to four of them")
 BUDGET = Values(_is_budget, "a whole number of slots, a fraction between 0 and 1, or bytes such as '64MiB'")
+CALLS = '"auto" or "none": ask for a call in a message, or use vLLM\'s server, which forces calls'
+CHOICE = Values(lambda value: value in ("auto", "none"), CALLS)
+FORM = "ask for JSON in a message, or use vLLM's server, which follows schemas"
 
 COMMON = {
     "model": Field(OBEYED, "the name of this server's model, or left out", TEXT),
@@ -74,7 +78,14 @@ COMMON = {
     "top_p": Field(OBEYED, "above 0, up to 1", ABOVE),
     "seed": Field(OBEYED, "the same seed gives the same answer", SEED),
     "user": Field(HARMLESS, "users are not told apart by it"),
+    "max_tokens": Field(OBEYED, "default [1024](#answers), unless the model's configuration has more", whole(1)),
+    "n": Field(OBEYED, "1 to 16 answers, written together", whole(1, 16)),
+    "stop": Field(OBEYED, "up to four texts", STOP),
+    "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens", FLAG),
     "stream_options.include_obfuscation": Field(HARMLESS, "streams are not padded"),
+    "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
+    "presence_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
+    "logit_bias": Field(OBEYED, "token ids, and numbers from -100 to 100"),
     # not of OpenAI
     "top_k": Field(OBEYED, "default 0, all tokens, unless the model's configuration has one", whole(0)),
     "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's", number(0, 1)),
@@ -84,65 +95,37 @@ COMMON = {
     "kvevict.question": Field(OBEYED, "the text that [asks](#the-question)", SAID),
     "kvevict.text": Field(OBEYED, "the name of a [stored text](#texts)", TEXT),
 }
-WRITING = {  # of chat and completions
-    "max_tokens": Field(OBEYED, "default [1024](#answers), unless the model's configuration has more", whole(1)),
-    "n": Field(OBEYED, "1 to 16 answers, written together", whole(1, 16)),
-    "stop": Field(OBEYED, "up to four texts", STOP),
-    "stream_options.include_usage": Field(OBEYED, "a stream's last event counts tokens", FLAG),
-    "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
-    "presence_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
-    "logit_bias": Field(OBEYED, "token ids, and numbers from -100 to 100"),
-}
-AGENTS = {  # of chat and responses
-    "chat_template_kwargs": Field(OBEYED, "`enable_thinking` and the like; not of OpenAI"),
-    "tools": Field(OBEYED, "functions; the chat template has them"),
-    "tool_choice": Field(OBEYED, '"auto", "none", "required" or a function; a forced call follows its schema'),
-    "parallel_tool_calls": Field(OBEYED, "false: an answer ends with its first call", FLAG),
-    "metadata": Field(HARMLESS, "nothing is stored"),
-    "store": Field(HARMLESS, "nothing is stored"),
-    "service_tier": Field(HARMLESS, "there is one tier"),
-    "safety_identifier": Field(HARMLESS, "users are not told apart by it"),
-    "prompt_cache_key": Field(HARMLESS, "equal prefixes are found without it"),
-    "prompt_cache_options": Field(HARMLESS, "equal prefixes are found without it"),
-    "prompt_cache_retention": Field(HARMLESS, "prefixes are kept as long as memory allows"),
-}
 TABLE = {
-    CHAT: COMMON | WRITING | AGENTS | {
+    CHAT: COMMON | {
         "messages": Field(OBEYED, "of text, tool calls and their results"),
         "max_completion_tokens": Field(OBEYED, "as `max_tokens`, and before it", whole(1)),
         "logprobs": Field(OBEYED, "of every token, with `logit_bias`, before temperature and all penalties", FLAG),
         "top_logprobs": Field(OBEYED, "0 to 20, with `logprobs`", whole(0, 20)),
         "reasoning_effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
+        "chat_template_kwargs": Field(OBEYED, "`enable_thinking` and the like; not of OpenAI"),
+        "tools": Field(OBEYED, "functions; the chat template has them"),
+        "tool_choice": Field(OBEYED, '"auto" or "none"', CHOICE),
+        "parallel_tool_calls": Field(OBEYED, "false: an answer ends with its first call", FLAG),
         "prediction": Field(HARMLESS, "it saves OpenAI time, and changes no answer"),
-        "response_format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
+        "metadata": Field(HARMLESS, "nothing is stored"),
+        "store": Field(HARMLESS, "nothing is stored"),
+        "service_tier": Field(HARMLESS, "there is one tier"),
+        "safety_identifier": Field(HARMLESS, "users are not told apart by it"),
+        "prompt_cache_key": Field(HARMLESS, "equal prefixes are found without it"),
+        "prompt_cache_options": Field(HARMLESS, "equal prefixes are found without it"),
+        "prompt_cache_retention": Field(HARMLESS, "prefixes are kept as long as memory allows"),
+        "response_format": Field(REFUSED, FORM, usual=({"type": "text"},)),
         "functions": Field(REFUSED, "give tools", usual=([],)),
         "function_call": Field(REFUSED, "give tools", usual=("none", "auto")),
         "modalities": Field(REFUSED, "answers are text", usual=(["text"],)),
         "verbosity": Field(REFUSED, "ask for it in a message", usual=("medium",)),
     },
-    COMPLETIONS: COMMON | WRITING | {
+    COMPLETIONS: COMMON | {
         "prompt": Field(OBEYED, "a text or token ids, or a list of up to 128 such prompts, answered together"),
         "logprobs": Field(OBEYED, "0 to 5 alternatives of each token; a part of a character is `\\xf0`", whole(0, 5)),
         "best_of": Field(REFUSED, "every answer that is written is given: ask for n", usual=(1,)),
         "echo": Field(REFUSED, "the prompt is not repeated", usual=(False,)),
         "suffix": Field(REFUSED, "text cannot be inserted before another", usual=("",)),
-    },
-    RESPONSES: COMMON | AGENTS | {
-        "input": Field(OBEYED, "a text, or items in their order: messages, reasoning, calls and their outputs"),
-        "instructions": Field(OBEYED, "a system message before the others", TEXT),
-        "max_output_tokens": Field(OBEYED, "as `max_tokens`, and before it", whole(1)),
-        "reasoning.effort": Field(OBEYED, "where the chat template has it; refused otherwise", TEXT),
-        "reasoning.summary": Field(REFUSED, "reasoning is given in full"),
-        "text.format": Field(OBEYED, "text, a JSON object, or JSON by a schema"),
-        "text.verbosity": Field(REFUSED, "ask for it in a message", usual=("medium",)),
-        "max_tool_calls": Field(HARMLESS, "it is about OpenAI's tools, and those are refused"),
-        "background": Field(REFUSED, "answers are not stored: ask for a stream", usual=(False,)),
-        "context_management": Field(REFUSED, "the policy manages the context", usual=([],)),
-        "conversation": Field(REFUSED, "conversations are not stored: send all of it"),
-        "include": Field(REFUSED, "a response has all that there is", usual=([],)),
-        "previous_response_id": Field(REFUSED, "responses are not stored: send the whole conversation"),
-        "top_logprobs": Field(REFUSED, "ask at /v1/chat/completions", usual=(0,)),
-        "truncation": Field(REFUSED, "shorten the input", usual=("disabled",)),
     },
     TEXTS: {
         "name": Field(OBEYED, "of the text"),
@@ -157,7 +140,7 @@ PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for p
 
 
 def known(path: str, body: dict[str, Any]) -> None:
-    """Raise Refused for a body with a field that is refused, that is not in the table, or whose value cannot be."""
+    """Raise Refused for a field of a body that is refused, that is not in the table, or that has a wrong value."""
     for name, value in body.items():
         if name not in PARTED[path]:
             _known(path, name, value)

@@ -13,10 +13,9 @@ from ..asking.tokens import find
 from ..engine.read.step import Step
 from .call import Call
 from .errors import Refused, of_field
-from .fields import PROMPT, RESPONSES
-from .grammar import Calls, Following, Grammars
+from .fields import PROMPT
 from .prefixes import Prefixes
-from .prompt import of_chat, of_messages, of_text
+from .prompt import of_messages, of_text
 from .reading import Reader
 from .row import Row
 from .sampling import Chooser
@@ -26,7 +25,7 @@ from .written import Numbered, Written
 
 
 class Generation:
-    """Has the calls' prompts read, and makes their answers for the scheduler.
+    """Reads the prompts of calls, and makes their answers for the scheduler.
 
     model     a patched model
     prefixes  the caches of shared beginnings
@@ -37,7 +36,6 @@ class Generation:
         self.reader = Reader(model, tokenizer, prefixes, scheduler)
         self.context = self.reader.context
         self.form = Form(tokenizer, model)
-        self.grammars = Grammars(tokenizer, _listed(model.generation_config.eos_token_id))
 
     # -- in the event loop ------------------------------------------------------------------------------------------
 
@@ -76,7 +74,7 @@ class Generation:
             yield item
 
     def answers(self, call: Call) -> list[Written]:
-        """Make the answers of a call, without tokens yet. They also end where the model's context does."""
+        """Make the answers of a call, without tokens yet. Answers also end where the model's context does."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
@@ -101,10 +99,10 @@ class Generation:
         await self._in_thread(self.prefixes.forget, marks)
 
     async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
-        """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: setting
-        a cancelled one's result would end the thread."""
+        """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: the
+        thread would end where it sets the result of a cancelled future."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error counts as seen
         return await asyncio.shield(future)
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
@@ -116,10 +114,8 @@ class Generation:
                 prompt = of_text(tokenizer, call.prompt, self.context, call.text)
                 if isinstance(call.prompt, list):
                     call.prompt = tokenizer.decode(call.prompt)
-            elif call.text is not None:
-                prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
             else:
-                prompt = of_chat(tokenizer, call.messages, call.template, self.context)
+                prompt = of_messages(tokenizer, call.messages, call.template, self.context, call.text)
         if not prompt.ids:
             raise Refused(400, "the prompt is empty: give at least one word")
         call.whole, call.prompt_tokens = prompt, len(prompt.ids)
@@ -128,11 +124,7 @@ class Generation:
         if call.question is not None and find(tokenizer, prompt.ids, call.question) is None:
             sentence = "the prompt does not have kvevict.question: give its words as the prompt has them"
             raise Refused(400, sentence, param="kvevict.question")
-        with of_field("tools" if call.forced else "text.format" if call.endpoint == RESPONSES else "response_format"):
-            call.matcher = None if call.schema is None else self.grammars.matcher(call.schema)  # refuses a schema
-        if call.forced:
-            call.parser = Calls
-        elif call.messages and call.schema is None:
+        if call.messages:
             call.parser = functools.partial(self.form.parser, prompt.ids, call.tools)
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
@@ -150,9 +142,6 @@ class Generation:
 
     def _row(self, call: Call, at: int, answer: Written, give: Any) -> Row:
         prompt, config, made = call.whole.ids, self._config(call), []
-        processors = call.sampling.processors(len(prompt))
-        if call.matcher is not None:
-            processors.append(Following(call.matcher.deep_copy(), len(prompt)))
 
         def take(model: torch.nn.Module, input_ids: torch.Tensor, logits_processor: Any, **others: Any) -> torch.Tensor:
             made.append(logits_processor)
@@ -161,8 +150,8 @@ class Generation:
         config.stop_strings = None  # Transformers looks for them in the prompt, too
         ids = torch.tensor([prompt], device=self.reader.device)
         self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=processors,
-            custom_generate=take,
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, custom_generate=take,
+            logits_processor=call.sampling.processors(len(prompt)),
         )  # fmt: skip
         noise = torch.Generator() if config.do_sample else None
         if noise is not None:

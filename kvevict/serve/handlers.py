@@ -1,4 +1,4 @@
-"""OpenAI's three endpoints: the messages of a request, and answers as OpenAI writes them."""
+"""OpenAI's two endpoints: the messages of a request, and answers as OpenAI writes them."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -8,8 +8,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from . import messages
 from .call import Call
-from .events import Items
-from .outgoing import DATA, Stream, error_of
+from .outgoing import DATA, Stream
 from .template import Part, Token, joined
 from .written import Numbered, Written
 
@@ -17,9 +16,9 @@ DONE = f"{DATA}[DONE]\n\n"
 
 
 class Completions:
-    """/v1/completions. name: the model's."""
+    """Answers of /v1/completions. name: the model's."""
 
-    kind = part = "text_completion"  # of a whole answer, and of an event of a stream
+    kind = part = "text_completion"  # the `object` of a whole answer, and of an event of a stream
     first: tuple = ()  # choices before an answer's first part
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -34,10 +33,10 @@ class Completions:
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """Make the choices of a stream that tell parts. calls: tool calls before them."""
-        text, logs = "".join(part for part in parts if isinstance(part, str)), self._logs(parts)
-        if text or logs or not parts:
-            yield dict(text=text) | logs
+        """Make the choices of a stream that hold parts. calls: number of tool calls before the parts."""
+        made = self.choice(call, parts)
+        if made != dict(text="") or not parts:
+            yield made
 
     def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
         """Make the response of all (number of an answer, parts of it)."""
@@ -45,11 +44,11 @@ class Completions:
         for index, answer in enumerate(answers):
             found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))
             choices.append(_choice(index, found, answer.finish))
-        return self._said(call, self.kind, choices, **_counted(call))
+        return self._said(call, self.kind, choices, usage=_usage(call, answers))
 
     def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
         """Make the response of parts that come one list after the other."""
-        return Stream(self._events(call, answers, parts), call, error_of)
+        return Stream(self._events(call, answers, parts), call)
 
     async def _events(self, call: Call, answers: list, parts: Any) -> AsyncGenerator[str, None]:
         calls: dict = {}  # number of an answer -> tool calls that it has had
@@ -66,7 +65,7 @@ class Completions:
                 yield self._event(call, _choice(at, delta))
             calls[at] += sum(isinstance(part, ToolCall) for part in each)
         if call.usage:
-            yield _event(self._said(call, self.part, [], **_counted(call)))
+            yield _event(self._said(call, self.part, [], usage=_usage(call, answers)))
         yield DONE
 
     def _event(self, call: Call, choice: dict) -> str:
@@ -87,7 +86,7 @@ class Completions:
 
 
 class Chat(Completions):
-    """/v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
@@ -123,57 +122,26 @@ class Chat(Completions):
         return dict(logprobs=dict(content=content, refusal=None)) if content else {}
 
 
-class Responses:
-    """/v1/responses, with the methods of `Completions`. name: the model's."""
-
-    def __init__(self, name: str, tokenizer: Any) -> None:
-        self.name, self.tokenizer = name, tokenizer
-
-    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return messages.of_input(self.tokenizer, body["input"], body.get("instructions"))
-
-    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        items = Items(self.name, call)
-        for part in joined([part for _, each in parts for part in each or ()]):
-            items.add(part)
-        items.close(answers[0].finish)
-        return items.response()
-
-    def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        items = Items(self.name, call)
-        events = self._events(items, answers, parts)
-        return Stream(events, call, lambda refusal: items.error(refusal.message))
-
-    async def _events(self, items: Items, answers: list, parts: Any) -> AsyncGenerator[str, None]:
-        yield items.begin()
-        async for _, each in parts:
-            for part in each or ():
-                yield items.add(part)
-        yield items.close(answers[0].finish)
-        yield items.last()
-
-
 def _event(value: dict) -> str:
     return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def _choice(index: int, said: dict, finish: str | None = None) -> dict:
-    """Make a choice, with null for what it has not: clients with a schema stop where a field is missing."""
+    """Make a choice, with null for fields that it lacks: clients with a schema stop where a field is missing."""
     return dict(index=index, finish_reason=finish, logprobs=None) | said
 
 
-def _counted(call: Call) -> dict:
+def _usage(call: Call, answers: list[Written]) -> dict:
     read, wrote = call.prompt_tokens, call.new_tokens
-    usage = dict(
+    return dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
         prompt_tokens_details=dict(cached_tokens=call.cached_tokens),
+        completion_tokens_details=dict(reasoning_tokens=sum(answer.reasoning for answer in answers)),
     )  # fmt: skip
-    return dict(usage=usage)
 
 
 def _call(call: Call, part: Any) -> dict:
-    function = dict(name=part.name, arguments=part.arguments)
-    return dict(id=call.tool_id(), type="function", function=function)
+    return dict(id=call.tool_id(), type="function", function=dict(name=part.name, arguments=part.arguments))
 
 
 def _number(data: bytes, log: float) -> dict:

@@ -10,7 +10,7 @@ from .call import Call
 from .errors import Refused
 
 LOG = logging.getLogger("kvevict.serve")
-AGAIN = 3600.0
+AGAIN = 3600.0  # seconds between two lines about the same trouble
 Client: TypeAlias = tuple[str, int] | None  # address and port
 
 
@@ -39,11 +39,11 @@ def to_stderr() -> None:
 
 
 class Troubles:
-    """Errors of a store. The log has one line for a kind of them, at most every `AGAIN` seconds, not one for each
+    """Errors of a store. The log has a line for each kind of error at most every `AGAIN` seconds, not for each
     request."""
 
     def __init__(self) -> None:
-        self._told: dict = {}  # kind -> when, of time.monotonic()
+        self._told: dict = {}  # kind of error -> when it was logged, by time.monotonic()
 
     def note(self, message: str, error: Exception) -> None:
         kind, now = (message, getattr(error, "errno", None) or str(error)), time.monotonic()
@@ -53,7 +53,7 @@ class Troubles:
 
 
 def served(call: Call, status: int, client: Client, error: Refused | None) -> None:
-    """Log the end of a call. error: that ended it, if any."""
+    """Log the end of a call. error: the error that ended the call, if any."""
     facts: dict = dict(id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
     facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
     facts["seconds"] = round(time.monotonic() - call.began, 3)

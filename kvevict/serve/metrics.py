@@ -1,4 +1,4 @@
-"""The metrics that Prometheus reads at /metrics, and how far requests are."""
+"""The metrics that Prometheus reads at /metrics, and the progress of requests."""
 
 import time
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from .call import Call
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
-OTHER = "other"  # the endpoint of a request to none that there is
+OTHER = "other"  # the endpoint in the metrics of a request to no endpoint
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -30,20 +30,21 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own: Any = dict(registry=self.registry)
-        self.requests = Counter(
-            "kvevict_requests", "Requests that were answered or refused", ["endpoint", "status"], **own
+
+        def of(kind: Any, name: str, about: str, **more: Any) -> Any:
+            return kind(f"kvevict_{name}", about, registry=self.registry, **more)
+
+        self.requests = of(
+            Counter, "requests", "Requests that were answered or refused", labelnames=["endpoint", "status"]
         )
-        self.queue = Gauge("kvevict_queue", "Requests that wait for their turn", **own)
-        self.running = Gauge("kvevict_running", "Answers that are written", **own)
-        self.read = Counter("kvevict_tokens_read", "Prompt tokens that the model read", **own)
-        self.saved = Counter("kvevict_tokens_saved", "Prompt tokens that came from stored prefixes", **own)
-        self.left = Gauge("kvevict_tokens_to_read", "Prompt tokens that requests have still to read", **own)
-        self.written = Counter("kvevict_tokens_written", "Tokens that the model wrote", **own)
-        self.cache = Gauge("kvevict_cache_bytes", "Bytes of stored prefixes", ["place"], **own)
-        self.first = Histogram(
-            "kvevict_first_token_seconds", "From a request to its first token", buckets=SECONDS, **own
-        )
+        self.queue = of(Gauge, "queue", "Requests that wait for their turn")
+        self.running = of(Gauge, "running", "Answers that are written")
+        self.read = of(Counter, "tokens_read", "Prompt tokens that the model read")
+        self.saved = of(Counter, "tokens_saved", "Prompt tokens that came from stored prefixes")
+        self.left = of(Gauge, "tokens_to_read", "Prompt tokens that requests have still to read")
+        self.written = of(Counter, "tokens_written", "Tokens that the model wrote")
+        self.cache = of(Gauge, "cache_bytes", "Bytes of stored prefixes", labelnames=["place"])
+        self.first = of(Histogram, "first_token_seconds", "From a request to its first token", buckets=SECONDS)
 
     def refused(self, endpoint: str, status: int) -> None:
         """Count a request that was refused before it became a call."""

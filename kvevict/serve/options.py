@@ -7,8 +7,8 @@ from ..policy.text import DEFAULT
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). memory bounds the bytes of prefixes, and again those of
-    running answers; disk those of all files."""
+    """The options of `kvevict serve` (docs/commands.md). `memory` bounds the bytes of prefixes, and again the bytes of
+    running answers; `disk` bounds the bytes of all files."""
 
     policy: str = DEFAULT
     budget: int | float | str = 512
@@ -23,6 +23,5 @@ class Options:
     keys: tuple[str, ...] = ()
     batch: int = 16
     queue: int = 64
-    stall: float = 0.5
     timeout: float = 600.0
     hosts: tuple[str, ...] = ()

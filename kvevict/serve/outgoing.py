@@ -19,20 +19,13 @@ COMMENT = ": no event yet\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass events on at once
 
 
-def error_of(refusal: Refused) -> str:
-    return f"{DATA}{json.dumps(refusal.body())}\n\n"
-
-
 class Stream(StreamingResponse):
-    """The events of a call, and comments while there are none: proxies and clients end a connection that is silent.
+    """The events of a call, and comments while there are none: proxies and clients end a connection that is silent. An
+    error is the last event. `end` is called once, with the status of the call's end and the error that ended it."""
 
-    failed  makes the events of an error, which are the last
-    end     is called once, with the status of the call's end and the error that ended it, if any
-    """
-
-    def __init__(self, events: AsyncGenerator[str, None], call: Call, failed: Callable[[Refused], str]) -> None:
-        self.events, self.call, self.failed, self.end = events, call, failed, lambda status, error: None
-        self.status = 499  # until all was sent
+    def __init__(self, events: AsyncGenerator[str, None], call: Call) -> None:
+        self.events, self.call, self.end = events, call, lambda status, error: None
+        self.status = 499  # 200 once all was sent
         self.error: Refused | None = None
         self._next: asyncio.Future | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
@@ -50,7 +43,7 @@ class Stream(StreamingResponse):
             self.status = 200
         except Exception as error:
             known = log.told(error)
-            yield self.failed(known)
+            yield f"{DATA}{json.dumps(known.body())}\n\n"
             self.status, self.error = known.status, known
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -65,7 +58,7 @@ class Stream(StreamingResponse):
 
 
 async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:
-    """Await a coroutine. When the client leaves before its end, cancel the coroutine and the call, and raise
+    """Await a coroutine. When the client leaves before the coroutine ends, cancel it and the call, and raise
     Refused."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
@@ -95,13 +88,14 @@ async def _stopped(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # known
+        task.exception()  # counts as seen
 
 
 async def together(
     streams: list[AsyncGenerator[Numbered, None]], answers: int, after: Callable[[], None]
 ) -> AsyncGenerator[Numbered, None]:
-    """Yield the parts of several calls' answers as they come. answers: of each call; after() is called before each."""
+    """Yield the parts of several calls' answers as they come. answers: number of answers of each call; after: called
+    before each part."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:

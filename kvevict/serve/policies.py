@@ -15,10 +15,12 @@ from .options import Options
 
 @dataclass(frozen=True)
 class Policies:
-    """options  of the server
-    context  the model's, in tokens; a request may not keep more of that many than the server's own budget
-    fitted   makes a policy that of the model, with its budget in slots
-    records  decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise
+    """Builds the policies of requests.
+
+    options  the server's
+    context  tokens of the model's context; of a prompt that long a request may keep no more than the server's budget
+    fitted   makes a policy fit the model, with its budget in slots
+    records  whether decoded tokens are recorded (`compiled`) if a policy's text does not say otherwise
     """
 
     options: Options
@@ -30,7 +32,7 @@ class Policies:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Policy:
-        """Build a policy by its text; None: the server's. It recalls, unless it cannot or its text says otherwise."""
+        """Build a policy by its text; None: the server's. A policy that can recall does, unless its text says no."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv)
@@ -47,7 +49,8 @@ class Policies:
         return self.fitted(policy)
 
     def of(self, asked: dict[str, Any], opens_text: bool, prefix: str = "kvevict.") -> Policy:
-        """Choose by a request's fields, which have this prefix. Raises Refused for a choice that cannot be had."""
+        """Return the policy that a request's fields choose. Raises Refused for a policy or budget that the request
+        cannot have. prefix: of the fields' names in errors."""
         if opens_text and asked.get("question") is not None:
             sentence = "a stored text is read before its questions: leave kvevict.question out"
             raise Refused(400, sentence, param="kvevict.question")

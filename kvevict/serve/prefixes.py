@@ -29,8 +29,8 @@ from ..store.saving import save_cache
 from .log import Troubles
 
 SUFFIX = ".safetensors"
-FACTS = 1 << 16  # bytes of a file beside its tensors, at most
-LEFT = 3600  # seconds after which the folder of a file that is being written is that of a process that was killed
+FACTS = 1 << 16  # most bytes of a file beside its tensors
+LEFT = 3600  # seconds after which the folder of an unfinished file counts as left by a killed process
 
 
 def keys_of(
@@ -38,7 +38,7 @@ def keys_of(
     start: int = 0,
 ) -> dict[int, str]:  # fmt: skip
     """Make the keys of a prompt's beginnings, by their ascending ends: hashes of the owner and of all that a cache
-    depends on, and from the token `start` on the mark of the stored text there, for `forget`."""
+    depends on. Keys of beginnings that end after the token `start` have the mark of the stored text, for `forget`."""
     facts = "\0".join((FORMAT, owner, str(weights), policy.to_json())) + "\0"
     digest, before, found = hashlib.sha256(facts.encode()), 0, {}
     for end in ends:
@@ -63,7 +63,7 @@ def unmarked(keys: dict[int, str]) -> dict[int, str]:
 
 
 def bytes_of(cache: EvictionCache) -> int:
-    """Count the bytes of a cache's tensors, shared ones too; of a pool's buffers, only the rows that are lent."""
+    """Count the bytes of a cache's tensors, shared ones too; a pool's buffers count by the rows that they lend."""
     storages, lent = {}, 0
     for layer in cache.layers:
         pool = getattr(layer, "pool", None)
@@ -84,8 +84,7 @@ def in_files(cache: EvictionCache) -> bool:
 
 
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
-    """Return for each of the positions start..stop-1 the share of all layers' heads that keep it, in a cache of one
-    row."""
+    """Return the share of all layers' heads that keep each of the positions start..stop-1. cache: of one row."""
     counts, heads = np.zeros(cache.get_seq_length()), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
@@ -96,12 +95,12 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
 
 
 class Prefixes:
-    """Caches by key. Only the thread that generates uses them, but for `knows`, `has_file` and `file_bytes`.
+    """Caches by key. Only the thread that generates uses an object, but for `knows`, `has_file` and `file_bytes`.
 
-    folder   of the files
-    memory   bytes at most of the caches that are kept in memory; those in files do not count
-    disk     bytes of the files at most: a function, as texts take up some of them
-    gone     `Texts.gone`: caches of deleted texts are not written
+    folder  the folder of the files
+    memory  most bytes of the caches that are kept in memory; caches in files do not count
+    disk    a function of most bytes of the files, as texts take up some of the disk
+    gone    `Texts.gone`: caches of deleted texts are not written
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class Prefixes:
     ) -> None:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder: Any = None if folder is None else Path(folder)
-        self.place = lambda cache: None  # is called with each cache that memory gets
-        # key -> (cache, bytes, inner keys), least recently used first; 0 bytes of a cache that lies in its file
+        self.place = lambda cache: None  # called with each cache that memory gets
+        # key -> (cache, bytes, inner keys), least recently used first; a cache that lies in its file has 0 bytes
         self._live: OrderedDict = OrderedDict()
         self._inside: dict = {}  # key of a beginning of a cache -> the cache's key
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
@@ -120,7 +119,7 @@ class Prefixes:
             self._tidy()
             before = (time.time() - LEFT) * 1e9
             old = {mark_in(path.stem) for used, _, path in self._files() if used < before} - {""}
-            self.forget(self.gone(*old))  # whoever deleted their texts was killed
+            self.forget(self.gone(*old))  # the process that deleted their texts was killed
 
     @property
     def file_bytes(self) -> int:
@@ -131,7 +130,7 @@ class Prefixes:
         return key in self._live or key in self._inside
 
     def tell(self, key: str, size: int) -> None:
-        """Log that a stored text's slots, of so many bytes, fit nowhere."""
+        """Log that a stored text's slots, of `size` bytes, fit nowhere."""
         if not self.knows(key) and not self.has_file(key):
             advice = "raise --memory-bytes" + ("" if self.folder is None else " or --store-bytes")
             error = ValueError(f"its slots take {size} bytes: {advice}")
@@ -169,8 +168,8 @@ class Prefixes:
         return cache.fork()
 
     def put(self, keys: dict[int, str], end: int, cache: EvictionCache) -> None:
-        """Store the cache of a prompt's first `end` tokens, which nobody changes any more, in memory. Those that it
-        begins with are forgotten there, and the least recently used until the rest fits."""
+        """Store the cache of a prompt's first `end` tokens in memory; nobody changes it afterwards. Memory forgets the
+        caches of this prompt's shorter beginnings, and the least recently used caches until the rest fits."""
         key, inner = keys[end], [each for at, each in keys.items() if at < end]
         for each in (key, *inner):
             self._drop(each)
@@ -229,7 +228,7 @@ class Prefixes:
         self._fit(self.disk())  # texts may have been stored since
         if time.monotonic() - self._tidied >= LEFT:
             self._tidy()
-        if self._is_gone(key):  # since it is written
+        if self._is_gone(key):  # the text was deleted while its cache was written
             _unlink(self._path(key))
             return False
         if key in self._live and stays(self.folder, cache.sequence.policy):
@@ -238,7 +237,7 @@ class Prefixes:
 
     def _leave(self, key: str) -> None:
         """Let the slots of a cache in memory lie in its file instead."""
-        if device_of(self.model).type != "cpu":  # whose memory the slots are to be in
+        if device_of(self.model).type != "cpu":  # a GPU needs the slots in its own memory
             return
         with contextlib.suppress(ValueError, OSError):  # another server has removed it
             cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
@@ -263,15 +262,14 @@ class Prefixes:
         return found
 
     def _there(self, pattern: str) -> list:
-        """List the files of a pattern; none where the folder cannot be read: what is written next says so in the
-        log."""
+        """List the files of a pattern; none where the folder cannot be read: the next write logs that."""
         try:
             return [] if self.folder is None else list(self.folder.glob(pattern))
         except OSError:
             return []
 
     def _fit(self, most: int) -> None:
-        """Remove the least recently used files until the rest have `most` bytes. Servers that do so at the same time
+        """Remove the least recently used files until the rest have `most` bytes. Servers that do this at the same time
         remove the same files."""
         found = sorted(self._files(), reverse=True)
         used = sum(size for _, size, _ in found)

@@ -10,38 +10,36 @@ from .errors import Refused
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids
-    text  where the stored text that opens the prompt starts and stops: the tokens up to there are alike in each request
+    """The token ids of a prompt.
+
+    text  (start, stop) of the stored text that opens the prompt: the tokens up to `stop` are alike in each request
     """
 
     ids: list[int]
     text: tuple[int, int] | None = None
 
 
-def of_chat(tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None) -> Prompt:
-    """Make the prompt of a chat as one piece."""
-    check_count(messages, context)
-    return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
-
-
 def _marked(message: dict, before: str) -> dict:
-    """Put letters before a message's content, which loses its marks."""
+    """Put letters before a message's content, and remove `MARK` from the content."""
     content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
     return {**message, "content": before + content}
 
 
 def of_messages(
-    tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None, text: str
+    tokenizer: Any, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None, text: str | None
 ) -> Prompt:
-    """Make the prompt of a chat that a stored text opens, in the first user's message and two line ends before it.
+    """Make the prompt of a chat. A stored text opens it, in the first user's message and two line ends before that.
 
     Raises ValueError for a chat that the template refuses or changes.
     """
-    check_count(messages, context)
+    if context is not None and len(messages) >= context:  # each message has a token or more
+        raise too_long(context)
+    if text is None:
+        return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a stored text opens the user's turn: give a message of the role user")
-    # The parts before and after the text are tokenised apart, alike in every request.
+    # The parts before and after the text are tokenised separately, so that the text has the same ids in every request.
     marked = [_marked(message, MARK + "\n\n" if at == first else "") for at, message in enumerate(messages)]
     parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
     if len(parts) != 2:
@@ -50,7 +48,7 @@ def of_messages(
 
 
 def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: str | None = None) -> Prompt:
-    """Make a prompt of letters or ids without a template; a stored text ends two lines before it."""
+    """Build a prompt from text or ids, without a chat template. A stored text precedes them, and a blank line."""
     if text is None:
         return joined(tokenizer, [(_opened, prompt)], context)
     rest: list = [(ids_of, f"\n\n{prompt}")] if isinstance(prompt, str) else [(ids_of, "\n\n"), (_opened, prompt)]
@@ -60,8 +58,8 @@ def of_text(tokenizer: Any, prompt: str | list[int], context: int | None, text: 
 def joined(
     tokenizer: Any, pieces: Sequence[tuple[Callable[[Any, str], list[int]], str | list[int]]], context: int | None
 ) -> Prompt:
-    """Join pieces, each (tokenising function, letters or ids), to a prompt. The first piece whose special tokens are
-    letters (`ids_of`) is a stored text.
+    """Join pieces, each (tokenising function, text or ids), to a prompt. The first piece that `ids_of` tokenises, where
+    special tokens are plain letters, is the stored text.
 
     Raises Refused as soon as the ids do not fit a context with an answer.
     """
@@ -84,18 +82,12 @@ def joined(
 
 
 def parts(tokenizer: Any, ids: list[int], shares: Any) -> list[list[Any]]:
-    """Part a text into pieces: [letters, the mean of its tokens' shares]."""
+    """Split a text into pieces: [letters, mean share of the piece's tokens]."""
     made, at = [], 0
     for letters, tokens in pieces(tokenizer, ids):
         made.append([letters, round(float(shares[at : at + tokens].mean()), 3)])
         at += tokens
     return made
-
-
-def check_count(messages: list[dict[str, Any]], context: int | None) -> None:
-    """Raise Refused for a chat of more messages than its context has tokens."""
-    if context is not None and len(messages) >= context:
-        raise too_long(context)
 
 
 def too_long(context: int | None, what: str = "prompt") -> Refused:
@@ -104,7 +96,7 @@ def too_long(context: int | None, what: str = "prompt") -> Refused:
 
 
 def _plain(tokenizer: Any, text: str) -> list:
-    """Tokenise a part of a rendered template, which has its special tokens."""
+    """Tokenise a part of a rendered template, which has all special tokens already."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

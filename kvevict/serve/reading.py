@@ -30,16 +30,16 @@ BLOCK = 64  # tokens between the places where prompts are compared
 SHORTEST = 256  # tokens of the shortest beginning that is shared
 FURTHER = 256  # tokens after a known beginning, from which on a prompt is stored
 PIECE = 2048  # tokens of a stored text that are read before their slots are stored; a place of comparison
-WRITTEN = 1024  # tokens of a beginning: when one so long comes again, it is written to disk
+WRITTEN = 1024  # tokens from which on a beginning that comes again is written to disk
 
 
 class Reader:
-    """Reads the prompts of calls. A function that reads is a generator of the chunks read, but for the last: others get
-    a turn between two.
+    """Reads the prompts of calls. A function that reads is a generator of all chunks but the last: other calls get a
+    turn between two chunks.
 
-    model     a patched model. Its policy sizes the pools
+    model     a patched model, whose policy sizes the pools
     prefixes  the caches of shared beginnings
-    shares    `shares_of` a stored text by its mark, of the last question about it
+    shares    mark of a stored text -> `shares_of` the text for the last question about it
     """
 
     def __init__(self, model: Any, tokenizer: Any, prefixes: Prefixes, scheduler: Scheduler) -> None:
@@ -54,7 +54,7 @@ class Reader:
         slots = 2 * (scheduler.most + 1) * most  # twice: answers that outgrow their room are copied within the pool
         self.kv, self.pools = plan.policy.kv, Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
         prefixes.place = self._place
-        # whether a cache's first tokens are a cache: not those of a state or a window
+        # whether the first tokens of a cache are a cache themselves, unlike those of a state or a window
         self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
         self.shares: dict[str, np.ndarray] = {}
 
@@ -70,23 +70,22 @@ class Reader:
         return keys_of(call.owner, self.weights, call.policy, prompt.ids, sorted(ends), call.text, start)
 
     def kept(self, call: Call) -> np.ndarray:
-        """The share of heads that kept each token of a call's stored text for the last question about it; 1 before the
-        first one."""
+        """Return the share of heads that kept each token of a call's stored text for the last question about that text;
+        1 before the first question."""
         start, stop = call.whole.text or (0, 0)
-        found = self.shares.get(self._mark(call))
-        return np.ones(stop - start) if found is None else found
+        return self.shares.get(self._mark(call), np.ones(stop - start))
 
     def _widest(self, policy: Any, tokens: int) -> int:
-        """Most slots of a head while a prompt is read."""
+        """Return the most slots of a head while a prompt is read."""
         slots = max(policy.slots(tokens), policy.recalling.slots(tokens))
         return min(tokens, slots + (policy.chunk_size or tokens))
 
     def size(self, call: Call, new: int) -> int:
-        """Most bytes of an answer's slots."""
+        """Return the most bytes of an answer's slots. new: tokens of the answer."""
         return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
 
     def store(self, call: Call) -> Generator[Step, None, None]:
-        """Read a call's stored text. Its slots are where a process that is killed leaves them."""
+        """Read a call's stored text, and write its slots to disk, where a killed process leaves them."""
         if call.keys:
             cache, end = yield from self._text(call, *self._known(call))
             self.prefixes.write(call.keys[end], cache)
@@ -108,8 +107,8 @@ class Reader:
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple:
-        """A fork of the cache of a call's longest known beginning, and the number of its tokens; (None, 0) without. The
-        beginning may be that of a prompt which has the letters of the call's stored text."""
+        """Return a fork of the cache of a call's longest known beginning, and its number of tokens; (None, 0) without
+        one. A prompt that has the letters of the call's stored text may have left that cache."""
         _, stop = call.whole.text or (0, 0)
         pasted = unmarked(call.keys) if stop else {}
         for end in reversed(call.keys):
@@ -144,7 +143,7 @@ class Reader:
         return mark_of(call.owner, call.text or "")
 
     def _fits(self, tokens: int) -> bool:
-        """Tell whether memory holds the slots of so many tokens."""
+        """Tell whether memory holds the slots of `tokens` tokens."""
         return tokens * self.slot <= self.prefixes.memory
 
     def _place(self, cache: Any) -> None:
@@ -168,7 +167,7 @@ class Reader:
 
         tokens = torch.tensor([ids], device=self.device)
         with contextlib.ExitStack() as inside:
-            with of_field("kvevict.policy"):  # that needs more than its name, or cannot read with this model
+            with of_field("kvevict.policy"):  # a policy may need more than its name, or another model
                 inside.enter_context(evicting(self.model, policy, tokenizer=False))
             inside.enter_context(within(question=question, asks=question is not None, pause=pause, learns=False))
             into = self.pools.cache() if cache is None else cache
@@ -177,15 +176,15 @@ class Reader:
             return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
     def _asking(self, call: Call) -> Any:
-        """What finds the tokens that observe."""
+        """Return what finds the tokens that observe."""
         if call.question is not None:
             return Asked((call.question,), self.tokenizer)
         said = [each["content"] for each in call.messages if each["role"] == "user"]
         return LastTurn(self.tokenizer, said[-1] if said else call.prompt)
 
     def _chosen(self, policy: Any, tokens: int) -> Any:
-        """The policy, changed to fit a prompt of so many tokens. Raises Refused where no positions are left to repeat
-        them."""
+        """Change a policy to fit a prompt of `tokens` tokens. Raises Refused where too few positions are left to repeat
+        the prompt."""
         if policy.rows.repeats and self.context and (policy.threshold is not None or policy.slots(tokens) < tokens):
             if self.context - tokens < room_of(policy):
                 raise Refused(

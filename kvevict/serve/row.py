@@ -14,7 +14,7 @@ class Row(Answer):
     """An `Answer` whose parts go to the call's client. An error ends the call.
 
     number  of the answer among the call's
-    give    called with (number, parts) for each token, with (number, None) at the end, and with an error
+    give    is called with (number, parts) for each token, with (number, None) at the end, or with an error
     """
 
     def __init__(self, call: Call, number: int, answer: Written, choose: Chooser, give: Callable) -> None:
@@ -37,7 +37,7 @@ class Row(Answer):
             return logits.new_zeros((), dtype=torch.int64)
 
     def see(self, token: int) -> None:
-        if self.ended:  # by an error
+        if self.ended:  # an error has ended it
             return
         try:
             super().see(token)

@@ -9,10 +9,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogit
 
 from ..answering.writing import sent
 
-LENGTHS = "max_output_tokens", "max_completion_tokens", "max_tokens"  # the first of these counts
-LONG = 1024  # tokens of an answer, unless something says how many
+LENGTHS = "max_completion_tokens", "max_tokens"  # the first of these fields that a request has counts
+LONG = 1024  # most tokens of an answer, unless a request or the model's configuration says another number
 ZERO = 0.01  # a temperature below it draws nothing
-LEAST = -9999.0  # of a logarithm of a probability: JSON has nothing infinite
+LEAST = -9999.0  # the least logarithm of a probability: JSON has no infinite numbers
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Decoding:
 
     changes    fields of the model's `GenerationConfig` and their values
     frequency  penalty of a token for each time that it was written
-    presence   penalty of a token that was written
-    top        number of alternatives that come with each token's probability; None: no probabilities
+    presence   penalty of a token that was written at all
+    top        number of alternatives beside each token's probability; None: no probabilities
     """
 
     changes: dict = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Decoding:
         return cls(changes, body.get("frequency_penalty", 0.0), body.get("presence_penalty", 0.0), top)
 
     def config(self, of_model: Any) -> Any:
-        """The model's configuration, changed. Tokens are drawn from all unless something says otherwise."""
+        """Return the model's configuration with the changes. Without a `top_k` tokens are drawn from all."""
         config = copy.deepcopy(of_model)
         config.max_new_tokens = max(config.max_new_tokens or 0, LONG)
         for name, value in self.changes.items():
@@ -85,7 +85,7 @@ class Probabilities(LogitsProcessor):
         return scores
 
     def of(self, token: int) -> tuple[float, dict[int, float]]:
-        """A token's number, and {token: number} of the likeliest."""
+        """Return a token's logarithm, and {token: logarithm} of the likeliest tokens."""
         logs, ids = self.logs.topk(self.top)
         return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))
 
@@ -96,7 +96,7 @@ FIRST = SequenceBiasLogitsProcessor, Probabilities
 class Chooser:
     """Chooses the tokens of one answer.
 
-    prompt      ids; `most` of the answer follow at most
+    prompt      ids of the prompt, which at most `most` tokens of the answer follow
     processors  Transformers' `LogitsProcessorList`
     noise       the generator of the draws, on the CPU; None: the likeliest token is taken
     """
@@ -113,7 +113,7 @@ class Chooser:
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].float()
         if self.processors:
-            self._ids = self._ids.to(scores.device)  # with the first scores
+            self._ids = self._ids.to(scores.device)  # once: scores stay on one device
             scores = self.processors(self._ids[:, : self._length], scores)
         if self.noise is None:
             token = scores[0].argmax()
@@ -126,5 +126,5 @@ class Chooser:
         return token
 
     def likely(self, token: int) -> tuple[float, dict[int, float]] | None:
-        """`Probabilities.of` the newest token; None: the request does not ask for them."""
+        """Return `Probabilities.of` the newest token; None: the request does not ask for probabilities."""
         return None if self.probabilities is None else self.probabilities.of(token)

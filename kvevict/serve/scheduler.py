@@ -29,9 +29,9 @@ from .row import Row
 class Turn:
     """Work that waits for the model.
 
-    work  a function, or one that reads: a generator of the `Step`s done, but for the last
-    call  the call that waits; None: the server does
-    rows  number of answers that start to run with it
+    work  a function; one that reads is a generator of all `Step`s but the last
+    call  the call that waits; None: the server waits
+    rows  number of answers that start to run with the turn
     size  most bytes of these answers' slots
     """
 
@@ -40,16 +40,16 @@ class Turn:
     rows: int = 0
     size: int = 0
     result: Future = field(default_factory=Future)
-    context: Context = field(default_factory=Context)  # that all of its work is done in
+    context: Context = field(default_factory=Context)  # all of the work runs in it
     steps: Any = None  # the generator, while it reads
-    left: int = 0  # rows that it has left to read
-    chunk: int = 0  # rows of its last chunk, less those of prompts that were read since
-    alone: bool = True  # no other prompt was read since its last chunk
+    left: int = 0  # rows that are left to read
+    chunk: int = 0  # rows of the last chunk, less the rows of prompts that were read since
+    alone: bool = True  # whether no other prompt was read since the last chunk
 
     @property
     def most(self) -> int:
-        """Tokens of a prompt that may be read before the next chunk, at most: half of what is left. Several may be, of
-        as many tokens in all as the last chunk had."""
+        """Most tokens of another prompt that may be read before the next chunk: half of what is left. Several prompts
+        may be read in between, with as many tokens in all as the last chunk had."""
         return self.left // 2 if self.alone else min(self.left // 2, self.chunk)
 
     @property
@@ -58,24 +58,25 @@ class Turn:
 
 
 class Scheduler:
-    """Runs the model in a thread of its own.
+    """Runs the model in a separate thread.
 
-    prefixes  the stored prefixes; an answer that needs more memory than they may take runs alone
+    prefixes  the stored prefixes; an answer that needs more memory than these may take runs alone
     most      most answers that run at once
-    queue     most calls that wait beside them
-    stall     seconds since the answers' last token after which a read pauses at its next layer
+    queue     most calls that wait beside the running ones
     """
 
-    def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int, stall: float) -> None:
-        self.model, self.prefixes, self.most, self.queue, self.stall = model, prefixes, most, queue, stall
-        self.memory = prefixes.memory  # bytes of all answers' slots at most
+    stall = 0.5  # seconds since the answers' last token after which a read pauses at its next layer
+
+    def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int) -> None:
+        self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
+        self.memory = prefixes.memory  # most bytes of all answers' slots
         self._turns: list[Turn] = []
-        self._inside: list[Turn] = []  # with a prompt that is read, or answers that run
+        self._inside: list[Turn] = []  # turns whose prompt is being read, or whose answers run
         self._groups: list[Group] = []
-        self._plans: deque[Plan] = deque(maxlen=8)  # of earlier groups: one knows whether its tokens can be recorded
-        self._reading: list[Turn] = []  # between two chunks; a prompt came before the next chunk of the one before it
+        self._plans: deque[Plan] = deque(maxlen=8)  # plans of earlier groups, which know whether tokens can be recorded
+        self._reading: list[Turn] = []  # turns between two chunks; each interrupted the one before it
         self._calls, self._changed = 0, threading.Condition()
-        self._stepped = 0.0  # when answers had their last token, of time.monotonic()
+        self._stepped = 0.0  # when answers had their last token, by time.monotonic()
         threading.Thread(target=self._run, name="kvevict", daemon=True).start()
 
     # -- in any thread ----------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Scheduler:
         return sum(len(group.batch.rows) for group in self._groups)
 
     def enter(self) -> None:
-        """A call comes in; `leave` ends it. Raises Refused when too many are there."""
+        """Count a call that comes in, until `leave`. Raises Refused when there are too many calls."""
         with self._changed:
             if self._calls >= self.most + self.queue:
                 raise Refused(429, f"{self._calls} requests are here already: try again later", "queue_full")
@@ -112,7 +113,7 @@ class Scheduler:
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
     def run(self, row: Row, plan: Plan, cache: EvictionCache) -> None:
-        """Let an answer be written from the next step on. plan: of its decoded tokens; cache: of its prompt."""
+        """Let an answer be written from the next step on. plan: of decoded tokens; cache: of the answer's prompt."""
         for group in self._groups:
             if group.plan.policy == plan.policy and group.add(row, cache):
                 return
@@ -124,7 +125,7 @@ class Scheduler:
         self._groups.append(group)
 
     def pause(self) -> None:
-        """Between two layers of a read: answers get a token, when it is time."""
+        """Give answers a token between two layers of a read, when it is time."""
         if self._groups and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._step)
 
@@ -139,7 +140,7 @@ class Scheduler:
             Context().run(self._step)
 
     def _next(self) -> Turn | None:
-        """The turn that goes on: one that waits, or the prompt that is being read. None: there is neither."""
+        """Return the turn that goes on: one that waits, or the one whose prompt is being read; None without either."""
         reading = self._reading[-1] if self._reading else None
         turn = self._waiting(None if reading is None else reading.most)
         if turn is None:
@@ -149,8 +150,8 @@ class Scheduler:
         return turn
 
     def _waiting(self, most: int | None) -> Turn | None:
-        """Take the next turn out of the queue: among turns that read at most `most` tokens the first of the owner with
-        the fewest answers running. None: no turn fits."""
+        """Take the next turn out of the queue: among turns that read at most `most` tokens, the first of the owner with
+        the fewest running answers. None: no turn fits."""
         with self._changed:
             turns = [each for each in self._turns if most is None or self._left(each) <= most]
             served = Counter(each.owner for each in self._inside)
@@ -195,7 +196,7 @@ class Scheduler:
             self._reading.append(turn)
 
     def _work(self, turn: Turn) -> Step | None:
-        """The chunk that was read; None: the turn is done."""
+        """Do a turn's work, and return the chunk that was read; None: the turn is done."""
         result = turn.work() if turn.steps is None else turn.steps
         if isinstance(result, Generator):
             turn.steps = result
@@ -213,7 +214,7 @@ class Scheduler:
                 group.step()
         self._groups = [group for group in self._groups if group.batch.rows]
         for alone in choosing:
-            for row in alone.batch.rows:  # one, if it has not ended
+            for row in alone.batch.rows:  # one row, unless it has ended
                 alone.batch.cache.end_archive()
                 self.run(row, alone.plan, alone.batch.cache)
         self._stepped = time.monotonic()
@@ -232,8 +233,8 @@ class Group:
         self.model, self.plan, self.batch = model, plan, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
-        """Add an answer; False if it cannot share a step with the others, or is not to: answers that have chosen their
-        slots are recorded, until others join."""
+        """Add an answer. Return False if it cannot share a step with the others, or should not: answers that have
+        chosen their slots are recorded until others join."""
         there, awaits = self.batch.cache, cache.sequence.awaits
         if there is not None and (there.sequence.awaits != awaits or (awaits and not go_on([there, cache]))):
             return False
@@ -246,7 +247,7 @@ class Group:
         return True
 
     def choosing(self) -> list["Group"]:
-        """The answers whose next token chooses their slots (`Policy.recall_after`), each by itself from here on."""
+        """Take out the answers whose next token chooses their slots (`Policy.recall_after`), each as its own group."""
         due = [] if self.batch.cache is None else self.batch.cache.sequence.choosing()[0]
         rows = [self.batch.rows[at] for at in due]
         groups = [Group(self.model, self.plan) for _ in rows]

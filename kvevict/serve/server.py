@@ -18,11 +18,9 @@ from starlette.requests import ClientDisconnect
 from . import check, fields, log
 from .call import Call
 from .errors import Refused, of_field, refused
-from .fields import CHAT, COMPLETIONS, RESPONSES, TEXTS
+from .fields import CHAT, COMPLETIONS, TEXTS
 from .generation import Generation
-from .grammar import schema_of, schema_of_calls
-from .handlers import Chat, Completions, Responses
-from .messages import tools_of
+from .handlers import Chat, Completions
 from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
@@ -33,18 +31,16 @@ from .sampling import Decoding
 from .scheduler import Scheduler
 from .texts import Texts, checked
 
-SMALL = 1 << 16  # bytes of a body that is read where it came, so that small requests are answered in their order
+SMALL = 1 << 16  # most bytes of a body that the event loop parses itself, so that small requests keep their order
 JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
-ENDPOINTS = {  # path: handler, its check
-    CHAT: (Chat, check.chat),
-    COMPLETIONS: (Completions, check.completion),
-    RESPONSES: (Responses, check.response),
-}
+ENDPOINTS = {CHAT: (Chat, check.chat), COMPLETIONS: (Completions, check.completion)}  # path: handler, its check
 
 
 class Server:
-    """name  of the model, as requests may give it
-    most  bytes of a request's body
+    """Serves a patched model.
+
+    name  the model's name in requests
+    most  most bytes of a request's body
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, policies: Policies, prefixes: Prefixes, texts: Texts,
@@ -53,10 +49,10 @@ class Server:
         self.keys, self.timeout, self.hosts = options.keys, options.timeout, options.hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler = Scheduler(model, prefixes, options.batch, options.queue, options.stall)
+        self.scheduler = Scheduler(model, prefixes, options.batch, options.queue)
         self.metrics = Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
-        self.calls: list[Call] = []  # that have not ended
+        self.calls: list[Call] = []  # calls that have not ended
         self._threads = CapacityLimiter(2)
         self._tokenisers = {
             large: (copy.deepcopy(tokenizer) if large else tokenizer, CapacityLimiter(1)) for large in (False, True)
@@ -71,12 +67,12 @@ class Server:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         for key in self.keys if scheme.lower() == "bearer" else ():
-            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # as it was sent
+            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # the bytes as they were sent
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request, function: Callable[[dict[str, Any]], Any] = lambda body: body) -> Any:
-        """Run function(body). Raises Refused for a body that is no JSON object, or too large."""
+        """Run function(body). Raises Refused for a body that is not a JSON object, or too large."""
         if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
@@ -99,33 +95,26 @@ class Server:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
     def _checked(self, path: str, body: dict) -> tuple:
-        """Take the field `kvevict` out of a body, and return both. Raises Refused for fields that cannot be obeyed."""
+        """Take the field `kvevict` out of a body, and return both. Raises Refused for a field that cannot be obeyed."""
         fields.known(path, body)
-        check.generation(body, self.vocabulary, self.tokenizer.chat_template)
-        ENDPOINTS[path][1](body)
+        ENDPOINTS[path][1](body, self.vocabulary, self.tokenizer.chat_template)
         if body.get("model", self.name) != self.name:
             raise self.other_model(body["model"])
         return body, body.pop("kvevict", {})
 
     def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
-        """Build the `Call` of a checked body. text: the stored text that it opens."""
+        """Build the `Call` of a checked body. text: the stored text that opens the prompt."""
         policy = self.policies.of(asked, text is not None)
-        template = dict(body.get("chat_template_kwargs", {}))
-        effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
-        if effort is not None:
-            template["reasoning_effort"] = effort
-        tools = tools_of(body["tools"]) if body.get("tools") and body.get("tool_choice") != "none" else None
-        if tools:
-            template["tools"] = tools
-        single, prompts = not body.get("parallel_tool_calls", True), body["prompt"] if path == COMPLETIONS else [""]
-        calls = schema_of_calls(body.get("tool_choice", "auto"), tools, single)
+        tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+        effort = {"reasoning_effort": body["reasoning_effort"]} if "reasoning_effort" in body else {}
+        template = body.get("chat_template_kwargs", {}) | effort | (dict(tools=tools) if tools else {})
+        prompts, stop = body.get("prompt", [""]), body.get("stop", [])
         return Call(
             path, owner, policy, asked.get("question"), text, answers=body.get("n", 1),
-            seed=body.get("seed"), stop=check.stops(body), tools=tools, single=single,
-            schema=calls or schema_of(body), forced=calls is not None,
+            seed=body.get("seed"), stop=tuple(stop) if isinstance(stop, list) else (stop,), tools=tools,
             usage=body.get("stream_options", {}).get("include_usage", False),
             sampling=Decoding.of(body, check.sampling(body)), deadline=time.monotonic() + self.timeout,
-            template=template, prompts=prompts, prompt=prompts[0],
+            single=not body.get("parallel_tool_calls", True), template=template, prompts=prompts, prompt=prompts[0],
         )  # fmt: skip
 
     # -- the way of a request -----------------------------------------------------------------------------------------
@@ -194,7 +183,7 @@ class Server:
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
     def _tidied(self, call: Call) -> None:
-        """Do as `_forget` in another thread, without waiting. The call's text may be a deleted one."""
+        """Do as `_forget` in another thread, without waiting. The call's text may have been deleted."""
 
         def tidy() -> None:
             marks = () if call.text is None else (mark_of(call.owner, call.text),)
@@ -227,7 +216,7 @@ class Server:
         return Call(endpoint, owner, self.policies.of(asked, True, prefix=""), text=text, deadline=deadline)
 
     async def queue(self, request: Request) -> dict[str, Any]:
-        """GET /v1/kvevict/queue: tell how far the requests of a key are; those of others are counted."""
+        """GET /v1/kvevict/queue: tell how far the requests of a key are, and count the others."""
         owner, calls = self.owner(request), list(self.calls)
         every = [(call.owner, progress(call)) for call in calls]
         waiting = sum(each["state"] == "waiting" for _, each in every)
@@ -248,13 +237,13 @@ class Server:
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
     async def _tokenising(self, large: bool, function: Any) -> Any:
-        """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are letters), so each
-        serves one request at a time; large requests have their own, so that small ones never wait for them."""
+        """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are letters), so it
+        serves one request at a time; large requests have a separate tokenizer, so that small ones never wait."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
     async def _ended(self, call: Call, request: Any, work: Any) -> Response:
-        """Await the response of `work`. Its end, or that of its stream, is counted and logged."""
+        """Await the response of `work`. The end of the response, or of its stream, is counted and logged."""
         request.state.noted, entered = True, False
         self.calls.append(call)
         call.task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""Makes a server of a command's options, and runs it."""
+"""Makes a server from a command's options, and runs it."""
 
 import gc
 import logging
@@ -28,8 +28,8 @@ from .server import Server
 from .texts import Texts
 
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-SWITCH = 5e-4  # seconds that a thread waits for one that computes in Python; a token takes many turns
-BODY, LETTERS = 1 << 24, 64  # bytes of a request at most, in all and for each token of the context
+SWITCH = 5e-4  # seconds that a thread waits for another that runs Python; a token takes many turns
+BODY, LETTERS = 1 << 24, 64  # most bytes of a request, in all and for each token of the context
 
 
 def start(model: str | None, host: str, port: int, options: Options) -> None:
@@ -53,17 +53,16 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
             if error.status != 503:  # connections that are too many would fill the log
                 log.refused(OTHER, error, client)
 
-        def begins() -> None:  # requests that have not ended; of these, answers that are being written
+        def begins() -> None:
             log.note("stopping", requests=len(server.calls), answers=server.scheduler.running)
 
         Serving(application(server), note, server.stop, begins).run(sockets=[listening])
 
 
 def _apart(work: Callable[[], Server]) -> Server:
-    """The result of work(), in a thread that ends with it. As soon as two threads have workers of OpenMP, these sleep
-    after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may have some. The
-    process can end before a daemon does, so that Ctrl-C works while a model is loaded; an executor would be waited for.
-    """
+    """Return the result of work(), which runs in a separate thread. As soon as two threads have OpenMP workers, the
+    workers sleep after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may
+    have some. A daemon thread, unlike an executor, does not keep Ctrl-C waiting while a model is loaded."""
     result: Future[Server] = Future()
 
     def run() -> None:

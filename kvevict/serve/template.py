@@ -12,6 +12,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..asking.prompts import rendered
+from .messages import arguments_of, json_fault
 
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
 TEXTS = CONTENT, *REASONING
@@ -20,7 +21,7 @@ NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 class Token(NamedTuple):
     """A written token: its bytes, the logarithm of its probability, and (bytes, logarithm) of the likeliest tokens in
-    their order. start: letters of the answer before the token, or before the character that it is a part of."""
+    their order. start: the answer's letters before the token, or before the character that it is a part of."""
 
     data: bytes
     log: float
@@ -32,9 +33,9 @@ Part: TypeAlias = str | ToolCall | Token
 
 
 class Form:
-    """How a model writes: the special tokens, and the response template, a grammar that parts reasoning and tool calls
-    from text. Transformers' template for the model's type counts only if the chat template opens an answer as it
-    expects."""
+    """How a model writes: the special tokens, and the response template, a grammar that separates reasoning and tool
+    calls from text. Transformers' template for the model's type counts only if the chat template opens an answer as
+    that template expects."""
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         added = tokenizer.added_tokens_decoder
@@ -55,7 +56,7 @@ class Form:
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
     def silent(self, parser: object) -> set[int]:
-        """Return the special tokens that are not written: those that the response template does not look for."""
+        """Return the special tokens that are left out of an answer: the response template does not look for them."""
         if parser is None:
             return self.special
         looked_for = "\n".join(_strings(self.template))
@@ -77,6 +78,9 @@ class Parser:
         self._parser = ResponseParser(whole, prompt)
         # Letters of the prompt that are in no event yet: they may begin a delimiter, or are in a region that is open.
         self._given = sum(len(_letters(event)) for event in ResponseParser(whole, prompt).finalize()[1])
+        self.reasons = False  # whether the letters so far end within reasoning
+        for event in self._parser.initial_events:
+            self._follow(event)
         self._spoke, self._blank = False, ""  # whether a field has letters, and space after them
         self._lost = False  # whether the last region could not be read
 
@@ -92,6 +96,7 @@ class Parser:
         parts: list = []
         for event in events:
             field, kind = event["field"], event["type"]
+            self._follow(event)
             if kind == "region_open" and field in TEXTS:
                 self._spoke, self._blank, self._lost = self._lost and field == CONTENT, "", False
                 if self._template["fields"][field].keys() & {"open", "open_pattern"}:
@@ -103,6 +108,10 @@ class Parser:
             elif kind == "region_close" and field not in TEXTS:
                 parts.extend(self._region(event, cut))
         return joined(parts)
+
+    def _follow(self, event: dict) -> None:
+        if event["type"] != "region_chunk":
+            self.reasons = event["type"] == "region_open" and event["field"] in REASONING
 
     def _region(self, event: dict, cut: bool) -> list:
         """Return the calls of a region that is not text, or the letters of a region that cannot be read."""
@@ -146,7 +155,7 @@ def _whole(name: str, field: dict) -> dict:
     start, end = _pattern(field, "open"), _pattern(field, "close")
     made: dict = dict(content="text", content_args=dict(strip=False), repeats=True, transform=dict(content="{content}"))
     if start is not None:
-        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second is the end of a region that has none
+        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second group is the end of a region without one
         made["transform"] = dict(start="{start_}", content="{content}", end="{end_}")
     if end is not None:
         made["close_pattern"] = f"(?P<end_>{end})"
@@ -184,12 +193,15 @@ def _listed(value: object) -> list:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call."""
+    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call, or whose name or arguments
+    have a `json_fault`."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):
         raise ValueError("a call needs a name")
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    if fault := json_fault(name) or json_fault(arguments_of(arguments)):
+        raise ValueError(fault)
+    return ToolCall(name, arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _strings(value: object) -> Any:

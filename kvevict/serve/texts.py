@@ -18,10 +18,10 @@ from .log import Troubles
 from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
-LETTERS, BYTES = 100, 240  # of a name at most; the latter as a file has it
-SETTLED = 2  # seconds: file systems may round a folder's time of change so far, and two changes look like one
-EVERY = 60  # seconds between looks at all folders: some file systems do not keep that time
-JOINERS = "\u200c\u200d"  # in words of many scripts
+LETTERS, BYTES = 100, 240  # most letters of a name, most bytes of it as a file's
+SETTLED = 2  # seconds by which file systems may round a folder's time of change: two changes look like one
+EVERY = 60  # seconds between looks at all folders: some file systems keep no time of change
+JOINERS = "\u200c\u200d"  # letters that words of many scripts have
 
 
 def checked(name: object) -> str:
@@ -47,8 +47,8 @@ class Text(NamedTuple):
 class _Known(NamedTuple):
     """What this server knows of a text.
 
-    mark   in the names of the text's prefixes; None: the text's file is damaged
-    file   facts of the file that change when it is replaced
+    mark   the text's part of the names of its prefixes; None: the text's file is damaged
+    file   facts of the file that change when another replaces it
     whole  the text, if there are no files
     """
 
@@ -62,7 +62,7 @@ class Texts:
     """Texts by owner and name, in files if there is a folder. Servers may share the folder: a text is looked for there
     each time, so that every server knows the texts that one has stored or deleted.
 
-    most   bytes of all texts at most
+    most  most bytes of all texts
     """
 
     def __init__(self, most: int, folder: str | Path | None = None) -> None:
@@ -70,8 +70,8 @@ class Texts:
         self.folder: Any = None if folder is None else Path(folder)
         self._known: dict = {}  # (owner, name) -> `_Known`
         self._looked: dict = {}  # owner -> (when its folder had changed, when it was looked at)
-        self._marks: set = set()  # of the texts that were here since `gone` was asked for
-        self._lock = threading.RLock()  # held by who reads or changes these
+        self._marks: set = set()  # marks of the texts that were here since the last `gone`
+        self._lock = threading.RLock()  # held while these are read or changed
         self._troubles = Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,8 +165,8 @@ class Texts:
             return known and known.whole
 
     def _refresh(self, every: float = EVERY) -> None:
-        """Look at the folders that have changed, and at all folders after `every` seconds. What is known stays where
-        they cannot be read."""
+        """Look at the folders that have changed, and at all folders after `every` seconds. Where a folder cannot be
+        read, what is known stays."""
         if self.folder is not None:
             try:
                 self._look_at_all(every)
@@ -199,7 +199,7 @@ class Texts:
             del self._known[at]
 
     def _load(self, owner: str, name: str, path: str | Path) -> Text | None:
-        """Load a text from its file, and note all but the letters. None if the file is missing or damaged."""
+        """Load a text from its file, and note all of it but its letters. None if the file is missing or damaged."""
         before, file = self._known.get((owner, name)), ()
         try:
             file = _file(os.stat(path))
@@ -217,7 +217,9 @@ class Texts:
             elif before is None or before.mark is not None or before.file != file:
                 told = "a stored text is damaged and not known"
                 log.note(told, logging.WARNING, file=str(path), reason=str(error))
-            stays = before is not None and isinstance(error, OSError)  # it may be read later, so its prefixes stay
+            stays = before is not None and isinstance(
+                error, OSError
+            )  # the file may be read later, so the prefixes stay
             self._note(owner, name, before._replace(file=file) if stays else _Known(0, None, file))
             return None
         if before is None or before.mark is None or before.file != file:

@@ -1,51 +1,62 @@
-"""An answer: text, reasoning, tool calls and end, made of the model's tokens one after the other."""
+"""An answer: text, reasoning, tool calls and end, made from the model's tokens one by one."""
 
 from typing import Any, TypeAlias
 
+import numpy as np
 from transformers.cli.serving.utils import ToolCall
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .repetition import Repetition
 from .template import Form, Part, Token
 
-HALF = "\ufffd"  # a tokenizer's letter for a part of a character
-BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in vocabularies of bytes
-BYTES |= {f"<0x{byte:02X}>": byte for byte in range(256)}  # in those of sentencepiece
-Numbered: TypeAlias = tuple[int, list[Part] | None]  # an answer's number, and parts of it; None: its end
+TIMES, LEAST, LONGEST = 4, 64, 256  # copies of a piece, least tokens of all copies, most tokens of one
+HALF = "\ufffd"  # the letter that a tokenizer gives for a part of a character
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # a letter of a byte-level vocabulary -> its byte
+BYTES |= {f"<0x{byte:02X}>": byte for byte in range(256)}  # sentencepiece writes bytes like this
+Numbered: TypeAlias = tuple[int, list[Part] | None]  # an answer's number and parts; None: the answer's end
+
+
+class Repetition:
+    """The repetitions at the end of a sequence that grows by `put`: a greedy answer may repeat itself without end."""
+
+    def __init__(self) -> None:
+        periods = np.arange(1, LONGEST + 1)
+        self._last = np.full(LONGEST, -1)  # tokens, newest first
+        self._equal = np.zeros(LONGEST, int)  # by period: number of newest tokens that equal the token a period before
+        self._enough = np.maximum(TIMES * periods, LEAST) - periods
+
+    def put(self, token: int) -> bool:
+        """Append a token, and tell whether the tokens now end with `TIMES` copies of one piece."""
+        self._equal = (self._equal + 1) * (self._last == token)
+        self._last = np.concatenate(([token], self._last[:-1]))
+        return bool((self._equal >= self._enough).any())
 
 
 class Written:
-    """An answer that grows by `put` until it has `ended`; `close` has the rest. Both return the parts that are certain:
-    texts, `ReasoningText`, `ToolCall`, and a `Token` for each probability.
+    """An answer that grows by `put` until it has `ended`; `close` has the rest. Both methods return the parts that are
+    certain: texts, `ReasoningText`, `ToolCall`, and a `Token` for each probability.
 
     stops   strings that end the answer and are cut from it
     ends    tokens that end the answer
-    most    tokens of the answer at most
-    single  True ends the answer with its first tool call; it always ends before a call that it has made already
+    most    most tokens of the answer
+    single  True ends the answer with its first tool call; any answer ends before a call that it has made already
     loops   False ends an answer that repeats itself before `most`
-    before  ids that the answer continues: at its beginning a decoder may strip a space
+    before  ids that the answer continues: at the beginning of a text a decoder may strip a space
     """
 
     def __init__(
-        self,
-        form: Form,
-        parser: Any,
-        stops: tuple,
-        ends: set,
-        most: int,
-        single: bool = False,
-        loops: bool = True,
+        self, form: Form, parser: Any, stops: tuple, ends: set, most: int, single: bool = False, loops: bool = True,
         before: Any = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
         self._repetition = None if loops else Repetition()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
         self.tokens, self.ended = 0, False
+        self.reasoning = 0  # tokens between the delimiters of reasoning
         self.calls: list[ToolCall] = []
-        self._ids = [*before]  # that are decoded together; the first `_told` are in a part already
-        self._told, self._held = len(before), ""  # text that may begin a stop string
-        self._end: int | None = None  # the token that ended it
-        self._called = False  # whether a call ended it
+        self._ids = [*before]  # ids that are decoded together; the first `_told` are in a part already
+        self._told, self._held = len(before), ""  # held text may begin a stop string
+        self._end: int | None = None  # the token that ended the answer
+        self._called = False  # whether a call ended the answer
         self._likely: list = []  # tokens that are in no part yet
         self._decided, self._certain = 0, 0  # letters that were decoded, and those of them that are in parts
 
@@ -62,8 +73,10 @@ class Written:
         return "tool_calls" if self.calls else "stop"
 
     def put(self, token: int, probabilities: tuple[float, dict[int, float]] | None = None) -> list[Part]:
-        """Append a token. probabilities: the logarithm of the token's, and {token: logarithm} of the likeliest."""
+        """Append a token. probabilities: (the token's logarithm, {token: logarithm} of the likeliest)."""
         self.tokens += 1
+        reasons = self.parser is not None and self.parser.reasons and token not in self.ends
+        parts: list[Part] = []
         if self._repetition is not None and self._repetition.put(token):
             self.most = self.tokens
         if token in self.ends:
@@ -76,8 +89,9 @@ class Written:
             if text and not text.endswith(HALF):
                 self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
                 self._decided += len(text)
-                return self._parsed(self._until_stop(text)) + self._tokens()
-        return []
+                parts = self._parsed(self._until_stop(text)) + self._tokens()
+        self.reasoning += reasons and self.parser.reasons
+        return parts
 
     def _token(self, token: int, log: float, likeliest: dict) -> Token:
         others = [(self._bytes(each), number) for each, number in likeliest.items()]
@@ -100,7 +114,7 @@ class Written:
 
     def close(self) -> list[Part]:
         if self.ended and self._end is None:
-            rest = ""  # it comes after a stop string
+            rest = ""  # the rest comes after a stop string
         else:
             rest = self._until_stop(self._new().rstrip(HALF)) + self._held
             self._certain += len(self._held)
@@ -123,7 +137,7 @@ class Written:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
     def _until_stop(self, text: str) -> str:
-        """Return the letters, held ones first, that certainly stand before a stop string."""
+        """Return the letters, held ones first, that are certain to stand before any stop string."""
         text = self._held + text
         cut = min((at for at in map(text.find, self.stops) if at >= 0), default=len(text))
         if cut < len(text):

@@ -1,7 +1,9 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and the texts in a user's files."""
 
+import codecs
 import contextlib
 import errno
+import io
 import os
 import re
 import tempfile
@@ -9,6 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems
+MARKS = {  # what a text in these encodings begins with; that of UTF-32 begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 MOUNTS = "/proc/self/mountinfo"
 REMOTE = re.compile(r"nfs|cifs|smb|ceph|lustre|gpfs|beegfs|afs|9p|virtiofs|fuse")  # kinds of file systems
 
@@ -23,6 +29,19 @@ def is_remote(path: str | os.PathLike) -> bool:
             if mount.split()[2] == device:
                 return REMOTE.match(kind) is not None
     return False
+
+
+def decoded(data: bytes, name: str | os.PathLike) -> str:
+    """Return the text of a file, with line ends \\n: in UTF-8, or in the encoding that its mark names. ValueError, with
+    `name` and the byte's place, for other bytes."""
+    encoding = next((encoding for mark, encoding in MARKS.items() if data.startswith(mark)), "utf-8")
+    try:
+        return io.StringIO(data.decode(encoding).removeprefix("\ufeff"), newline=None).getvalue()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: byte {error.start} is not {encoding.upper()} ({error.reason}); give a text "
+            "in UTF-8, or in UTF-16 or UTF-32 with their mark"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,8 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
                 f"layer {index} keeps a recurrent state, which save_cache cannot write; keep the cache in memory"
             )
         if isinstance(layer, EvictionLayer) and layer.is_initialized:
-            slots = archive.every(layer)
-            values = _rows(layer, slots) | {name: getattr(layer, name) for name in OPTIONAL}
+            every = archive.every(layer)
+            slots, values = every[0], _rows(layer, every) | {name: getattr(layer, name) for name in OPTIONAL}
             values["seen"] = torch.tensor(sequence.seen, dtype=torch.int32, device=layer.device)
             values["centre"] = slots.centre
             values["moments"] = _moments(layer, index)
@@ -109,11 +110,11 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
     return tensors, facts
 
 
-def _rows(layer: EvictionLayer, slots: Any) -> dict[str, Any]:
-    """`len`, and each slot's k, v and pos where they lie."""
+def _rows(layer: EvictionLayer, every: list) -> dict[str, Any]:
+    """`len`, and each slot's k, v and pos where they lie. every: storages whose slots follow one another."""
     counts, places = torch.zeros_like(layer.len, device="cpu"), []
     for b, h in np.ndindex(layer.counts.shape):
-        for storage, rows in slots.places(b, h):
+        for storage, rows in chain.from_iterable(slots.places(b, h) for slots in every):
             counts[b, h] += rows.stop - rows.start
             places.append((storage, rows))
 

@@ -27,13 +27,17 @@ from kvevict.engine.read.budgets import places
 from kvevict.lab.analysis.cost import plan
 from kvevict.lab.analysis.run import encode
 from kvevict.lab.analysis.shape import shape_of
+from kvevict.lab.evaluate.haystack import haystack
 from kvevict.lab.evaluate.results import Results, read
+from kvevict.lab.evaluate.tasks import Settings
 from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
 from kvevict.policy.text import parse_policy
 from kvevict.store import files, form, sealed
 from kvevict.store.files import replacing, write
+from kvevict.train.gates.labels import pieces
+from kvevict.train.lookahead.data import _entries
 
 DEEP = "[" * 100_000
 DEEPER = "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)  # Python reads it
@@ -437,14 +441,48 @@ class Bytes(io.TextIOWrapper):
         super().__init__(io.BytesIO(data), "utf-8")
 
 
-@pytest.mark.slow
-def test_bytes_that_are_no_text(folder, tmp_path, monkeypatch, capsys):
-    """Standard input and a file are read alike, whatever the locale."""
-    data = b"caf\xe9 \xff\xfe and caf\xc3\xa9\r\nend"
-    (tmp_path / "text").write_bytes(data)
+WRITTEN = "caf\u00e9 \u2713\r\nand\rend"
+MARKED = {
+    "utf-8": b"", "utf-8-sig": b"", "utf-16": b"", "utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff", "utf-32": b"",
+    "utf-32-be": b"\0\0\xfe\xff",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", MARKED)
+def test_a_text_s_mark_names_its_encoding(encoding, tmp_path, monkeypatch):
+    """In a file, on standard input, in texts and pairs to train on, and in a haystack."""
+    data, path, want = MARKED[encoding] + WRITTEN.encode(encoding), tmp_path / "text.txt", "caf\u00e9 \u2713\nand\nend"
+    path.write_bytes(data)
     monkeypatch.setattr(sys, "stdin", Bytes(data))
-    want = read_text(str(tmp_path / "text"))
-    assert read_text("-") == want == "caf\ufffd \ufffd\ufffd and caf\u00e9\nend"
+    assert read_text(str(path)) == read_text("-") == want
+    assert haystack(Settings(None, 100, 1, haystack=str(path))).documents == [want]
+    ids = torch.cat(pieces(path, tiny.byte_tokenizer(), 20, 10**6, 300))
+    assert ids.tolist() == tiny.byte_tokenizer()(want, add_special_tokens=False)["input_ids"]
+    pair = json.dumps(dict(prompt=WRITTEN, response="y"), ensure_ascii=False)
+    path.write_bytes(MARKED[encoding] + f"\r\n{pair}\r\n".encode(encoding))
+    assert [*_entries(path)] == [(f"{path} line 2", dict(prompt=WRITTEN, response="y"))]
+
+
+@pytest.mark.parametrize("data, said", [
+    (b"caf\xc3\xa9 \xe9\n", "byte 6 is not UTF-8"), (b"\xff\xfeab\0", "byte 4 is not UTF-16"),
+    (b"\xff\xfe\0\0a\0\0\0\0\0\x11\0", "byte 8 is not UTF-32"), (b"\xef\xbb\xbfa\xff", "byte 4 is not UTF-8"),
+])  # fmt: skip
+def test_bytes_that_are_no_text(data, said, folder, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "text"
+    path.write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", Bytes(data))
+    for name in (str(path), "-"):
+        with pytest.raises(ValueError, match=f"^--file {name}: {said}.*give a text in UTF-8"):
+            read_text(name)
+    assert said in command(capsys, *generate(folder)[:-1], "--file", path, "Who?")
+    for each in (lambda: pieces(path, None, 20, 100, 300), lambda: [*_entries(path)],
+                 lambda: haystack(Settings(None, 100, 1, haystack=str(path)))):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{path}: {said}"):
+            each()
+
+
+@pytest.mark.slow
+def test_words_whatever_the_locale(folder, capsys):
     words = [*map(str, generate(folder)[:-1]), "caf\u00e9?", "--opening", "\u00e9"]
     run = subprocess.run(
         [sys.executable, "-m", "kvevict", *words], capture_output=True,

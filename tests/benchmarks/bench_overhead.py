@@ -26,8 +26,7 @@ def main():
     model = build(args.tokens)
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
     policies = {name: building.build(name, budget=args.tokens + args.new_tokens) for name in args.policies}
-    for name, chosen in policies.items():
-        speed.check(model, ids, name, chosen, args.new_tokens)
+    speed.check(model, ids, policies)
     print(f"{args.tokens} tokens read, {args.new_tokens} decoded, median of {args.rounds} (s)")
     result = {}
     for name, row in speed.alternate(model, ids, policies, args.new_tokens, args.rounds).items():

@@ -1,11 +1,13 @@
 """`kvevict bench`: its counts, and its checks before timing. Times are not tested."""
 
 import contextlib
+import copy
 import json
 
 import pytest
 import tiny
 import torch
+import zoo
 from tiny import save
 
 import kvevict
@@ -100,26 +102,39 @@ def disturbed(change):
     return evicting
 
 
-@pytest.mark.parametrize("change, fine", [(0.0, True), (1e-6, True), (1e-2, False), (float("nan"), False)])
+@pytest.mark.parametrize("change, fine", [(0.0, True), (1e-8, True), (1e-5, False), (float("nan"), False)])
 def test_checks_before_timing(change, fine, tmp_path, capsys, monkeypatch):
     """A patched model that computes something else is found out, rounding is not."""
     folder, _ = save(tmp_path)
     monkeypatch.setattr(speed, "evicting", disturbed(change))
     code, _, out, error = bench(folder, "--policies knorm --budget 20 --lengths 40 --new-tokens 4 --repeat 1", capsys)
-    assert (code == 0) == fine
+    assert (code == 0) == fine, error
     assert fine or (out == "" and "policy knorm" in error and "nothing was timed" in error)
 
 
-def test_equally_likely_tokens_may_differ(monkeypatch):
-    """Every token has a twin with the same weights: where rounding picks the twin, the rest is another text."""
-    model, ids = tiny.model(), tiny.prompt(length=60)["input_ids"]
-    with torch.no_grad():
-        model.lm_head.weight[49:] = model.lm_head.weight[:48]
-    monkeypatch.setattr(speed, "evicting", disturbed(1e-6))
-    with speed.evicting(model, "h2o", budget=99):
-        twin = tiny.generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)))
-    assert not torch.equal(twin, tiny.generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids))))
-    speed.check(model, ids, "h2o", build("h2o", budget=8, chunk_size=16), 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "falcon_h1", "gpt_oss"])
+@pytest.mark.drawn(9)
+def test_the_bound_follows_the_dtype(kind, dtype, monkeypatch):
+    """As near the exact logits as the unpatched model's, but not with 1,000 times the dtype's rounding in the head."""
+    model, ids = copy.deepcopy(zoo.model(kind)).to(dtype), tiny.prompt(length=90)["input_ids"]
+    speed.check(model, ids, {"h2o": build("h2o", budget=8, chunk_size=16)})
+    monkeypatch.setattr(speed, "evicting", disturbed(1000 * torch.finfo(dtype).eps))
+    with pytest.raises(ValueError, match="policy h2o: though"):
+        speed.check(model, ids, {"h2o": build("h2o", budget=8, chunk_size=16)})
+
+
+def test_exact_logits(monkeypatch):
+    """`Wide` computes what a model in the wider dtype does, and leaves the weights."""
+    ids = tiny.prompt(length=60)["input_ids"]
+    for narrow, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        model = copy.deepcopy(tiny.shared()).to(narrow)
+        with torch.no_grad():
+            with speed.Wide(narrow):
+                got = model(ids).logits
+            assert {p.dtype for p in model.parameters()} == {narrow} and got.dtype == wide
+            want = model.to(wide)(ids).logits
+        assert tiny.relative(got, want) < (1e-5 if wide == torch.float32 else 1e-6)  # its norms are in fp32
 
 
 def test_medians_by_hand():

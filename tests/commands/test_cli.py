@@ -36,6 +36,15 @@ def test_a_reader_that_leaves():
     assert child.wait() == 1
 
 
+@pytest.mark.parametrize(("words", "code"), [
+    ("policies >&-", 0), ("policies --json >&-", 0), ("--version >&-", 0), ("policies --nothing 2>&-", 2),
+])  # fmt: skip
+def test_a_stream_that_is_closed(words, code):
+    """What is printed there is lost, and nothing else changes."""
+    run = subprocess.run(f"{sys.executable} -m kvevict {words}", shell=True, capture_output=True)
+    assert (run.returncode, run.stdout, run.stderr) == (code, b"", b"")
+
+
 @pytest.mark.parametrize(
     ("text", "want"),
     [

@@ -203,6 +203,15 @@ def test_a_turn_after_slots_that_were_chosen_for_another_question(net, policy, b
         assert not told(lambda: net.generate(turn, past_key_values=cache.fork(), max_new_tokens=3))
 
 
+@pytest.mark.parametrize("decode, recall, warns", [(True, True, True), (True, False, False), (False, True, False)])
+def test_few_rows_that_choose_from_all_tokens_while_decoding(net, decode, recall, warns):
+    options = dict(budget=60, decode=decode, recall=recall, recall_after=0 if recall else None)
+    with kvevict.evicting(net, "snapkv", **options), torch.no_grad():
+        found = told(lambda: net(row(TEXT)["input_ids"], use_cache=True, logits_to_keep=1))
+        assert ["give decode=False" in each for each in found] == [True] * warns
+        assert not told(lambda: net(row(TEXT)["input_ids"], use_cache=True, logits_to_keep=1))
+
+
 def test_answers_about_a_cache_are_not_turns(net):
     """Who reads a text with a policy that needs the question named it."""
     cache = kvevict.read(net, tiny.byte_tokenizer(), TEXT, "snapkv", budget=90)

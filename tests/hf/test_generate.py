@@ -359,7 +359,7 @@ def test_ways_to_call():
 @pytest.mark.parametrize("policy", ["snapkv", "take"])
 def test_hidden_states(policy):
     """All layers' hidden states with one chunk, refused with several; attentions refused; the model goes on."""
-    model, inputs = shared(), prompt(1, 50)
+    model, inputs = tiny.model(), prompt(1, 50)
     options = dict(budget=10, window=4) if policy == "snapkv" else dict(budget=60, probe=4, chunk_size=60)
     want = model(**inputs, output_hidden_states=True).hidden_states
     with kvevict.evicting(model, policy, **options):

@@ -16,6 +16,7 @@ from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.hook import attention as hook
 from kvevict.engine.memory.joining import join
 from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.engine.memory.stateful import tensors_of
 from kvevict.engine.memory.storage import Storage
 from kvevict.engine.read.budgets import places
 from kvevict.lab.analysis.cost import plan
@@ -24,6 +25,7 @@ from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.families import find_decoder
 from kvevict.policy import kv
 from kvevict.policy.building import build
+from kvevict.store import sealed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -488,6 +490,48 @@ def test_saved_and_loaded(name, tmp_path):
         assert relative(found[1], found[0]) < 1e-5 and relative(found[2], found[0]) < 1e-5
     assert [places(layer, False) for layer in loaded.layers] == [places(layer, False) for layer in cache.layers]
     assert all(layer.archive.total_counts.tolist() == [[143, 143]] for layer in two.layers)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("name", ["snapkv", *PACKED])
+def test_an_archive_is_saved_from_where_it_lies(name, tokens, tmp_path):
+    """That of a loaded cache, and of a fork and its original, to which a text and decoded tokens have come. The parts
+    of the file are views of the cache's memory, but for decoded tokens that the archive has in other bits."""
+    model, text, turn = shared(), prompt(1, 70, seed=1)["input_ids"], prompt(1, 20, seed=2)["input_ids"]
+    with kvevict.evicting(model, **POLICIES[name]):
+        cache = model(prompt(1, 120)["input_ids"], logits_to_keep=1).past_key_values
+        kvevict.save_cache(cache, tmp_path / "first")
+        for each in (kvevict.load_cache(tmp_path / "first", model), cache.fork(), cache):
+            model(text, **{CACHE: each}, logits_to_keep=1)
+            for token in range(tokens):
+                model(torch.tensor([[token]]), **{CACHE: each})
+            memory = {t.untyped_storage().data_ptr() for layer in each.layers for t in tensors_of(layer)}
+            with mock.patch.object(sealed, "write", wraps=sealed.write) as write:
+                kvevict.save_cache(each, tmp_path / "again")
+            pieces = [x for x in write.call_args.args[1].values() if isinstance(x, sealed.Pieces)]
+            copied = [part for x in pieces for part in x.each() if part.untyped_storage().data_ptr() not in memory]
+            assert len(pieces) == 4 * 3
+            assert sum(map(len, copied)) == (4 * 3 * 2 * tokens if name == IN_8_BITS else 0)
+            loaded = kvevict.load_cache(tmp_path / "again", model)
+            want, got = (model(turn, **{CACHE: x}, logits_to_keep=1).logits for x in (each, loaded))
+            assert relative(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("chunk_size", [None, 32])
+@pytest.mark.parametrize("pads", [(0,), (0, 20)])
+def test_an_archive_has_no_surplus_room(kind, chunk_size, pads):
+    """After a text, and after a further one that a fork reads."""
+    model, new = shared(), prompt(len(pads), 70, seed=1)["input_ids"]
+    with kvevict.evicting(model, **SNAPKV | dict(kv=kind, chunk_size=chunk_size)):
+        cache = cache_of(model(**prompt(len(pads), 120, pad=pads), logits_to_keep=1, use_cache=True))
+        fork = cache.fork()
+        mask = torch.cat([prompt(len(pads), 120, pad=pads)["attention_mask"], torch.ones_like(new)], 1)
+        model(new, attention_mask=mask, **{CACHE: fork}, logits_to_keep=1)
+    for each, tokens in ((cache, 120), (fork, 190)):
+        for layer in each.layers:
+            rows = sum(len(t) for t in layer.archive.tensors() if t.dim() == 1)  # the slots' positions
+            assert rows == layer.archive.total_counts.sum() == 2 * (tokens * len(pads) - sum(pads))
 
 
 def test_a_prompt_of_several_chunks_recalls_at_its_end():

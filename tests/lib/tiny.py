@@ -60,10 +60,22 @@ def model(family="llama", dtype=torch.float32, seed=0, **changes):
     return made
 
 
+SHARED = []
+
+
 @functools.cache
 def shared(family="llama", dtype=torch.float32, seed=0):
     """One model for many tests, which leave it as it was."""
-    return model(family, dtype, seed)
+    SHARED.append(model(family, dtype, seed))
+    return SHARED[-1]
+
+
+def foreign_hooks():
+    """Hooks of shared models that are not ours. Transformers adds some, and leaves them, where a call asks for hidden
+    states or attentions; with hooks no token is recorded."""
+    modules = (module for made in SHARED for module in made.modules())
+    hooks = (hook for m in modules for each in (m._forward_hooks, m._forward_pre_hooks) for hook in each.values())
+    return [hook for hook in hooks if not getattr(hook, "func", hook).__module__.startswith("kvevict.")]
 
 
 def byte_tokenizer():

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tiny import prompt
 
 import kvevict
-from kvevict import cli
+from kvevict import cautions, cli
 from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.memory.joining import join, part
 from kvevict.engine.memory.layer import EvictionLayer
@@ -50,9 +51,9 @@ def asked(monkeypatch):
     """The arguments of each `EvictionLayer.represent`: (query, key, first, options)."""
     calls, own = [], EvictionLayer.represent
 
-    def represent(layer, kind, query, key, first, options, ranks):
+    def represent(layer, kind, query, key, value, first, options, ranks):
         calls.append((query.clone(), key.clone(), first.clone(), options))
-        return own(layer, kind, query, key, first, options, ranks)
+        return own(layer, kind, query, key, value, first, options, ranks)
 
     monkeypatch.setattr(EvictionLayer, "represent", represent)
     return calls
@@ -206,8 +207,60 @@ def test_expected_errors_are_those_of_logits(kind, dim):
     ],
 )  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
-    kinds = kv.chosen(kind, lambda keys: errors[kv.LAYOUTS[keys].bits])
+    kinds = kv.chosen(kind, lambda keys: errors[kv.LAYOUTS[keys].bits], (1.0, 1.0))
     assert tuple(kv.LAYOUTS[each].bits for each in kinds) == bits
+
+
+@pytest.mark.parametrize("kind, norm, bits", [
+    ("int4", (65504, 65504), (4, 4)), ("int4", (65505, 1), (8, 4)), ("k8v4", (1, 65505), (8, 8)),
+    ("int8", (1e38, 1e38), (8, 8)), ("int4", (1, math.nan), (4, None)),
+])  # fmt: skip
+def test_rows_that_fp16_cannot_hold_take_8_bits(kind, norm, bits):
+    kinds = kv.chosen(kind, lambda keys: 0.0, norm)
+    assert tuple(kv.LAYOUTS[each].bits for each in kinds) == bits
+
+
+@pytest.mark.parametrize("where", ["kv", "recall_kv", "a prefix", "a file"])
+@pytest.mark.parametrize("least", [-1e5, 1e6])
+def test_values_beyond_fp16(where, least, tmp_path):
+    """Every number below -65504, or far above: 8 bits hold it, and the logits are near the unpatched model's."""
+    model, ids = tiny.model("qwen2"), prompt(1, 150)["input_ids"]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias.normal_(0, 2000).add_(least)
+            layer.self_attn.o_proj.weight.div_(abs(least))
+        want = model(ids).logits[:, -1:]
+        cache = model(ids[:, :60]).past_key_values if where == "a prefix" else None
+        kinds = dict(kv="model", recall=True, recall_kv="int4") if where == "recall_kv" else dict(kv="int4")
+        with kvevict.evicting(model, "snapkv", budget=1000, chunk_size=50, tokenizer=False, **kinds):
+            start, stop = 60 if cache else 0, 149 if where != "recall_kv" else 100
+            cache = model(ids[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
+            if where == "a file":
+                kvevict.save_cache(cache, tmp_path / "cache")
+                cache = kvevict.load_cache(tmp_path / "cache", model)
+            packed = [layer.archive if where == "recall_kv" else layer.storage for layer in cache.layers]
+            assert {each.kinds for each in packed} == {(kv.INT4, kv.INT8)}
+            assert all(each.gathered().dense("v").isfinite().all() for each in packed)
+            got = model(ids[:, stop:], past_key_values=cache).logits[:, -1:]
+    assert tiny.relative(got, want) < 0.2
+
+
+def test_a_later_value_that_fp16_cannot_hold(monkeypatch):
+    """The kind is chosen by then: a warning, once."""
+    monkeypatch.setattr(cautions, "_given", set())
+    model, ids = tiny.model("qwen2"), prompt(1, 150)["input_ids"] % 40 + 50
+    ids[0, 120] = 7
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[7] = torch.eye(model.config.hidden_size)[0]
+        model.model.layers[0].self_attn.v_proj.weight[:, 0] = 1e5
+    for kind, said in (("int8", 0), ("int4", 1), ("int4", 0)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            cache, _ = read(model, kind, dict(input_ids=ids))
+        found = [str(each.message) for each in found if "65504" in str(each.message)]
+        assert len(found) == said and all("layers 0" in each for each in found), found
+        assert cache.layers[0].kinds == PACKED[kind]
 
 
 @pytest.mark.parametrize("loudest", [0, 1])

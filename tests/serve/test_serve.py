@@ -20,7 +20,7 @@ def test_chat_answers_as_the_patched_model_does():
     tokens = ids.input_ids.shape[1]
     assert body["usage"] == {
         "prompt_tokens": tokens, "completion_tokens": 12, "total_tokens": tokens + 12,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
     assert body["choices"][0]["finish_reason"] == "length" and body["model"] == "small"
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import kvevict
 
 QUESTION = f"The code of Naislet is 364735. {FILLER}\n\n{asks('Naislet')}"
-PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PATHS = "/v1/chat/completions", "/v1/completions"
 PLAIN = {
     "defaults": {"role": "assistant"}, "start_anchor": "\nAnswer:",
     "fields": {"content": {"close": ["<|end|>"], "content": "text"}},
@@ -29,17 +29,13 @@ def answered(client, path, stream=False, question=QUESTION, system=None, most=12
     if path == PATHS[0]:
         messages = [dict(role="system", content=system)] if system else []
         body |= dict(messages=[*messages, dict(role="user", content=question)], max_tokens=most)
-    elif path == PATHS[1]:
+    else:
         opening = f"{system}\n\n" if system else ""
         body |= dict(prompt=f"{opening}{question}\nAnswer:", max_tokens=most)
-    else:
-        body |= dict(input=question, max_output_tokens=most) | (dict(instructions=system) if system else {})
-    if stream and path != PATHS[2]:
+    if stream:
         body["stream_options"] = dict(include_usage=True)
     response = client.post(path, **body, stream=stream)
     assert response.status_code == 200, response.text
-    if path == PATHS[2]:
-        return of_response(events(response) if stream else response.json(), stream)
     return of_chunks(events(response)) if stream else of_choice(response.json())
 
 
@@ -61,28 +57,6 @@ def of_chunks(chunks: list) -> dict:
     calls = [each["function"] for delta in deltas for each in delta.get("tool_calls", [])]
     found = dict(text=text, reasoning="".join(d.get("reasoning_content") or "" for d in deltas), calls=calls)
     return found | dict(finish=choices[-1]["finish_reason"], usage=chunks[-1]["usage"])
-
-
-def of_response(said, stream: bool) -> dict:
-    if stream:
-        text = "".join(event["delta"] for event in said if event["type"] == "response.output_text.delta")
-        assert [event["sequence_number"] for event in said] == list(range(len(said)))
-        done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
-        assert said[-1]["type"] == f"response.{said[-1]['response']['status']}"
-        said = said[-1]["response"]
-        assert done == said["output"]
-        assert text == "".join(_texts(said, "message"))
-    finish = "stop"
-    if said["status"] == "incomplete":
-        assert said["incomplete_details"] == dict(reason="max_output_tokens")
-        finish = "length"
-    calls = [dict(name=i["name"], arguments=i["arguments"]) for i in said["output"] if i["type"] == "function_call"]
-    found = dict(text="".join(_texts(said, "message")), reasoning="".join(_texts(said, "reasoning")), calls=calls)
-    return found | dict(finish=finish, usage=said["usage"])
-
-
-def _texts(said, kind):
-    return [part["text"] for item in said["output"] if item["type"] == kind for part in item["content"]]
 
 
 def alike(client, path, **asked) -> dict:
@@ -109,8 +83,6 @@ def test_no_prompt_is_in_an_answer(path, template):
 @pytest.mark.parametrize("kind", ["text", "response template", "type"])
 @pytest.mark.parametrize("stop, want", [("735", "The code of Naislet is 364"), ([" code", "zz"], "The"), ("T", "")])
 def test_no_stop_string_is_in_an_answer(path, kind, stop, want):
-    if path == PATHS[2]:
-        pytest.skip("/v1/responses has no stop")
     own = dict(of=qwen(), template=CHATML) if kind == "type" else {}
     client = Client(server(**own, response_template=PLAIN if kind == "response template" else None))
     with saying(client.server.manager.model, written(client, " The code of Naislet is 364735. ")):
@@ -133,17 +105,15 @@ def written(client, text, end=True) -> list:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("type_", ["llama", "qwen2"])
 def test_an_end_with_the_last_token_allowed(path, type_):
-    """It is "stop", not "length"; without the last token it is "length", and a response is incomplete."""
+    """It is "stop", not "length"; without the last token it is "length"."""
     client = Client(server(**(dict(of=qwen(), template=CHATML) if type_ == "qwen2" else {})))
     ids = written(client, " The code is 36.")
     with saying(client.server.manager.model, ids):
         ended, cut = alike(client, path, most=len(ids)), alike(client, path, most=len(ids) - 1)
-        if path != PATHS[2]:
-            assert alike(client, path, most=len(ids) - 1, stop="36.")["finish"] == "stop"
+        assert alike(client, path, most=len(ids) - 1, stop="36.")["finish"] == "stop"
     assert ended["finish"] == "stop" and cut["finish"] == "length"
     assert ended["text"] == cut["text"] and ended["text"].strip() == "The code is 36."
-    count = "output_tokens" if path == PATHS[2] else "completion_tokens"
-    assert ended["usage"][count] == len(ids) == cut["usage"][count] + 1
+    assert ended["usage"]["completion_tokens"] == len(ids) == cut["usage"]["completion_tokens"] + 1
 
 
 WITHOUT_END = CALL.removesuffix("\n</tool_call>")
@@ -160,51 +130,34 @@ ANSWERS = {  # an answer, whether it ends, with tools: text, calls, finish
     "not JSON": (f"Well.\n{NONE} So.", True, True, f"Well.\n{NONE} So.", 0, "stop"),
     "a list": ("<tool_call>[1]</tool_call>", True, True, "<tool_call>[1]</tool_call>", 0, "stop"),
     "no name": ('<tool_call>{"x": 1}</tool_call>', True, True, '<tool_call>{"x": 1}</tool_call>', 0, "stop"),
+    **{f"arguments: {value[:20]}": (call := CALL.replace('"a.b"', value), True, True, call, 0, "stop") for value in (
+        "NaN", "-Infinity", "1e999", "[1e999]", '"\\ud83d"', '{"\\udc00": 1}', "[" * 120 + "]" * 120, "9" * 400,
+    )},
+    "a name with half a pair": (call := CALL.replace('"f"', '"\\ud83d"'), True, True, call, 0, "stop"),
+    **{f"arguments in a text, {said}": (call := CALL.replace('{"x": "a.b"}', json.dumps(said)), True, True, call, 0,
+       "stop") for said in ("no", '{"x": NaN}', '{"x": "\\udc00"}')},
+    "right arguments in a text": (CALL.replace('{"x": "a.b"}', json.dumps('{"x": "a.b"}')), True, True, "", 1,
+       "tool_calls"),
+    "a pair": (CALL.replace("a.b", "\\ud83d\\ude00"), True, True, "", 1, "tool_calls"),
     "a mention": ("It writes <tool_call> tags.", True, True, "It writes <tool_call> tags.", 0, "stop"),
     "without tools": (CALL, True, False, CALL, 0, "stop"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 @pytest.mark.parametrize("case", ANSWERS)
-def test_tool_calls(path, case):
+def test_tool_calls(case):
     """All that is not a call is text, and the answer is not lost."""
     text, ends, tools, want, calls, finish = ANSWERS[case]
     client = Client(server(of=qwen(), template=CHATML))
     ids = written(client, text, ends)
     with saying(qwen(), ids):
-        found = alike(client, path, most=len(ids), **(dict(tools=TOOLS) if tools else {}))
+        found = alike(client, PATHS[0], most=len(ids), **(dict(tools=TOOLS) if tools else {}))
     assert (found["text"], len(found["calls"])) == (want, calls)
-    assert found["finish"] == (finish if path == PATHS[0] else finish.replace("tool_calls", "stop"))
-    assert [json.loads(each["arguments"])["x"] for each in found["calls"]] == ["a.b", "c"][:calls]
+    assert found["finish"] == finish
+    assert [json.loads(each["arguments"])["x"] for each in found["calls"]] == (
+        ["😀"] if case == "a pair" else ["a.b", "c"]
+    )[:calls]
     assert all(each["name"] == "f" for each in found["calls"])
-
-
-A, B = (json.dumps(dict(name="f", arguments=dict(x=x))) for x in ("{a}, ]", "b"))
-FORCED = {  # an answer, the calls in it, the rest, finish
-    "complete": (f"[{A}, {B}]", [A, B], "", "tool_calls"),
-    "cut within a call": (f"[{A}, {B}, {A[:8]}", [A, B], A[:8], "length"),
-    "cut between two": (f"[{A}, ", [A], "", "length"),
-    "cut before the end": (f"[{A}", [A], "", "length"),
-    "cut within the first": (f"[{A[:8]}", [], f"[{A[:8]}", "length"),
-    "the same again": (f"[{A}, {B}, {A}, {B}", [A, B], "", "tool_calls"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
-@pytest.mark.parametrize("case", FORCED)
-def test_forced_calls_that_are_cut_or_come_again(path, case):
-    """Complete calls are calls, wherever the answer is cut. It ends before a call that it has made already."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    text, calls, rest, finish = FORCED[case]
-    client = Client(server(of=qwen(), template=CHATML))
-    ids = written(client, text, end=finish == "tool_calls")
-    tools = TOOLS if path == PATHS[0] else [dict(TOOL, type="function")]
-    with saying(qwen(), ids):
-        found = alike(client, path, most=len(ids), tools=tools, tool_choice="required")
-    told = [dict(name=each["name"], arguments=json.loads(each["arguments"])) for each in found["calls"]]
-    assert (told, found["text"]) == (list(map(json.loads, calls)), rest)
-    assert found["finish"] == (finish if path == PATHS[0] else finish.replace("tool_calls", "stop"))
 
 
 def test_a_tool_call_that_a_stop_string_cuts():
@@ -219,31 +172,35 @@ def test_a_tool_call_that_a_stop_string_cuts():
     assert not whole["text"] and len(whole["calls"]) == 1 and whole["finish"] == "tool_calls"
 
 
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
-def test_a_single_call(path):
+def test_a_single_call():
     """Without parallel calls an answer ends with the first."""
     client, text = Client(server(of=qwen(), template=CHATML)), f"Well.\n{CALL}\n{OTHER}"
     with saying(qwen(), written(client, text)):
         for parallel in (True, False):
-            found = alike(client, path, most=200, tools=TOOLS, parallel_tool_calls=parallel)
+            found = alike(client, PATHS[0], most=200, tools=TOOLS, parallel_tool_calls=parallel)
             assert (found["text"], len(found["calls"])) == ("Well.", 2 if parallel else 1)
-            assert found["finish"] == ("tool_calls" if path == PATHS[0] else "stop")
+            assert found["finish"] == "tool_calls"
 
 
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])
-def test_reasoning(path, opening):
-    """It is apart from the text, also where the template opens it; and nothing of the opening is in the answer."""
+def test_reasoning(opening):
+    """It is apart from the text and counted, also where the template opens it; and nothing of the opening is in the
+    answer."""
     client = Client(server(of=qwen(), template=f"{CHATML}{{{{ {opening!r} }}}}"))
-    thought = "Let me see.\n</think>\n\n" if "think" in opening and "</" not in opening else ""
-    if not opening:
-        thought = "<think>\nLet me see.\n</think>\n\n"
-    ids = written(client, f"{thought}It is so.")
+    before = "" if opening else "<think>"
+    thought = "" if "</" in opening else f"{before}\nLet me see, é.\n</think>\n\n"
+    begin, inside, end, rest = (written(client, each, end=False) for each in (
+        before * bool(thought), thought.removeprefix(before).removesuffix("</think>\n\n"), "</think>" * bool(thought),
+        "\n\nIt is so." if thought else "It is so.",
+    ))  # fmt: skip
+    ids = [*begin, *inside, *end, *rest, client.server.tokenizer.eos_token_id]
     with saying(qwen(), ids):
-        found = alike(client, path, most=len(ids))
-        cut = alike(client, path, most=3)
-    assert found["text"] == "It is so." and found["reasoning"] == ("Let me see." if thought else "")
-    assert cut["finish"] == "length"
+        found, twice = alike(client, PATHS[0], most=len(ids)), answered(client, PATHS[0], most=len(ids), n=2)
+        cut = alike(client, PATHS[0], most=len(begin) + 2)
+    assert found["text"] == "It is so." and found["reasoning"] == ("Let me see, é." if thought else "")
+    told = [each["usage"]["completion_tokens_details"]["reasoning_tokens"] for each in (found, twice, cut)]
+    count = len(inside) + max(len(end) - 1, 0)  # a delimiter of several tokens is known by its last
+    assert told == [count, 2 * count, 2 * bool(thought)] and cut["finish"] == "length"
 
 
 def of_llama_2():
@@ -314,28 +271,21 @@ MISTRAL = (  # what Mistral's templates ask of ids
 )
 
 
-@pytest.mark.parametrize("path", [PATHS[0], PATHS[2]])
 @pytest.mark.parametrize("stream", [False, True])
-def test_ids_of_calls(path, stream):
+def test_ids_of_calls(stream):
     """Nine letters and digits, each another; the turn that gives them back is taken."""
-    client, items = Client(server(of=qwen(), template=MISTRAL + CHATML)), path == PATHS[2]
+    client = Client(server(of=qwen(), template=MISTRAL + CHATML))
     user, function = dict(role="user", content="?"), dict(name="f", arguments="{}")
     given = dict(messages=[user], tools=TOOLS, n=2)
-    if items:
-        given = dict(input=[user], tools=[dict(TOOL, type="function")])
     with saying(qwen(), written(client, CALL + OTHER)):
-        made = client.post(path, **given, stream=stream)
-    ids = re.findall(r'"call_id": ?"([^"]+)"' if items else r'"id": ?"([^"]+)", ?"type": ?"function"', made.text)
-    ids = [*dict.fromkeys(ids)]
-    assert len(ids) == (2 if items else 4) and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
-    if items:
-        given["input"] += [dict(function, type="function_call", call_id=each) for each in ids]
-        given["input"] += [dict(type="function_call_output", call_id=each, output="3") for each in ids]
-    else:
-        calls = [dict(id=each, type="function", function=function) for each in ids]
-        given["messages"] += [dict(role="assistant", tool_calls=calls)]
-        given["messages"] += [dict(role="tool", tool_call_id=each, content="3") for each in ids]
-    again = client.post(path, **given, **{"max_output_tokens" if items else "max_tokens": 2})
+        made = client.post(PATHS[0], **given, stream=stream)
+    ids = [*dict.fromkeys(re.findall(r'"id": ?"([^"]+)", ?"type": ?"function"', made.text))]
+    assert len(ids) == 4 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
+    given["messages"] += [
+        dict(role="assistant", tool_calls=[dict(id=i, type="function", function=function) for i in ids])
+    ]
+    given["messages"] += [dict(role="tool", tool_call_id=each, content="3") for each in ids]
+    again = client.post(PATHS[0], **given, max_tokens=2)
     assert again.status_code == 200, again.text
 
 
@@ -421,6 +371,25 @@ def test_the_response_templates(template, prompt, answer, text, reasoning, calls
         assert all((each.name, json.loads(each.arguments)) == ("f", {"x": "a.b"}) for each in called)
 
 
+@pytest.mark.parametrize("opening", ["", "<think>"])
+@pytest.mark.parametrize("rest", ["</think>\n\nSo.<|im_end|>", "<|im_end|>", ""])
+def test_delimiters_of_reasoning(opening, rest):
+    """Those that are one token, and the answer's end, are not counted."""
+    from kvevict.serve.template import Form
+    from kvevict.serve.written import Written
+
+    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
+    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>", "<|im_end|>"]))
+    form, end = Form(tokenizer, qwen()), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    prompt, thought, before, after = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (
+        f"<|im_start|>assistant\n{opening}", "\nHm, é.\n", "" if opening else "<think>", rest))  # fmt: skip
+    answer = Written(form, form.parser(prompt, None), (), {end}, 99)
+    for token in before + thought + after:
+        answer.put(token)
+    assert answer.reasoning == len(thought)
+
+
 def test_tokens_that_are_not_text():
     """Special tokens that the response template does not look for are not written."""
     from kvevict.serve.template import Form
@@ -443,35 +412,15 @@ def test_an_answer_that_repeats_itself(path):
         with saying(model(), [5, 6, 7, *piece * 200]):
             for stream in (False, True):
                 found = answered(client, path, stream, most=None)
-                used = found["usage"].get("completion_tokens") or found["usage"]["output_tokens"]
-                assert (used, found["finish"]) == (3 + count, "length")
-            asked = answered(client, path, most=140)["usage"]
-            assert (asked.get("completion_tokens") or asked["output_tokens"]) == 140  # as it was asked for
+                assert (found["usage"]["completion_tokens"], found["finish"]) == (3 + count, "length")
+            assert answered(client, path, most=140)["usage"]["completion_tokens"] == 140  # as it was asked for
 
 
 def test_texts_do_not_repeat_themselves():
     """Neither do prose, tables and code, in any 1,024 of their tokens."""
-    from kvevict.serve.repetition import Repetition
+    from kvevict.serve.written import Repetition
 
     tokenizer, folder = AutoTokenizer.from_pretrained(kvevict.small_llama()), Path(kvevict.__file__).parents[1]
     for file in ("docs/methods.md", "docs/results.md", "csrc/ops.def", "kvevict/serve/fields.py", "LICENSE"):
         seen = Repetition()
         assert not any(map(seen.put, tokenizer((folder / file).read_text(), verbose=False)["input_ids"])), file
-
-
-def test_forced_calls_end_with_a_token_of_the_template():
-    """As those of Qwen do: its end token is one that the response template looks for."""
-    from kvevict.serve.grammar import Calls
-    from kvevict.serve.template import Form
-    from kvevict.serve.written import Written
-
-    tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
-    tokenizer.chat_template = CHATML
-    tokenizer.add_special_tokens(dict(additional_special_tokens=["<|im_start|>", "<|im_end|>"]))
-    form, end = Form(tokenizer, qwen()), tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for text in ('[{"name": "f", "arguments": {"x": "y"}}]', '{"name": "f", "arguments": {"x": "y"}}'):
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
-        written = Written(form, Calls(), (), {end}, len(ids) + 1)
-        told = [part for token in ids for part in written.put(token)] + written.close()
-        assert [(call.name, json.loads(call.arguments)) for call in told] == [("f", dict(x="y"))]
-        assert written.finish == "tool_calls"

@@ -129,8 +129,9 @@ def test_short_prompts_do_not_wait_for_a_long_one(monkeypatch):
 @pytest.mark.parametrize("name, stall", [("_step", 1e9), ("pause", 0.0)])
 def test_answers_go_on_while_a_prompt_is_read(name, stall, monkeypatch):
     """Between its chunks, and between two layers when it is time."""
-    client, seen = Client(server(chunk_size=128, stall=stall)), []
+    client, seen = Client(server(chunk_size=128)), []
     scheduler = client.server.scheduler
+    scheduler.stall = stall
     function = getattr(scheduler, name)
 
     def noted():
@@ -147,9 +148,10 @@ def test_answers_go_on_while_a_prompt_is_read(name, stall, monkeypatch):
 
 
 def test_no_token_within_a_chunk_before_its_time(monkeypatch):
-    client = Client(server(stall=1e9))
+    client = Client(server())
     client.chat("Once")  # the first token of all is due at once
     scheduler, inside = client.server.scheduler, []
+    scheduler.stall = 1e9
     step, pause = scheduler._step, scheduler.pause
 
     def paused():
@@ -166,7 +168,8 @@ def test_no_token_within_a_chunk_before_its_time(monkeypatch):
 def test_one_depth_of_forwards(monkeypatch):
     """Prompts are read side by side, each between two chunks of a longer one; within a chunk only tokens are decoded.
     Answers are as alone."""
-    client, depth, most, narrow = Client(server(stall=0.0, policy="take:recall=false")), [], [], []
+    client, depth, most, narrow = Client(server(policy="take:recall=false")), [], [], []
+    client.server.scheduler.stall = 0.0
     bodies = [body(FILLER * 80), body("Once", max_tokens=30), body(FILLER * 3, max_tokens=20), body(TEXT)]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
     through = Step.through
@@ -200,7 +203,8 @@ def test_no_prompt_inside_another_forward():
 
 def test_repeated_tokens_count_as_left(monkeypatch):
     """A prompt of more than half of another's tokens is read before that one's end: it is read twice."""
-    client = Client(server(chunk_size=256, stall=0.0))
+    client = Client(server(chunk_size=256))
+    client.server.scheduler.stall = 0.0
     bodies = [body(FILLER * 40, kvevict=dict(policy="kvzip", budget=64), max_tokens=1), body(FILLER * 28, max_tokens=1)]
     waits_for(client, monkeypatch, 1)
     order = ends(client, monkeypatch)

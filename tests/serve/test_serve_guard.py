@@ -12,21 +12,17 @@ import threading
 
 import pytest
 from fuzzing import SEED
-from serving import Client, asks, said, server, unpatched  # noqa: F401
+from serving import JSON, Client, asks, said, scope_of, server, unpatched  # noqa: F401
 
 from kvevict.cli import main
-from kvevict.serve.grammar import Grammars
 
 ONCE = dict(messages=[dict(role="user", content="Once")], max_tokens=2)
 
 
 def sent(client, headers, parts=(), method="GET", path="/health", came_to="127.0.0.1", version="1.1") -> tuple:
     """(status, headers, body) of a request with these headers alone; parts: of its body, as they are asked for."""
-    scope = dict(
-        type="http", asgi={"version": "3.0", "spec_version": "2.3"}, method=method, path=path, http_version=version,
-        headers=[(name.encode(), value.encode()) for name, value in headers.items()], query_string=b"", scheme="http",
-        root_path="", server=(came_to, 80), client=("10.1.2.3", 1), raw_path=path.encode(),
-    )  # fmt: skip
+    more = dict(http_version=version, server=(came_to, 80), client=("10.1.2.3", 1))
+    scope = scope_of(method, path, headers, **more)
     left, got = iter(parts), []
 
     async def receive():
@@ -93,10 +89,7 @@ def test_a_client_that_leaves_within_its_body(client, caplog):
     async def send(message):
         pass
 
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = dict(
-        type="http", method="POST", path="/v1/completions", headers=headers, query_string=b"", http_version="1.1"
-    )
+    scope = scope_of("POST", "/v1/completions", dict(JSON, host="localhost"))
     with caplog.at_level(logging.INFO, "kvevict.serve"):
         asyncio.run(client.app(scope, gone, send))
     assert [(each.message, each.facts["status"]) for each in caplog.records if each.name == "kvevict.serve"] == [
@@ -116,16 +109,14 @@ FIELDS = {
         "messages", "temperature", "top_p", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "tools",
         "top_logprobs", "logit_bias", "frequency_penalty", "presence_penalty", "kvevict", "user", "metadata",
         "stream_options", "unknown", "model", "stream", "generation_config", "chat_template_kwargs", "response_format",
-        "logprobs",
+        "logprobs", "tool_choice",
     ),
     "/v1/completions": ("prompt", "temperature", "logit_bias", "best_of", "max_tokens", "user", "kvevict", "echo"),
-    "/v1/responses": ("input", "temperature", "max_output_tokens", "metadata", "truncation", "tools", "top_logprobs",
-                      "instructions", "kvevict", "stream"),
     "/v1/kvevict/texts": ("name", "text", "budget", "policy"),
 }  # fmt: skip
 RIGHT = {
     "/v1/chat/completions": ONCE, "/v1/completions": dict(prompt="Once", max_tokens=1),
-    "/v1/responses": dict(input="Once", max_output_tokens=1), "/v1/kvevict/texts": dict(name="text", text="Once"),
+    "/v1/kvevict/texts": dict(name="text", text="Once"),
 }  # fmt: skip
 
 
@@ -335,6 +326,11 @@ def test_an_empty_key(monkeypatch, capsys):
     assert "--api-key is empty" in capsys.readouterr().err
 
 
+def test_an_option_that_is_gone(capsys):
+    assert main(["serve", "--stall=1", "/nowhere"]) == 2
+    assert "--stall is gone: a prompt that is read pauses after half a second" in capsys.readouterr().err
+
+
 @contextlib.contextmanager
 def held(monkeypatch, owner, name):
     """Inside, the first call of a function waits for an event that nobody but the test sets."""
@@ -356,36 +352,17 @@ LARGE = ("POST", "/v1/chat/completions", ONCE | dict(user="a" * 100_000))
 HIDDEN = ("POST", "/v1/chat/completions", ONCE | dict(kvevict=dict(question=None)))
 OF_TEXT = ("POST", "/v1/chat/completions", ONCE | dict(kvevict=dict(text="held")))
 STORE = ("POST", "/v1/kvevict/texts", dict(name="held", text="Once. " * 60))
-RESPONSE = ("POST", "/v1/responses", dict(input="Once", max_output_tokens=2))
 CASES = {
     "a body is parsed": ("kvevict.serve.check.parsed", LARGE),
-    "a body is checked": ("kvevict.serve.check.generation", LARGE),
+    "a body is checked": ("kvevict.serve.check._generation", LARGE),
     "a template is rendered": ("tokenizer.apply_chat_template", CHAT),
     "a template is rendered in parts": ("tokenizer.apply_chat_template", HIDDEN),
     "a chat is tokenised": ("kvevict.serve.prompt._plain", CHAT),
-    "a response's input": ("tokenizer.apply_chat_template", RESPONSE),
     "a prompt": ("kvevict.serve.prompt._opened", ("POST", "/v1/completions", dict(prompt="Once", max_tokens=2))),
     "a text": ("kvevict.serve.prompt.ids_of", STORE), "a text is written": ("texts.put", STORE),
     "a text is opened": ("kvevict.serve.prompt.ids_of", OF_TEXT),
     "a text's pieces": ("kvevict.serve.server.parts", ("GET", "/v1/kvevict/texts/held/kept")),
 }  # fmt: skip
-
-
-FORM = dict(type="json_schema", json_schema=dict(name="x", schema=dict(type="integer", multipleOf=999983)))
-
-
-def test_a_schema_is_followed_from_one_preparation(monkeypatch):
-    """The thread that owns the model prepares none: one of 80 bytes can take seconds."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    client, threads, matcher = Client(server()), [], Grammars.matcher
-
-    def noted(*args):
-        threads.append(threading.current_thread().name)
-        return matcher(*args)
-
-    monkeypatch.setattr(Grammars, "matcher", noted)
-    assert client.post("/v1/chat/completions", **ONCE, n=3, response_format=FORM).status_code == 200
-    assert len(threads) == 1 and threads[0] != "kvevict"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -428,7 +405,6 @@ def test_what_does_not_fit_is_not_tokenised(client, monkeypatch, more):
         assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
     for path, body, what, field in (
         ("/v1/completions", dict(prompt=long[0]["content"]), "prompt", "prompt"),
-        ("/v1/responses", dict(input=many), "prompt", "input"),
         ("/v1/kvevict/texts", dict(name="long", text=long[0]["content"]), "text", "text"),
     ):
         response = client.post(path, **body)

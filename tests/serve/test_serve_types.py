@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 import zoo
-from serving import Client, server
+from serving import JSON, Client, scope_of, server
 
 import kvevict
 from kvevict.models import families, known
@@ -115,12 +115,7 @@ class Served:
         async def send(message):
             pass
 
-        scope = dict(
-            type="http", asgi={"version": "3.0", "spec_version": "2.3"}, method="POST", path=PATH, root_path="",
-            headers=[(b"content-type", b"application/json")], query_string=b"", http_version="1.1", scheme="http",
-            server=("here", 80), client=("here", 1), raw_path=PATH.encode(),
-        )  # fmt: skip
-        await self.client.app(scope, receive, send)
+        await self.client.app(scope_of("POST", PATH, JSON), receive, send)
 
 
 class Refused(Exception):

@@ -57,18 +57,20 @@ def attention(
     new = (key, value) if new is None else new
     archives = step.plan.policy.recall_kv is not None and not step.decoding
     if archives or not layer.is_represented:
-        _represent(step, layer, archives, query, key, options)
+        _represent(step, layer, archives, query, key, value, options)
     call = LayerCall(step, module, query, key, value, new, options, hidden)
     attend(call)
     decide(call)
     return call.out[..., :width], None
 
 
-def _represent(step: Any, layer: Any, archives: bool, query: torch.Tensor, key: torch.Tensor, options: dict) -> None:
+def _represent(
+    step: Any, layer: Any, archives: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
+) -> None:
     """Before a layer attends: choose how what it has not stored before is stored. archives: in an archive, too."""
     policy, chunk = step.plan.policy, key.shape[2] - step.appended
     first = step.first.clamp_max(chunk)  # a row of padding alone
-    seen = query[:, :, :chunk], key[:, :, :chunk], first, options, step.plan.ranks
+    seen = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
         layer.represent(policy.kv, *seen)
         if step.decoding:  # `Step.through` has counted the token in the others

@@ -36,7 +36,9 @@ class Apart:
     centre = property(lambda self: together([one.centre for one in self.each]))
     is_centred = property(lambda self: all(one.is_centred for one in self.each))
 
-    def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0) -> Apart:
+    def append(
+        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: object = 0
+    ) -> Apart:
         rows = [slice(row, row + 1) for row in range(len(self.each))]
         return Apart(
             [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
@@ -45,7 +47,7 @@ class Apart:
     def centred_as(self, other: Storage) -> Apart:
         return Apart([one.centred_as(row) for one, row in self._beside(other)])
 
-    def with_all(self, other: Storage, expected: int = 0) -> Apart:
+    def with_all(self, other: Storage, expected: object = 0) -> Apart:
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 
     def as_prefix(self) -> Apart:
@@ -121,12 +123,12 @@ def _rows(layer: EvictionLayer, rows: list[int]) -> Storage:
     return layer.storage.aliased(torch.tensor(rows, device=layer.device), rows)
 
 
-def append(layer: Any, *new: Any) -> None:
+def append(layer: Any, *new: Any, expected: int | np.ndarray = 0) -> None:
     """Write new columns to a layer's archive, as the layer stores them. new: k, v, pos, first, padding of
-    `Storage.append`."""
+    `Storage.append`, which `expected` is of, too."""
     if layer.archive is None:
         layer.archive = _empty(layer)
-    archive, expected = layer.archive.centred_as(layer.storage), layer.archive_expected
+    archive = layer.archive.centred_as(layer.storage)
     if archive.on_host:  # the op that packs rows writes them where they were computed
         layer.archive = archive.with_all(_near(layer, archive).append(*new), expected)
     else:
@@ -221,9 +223,15 @@ def whole(layer: Any) -> Storage:
     return _here(layer, _with_last(layer, _forked(layer.archive)))
 
 
-def every(layer: EvictionLayer) -> Storage | Apart:
-    """The same where they lie, for reading; a layer's slots if it has no archive."""
-    return layer.storage if layer.archive is None else _with_last(layer, layer.archive.forked())
+def every(layer: EvictionLayer) -> list[Storage | Apart]:
+    """The same where they lie, for reading, one storage after the other; a layer's slots if it has no archive."""
+    if layer.archive is None:
+        return [layer.storage]
+    count = layer.sequence.columns - layer.sequence.archived
+    archive = layer.archive.centred_as(layer.storage)
+    if archive.on_host:
+        host.wait()  # for rows that are on their way
+    return [archive, _last(layer, archive, count)] if count else [archive]
 
 
 def _forked(archive: Storage | Apart) -> Storage:
@@ -234,13 +242,17 @@ def _with_last(layer: Any, archive: Any) -> Any:
     count = layer.sequence.columns - layer.sequence.archived
     if not count:
         return archive
-    archive, last = archive.centred_as(layer.storage), layer.storage.last(count)
-    if archive.on_host and archive.kinds != last.kinds:
-        last = _near(layer, archive).with_all(last)
-    archive = archive.with_all(last)
+    archive = archive.centred_as(layer.storage)
+    archive = archive.with_all(_last(layer, archive, count))
     if archive.on_host:
         host.wait()  # the layer's slots may move, and the host may read its own
     return archive
+
+
+def _last(layer: EvictionLayer, archive: Storage | Apart, count: int) -> Storage:
+    """The last slots of each head, in the kinds of an archive."""
+    last = layer.storage.last(count)
+    return last if archive.kinds == last.kinds else _near(layer, archive).with_all(last)
 
 
 def _here(layer: EvictionLayer, archive: Storage) -> Storage:

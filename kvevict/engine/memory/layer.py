@@ -68,7 +68,6 @@ class EvictionLayer(CacheLayerMixin):
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
         self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
         self.awaited: Awaited | None = None  # while an answer attends to the slots of all tokens
-        self.archive_expected = 0  # slots per head that a read is going to archive
         self.archive_place: bool | str = True  # where an archive that begins lies: `Policy.recall` of the last read
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
@@ -200,13 +199,13 @@ class EvictionLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def represent(
-        self, kind: str, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
+        self, kind: str, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
     ) -> None:
         """Before a patched call attends: choose the kinds of stored rows, once, and the centre of each batch row when
         its first tokens are read. Slots of a prefix from before are packed; their keys count in place of new ones.
 
         kind         of `kv.KINDS`
-        query, key   new [B, H, T, D] and [B, Hkv, S, D], both from column first[b] on, to the last column
+        query        new [B, H, T, D], as `key` and `value` [B, Hkv, S, D] from column first[b] on, to the last column
         options      of the logits
         """
         is_first = self.kinds is None
@@ -214,7 +213,7 @@ class EvictionLayer(CacheLayerMixin):
             self.kinds = kv.KINDS[kind]
         if self.kinds[0] == kv.MODEL:  # type: ignore[index]  # set above
             return
-        kinds, centre, known = self._packing(kind if is_first else None, query, key, first, options, ranks)
+        kinds, centre, known = self._packing(kind if is_first else None, query, key, value, first, options, ranks)
         if kinds is None:
             self.storage = self.storage.centred_at(centre, known)
         else:
@@ -227,17 +226,18 @@ class EvictionLayer(CacheLayerMixin):
             archive.represent(self, *self._packing(kind if self.archive is None else None, *seen))
 
     def _packing(
-        self, kind: str | None, query: Tensor, key: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
-    ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
+        self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict[str, Any],
+        ranks: Ranks,
+    ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:  # fmt: skip
         """The kinds for rows of a `kind` (None: they are chosen), a centre of each batch row, and the rows that it is
         known of."""
 
         def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
 
-        keys, held, weights = key, seen(key), self._attention(query, key, first, options)
+        keys, values, held, weights = key, value, seen(key), self._attention(query, key, first, options)
         if kind is not None and self.counts.any():
-            keys = self.storage.dense("k")
+            keys, values = self.storage.dense("k"), self.storage.dense("v")
             held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
             weights = weights[:, :, : keys.shape[2]]
         else:  # slot i is column first[b] + i
@@ -249,7 +249,10 @@ class EvictionLayer(CacheLayerMixin):
             errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], of_keys)
             return float(ranks.gather(errors[None]).mean())
 
-        return None if kind is None else kv.chosen(kind, error), centre, known
+        if kind is None:
+            return None, centre, known
+        norms = [kv.norms(x).masked_fill(~held, 0).amax() for x in (keys - centre[:, :, None], values)]
+        return kv.chosen(kind, error, ranks.gather(torch.stack(norms)[None, None]).amax((0, 1)).tolist()), centre, known
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
         """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored

@@ -1,5 +1,6 @@
 """The cost of a read: its clocks, the live bytes, and the report that `kvevict.report` shows."""
 
+import math
 import time
 from collections import defaultdict
 from itertools import chain
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ... import cautions
 from ...policy import kv
 from .archive import Apart
 from .mapped import in_file
@@ -43,6 +45,7 @@ class Meter:
         self.recalls: list[tuple[list, list]] | None = None
         self.back: list[tuple[list, list]] | None = None  # those of the read that `report` tells of
         self.report: dict | None = None
+        self.beyond = defaultdict(list)  # layer -> of chunks: whether rows are more than its packed slots hold
 
     def clock(self, stage: str) -> _Clock:
         """A context whose time counts as the stage's."""
@@ -53,6 +56,14 @@ class Meter:
         new: keys [B, Hkv, *, W] of a layer's chunk of tokens [B]."""
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * int(tokens.sum()))
+
+    def weigh(self, index: int, storage: Storage | Apart, *new: torch.Tensor) -> None:
+        """Note whether keys and values [B, Hkv, S, D] of a layer's chunk are more than the kinds of a storage hold."""
+        for x, kind, centre in zip(new, storage.kinds, (storage.centre, None), strict=True):
+            most = kv.LAYOUTS[kind].most
+            if most < math.inf:
+                x = x if centre is None else x - centre.to(x.device)[:, :, None]
+                self.beyond[index].append((kv.norms(x) > most).any())
 
     def write(self, layers: list[Any], kind: str) -> None:
         """The report of a read that is done. layers: of the cache, None for those that do not evict; kind: of
@@ -66,6 +77,7 @@ class Meter:
         computed = sum(2 * one.counts.shape[1] * one.like.element_size() * one.dim for one in storages)
         positions = [None if layer is None else layer.positions() for layer in layers]
         self.back, self.recalls = self.recalls, None
+        cautions.of_norms([index for index, found in self.beyond.items() if any(map(bool, found))])
         self.report = dict(
             seen=seen,
             kept=[None if layer is None else layer.counts.tolist() for layer in layers],

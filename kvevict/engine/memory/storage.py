@@ -97,13 +97,14 @@ class Storage(Stored):
     # -- changes of the slots ---------------------------------------------------------------------------------------
 
     def append(
-        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int = 0
+        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int | np.ndarray = 0
     ) -> Storage:
         """A storage with new columns first[b].. of k, v [B, Hkv, S, D], pos [B, S] after each head's slots; amortised
         O(S).
 
         padding    `first` on the host
-        expected   slots per head, the prefix's too, that a read is going to store; a growth makes room for them
+        expected   slots per head, the prefix's too, that a read is going to store, a number or [B, 1]; a growth makes
+                   room for them
         """
         counts = self.counts + (k.shape[2] - padding)[:, None]
         if (counts <= self.capacity).all():
@@ -128,7 +129,7 @@ class Storage(Stored):
     def with_room(self, expected: int = 0, room: int = ROOM) -> Storage:
         """A storage with these slots, and room for one more in every head; if it is another one, for `room` or more.
         expected: as in `append`."""
-        return self if self.room else self.moved(self.grown(self.counts, expected, room))
+        return self if self.room else self.moved(self.grown(self.counts + 1, expected, room))
 
     def tick(self) -> None:
         """Count one more slot in every head, which the next `decode` writes. A `Table` does so for many layers."""
@@ -243,17 +244,17 @@ class Storage(Stored):
         filled = after._filled(other, None, other.counts)
         return self._holding(self.len + filled.len, self.counts + other.counts)
 
-    def with_all(self, other: Storage, expected: int = 0) -> Storage:
+    def with_all(self, other: Storage, expected: int | np.ndarray = 0) -> Storage:
         """A storage with the slots of another one, which has no prefix, after these. expected: as in `append`."""
         counts = self.counts + other.counts
         into = self if (counts <= self.capacity).all() else self.moved(self.grown(counts, expected))
         return into.followed_by(other)
 
-    def grown(self, counts: np.ndarray, expected: int = 0, room: int = ROOM) -> np.ndarray:
-        """Capacity [B, Hkv] for counts and an eighth more, so that appending is O(1) on average. expected: as in
-        `append`."""
-        least = expected if self.prefix is None else 0
-        return np.maximum(self.capacity, np.maximum(counts + np.maximum(counts // 8, room), least))
+    def grown(self, counts: np.ndarray, expected: int | np.ndarray = 0, room: int = ROOM) -> np.ndarray:
+        """Capacity [B, Hkv] for the counts that are expected, as in `append`; if these are fewer, for an eighth
+        more than counts, so that appending is O(1) on average."""
+        own = expected if self.prefix is None else expected - self.prefix.total_counts
+        return np.maximum(self.capacity, np.where(counts <= own, own, counts + np.maximum(counts // 8, room)))
 
     def _blank(self, capacity: np.ndarray) -> Storage:
         """This storage, to be filled: new buffers of a capacity."""

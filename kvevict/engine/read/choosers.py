@@ -203,7 +203,9 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
             layer.append(*call.to_store, slots.pos, slots.kv.first, call.padding)
         layer.carry = of_layer(carried, layer)
         if call.policy.recall and call.columns:
-            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, call.padding)
+            read = call.step.read
+            expected = 0 if read is None else np.array(read.seen)[:, None]
+            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, call.padding, expected=expected)
     if not call.step.decoding:
         call.step.meter.live[call.index] = layer.live_bytes()
 

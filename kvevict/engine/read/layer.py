@@ -216,6 +216,7 @@ def _is_due(call: LayerCall) -> bool:
             carry_newest(layer, plan.of_tokens.tokens(*given(call, [plan.of_tokens]).values()))
         return step.chooser is not None and step.chooser.takes(call)
     step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
+    step.meter.weigh(call.index, layer.storage if layer.archive is None else layer.archive, *call.to_store)
     return True
 
 

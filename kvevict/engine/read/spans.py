@@ -169,7 +169,6 @@ class Prompt:
         most = schedule.read(policy, self.narrow, np.array([part.rows for part in self.parts])).sum(1).tolist()
         for order, layer in enumerate(self.layers):
             layer.decode_queries = None  # the queries' slots are no longer the last ones
-            layer.archive_expected = max(read.seen) if policy.recall else 0
             if policy.schedule == "prompt" and len(self.parts) > 1 and not (policy.recall and read.evicts):
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         note_prompts(self.plan, self.layers)

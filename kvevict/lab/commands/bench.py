@@ -36,8 +36,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, Any]:
     model.generation_config.eos_token_id = None  # every run decodes the same number of tokens
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
-    for key, policy in policies.items():
-        check(model, checked, key, policy, args.new_tokens)
+    check(model, checked, policies)
     numbers = f"{str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
     print(f"{name}: {numbers}; {args.new_tokens} new tokens, median of {args.repeat} runs")
     print(f"Checked: on {checked.shape[1]} tokens, nothing evicted, every policy gives the {UNPATCHED} model's logits.")

@@ -22,6 +22,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ...policy.checks import parsed
+from ...store.files import decoded
 from .words import LISTS, TEMPLATES
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _read(path: Path | None) -> Haystack:
 
 def _documents(path: Path) -> list[str]:
     data = path.read_bytes()
-    text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    text = decoded(lzma.decompress(data) if path.suffix == ".xz" else data, path)
     if ".jsonl" in path.suffixes:
         return [parsed(line)["text"] for line in text.split("\n") if line.strip()]
     return [text]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...models import families
+from ...store.files import decoded
 from ..targets import numbers
 
 SKIP = 4  # first tokens of a piece: always kept, with hidden states unlike others'
@@ -25,7 +26,7 @@ def pieces(
     Raises ValueError for texts that cannot be trained on.
     """
     if isinstance(texts, Path) or (isinstance(texts, str) and os.path.isfile(texts)):
-        texts = [Path(texts).read_text(encoding="utf-8", errors="replace")]
+        texts = [decoded(Path(texts).read_bytes(), texts)]
     elif isinstance(texts, str):
         raise ValueError("texts must be a file's path, or a list of texts or of token ids: give [text] for one text")
     found = []

@@ -12,6 +12,7 @@ import torch
 from ...asking.prompts import rendered
 from ...models.families import device_of, unwrapped
 from ...policy.checks import parsed
+from ...store.files import decoded
 
 
 class Pair(NamedTuple):
@@ -42,13 +43,12 @@ def _entries(data: Any) -> Iterator[Any]:
     if not isinstance(data, (str, Path)):
         yield from ((f"pair {i}", entry) for i, entry in enumerate(data, 1))
         return
-    with open(data, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield f"{data} line {number}", parsed(line)
-                except ValueError as error:
-                    raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
+    for number, line in enumerate(decoded(Path(data).read_bytes(), data).split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{data} line {number}", parsed(line)
+            except ValueError as error:
+                raise ValueError(f"{data} line {number} is not JSON: {error}; repair or drop the line") from None
 
 
 def _pair(name: str, entry: dict, tokenizer: Any, limits: Limits) -> Any:

@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 from ....policy.checks import parsed
+from ....store.files import decoded
 from ..haystack import depths, haystack, most, sentences
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, Settings, opening
@@ -190,7 +191,7 @@ def xquad(settings: Settings) -> Iterator[Case]:
     try:
         articles = [
             [(p["context"], [(q["question"], q["answers"]) for q in p["qas"] if q["answers"]]) for p in a["paragraphs"]]
-            for a in json.loads(path.read_text("utf-8"))["data"]
+            for a in json.loads(decoded(path.read_bytes(), path))["data"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data: {path} is not in SQuAD's format ({error!r}); give xquad.en.json") from None
@@ -223,7 +224,7 @@ def loogle(settings: Settings) -> Iterator[Case]:
     """The first complete sentences of a text, up to the length, and the questions with their evidence in them."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
-    records = [parsed(row) for row in path.read_text("utf-8").split("\n") if row.strip()]
+    records = [parsed(row) for row in decoded(path.read_bytes(), path).split("\n") if row.strip()]
     for i, record in settings.rng(task).sample(list(enumerate(records)), len(records))[: settings.cases]:
         try:
             known = [(q["Q"], [q["A"]], " ".join(q["S"].split())) for q in ast.literal_eval(record["qa_pairs"])]
