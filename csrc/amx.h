@@ -36,8 +36,8 @@ static inline void kv_amx_end(kv_amx before) {
     __asm__ volatile("tilerelease" :);
 }
 
-/* C [16 or, if `both`, 32, 32] (add: +)= A [.., words] B [words, 32]; words is a multiple of 16. Every sum runs over the
- * words in ascending order. */
+/* C [16 or, if `both`, 32, 32] (add: +)= A [.., words] B [words, 32]; words is a multiple of 16. Every sum runs over
+ * the words in ascending order. */
 KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t words,
                             float *c, int64_t ldc) {
   const int64_t as = 4 * lda, bs = 4 * ldb, cs = 4 * ldc;
@@ -75,7 +75,7 @@ KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, cons
   }
 }
 
-/* The same of `rows` rows by `columns` columns, rounded up to multiples of 16 and of 32. */
+/* As kv_amx_block for `rows` rows and `columns` columns, rounded up to multiples of 16 and of 32. */
 static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b,
                                    int64_t ldb, int64_t words, float *c, int64_t ldc) {
   for (int64_t j = 0; j < columns; j += 2 * SQUARE)

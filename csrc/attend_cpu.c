@@ -5,15 +5,16 @@
  * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked.
  *
  * Where rows are few, the columns are cut too: into splits that depend on the shapes alone, not on the number of
- * threads; m, l and o of all are combined in order. Very few rows read keys and values in place, as decode does. */
+ * threads; their states are merged in order. Very few rows read keys and values in place, as decode does. */
 #include <stdatomic.h>
 
+#include "rows.h"
 #include "stream.h"
 
 enum {
-  FEW = 16,           /* rows of a head so few that packing costs more than it saves */
-  SHORT = 64,         /* steps of a chunk with columns that are cut */
-  TASKS = 32,         /* tasks of such a chunk, about */
+  FEW = 16,           /* rows of a head up to which packing costs more than it saves */
+  SHORT = 64,         /* steps of a chunk up to which columns are cut */
+  TASKS = 32,         /* tasks of a chunk whose columns are cut, about */
   COLUMNS = 4 * KEYS, /* columns of a split, at least */
 };
 
@@ -24,7 +25,7 @@ typedef struct {
   int64_t splits, span; /* of a head's columns, and columns of each; 1 and 0: not cut */
   int few;              /* keys and values are read in place */
   kv_stream stream;     /* its shape; rows of a head */
-  float *part;          /* [B, Hkv, splits, rows, width + 2], or NULL */
+  float *states;        /* states of [B, Hkv, splits, rows] rows (kv_state_in), or NULL: not cut */
   atomic_int failed;
 } kv_attend_job;
 
@@ -40,63 +41,65 @@ static kv_attend_head kv_attend_head_of(const kv_attend *a, int64_t at) {
   const int64_t stop = a->stop ? a->stop[b] : a->S;
   kv_attend_head x = {.b = b, .h = h};
   x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, b, h, a->scale, a->softcap);
-  x.k = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
-  x.v = kv_value_columns(a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
+  x.k = kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
+  x.v = kv_head_columns(KV_VALUES, a->dtype, a->D, &a->slots, &a->chunk, b, h, a->Hkv, stop);
   x.n = x.k.n;
   x.bounds = (kv_bounds){len - a->chunk.first[b] + a->S - a->T, a->stop ? x.n : len, x.n};
   return x;
 }
 
-/* out and lse of row r of a head: o [width] of a row with m and l, not yet divided. */
-static void kv_attend_write(const kv_attend *a, const kv_attend_head *x, int64_t r, const float *o, float m, float l) {
+/* out and lse of row r of a head, from its normalized state. */
+static void kv_attend_write(const kv_attend *a, const kv_attend_head *x, int64_t r, kv_state state) {
   const int64_t G = x->query.G, t = r / G, head = x->h * G + r % G, size = kv_size(a->dtype);
-  kv_store_row(a->dtype, o, (char *)a->out + ((x->b * a->T + t) * a->H + head) * a->D * size, a->D);
-  a->lse[(x->b * a->H + head) * a->T + t] = KV_LN2 * (m + log2f(l));
+  kv_store_row(a->dtype, state.o, (char *)a->out + ((x->b * a->T + t) * a->H + head) * a->D * size, a->D);
+  a->lse[(x->b * a->H + head) * a->T + t] = KV_LN2 * kv_state_lse(state);
 }
 
-/* out and lse of a task's rows: o / l, or 0 if the row sees nothing; lse = ln 2 * (m + log2 l). */
+/* out and lse of a task's rows: o / d, or 0 if the row sees nothing. */
 static void kv_attend_finish(const kv_attend *a, const kv_attend_head *head, kv_rows *x, int64_t t0, int64_t rows,
                              int64_t width) {
   for (int64_t r = 0; r < rows; r++) {
-    const float over = x->l[r] == 0 ? 0 : 1 / x->l[r];
-    float *o = x->o + r * width;
-    for (int64_t d = 0; d < width; d++) o[d] *= over;
-    kv_attend_write(a, head, t0 * head->query.G + r, o, x->m[r], x->l[r]);
+    const kv_state state = kv_state_from(x->state, width, r);
+    const float over = *state.d == 0 ? 0 : 1 / *state.d;
+    for (int64_t d = 0; d < width; d++) state.o[d] *= over;
+    kv_attend_write(a, head, t0 * head->query.G + r, state);
   }
 }
 
 static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int64_t t0, int64_t t1, int64_t split) {
   const kv_attend *a = job->a;
   const kv_attend_head head = kv_attend_head_of(a, at);
-  const int64_t G = head.query.G, rows = (t1 - t0) * G, width = job->stream.width, all = a->T * G;
-  const float *sinks = a->sinks && !job->part ? a->sinks + head.h * G : NULL;
-  const int64_t c0 = split * job->span, c1 = job->part ? kv_min(head.n, c0 + job->span) : head.n;
-  if (job->part && c0 >= head.n) return;
+  const int64_t G = head.query.G, rows = (t1 - t0) * G, width = job->stream.width;
+  const float *sinks = a->sinks && !job->states ? a->sinks + head.h * G : NULL;
+  const int64_t c0 = split * job->span, c1 = job->states ? kv_min(head.n, c0 + job->span) : head.n;
+  if (job->states && c0 >= head.n) return;
   kv_rows_start(x, &head.query, t0, rows, sinks, width);
   kv_rows_run(x, &head.query, head.bounds, t0, rows, &head.k, &head.v, width, c0, c1);
-  if (!job->part) {
+  if (!job->states) {
     kv_attend_finish(a, &head, x, t0, rows, width);
     return;
   }
-  float *part = job->part + (at * job->splits + split) * all * (width + 2);
-  memcpy(part + t0 * G * width, x->o, (size_t)(rows * width) * sizeof *part);
-  memcpy(part + all * width + t0 * G, x->m, (size_t)rows * sizeof *part);
-  memcpy(part + all * (width + 1) + t0 * G, x->l, (size_t)rows * sizeof *part);
+  const kv_state all = kv_state_in(job->states, at * job->splits + split, a->T * G, width);
+  const kv_state to = kv_state_from(all, width, t0 * G);
+  memcpy(to.o, x->state.o, (size_t)(rows * width) * sizeof *to.o);
+  memcpy(to.m, x->state.m, (size_t)rows * sizeof *to.m);
+  memcpy(to.d, x->state.d, (size_t)rows * sizeof *to.d);
 }
 
-/* The few rows of a head: the columns that every step sees at once, then those of each step alone. */
+/* Computes the few rows of a head: first the columns that every step sees, for all rows at once; then, step by step,
+ * the others. */
 static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
   const kv_attend_head head = kv_attend_head_of(job->a, at);
   const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);
   const int64_t every = kv_min(c1, kv_max(c0, kv_seen(head.bounds, 0)));
-  float *part = job->part + (at * job->splits + split) * x->rows * (x->width + 2);
+  const kv_state state = kv_state_in(job->states, at * job->splits + split, x->rows, x->width);
   if (c0 >= head.n) return;
   kv_stream_load(x, &head.query, 0, &head.k);
-  kv_part_start(part, x->rows, x->width);
-  kv_stream_run(x, head.query.cap, &head.k, &head.v, c0, every, 0, x->rows, part, NULL, 0);
+  kv_state_start(state, x->rows, x->width);
+  kv_stream_run(x, head.query.cap, &head.k, &head.v, c0, every, 0, x->rows, state, NULL, 0);
   for (int64_t t = 0; t < job->a->T; t++) {
     const int64_t seen = kv_min(c1, kv_seen(head.bounds, t));
-    kv_stream_run(x, head.query.cap, &head.k, &head.v, every, seen, t * G, (t + 1) * G, part, NULL, 0);
+    kv_stream_run(x, head.query.cap, &head.k, &head.v, every, seen, t * G, (t + 1) * G, state, NULL, 0);
   }
 }
 
@@ -123,24 +126,27 @@ static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Rows of all heads from their splits. */
+/* Merges the splits' states of each row. */
 static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
   const kv_attend_job *job = ctx;
   const kv_attend *a = job->a;
   const int64_t rows = a->T * (a->H / a->Hkv), width = job->stream.width;
-  float m, l, o[KV_MOST_D];
+  float m, d, o[KV_MOST_D];
+  const kv_state state = {o, &m, &d};
   for (int64_t i = begin; i < end; i++) {
     const kv_attend_head head = kv_attend_head_of(a, i / rows);
     const int64_t r = i % rows, G = head.query.G;
     const float sink = a->sinks ? a->sinks[head.h * G + r % G] * KV_LOG2E : -INFINITY;
-    kv_part_combine(job->part + i / rows * job->splits * rows * (width + 2), (head.n + job->span - 1) / job->span, rows,
-                    width, r, sink, &m, &l, o);
+    const kv_state first = kv_state_in(job->states, i / rows * job->splits, rows, width);
+    kv_state_merge(kv_state_from(first, width, r), rows * (width + 2), (head.n + job->span - 1) / job->span, width,
+                   sink, state);
+    kv_state_normalize(state, width);
     if (job->few) kv_stream_order(&job->stream, 1, o);
-    kv_attend_write(a, &head, r, o, m, l);
+    kv_attend_write(a, &head, r, state);
   }
 }
 
-/* How the work is cut: by the shapes and the lengths of heads alone where columns are. */
+/* Decides how the work is cut. Columns are cut by the shapes and the lengths of heads alone. */
 static void kv_attend_cut(kv_attend_job *job, int64_t heads, int64_t rows) {
   const kv_attend *a = job->a;
   for (int64_t i = 0; i < heads; i++) job->most = kv_max(job->most, kv_attend_head_of(a, i).n);
@@ -162,12 +168,13 @@ kv_status KV_OP(attend)(const kv_attend *a) {
   kv_attend_job job = {.a = a, .stream = kv_stream_of(a->dtype, a->D, rows, &a->slots)};
   kv_attend_cut(&job, heads, rows);
   if (job.span) {
-    job.part = malloc((size_t)(heads * job.splits * rows * (job.stream.width + 2)) * sizeof *job.part);
-    if (!job.part) return KV_NO_MEMORY;
+    job.states = malloc((size_t)(heads * job.splits * rows * (job.stream.width + 2)) * sizeof *job.states);
+    if (!job.states) return KV_NO_MEMORY;
   }
   const int64_t tasks = heads * job.splits * ((a->T + job.steps - 1) / job.steps);
   kv_parallel_for(tasks, job.few ? kv_stream_grain(&job.stream, job.most) : 1, kv_attend_body, &job);
-  if (job.part && !job.failed) kv_parallel_for(heads * rows, kv_max(1, 64 / job.splits), kv_attend_combine_body, &job);
-  free(job.part);
+  if (job.states && !job.failed)
+    kv_parallel_for(heads * rows, kv_max(1, 64 / job.splits), kv_attend_combine_body, &job);
+  free(job.states);
   return job.failed ? KV_NO_MEMORY : KV_OK;
 }

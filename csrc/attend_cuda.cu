@@ -8,14 +8,12 @@
 // budget: regs 255, smem 99424
 #include "stream.cuh"
 
-constexpr int64_t FEW =
-    128; /* tiles of all heads that are cut into splits: fewer than a large GPU has multiprocessors */
-constexpr int64_t FULL = 512; /* blocks, about at most, after that: two to four on each of its multiprocessors */
+constexpr int64_t FEW = 128;  /* tiles of all heads up to which columns are cut: a large GPU has more multiprocessors */
+constexpr int64_t FULL = 512; /* blocks, about at most, if so: two to four on each multiprocessor */
 
 /* A row's bounds and place, kept in shared memory: registers are scarce. */
 struct alignas(16) AttendRow {
-  int seen, step,
-      to; /* seen: of the split's columns; to: b * H + its head; in a split, the first row of the tile's part */
+  int seen, step, to; /* seen: of the split's columns; to: b * H + its head, or in a split its tile's first row */
 };
 
 /* Writes out and lse of a lane's rows. */
@@ -24,15 +22,16 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const A
                                                      const AttendRow *rows) {
   each_row<MT>([&](int m, int half) {
     const int t = rows[16 * m + 8 * half].step, to = rows[16 * m + 8 * half].to;
-    float l = lanes_sum<4>(done.sum[m][half]), at = done.top[m][half], over = 1;
+    kv_state state = {done.top[m][half], lanes_sum<4>(done.sum[m][half])};
+    float over = 1;
     if (t >= a.T) return;
     if (a.sinks) { /* one more logit, without a value */
-      const float sink = a.sinks[to % (int)a.H] * LOG2E, most = fmaxf(at, sink);
-      over = most == -INFINITY ? 1 : exp2_approx(at - most);
-      l = most == -INFINITY ? l : l * over + exp2_approx(sink - most);
-      at = most;
+      const float sink = a.sinks[to % (int)a.H] * LOG2E, before = state.m;
+      state.m = fmaxf(before, sink);
+      over = state.weight(before);
+      state.d = state.d * over + state.weight(sink);
     }
-    over = l == 0 ? 0 : over / l;
+    over = state.normalize(over);
     const int64_t b = to / (int)a.H;
     E *out = static_cast<E *>(a.out) + ((b * a.T + t) * a.H + to % (int)a.H) * a.D;
 #pragma unroll
@@ -45,7 +44,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const A
       else
         *reinterpret_cast<uint32_t *>(out + column) = pack<E>(x, y);
     }
-    if (fragment_column() == 0) a.lse[to * a.T + t] = LN2 * (at + log2f(l));
+    if (fragment_column() == 0) a.lse[to * a.T + t] = state.lse();
   });
 }
 
@@ -60,8 +59,8 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   if (kv_head >= a.B * a.Hkv) return;
   const int b = kv_head / a.Hkv, h = kv_head % a.Hkv, G = a.H / a.Hkv, thread = threadIdx.x;
   const int stop = a.stop ? a.stop[b] : (int)a.S;
-  const Columns keys = key_columns<E>(a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
-  const Columns values = value_columns<E>(a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
+  const Columns keys = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
+  const Columns values = head_columns<E>(KV_VALUES, a.slots, a.chunk, b, h, a.Hkv, stop, a.D);
   const Rows rows = {h * G, 0, (int)a.T * G, divisor(G)};
   const Bounds bounds = {(int)(keys.at.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.at.n : keys.at.len,
                          keys.at.n};
@@ -88,7 +87,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
       [](const auto &, int) {});
   if constexpr (SPLIT) {
     const int64_t at = known->to;
-    put_part<E, D, X>(x, q, parts.rows, (int)a.D, parts.o + at * a.D, parts.ml + at);
+    put_part<E, D, X>(x, q, parts.rows, (int)a.D, parts.o + at * a.D, parts.states + at);
   } else {
     attend_finish<E, D>(a, x, mine);
   }

@@ -34,8 +34,9 @@ void put_sizes(Args &a, const Call &call) {
 /* Further checks of an op: that its slots lie in their buffers, and more where there is a function for it. */
 template <typename Args>
 void check(Args &a, const Call &call) {
-  if constexpr (requires { a.rows.slots; }) call.check_slots(sizes::rows, a.rows.slots.offset, a.rows.slots.len, 0);
-  if constexpr (requires { a.slots; }) call.check_slots(sizes::rows, a.slots.offset, a.slots.len, 0);
+  if constexpr (requires { a.rows.slots; })
+    call.check_inside(sizes::rows, call.rows_of(a.rows.slots.offset, a.rows.slots.len));
+  if constexpr (requires { a.slots; }) call.check_inside(sizes::rows, call.rows_of(a.slots.offset, a.slots.len));
 }
 
 void check(kv_score &a, const Call &call) {
@@ -51,35 +52,30 @@ void check(kv_error &a, const Call &call) {
 }
 
 void check(kv_compact &a, const Call &call) {
-  const int64_t heads = a.B * a.Hkv;
-  for (int64_t i = 0; a.index && call.on_cpu() && i < heads; i++)
+  const HeadRows src = call.rows_of(a.src.offset, a.src.len), dst = call.rows_of(a.dst.offset, a.keep);
+  for (int64_t i = 0; a.index && i < dst.heads; i++)
     STD_TORCH_CHECK(a.keep[i] <= a.K, "keep is ", a.keep[i], ", but index has ", a.K, " columns");
-  call.check_slots(sizes::rows, a.src.offset, a.src.len, 0);
-  call.check_slots(sizes::rows_dst, a.dst.offset, a.keep, 0);
-  call.check_apart(sizes::rows_dst, a.dst.offset, a.keep, 0);
-  const bool same_offsets = !call.on_cpu() || std::equal(a.src.offset, a.src.offset + heads, a.dst.offset);
-  const bool one_pool = a.src.k == a.dst.k && call.are_apart(a.dst.offset, nullptr, a.keep, a.src.offset, a.src.len);
-  call.check_disjoint([=](const Arg &dst, const Arg &src) { /* dst_k may be src_k, and so on */
-                                                            return (same_offsets || one_pool) &&
-                                                                   dst.at - offsetof(kv_compact, dst) ==
-                                                                       src.at - offsetof(kv_compact, src);
-  });
+  call.check_inside(sizes::rows, src);
+  call.check_inside(sizes::rows_dst, dst);
+  call.check_apart(sizes::rows_dst, dst);
+  /* dst_k may be src_k, and so on. */
+  const bool same_offsets = std::equal(src.offset, src.offset + src.heads, dst.offset);
+  const bool one_pool = a.src.k == a.dst.k && !dst.meets(src);
+  call.check_disjoint(same_offsets || one_pool, offsetof(kv_compact, dst), offsetof(kv_compact, src));
 }
 
 void check(kv_decode &a, const Call &call) {
   if (a.C == 0) a.probs = nullptr;
   const bool none = !a.prefix.k, whole = !a.prefix.v == none && !a.prefix.offset == none && !a.prefix.len == none;
   STD_TORCH_CHECK(whole, "of prefix_k, prefix_v, prefix_offset and prefix_len some are None; give all four, or none");
-  if (!none) call.check_slots(sizes::rows_prefix, a.prefix.offset, a.prefix.len, 0);
-  call.check_slots(sizes::rows, a.slots.offset, a.slots.len, 1);
-  call.check_apart(sizes::rows, a.slots.offset, a.slots.len, 1);
-  const bool one_pool = !none && a.prefix.k == a.slots.k &&
-                        call.are_apart(a.slots.offset, a.slots.len, nullptr, a.prefix.offset, a.prefix.len);
-  call.check_disjoint([=](const Arg &slots, const Arg &prefix) { /* held_k may be prefix_k, held_v prefix_v */
-                                                                 return one_pool &&
-                                                                        slots.at - offsetof(kv_decode, slots) ==
-                                                                            prefix.at - offsetof(kv_decode, prefix);
-  });
+  const HeadRows own = call.rows_of(a.slots.offset, a.slots.len, 1),
+                 prefix = call.rows_of(a.prefix.offset, a.prefix.len);
+  if (!none) call.check_inside(sizes::rows_prefix, prefix);
+  call.check_inside(sizes::rows, own);
+  call.check_apart(sizes::rows, own);
+  /* held_k may be prefix_k, held_v prefix_v. */
+  const bool one_pool = !none && a.prefix.k == a.slots.k && !call.row_after(a.slots.offset, a.slots.len).meets(prefix);
+  call.check_disjoint(one_pool, offsetof(kv_decode, slots), offsetof(kv_decode, prefix));
 }
 
 /* An op as torch calls it: the arguments lie on the stack, and the results take their place. */

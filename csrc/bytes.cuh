@@ -20,7 +20,7 @@ static __device__ __forceinline__ int key_of(int p) {
 static __device__ __forceinline__ uint32_t bytes_f16(uint32_t x) {
   return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u); /* 1 x - 1152 */
 }
-/* The low, or the high, halves of these bytes. */
+/* The low halves of the first and third byte, and their high halves. */
 static __device__ __forceinline__ uint32_t low_f16(uint32_t x) {
   return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* 1 x - 1024 */
 }
@@ -32,14 +32,14 @@ static __device__ __forceinline__ uint32_t high_f16(uint32_t x) {
 struct PackedTile {
   const uint32_t *words;
   int stride;
-  kv_packing packing;
+  kv_kind kind;
 
   __device__ __forceinline__ const uint32_t *row(int r) const { return words + r * stride; }
 
   /* The row's scale, and its least number. */
   __device__ __forceinline__ float2 ends(int r) const {
     const uint32_t last = row(r)[stride - 1];
-    return packing == KV_INT8 ? make_float2(__uint_as_float(last), 0) : unpack<f16>(last);
+    return kind == KV_INT8 ? make_float2(__uint_as_float(last), 0) : unpack<f16>(last);
   }
 };
 
@@ -47,12 +47,12 @@ struct PackedTile {
 struct Word {
   int step, lane;
 };
-static __device__ __forceinline__ Word word_of(kv_packing packing, int d, int D) {
-  const int high = packing == KV_INT4 && d >= D / 2, w = (high ? d - D / 2 : d) / 4, step = w / 8 * 2 + w % 2;
-  return {packing == KV_INT4 ? 2 * step + high : step, w % 8 / 2};
+static __device__ __forceinline__ Word word_of(kv_kind kind, int d, int D) {
+  const int high = kind == KV_INT4 && d >= D / 2, w = (high ? d - D / 2 : d) / 4, step = w / 8 * 2 + w % 2;
+  return {kind == KV_INT4 ? 2 * step + high : step, w % 8 / 2};
 }
 
-/* d += A B with A's PARTS fragments, of which the sum counts. */
+/* d += A B, where A is the sum of PARTS fragments. */
 template <class F, int PARTS>
 static __device__ __forceinline__ void mma_parts(float (&d)[4], const uint32_t (&a)[PARTS][4], uint32_t b0,
                                                  uint32_t b1) {
@@ -66,7 +66,7 @@ static __device__ __forceinline__ void packed_products(float (&s)[NT][4], const 
   const uint32_t *row[NT];
 #pragma unroll
   for (int n = 0; n < NT; n++) row[n] = k.row(key_of<8 * NT>(8 * n + fragment_row())) + lane_id() % 4 * 2;
-  if (k.packing == KV_INT8) {
+  if (k.kind == KV_INT8) {
 #pragma unroll
     for (int step = 0; step < D / 16; step++) {
       uint32_t x[1][4];
@@ -92,15 +92,15 @@ static __device__ __forceinline__ void packed_products(float (&s)[NT][4], const 
   }
 }
 
-/* o += P V of keys 16 k .. 16 k + 15 in columns' order, p their weights times the rows' scales. Column c of block n of o
- * is number packed_place(packing, n, c, D). */
+/* o += P V of keys 16 k .. 16 k + 15 in columns' order, p their weights times the rows' scales. Column c of block n of
+ * o is number packed_place(kind, n, c, D). */
 template <int D, int KEYS, int PARTS>
 static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4],
                                                   const PackedTile &v, int k) {
   const uint32_t *const row = v.row(KEYS / 4 * (lane_id() % 4) + 4 * k) + fragment_row();
 #pragma unroll
   for (int t = 0; t < D / 32; t++) {
-    if (v.packing == KV_INT4 && t >= D / 64) break;
+    if (v.kind == KV_INT4 && t >= D / 64) break;
     uint32_t w[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) w[i] = row[i * v.stride + 8 * t];
@@ -111,7 +111,7 @@ static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const ui
       for (int odd = 0; odd < 2; odd++) {
         const uint32_t a = odd ? x >> 8 : x, b = odd ? y >> 8 : y;
         const int i = 2 * half + odd;
-        if (v.packing == KV_INT8) {
+        if (v.kind == KV_INT8) {
           mma_parts<f16>(o[4 * t + i], p, bytes_f16(a), bytes_f16(b));
         } else if (t < D / 64) {
           mma_parts<f16>(o[8 * t + i], p, low_f16(a), low_f16(b));
@@ -122,10 +122,10 @@ static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const ui
   }
 }
 
-/* D and more where the lane has no number. */
-static __device__ __forceinline__ int packed_place(kv_packing packing, int n, int c, int D) {
-  if (packing == KV_AS_COMPUTED) return 8 * n + c;
-  if (packing == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;
+/* The number that column c of block n of o is; D or more if the lane has none. */
+static __device__ __forceinline__ int packed_place(kv_kind kind, int n, int c, int D) {
+  if (kind == KV_AS_COMPUTED) return 8 * n + c;
+  if (kind == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;
   const int at = n / 8 * 32 + 4 * c + n % 4;
   return at >= D / 2 ? D : n / 4 % 2 ? at + D / 2 : at;
 }

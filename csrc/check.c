@@ -3,30 +3,24 @@
 #include "kvevict.h"
 
 const char *kv_status_text(kv_status status) {
-  switch (status) {
-    case KV_OK:
-      return "ok";
-    case KV_BAD_SHAPE:
-      return "shapes do not fit: expected dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512 (on a GPU "
-             "8..256), K of linear a multiple of 32";
-    case KV_BAD_DTYPE:
-      return "this op does not take this dtype, kind or reduction";
-    case KV_BAD_COUNT:
-      return "keep, len, first, stop, lo, hi or an index is out of range: it must lie within the alive slots";
-    case KV_NO_MEMORY:
-      return "out of memory: scratch could not be allocated";
-    case KV_BAD_KIND:
-      return "slots that are moved into others or read together with them must be of the same kind";
-    case KV_NO_KIND:
-      return "the gradient of kl reads packed slots on the CPU only; give it slots as computed";
-    case KV_BAD_ISA:
-      return "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or name one "
-             "of cpu_isas()";
-  }
-  return "unknown status";
+  static const char *const texts[] = {
+      [KV_OK] = "ok",
+      [KV_BAD_SHAPE] =
+          "shapes do not fit: expected dimensions >= 0, H a multiple of Hkv, D a multiple of 8 in 8..512 "
+          "(on a GPU 8..256), K of linear a multiple of 32",
+      [KV_BAD_DTYPE] = "this op does not take this dtype, kind or reduction",
+      [KV_BAD_COUNT] = "keep, len, first, stop, lo, hi or an index is out of range: it must lie within the alive slots",
+      [KV_NO_MEMORY] = "out of memory: scratch could not be allocated",
+      [KV_BAD_KIND] = "slots that are moved into others or read together with them must be of the same kind",
+      [KV_NO_KIND] = "the gradient of kl reads packed slots on the CPU only; give it slots as computed",
+      [KV_BAD_ISA] =
+          "the environment variable KVEVICT_CPU_ISA is not an instruction set of this build; unset it or "
+          "name one of cpu_isas()",
+  };
+  return (unsigned)status < sizeof texts / sizeof *texts ? texts[status] : "unknown status";
 }
 
-/* counts: the arrays are in the CPU's memory, so the CPU's kernels run. */
+/* With `counts` the arrays are in the CPU's memory, so the limit is that of the CPU's kernels. */
 static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts) {
   if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > (counts ? KV_MOST_D : KV_MOST_D_CUDA) || D % 8) return 1;
   return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
@@ -34,12 +28,8 @@ static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts
 
 static int kv_bad_dtype(kv_dtype dtype) { return dtype != KV_F32 && dtype != KV_F16 && dtype != KV_BF16; }
 
-static kv_status kv_slots_check(const kv_slots *slots) {
-  for (int i = 0; i < 2; i++) {
-    const kv_packing packing = i ? slots->v_packing : slots->k_packing;
-    if ((unsigned)packing > KV_LAYOUT_COUNT) return KV_BAD_DTYPE;
-  }
-  return KV_OK;
+static int kv_bad_kinds(const kv_slots *slots) {
+  return (unsigned)slots->k_kind >= KV_KIND_COUNT || (unsigned)slots->v_kind >= KV_KIND_COUNT;
 }
 
 static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
@@ -51,34 +41,31 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   return bad;
 }
 
-/* Whether a head's alive slots, of the new ones those up to stop, number less than 0 or more than C. */
-static int kv_bad_alive(const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int64_t B, int64_t Hkv,
-                        int64_t S, int64_t C) {
-  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(chunk->first, B, S) || kv_outside(stop, B, S)) return 1;
-  for (int64_t i = 0; i < B * Hkv; i++) {
+/* Checks an op of alive slots, [stored | new]: the new ones end at stop, or are all if stop is NULL. No head may have
+ * more than C. */
+static kv_status kv_alive_check(kv_dtype dtype, int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t D, int64_t C,
+                                const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int counts) {
+  if (kv_bad_heads(B, H, Hkv, D, counts) || S < 0 || C < 0) return KV_BAD_SHAPE;
+  if (kv_bad_dtype(dtype) || kv_bad_kinds(slots)) return KV_BAD_DTYPE;
+  if (!counts) return KV_OK;
+  if (kv_outside(slots->len, B * Hkv, C) || kv_outside(chunk->first, B, S)) return KV_BAD_COUNT;
+  if (stop && kv_outside(stop, B, S)) return KV_BAD_COUNT;
+  for (int64_t i = 0; stop && i < B * Hkv; i++) {
     const int64_t b = i / Hkv, count = (int64_t)stop[b] - chunk->first[b];
-    if (count < 0 || slots->len[i] + count > C) return 1;
+    if (count < 0 || slots->len[i] + count > C) return KV_BAD_COUNT;
   }
-  return 0;
+  return KV_OK;
 }
+#define KV_ALIVE_CHECK(a, H, C, counts) \
+  kv_alive_check(a->dtype, a->B, H, a->Hkv, a->S, a->D, C, &a->slots, &a->chunk, a->stop, counts)
 
 kv_status kv_attend_check(const kv_attend *a, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->T < 0 || a->S < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  if (kv_outside(a->slots.len, a->B * a->Hkv, INT32_MAX) || kv_outside(a->chunk.first, a->B, a->S)) return KV_BAD_COUNT;
-  if (!a->stop) return KV_OK;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, INT32_MAX) ? KV_BAD_COUNT : KV_OK;
+  return a->T < 0 ? KV_BAD_SHAPE : KV_ALIVE_CHECK(a, a->H, INT32_MAX, counts);
 }
 
 static kv_status kv_observers_check(const kv_observers *a, int64_t C, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->R < 0 || a->S < 0 || C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  if (kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, C)) return KV_BAD_COUNT;
-  return kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : KV_OK;
+  const kv_status status = a->R < 0 ? KV_BAD_SHAPE : KV_ALIVE_CHECK(a, a->H, C, counts);
+  return status == KV_OK && counts && kv_outside(a->row_first, a->B, a->R) ? KV_BAD_COUNT : status;
 }
 
 kv_status kv_score_check(const kv_score *a, int counts) {
@@ -110,33 +97,17 @@ kv_status kv_kl_check(const kv_kl *a, int counts) {
 }
 
 kv_status kv_kl_grad_check(const kv_kl_grad *a, int counts) {
-  if (!counts && a->rows.slots.k_packing != KV_AS_COMPUTED) return KV_NO_KIND;
+  if (!counts && a->rows.slots.k_kind != KV_AS_COMPUTED) return KV_NO_KIND;
   return a->N < 0 ? KV_BAD_SHAPE : kv_observers_check(&a->rows, a->C, counts);
 }
 
-kv_status kv_refine_check(const kv_refine *a, int counts) {
-  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
-}
+kv_status kv_refine_check(const kv_refine *a, int counts) { return KV_ALIVE_CHECK(a, a->Hkv, a->C, counts); }
 
 kv_status kv_norm_check(const kv_norm *a, int counts) {
-  if (kv_bad_heads(a->B, a->Hkv, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype) || (a->p != 1 && a->p != 2)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
+  return a->p != 1 && a->p != 2 ? KV_BAD_DTYPE : KV_ALIVE_CHECK(a, a->Hkv, a->C, counts);
 }
 
-kv_status kv_quadratic_check(const kv_quadratic *a, int counts) {
-  if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->S < 0 || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK || !counts) return kinds;
-  return kv_bad_alive(&a->slots, &a->chunk, a->stop, a->B, a->Hkv, a->S, a->C) ? KV_BAD_COUNT : KV_OK;
-}
+kv_status kv_quadratic_check(const kv_quadratic *a, int counts) { return KV_ALIVE_CHECK(a, a->H, a->C, counts); }
 
 kv_status kv_select_check(const kv_select *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->C < 0 || a->K < 0) return KV_BAD_SHAPE;
@@ -152,10 +123,9 @@ kv_status kv_select_check(const kv_select *a, int counts) {
 
 kv_status kv_compact_check(const kv_compact *a, int counts) {
   if (a->B < 0 || a->Hkv < 0 || a->S < 0 || a->K < 0 || a->D < 8 || a->D > KV_MOST_D || a->D % 8) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  if (kv_slots_check(&a->src) != KV_OK || kv_slots_check(&a->dst) != KV_OK) return KV_BAD_DTYPE;
-  if (a->src.k_packing && a->dst.k_packing && a->src.k_packing != a->dst.k_packing) return KV_BAD_KIND;
-  if (a->src.v_packing && a->dst.v_packing && a->src.v_packing != a->dst.v_packing) return KV_BAD_KIND;
+  if (kv_bad_dtype(a->dtype) || kv_bad_kinds(&a->src) || kv_bad_kinds(&a->dst)) return KV_BAD_DTYPE;
+  if (a->src.k_kind && a->dst.k_kind && a->src.k_kind != a->dst.k_kind) return KV_BAD_KIND;
+  if (a->src.v_kind && a->dst.v_kind && a->src.v_kind != a->dst.v_kind) return KV_BAD_KIND;
   for (int64_t head = 0; counts && head < a->B * a->Hkv; head++) {
     const int64_t first = a->chunk.first[head / a->Hkv], len = a->src.len[head], keep = a->keep[head];
     if (first < 0 || first > a->S || len < 0) return KV_BAD_COUNT;
@@ -172,12 +142,9 @@ kv_status kv_compact_check(const kv_compact *a, int counts) {
 
 kv_status kv_decode_check(const kv_decode *a, int counts) {
   if (kv_bad_heads(a->B, a->H, a->Hkv, a->D, counts) || a->C < 0) return KV_BAD_SHAPE;
-  if (kv_bad_dtype(a->dtype)) return KV_BAD_DTYPE;
-  const kv_status kinds = kv_slots_check(&a->slots);
-  if (kinds != KV_OK) return kinds;
+  if (kv_bad_dtype(a->dtype) || kv_bad_kinds(&a->slots)) return KV_BAD_DTYPE;
   const kv_slots *prefix = &a->prefix;
-  if (prefix->k && (prefix->k_packing != a->slots.k_packing || prefix->v_packing != a->slots.v_packing))
-    return KV_BAD_KIND;
+  if (prefix->k && (prefix->k_kind != a->slots.k_kind || prefix->v_kind != a->slots.v_kind)) return KV_BAD_KIND;
   for (int64_t i = 0; counts && i < a->B * a->Hkv; i++) {
     const int64_t before = a->prefix.len ? a->prefix.len[i] : 0, len = a->slots.len[i];
     if (before < 0 || len < 0 || before + len >= (a->probs ? a->C : INT32_MAX)) return KV_BAD_COUNT;

@@ -13,21 +13,21 @@
 /* Column c of a head's attention matrix is slot c. */
 struct Columns {
   kv_segments at;
-  kv_packing packing;  /* of stored rows */
+  kv_kind kind;        /* of stored rows */
   const float *centre; /* [D] of packed rows, or NULL */
 
   /* Columns before this are packed. */
-  __device__ __forceinline__ int packed() const { return packing == KV_AS_COMPUTED ? 0 : at.len; }
+  __device__ __forceinline__ int packed() const { return kind == KV_AS_COMPUTED ? 0 : at.len; }
 };
 
-/* `rows` the layer's, in which the head's slot 0 is row `offset`. */
-static __device__ __forceinline__ Columns columns_of(kv_segments at, const void *rows, int64_t offset,
-                                                     kv_packing packing, const float *centre, int64_t D) {
-  if (packing != KV_AS_COMPUTED) {
-    const int64_t bytes = kv_packed_bytes(packing, D);
+/* rows: the layer's, in which row `offset` is the head's slot 0. */
+static __device__ __forceinline__ Columns columns_of(kv_segments at, const void *rows, int64_t offset, kv_kind kind,
+                                                     const float *centre, int64_t D) {
+  if (kind != KV_AS_COMPUTED) {
+    const int64_t bytes = kv_packed_bytes(kind, D);
     at.stored = (uint64_t)rows + (uint64_t)(offset * bytes), at.stored_stride = (int)bytes;
   }
-  return {at, packing, centre};
+  return {at, kind, centre};
 }
 
 /* The centre of keys of one head, or NULL. */
@@ -35,27 +35,22 @@ static __device__ __forceinline__ const float *centre_of(const kv_slots &slots, 
   return slots.centre ? slots.centre + head * D : nullptr;
 }
 
-/* Of [stored | new], new ones up to `stop`. */
+/* The [stored | new] keys or values of a head, new ones up to `stop`. */
 template <class E>
-static __device__ __forceinline__ Columns key_columns(const kv_slots &slots, const kv_new &chunk, int64_t b, int64_t h,
-                                                      int64_t Hkv, int64_t stop, int64_t D) {
+static __device__ __forceinline__ Columns head_columns(kv_side side, const kv_slots &slots, const kv_new &chunk,
+                                                       int64_t b, int64_t h, int64_t Hkv, int64_t stop, int64_t D) {
   const int64_t head = b * Hkv + h;
-  return columns_of(kv_keys_of(&slots, &chunk, b, h, Hkv, stop, D, sizeof(E)), slots.k, slots.offset[head],
-                    slots.k_packing, centre_of(slots, head, D), D);
-}
-template <class E>
-static __device__ __forceinline__ Columns value_columns(const kv_slots &slots, const kv_new &chunk, int64_t b,
-                                                        int64_t h, int64_t Hkv, int64_t stop, int64_t D) {
-  return columns_of(kv_values_of(&slots, &chunk, b, h, Hkv, stop, D, sizeof(E)), slots.v, slots.offset[b * Hkv + h],
-                    slots.v_packing, nullptr, D);
+  const kv_segments at = kv_rows_of(side, &slots, &chunk, b, h, Hkv, stop, D, sizeof(E));
+  if (side == KV_VALUES) return columns_of(at, slots.v, slots.offset[head], slots.v_kind, nullptr, D);
+  return columns_of(at, slots.k, slots.offset[head], slots.k_kind, centre_of(slots, head, D), D);
 }
 
 /* Numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale and
  * the least number in z and w; zeros if not wanted and from D on (they stand for zeros). */
 template <class E>
-static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_packing packing, int d, int D, bool wanted) {
-  const bool eight = packing == KV_INT8;
-  const int half = (int)kv_packed_bytes(packing, D) - 4; /* a row's bytes of numbers */
+static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_kind kind, int d, int D, bool wanted) {
+  const bool eight = kind == KV_INT8;
+  const int half = (int)kv_packed_bytes(kind, D) - 4; /* a row's bytes of numbers */
   wanted &= d < D;
   const uint32_t ends = load_once_4_if(reinterpret_cast<const void *>(row + half), wanted);
   uint32_t word[2] = {0, 0};
@@ -70,11 +65,11 @@ static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_packing pac
   return make_uint4(word[0], word[1], __float_as_uint(two.x), __float_as_uint(two.y));
 }
 
-/* y [W] = the numbers of a packed_part. A byte is the last of a float's 2^23 and more. */
+/* y [W] = the numbers of a packed_part. A byte becomes the last 8 bits of a float of 2^23 and more. */
 template <class E>
-static __device__ __forceinline__ void packed_numbers(uint4 part, kv_packing packing, float (&y)[VECTOR<E>]) {
+static __device__ __forceinline__ void packed_numbers(uint4 part, kv_kind kind, float (&y)[VECTOR<E>]) {
   const uint32_t word[2] = {part.x, part.y};
-  const float zero = packing == KV_INT8 ? 8388736.0f : 8388608.0f, scale = __uint_as_float(part.z);
+  const float zero = kind == KV_INT8 ? 8388736.0f : 8388608.0f, scale = __uint_as_float(part.z);
 #pragma unroll
   for (int i = 0; i < VECTOR<E>; i++)
     y[i] = fmaf(scale, __uint_as_float(0x4b000000u | (word[i / 4] >> 8 * (i % 4) & 0xffu)) - zero,
@@ -133,8 +128,8 @@ static __device__ __forceinline__ void packed_column(const Columns &x, int c, bo
   const int first = threadIdx.x % L * VECTOR<E>;
 #pragma unroll
   for (int v = 0; v < V; v++)
-    packed_numbers<E>(packed_part<E>(row, x.packing, first + v * L * VECTOR<E>, D, wanted), x.packing, y[v]);
-  if (kv_is_rotated(x.packing)) hadamard<VECTOR<E>, L, V>(y, D);
+    packed_numbers<E>(packed_part<E>(row, x.kind, first + v * L * VECTOR<E>, D, wanted), x.kind, y[v]);
+  if (kv_is_rotated(x.kind)) hadamard<VECTOR<E>, L, V>(y, D);
   if (!wanted || !x.centre) return;
 #pragma unroll
   for (int v = 0; v < V; v++)
@@ -145,12 +140,12 @@ static __device__ __forceinline__ void packed_column(const Columns &x, int c, bo
     }
 }
 
-/* The same of any column. */
+/* y [V][W] = this lane's numbers of column c, packed or not; called as packed_column is. */
 template <class E, int L, int V>
 static __device__ __forceinline__ void column_numbers(const Columns &x, int c, bool wanted, int D,
                                                       float (&y)[V][VECTOR<E>]) {
   const bool packed = c < x.packed();
-  if (x.packing != KV_AS_COMPUTED) packed_column<E, L, V>(x, c, wanted && packed, D, y);
+  if (x.kind != KV_AS_COMPUTED) packed_column<E, L, V>(x, c, wanted && packed, D, y);
   if (packed) return;
   const E *const row = reinterpret_cast<const E *>(kv_segments_at(&x.at, c));
 #pragma unroll
@@ -172,7 +167,7 @@ static int with_lanes(int64_t D, F f) {
 
 /* Packs the row of D numbers at `from`, by one warp. */
 template <class E>
-static __device__ __forceinline__ void pack_row(const E *from, kv_packing packing, const float *centre, int D,
+static __device__ __forceinline__ void pack_row(const E *from, kv_kind kind, const float *centre, int D,
                                                 unsigned char *to) {
   constexpr int W = 4, V = KV_MOST_D / (32 * W);
   const int lane = lane_id(), half = D / 2;
@@ -185,7 +180,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
       const int d = (v * 32 + lane) * W + i;
       x[v][i] = d < D ? to_float(from[d]) - (centre ? centre[d] : 0) : 0;
     }
-  if (kv_is_rotated(packing)) hadamard<W, 32, V>(x, D);
+  if (kv_is_rotated(kind)) hadamard<W, 32, V>(x, D);
 #pragma unroll
   for (int v = 0; v < V; v++)
 #pragma unroll
@@ -197,7 +192,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
   least = -lanes_max(-least), most = lanes_max(most), other = __any_sync(ALL_LANES, other);
   uint32_t ends, word[V];
   float by, zero; /* numbers are round((x - zero) / by) */
-  if (packing == KV_INT8) {
+  if (kind == KV_INT8) {
     const float scale = other ? NAN : fmaxf(-least, most) / 127;
     by = scale > 0 ? scale : 1, zero = 0, ends = __float_as_uint(scale);
   } else {
@@ -208,7 +203,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
     by = span > 0 && !other ? span : 1;
     ends = from_float<f16>(other ? NAN : span > 0 ? span : 0).bits | (other ? 0u : (uint32_t)low.bits << 16);
   }
-  const float lowest = packing == KV_INT8 ? -127 : 0, highest = packing == KV_INT8 ? 127 : 15;
+  const float lowest = kind == KV_INT8 ? -127 : 0, highest = kind == KV_INT8 ? 127 : 15;
 #pragma unroll
   for (int v = 0; v < V; v++) {
     word[v] = 0;
@@ -219,7 +214,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
     }
   }
   uint32_t *const words = reinterpret_cast<uint32_t *>(to);
-  if (packing == KV_INT4) { /* the numbers D / 2 further on go into the high halves */
+  if (kind == KV_INT4) { /* the numbers D / 2 further on go into the high halves */
     const int vectors = half / W;
     uint32_t high[V];
 #pragma unroll
@@ -234,7 +229,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_packing packin
 #pragma unroll
     for (int v = 0; v < V; v++) word[v] |= high[v] << 4;
   }
-  const int bytes = (int)kv_packed_bytes(packing, D) - 4;
+  const int bytes = (int)kv_packed_bytes(kind, D) - 4;
 #pragma unroll
   for (int v = 0; v < V; v++)
     if ((v * 32 + lane) * W < bytes) words[v * 32 + lane] = word[v];

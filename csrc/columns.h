@@ -1,6 +1,6 @@
 /* The rows of one head's alive keys or values on a CPU: the one place that knows how numbers of a slot are stored. A
  * row is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode's append write
- * rows: rows that move are copied as bytes, new ones where slots are packed are packed. */
+ * rows: a row that moves is copied as bytes, a new row is packed where the slots are. */
 #ifndef KVEVICT_COLUMNS_H
 #define KVEVICT_COLUMNS_H
 #include "half.h"
@@ -10,23 +10,23 @@
 /* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
-  kv_packing packing; /* of the columns before `packed`, of none if that is 0 */
+  kv_kind kind; /* kind of the columns before `packed`; as computed if that is 0 */
   int64_t D, n, packed;
   const float *centre; /* [D] of packed columns, or NULL */
   kv_segments at;
 } kv_columns;
 
 /* Bytes of a stored row. */
-static inline int64_t kv_row_bytes(kv_packing packing, kv_dtype dtype, int64_t D) {
-  return packing == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(packing, D);
+static inline int64_t kv_row_bytes(kv_kind kind, kv_dtype dtype, int64_t D) {
+  return kind == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(kind, D);
 }
 
-/* Of [stored | new], the stored ones in `rows`. */
+/* The columns at `at`, [stored | new], whose stored ones are rows of `rows` from `offset` on. */
 static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at, const void *rows, int64_t offset,
-                                       kv_packing packing, const float *centre) {
-  kv_columns x = {dtype, packing, D, at.n, 0, NULL, at};
-  if (packing == KV_AS_COMPUTED) return x;
-  const int64_t bytes = kv_packed_bytes(packing, D);
+                                       kv_kind kind, const float *centre) {
+  kv_columns x = {dtype, kind, D, at.n, 0, NULL, at};
+  if (kind == KV_AS_COMPUTED) return x;
+  const int64_t bytes = kv_packed_bytes(kind, D);
   x.packed = at.len, x.centre = centre;
   x.at.stored = (uint64_t)(uintptr_t)rows + (uint64_t)(offset * bytes), x.at.stored_stride = bytes;
   return x;
@@ -37,27 +37,24 @@ static inline const float *kv_centre(const kv_slots *slots, int64_t head, int64_
   return slots->centre ? slots->centre + head * D : NULL;
 }
 
-/* Of [stored | new], new ones up to `stop`. */
-static inline kv_columns kv_key_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
-                                        int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
+/* The [stored | new] keys or values of a head, new ones up to `stop`. */
+static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D, const kv_slots *slots,
+                                         const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   const int64_t head = b * Hkv + h;
-  return kv_columns_of(dtype, D, kv_keys_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->k,
-                       slots->offset[head], slots->k_packing, kv_centre(slots, head, D));
-}
-static inline kv_columns kv_value_columns(kv_dtype dtype, int64_t D, const kv_slots *slots, const kv_new *chunk,
-                                          int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
-  return kv_columns_of(dtype, D, kv_values_of(slots, chunk, b, h, Hkv, stop, D, kv_size(dtype)), slots->v,
-                       slots->offset[b * Hkv + h], slots->v_packing, NULL);
+  const kv_segments at = kv_rows_of(side, slots, chunk, b, h, Hkv, stop, D, kv_size(dtype));
+  if (side == KV_VALUES) return kv_columns_of(dtype, D, at, slots->v, slots->offset[head], slots->v_kind, NULL);
+  return kv_columns_of(dtype, D, at, slots->k, slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
 }
 
-/* Of two buffers of stored slots: `shared_len` rows from `shared` on in the first, then `len` rows from `own` on. */
-static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_packing packing, const float *centre,
+/* Stored slots of two buffers: rows shared .. shared + shared_len - 1 of the first, then rows own .. own + len - 1 of
+ * the second. */
+static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_kind kind, const float *centre,
                                            const void *shared_rows, int64_t shared, int64_t shared_len,
                                            const void *own_rows, int64_t own, int64_t len) {
-  const int64_t bytes = kv_row_bytes(packing, dtype, D), dense[3] = {0, 0, bytes};
+  const int64_t bytes = kv_row_bytes(kind, dtype, D), dense[3] = {0, 0, bytes};
   const kv_segments at =
       kv_segments_of(shared_rows, shared, shared_len, own_rows, dense, 0, 0, own, own + len, bytes, 1);
-  return (kv_columns){dtype, packing, D, at.n, packing == KV_AS_COMPUTED ? 0 : at.n, centre, at};
+  return (kv_columns){dtype, kind, D, at.n, kind == KV_AS_COMPUTED ? 0 : at.n, centre, at};
 }
 
 static inline const void *kv_column(const kv_columns *x, int64_t c) {
@@ -67,7 +64,7 @@ static inline const void *kv_column(const kv_columns *x, int64_t c) {
 /* Column c -> row [D] */
 static inline void kv_column_load(const kv_columns *x, int64_t c, float *restrict row) {
   if (c < x->packed)
-    kv_unpack_row(x->packing, x->centre, kv_column(x, c), row, x->D);
+    kv_unpack_row(x->kind, x->centre, kv_column(x, c), row, x->D);
   else
     kv_load_row(x->dtype, kv_column(x, c), row, x->D);
 }
@@ -95,29 +92,29 @@ typedef struct {
   int64_t n, stride;
 } kv_run;
 
-/* Columns c .. c + n - 1, or the first of them that are evenly spaced. */
+/* Columns c .. c + n - 1, or as long a first part of them as is evenly spaced. */
 static inline kv_run kv_columns_run(const kv_columns *x, int64_t c, int64_t n) {
   const int64_t stored = x->at.len - c;
   if (stored <= 0) return (kv_run){kv_column(x, c), n, x->at.chunk_stride};
   return (kv_run){kv_column(x, c), stored < n ? stored : n, x->at.stored_stride};
 }
 
-/* The address of column c, to be fetched ahead with those after it; 0 if rows do not lie one after the other. */
+/* The address of column c, if it and the columns after it can be fetched ahead; 0 if their rows do not touch. */
 static inline uintptr_t kv_columns_ahead(const kv_columns *x, int64_t c) {
   const int64_t stride = c < x->at.len ? x->at.stored_stride : x->at.chunk_stride;
   return c < x->packed || stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;
 }
 
 /* Stores a row of D numbers of the call's dtype, packed or as it is. */
-static inline void kv_row_store(kv_dtype dtype, int64_t D, const void *from, kv_packing packing, const float *centre,
+static inline void kv_row_store(kv_dtype dtype, int64_t D, const void *from, kv_kind kind, const float *centre,
                                 void *to) {
   float numbers[KV_MOST_D];
-  if (packing == KV_AS_COMPUTED) {
+  if (kind == KV_AS_COMPUTED) {
     memcpy(to, from, (size_t)(D * kv_size(dtype)));
     return;
   }
   numbers[0] = 0; /* the compiler does not know that D > 0 */
   kv_load_row(dtype, from, numbers, D);
-  kv_pack_row(packing, centre, numbers, to, D);
+  kv_pack_row(kind, centre, numbers, to, D);
 }
 #endif

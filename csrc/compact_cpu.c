@@ -14,18 +14,18 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
   for (int64_t i = 0; i < count; i++) memcpy(dst + i * width, src + i * step, (size_t)width);
 }
 
-/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to row `to` of rows at dst.
- * What is packed on one side alone is packed, or unpacked. */
-static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_packing packing,
+/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to rows `to` .. at dst. Rows
+ * that are packed on one side alone are packed or unpacked. */
+static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_kind kind,
                        const float *centre) {
-  const int64_t width = kv_row_bytes(packing, src->dtype, src->D);
+  const int64_t width = kv_row_bytes(kind, src->dtype, src->D);
   const kv_run rows = kv_columns_run(src, from, run);
   dst += to * width;
-  if ((packing == KV_AS_COMPUTED) == (from >= src->packed))
+  if ((kind == KV_AS_COMPUTED) == (from >= src->packed))
     move_rows(dst, rows.x, run, rows.stride, width);
-  else if (packing != KV_AS_COMPUTED)
+  else if (kind != KV_AS_COMPUTED)
     for (int64_t i = 0; i < run; i++)
-      kv_row_store(src->dtype, src->D, rows.x + i * rows.stride, packing, centre, dst + i * width);
+      kv_row_store(src->dtype, src->D, rows.x + i * rows.stride, kind, centre, dst + i * width);
   else
     for (int64_t i = 0; i < run; i++) {
       float numbers[KV_MOST_D];
@@ -35,12 +35,12 @@ static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *d
 }
 
 static void move_run(const kv_compact *a, int64_t b, int64_t h, int64_t from, int64_t run, int64_t to) {
-  const kv_columns k = kv_key_columns(a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
-  const kv_columns v = kv_value_columns(a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const kv_columns k = kv_head_columns(KV_KEYS, a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
+  const kv_columns v = kv_head_columns(KV_VALUES, a->dtype, a->D, &a->src, &a->chunk, b, h, a->Hkv, a->S);
   const kv_segments pos = kv_positions_of(&a->src, &a->chunk, b, h, a->Hkv, a->S);
   const int64_t width = sizeof *a->dst.pos;
-  move_slots(&k, from, run, a->dst.k, to, a->dst.k_packing, kv_centre(&a->dst, b * a->Hkv + h, a->D));
-  move_slots(&v, from, run, a->dst.v, to, a->dst.v_packing, NULL);
+  move_slots(&k, from, run, a->dst.k, to, a->dst.k_kind, kv_centre(&a->dst, b * a->Hkv + h, a->D));
+  move_slots(&v, from, run, a->dst.v, to, a->dst.v_kind, NULL);
   move_rows((char *)(a->dst.pos + to), (const char *)(uintptr_t)kv_segments_at(&pos, from), run, width, width);
 }
 

@@ -45,24 +45,24 @@ static __device__ void move_column(kv_segments x, int end, uint64_t to, bool min
   }
 }
 
-/* Keys or values of one kind of slots: how their rows are stored in src and in dst. */
+/* Keys or values: where their rows lie and of which kind they are, in src and in dst. */
 struct Moved {
   const void *from;
   unsigned char *to;
-  kv_packing from_packing, packing;
+  kv_kind from_kind, kind;
   int bytes; /* of a row in dst */
 };
 
 static __host__ __device__ __forceinline__ Moved moved(const kv_compact &a, bool keys) {
-  const kv_packing packing = keys ? a.dst.k_packing : a.dst.v_packing;
+  const kv_kind kind = keys ? a.dst.k_kind : a.dst.v_kind;
   return {keys ? a.src.k : a.src.v, static_cast<unsigned char *>(keys ? a.dst.k : a.dst.v),
-          keys ? a.src.k_packing : a.src.v_packing, packing,
-          (int)(packing == KV_AS_COMPUTED ? a.D * (a.dtype == KV_F32 ? 4 : 2) : kv_packed_bytes(packing, a.D))};
+          keys ? a.src.k_kind : a.src.v_kind, kind,
+          (int)(kind == KV_AS_COMPUTED ? a.D * (a.dtype == KV_F32 ? 4 : 2) : kv_packed_bytes(kind, a.D))};
 }
 
 /* Whether src and dst store rows in different ways. */
 static __host__ __device__ __forceinline__ bool converts(const Moved &x) {
-  return (x.packing == KV_AS_COMPUTED) != (x.from_packing == KV_AS_COMPUTED);
+  return (x.kind == KV_AS_COMPUTED) != (x.from_kind == KV_AS_COMPUTED);
 }
 
 static __host__ __device__ __forceinline__ int strips_of(const Moved &x) {
@@ -84,10 +84,9 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
   const bool keys = (int)blockIdx.y < of_keys;
   const Moved x = moved(a, keys);
   const int strip = keys ? blockIdx.y : blockIdx.y - of_keys, size = x.bytes / a.D;
-  const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size)
-                                 : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
-  kv_segments at = columns_of(plain, x.from, a.src.offset[head], x.from_packing, nullptr, a.D).at;
-  const bool packed = x.packing != KV_AS_COMPUTED; /* then rows are multiples of 4 bytes */
+  const kv_segments plain = kv_rows_of(keys ? KV_KEYS : KV_VALUES, &a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
+  kv_segments at = columns_of(plain, x.from, a.src.offset[head], x.from_kind, nullptr, a.D).at;
+  const bool packed = x.kind != KV_AS_COMPUTED; /* then rows are multiples of 4 bytes */
   const int unit = packed ? 4 : 16, lanes = STRIP / unit, first = strip * STRIP + threadIdx.x % lanes * unit;
   at.stored += first, at.chunk += first;
   const uint64_t to = (uint64_t)x.to + dst * x.bytes + first;
@@ -119,21 +118,20 @@ static __global__ void __launch_bounds__(THREADS, 3) convert_kernel(const kv_com
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const bool keys = blockIdx.y % 2 == 0;
   const Moved x = moved(a, keys);
-  if (x.packing == KV_AS_COMPUTED && x.from_packing == KV_AS_COMPUTED) return;
+  if (x.kind == KV_AS_COMPUTED && x.from_kind == KV_AS_COMPUTED) return;
   const int32_t *index = a.index ? a.index + head * a.K : nullptr;
-  const kv_segments plain = keys ? kv_keys_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E))
-                                 : kv_values_of(&a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E));
+  const kv_segments plain = kv_rows_of(keys ? KV_KEYS : KV_VALUES, &a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, sizeof(E));
   const Columns rows =
-      columns_of(plain, x.from, a.src.offset[head], x.from_packing, keys ? centre_of(a.src, head, a.D) : nullptr, a.D);
-  const int keep = a.keep[head], done = x.packing == KV_AS_COMPUTED ? 0 : rows.packed();
+      columns_of(plain, x.from, a.src.offset[head], x.from_kind, keys ? centre_of(a.src, head, a.D) : nullptr, a.D);
+  const int keep = a.keep[head], done = x.kind == KV_AS_COMPUTED ? 0 : rows.packed();
   for (int j = blockIdx.y / 2 * (THREADS / 32) + warp_id(); j < keep; j += PACKERS * (THREADS / 32)) {
     const int i = index ? index[j] : j;
     unsigned char *const to = x.to + (a.dst.offset[head] + j) * x.bytes;
     if (i < done) continue;
-    if (x.packing == KV_AS_COMPUTED)
+    if (x.kind == KV_AS_COMPUTED)
       unpack_row(rows, i, (int)a.D, reinterpret_cast<E *>(to));
     else
-      pack_row(reinterpret_cast<const E *>(kv_segments_at(&plain, i)), x.packing,
+      pack_row(reinterpret_cast<const E *>(kv_segments_at(&plain, i)), x.kind,
                keys ? centre_of(a.dst, head, a.D) : nullptr, (int)a.D, to);
   }
 }
@@ -145,7 +143,7 @@ int kv_compact_cuda(const kv_compact *a, void *, void *stream) {
   const unsigned heads = (unsigned)(a->B * a->Hkv), strips = strips_of(k) + strips_of(v);
   if (heads == 0) return 0;
   const int error = launch<compact_kernel>(dim3(heads, strips + 1), THREADS, 0, stream, *a);
-  const bool plain = k.packing == KV_AS_COMPUTED && v.packing == KV_AS_COMPUTED;
+  const bool plain = k.kind == KV_AS_COMPUTED && v.kind == KV_AS_COMPUTED;
   if (error || (plain && !converts(k) && !converts(v))) return error;
   return dispatch(a->dtype, [&](auto e) {
     return launch<convert_kernel<decltype(e)>>(dim3(heads, 2 * PACKERS), THREADS, 0, stream, *a);

@@ -1,7 +1,7 @@
 /* One decode step on a CPU. Limited by memory bandwidth, so each row is read once, in place, for the G heads of its
  * group. The slots of a head are cut into splits that do not depend on the number of threads: pass 1 writes the new row
- * and computes m, l and o of each split; pass 2 combines the splits in order and, if asked, turns the stored logits
- * into probs. */
+ * and computes each split's state; pass 2 merges the states in order and, if asked, turns the stored logits into
+ * probs. */
 #include <stdatomic.h>
 
 #include "stream.h"
@@ -10,31 +10,31 @@ typedef struct {
   const kv_decode *a;
   kv_stream shape;      /* without scratch */
   int64_t splits, most; /* splits of the longest head, its slots rounded up to whole vectors */
-  float *part;          /* [B, Hkv, splits, G, width + 2] */
+  float *states;        /* states of [B, Hkv, splits, G] rows (kv_state_in) */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
 } kv_decode_job;
 
-/* Slots of head `at`, those of the prefix included, without the new one. */
+/* The slots of head `at` in the prefix; and its slots with these, without the new one. */
 static int64_t kv_decode_shared(const kv_decode *a, int64_t at) { return a->prefix.len ? a->prefix.len[at] : 0; }
 static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decode_shared(a, at) + a->slots.len[at]; }
 
-/* Its keys or values, [prefix | own | new]; the new row is already stored. */
+/* The keys or values of head `at`, [prefix | own | new]; the new row is already stored. */
 static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, int values) {
   const kv_slots *own = &a->slots, *prefix = &a->prefix;
   const int64_t len = kv_decode_shared(a, at), offset = len ? prefix->offset[at] : 0;
-  return kv_stored_columns(a->dtype, a->D, values ? own->v_packing : own->k_packing,
-                           values ? NULL : kv_centre(own, at, a->D), values ? prefix->v : prefix->k, offset, len,
-                           values ? own->v : own->k, own->offset[at], own->len[at] + 1);
+  return kv_stored_columns(a->dtype, a->D, values ? own->v_kind : own->k_kind, values ? NULL : kv_centre(own, at, a->D),
+                           values ? prefix->v : prefix->k, offset, len, values ? own->v : own->k, own->offset[at],
+                           own->len[at] + 1);
 }
 
 static void kv_decode_append(const kv_decode *a, int64_t b, int64_t h, int64_t row) {
   const int64_t size = kv_size(a->dtype), *ks = a->chunk.k_stride, *vs = a->chunk.v_stride;
   const kv_slots *to = &a->slots;
-  kv_row_store(a->dtype, a->D, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, to->k_packing,
-               kv_centre(to, b * a->Hkv + h, a->D), (char *)to->k + row * kv_row_bytes(to->k_packing, a->dtype, a->D));
-  kv_row_store(a->dtype, a->D, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, to->v_packing, NULL,
-               (char *)to->v + row * kv_row_bytes(to->v_packing, a->dtype, a->D));
+  kv_row_store(a->dtype, a->D, (const char *)a->chunk.k + (b * ks[0] + h * ks[1]) * size, to->k_kind,
+               kv_centre(to, b * a->Hkv + h, a->D), (char *)to->k + row * kv_row_bytes(to->k_kind, a->dtype, a->D));
+  kv_row_store(a->dtype, a->D, (const char *)a->chunk.v + (b * vs[0] + h * vs[1]) * size, to->v_kind, NULL,
+               (char *)to->v + row * kv_row_bytes(to->v_kind, a->dtype, a->D));
   a->slots.pos[row] = a->chunk.pos[b];
 }
 
@@ -45,10 +45,10 @@ static void kv_decode_task(const kv_decode_job *job, const kv_stream *x, int64_t
   if (c1 == n) kv_decode_append(a, b, h, a->slots.offset[at] + a->slots.len[at]);
   const kv_queries query = kv_queries_of(a->dtype, a->D, x->rows, a->q, a->q_stride, b, h, a->scale, a->softcap);
   const kv_columns k = kv_decode_columns(a, at, 0), v = kv_decode_columns(a, at, 1);
-  float *part = job->part + (at * job->splits + split) * x->rows * (x->width + 2);
+  const kv_state state = kv_state_in(job->states, at * job->splits + split, x->rows, x->width);
   kv_stream_load(x, &query, 0, &k);
-  kv_part_start(part, x->rows, x->width);
-  kv_stream_run(x, query.cap, &k, &v, c0, c1, 0, x->rows, part,
+  kv_state_start(state, x->rows, x->width);
+  kv_stream_run(x, query.cap, &k, &v, c0, c1, 0, x->rows, state,
                 job->logit ? job->logit + at * x->rows * job->most : NULL, job->most);
 }
 
@@ -71,16 +71,16 @@ static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int
   const kv_decode *a = job->a;
   const int64_t G = job->shape.rows, width = job->shape.width, at = b * a->Hkv + h, n = kv_decode_slots(a, at) + 1;
   const int64_t c0 = split * SPLIT, columns = kv_min(n - c0, SPLIT), size = kv_size(a->dtype);
-  const float *part = job->part + at * job->splits * G * (width + 2);
-  float p[SPLIT] = {0}, o[KV_MOST_D];
+  float m, d, p[SPLIT] = {0}, o[KV_MOST_D];
+  const kv_state first = kv_state_in(job->states, at * job->splits, G, width), state = {split == 0 ? o : NULL, &m, &d};
   if (columns <= 0) return;
   for (int64_t g = 0; g < G; g++) {
     const int64_t head = b * a->H + h * G + g;
     const float sink = a->sinks ? a->sinks[h * G + g] * KV_LOG2E : -INFINITY;
-    float m, l;
-    kv_part_combine(part, (n + SPLIT - 1) / SPLIT, G, width, g, sink, &m, &l, split == 0 ? o : NULL);
-    const float lse = m + log2f(l), from = lse == -INFINITY ? 0 : lse;
+    kv_state_merge(kv_state_from(first, width, g), G * (width + 2), (n + SPLIT - 1) / SPLIT, width, sink, state);
+    const float lse = kv_state_lse(state), from = lse == -INFINITY ? 0 : lse;
     if (split == 0) {
+      kv_state_normalize(state, width);
       kv_stream_order(&job->shape, 1, o);
       kv_store_row(a->dtype, o, (char *)a->out + head * a->D * size, a->D);
       a->lse[head] = KV_LN2 * lse;
@@ -107,13 +107,13 @@ kv_status KV_OP(decode)(const kv_decode *a) {
   for (int64_t i = 0; i < heads; i++) most = kv_max(most, kv_round_up(kv_decode_slots(a, i) + 1, VL));
   kv_decode_job job = {a, kv_stream_of(a->dtype, a->D, G, &a->slots), (most + SPLIT - 1) / SPLIT, most, NULL, NULL, 0};
   const int64_t floats = heads * job.splits * G * (job.shape.width + 2), task = kv_min(SPLIT, most) * a->D;
-  job.part = malloc((size_t)floats * sizeof *job.part);
+  job.states = malloc((size_t)floats * sizeof *job.states);
   if (a->probs) job.logit = malloc((size_t)(heads * G * most) * sizeof *job.logit);
-  job.failed = !job.part || (a->probs && !job.logit);
+  job.failed = !job.states || (a->probs && !job.logit);
   if (!job.failed) kv_parallel_for(heads * job.splits, kv_stream_grain(&job.shape, most), kv_decode_body, &job);
   if (!job.failed)
     kv_parallel_for(heads * (a->probs ? job.splits : 1), kv_max(1, 524288 / task), kv_decode_finish_body, &job);
-  free(job.part);
+  free(job.states);
   free(job.logit);
   return job.failed ? KV_NO_MEMORY : KV_OK;
 }

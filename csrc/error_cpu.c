@@ -59,7 +59,7 @@ static void kv_error_outputs(const kv_error *a, const kv_observed *head, kv_tile
   if (a->kind == KV_L2) kv_error_distances(2, x->o, padded, D, x->v, most, x->e);
 }
 
-/* total [G, most] gains the tile's terms. Of what a row does not see, a norm that is not finite adds nothing. */
+/* Adds the tile's terms to total [G, most]. A norm that is not finite adds nothing to rows that do not see its slot. */
 KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n, int64_t most, float all) {
   for (int64_t g = 0; g < G; g++)
     for (int64_t c = 0; c < most; c += VL) {
@@ -79,8 +79,8 @@ KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n,
 static void kv_error_values(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns) {
   const kv_error *a = job->op;
   const kv_observers *rows = job->a;
-  const kv_columns v = kv_value_columns(rows->dtype, rows->D, &rows->slots, &rows->chunk, head->b, head->h, rows->Hkv,
-                                        rows->stop[head->b]);
+  const kv_columns v = kv_head_columns(KV_VALUES, rows->dtype, rows->D, &rows->slots, &rows->chunk, head->b, head->h,
+                                       rows->Hkv, rows->stop[head->b]);
   if (a->kind != KV_EDIE) kv_pack_k(&v, 0, c0, columns, x->v, x->row);
   for (int64_t c = 0; c < KEYS && a->kind == KV_EDIE; c++)
     x->v_sum[c] = c < columns ? kv_norm_of(kv_column_floats(&v, c0 + c, x->row), rows->D, 1) : 0;

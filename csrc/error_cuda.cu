@@ -65,7 +65,8 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
   const int head = block_head();
   if (head >= rows.B * rows.Hkv) return;
   const Observed x = observed<E>(rows, head);
-  const Columns v_columns = value_columns<E>(rows.slots, rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D);
+  const Columns v_columns =
+      head_columns<E>(KV_VALUES, rows.slots, rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D);
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(KV_SUM, a.group, x.G);
   const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0); /* the first that sees a key of the tile */

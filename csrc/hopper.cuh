@@ -3,10 +3,9 @@
  * C++. Only files *_sm90.cu include this.
  *
  * A warpgroup is 4 warps, the first of them a multiple of 4; all of them call its functions together. In A [64, 16] and
- * D [64, 64] warp w has rows 16 w .. 16 w + 15 as in the fragments of ptx.cuh.
- * B [64, 16] are rows of shared memory: row r of an atom of 64 columns is at byte 128 r of it, its 16 bytes with number c
- * at 16 (c ^ r % 8) of the row: bits 4 to 6 of the address are those of the linear one ^ its bits 7 to 9. Atoms start at
- * multiples of 1024. */
+ * D [64, 64] warp w has rows 16 w .. 16 w + 15 as in the fragments of ptx.cuh. B [64, 16] are rows of shared memory:
+ * row r of an atom of 64 columns is at byte 128 r of it, its 16 bytes with number c at 16 (c ^ r % 8) of the row: bits
+ * 4 to 6 of the address are those of the linear one ^ its bits 7 to 9. Atoms start at multiples of 1024. */
 #ifndef KV_HOPPER_CUH
 #define KV_HOPPER_CUH
 #include <cudaTypedefs.h>
@@ -21,14 +20,14 @@ static __device__ __forceinline__ T *atom_aligned(T *p) {
   return reinterpret_cast<T *>(reinterpret_cast<unsigned char *>(p) + (0u - shared_address(p)) % 1024);
 }
 
-/* B from the column at `b` on, in an atom's first row, as products take it: the lower half of a descriptor, of which bits
- * 0-13 are the address / 16 and 16-29 the distance of columns of atoms, unused with this swizzle. The upper half: bits
- * 32-45 the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
+/* B from the column at `b` on, in an atom's first row, as products take it: the lower half of a descriptor, of which
+ * bits 0-13 are the address / 16 and 16-29 the distance of columns of atoms, unused with this swizzle. The upper half:
+ * bits 32-45 the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
 static __device__ __forceinline__ uint32_t operand(const void *b) {
   return (shared_address(b) >> 4 & 0x3fffu) | 1u << 16;
 }
 constexpr uint64_t OPERAND = (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
-/* The one so many bytes on. */
+/* The operand `bytes` bytes on. */
 static __device__ __forceinline__ uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
 
 #define KV_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
@@ -74,7 +73,7 @@ static __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* A barrier whose phases end when one thread has called barrier_expect and so many bytes have been copied. */
+/* A barrier whose phases end when one thread has called barrier_expect and the bytes that it named have been copied. */
 static __device__ __forceinline__ void barrier_init(uint64_t *barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
 }
@@ -98,7 +97,8 @@ static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t 
   while (!done);
 }
 
-/* A tensor of 16-bit numbers from which boxes of up to 64 columns are copied into atoms, box by box in order of rows. */
+/* A tensor of 16-bit numbers from which boxes of up to 64 columns are copied into atoms, box by box in order of
+ * rows. */
 using TensorMap = CUtensorMap;
 
 /* x [size[3], size[2], size[1], size[0]], with strides in bytes; false where TMA does not take it. */

@@ -37,19 +37,16 @@ typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
  *            half, then s of fp16 = (max - lo) / 15 and lo of fp16 = min (x - c) H. H is the orthonormal Hadamard
  *            matrix of the largest power of two that divides D, in blocks; u is made with s and lo as stored.
  * A row that is not finite is read as NaN. New rows are packed when they are stored, and then only moved. */
-#define KV_LAYOUTS(X) /* X(NAME, name, bits of a number, whether it is rotated by H) */ \
-  X(INT8, int8, 8, 0)                                                                   \
+#define KV_KINDS(X) /* X(NAME, name, bits of a number, whether it is rotated by H) */ \
+  X(INT8, int8, 8, 0)                                                                 \
   X(INT4, int4, 4, 1)
 #define KV_ENUMERATOR(NAME, name, bits, rotated) KV_##NAME,
-#define KV_ONE(NAME, name, bits, rotated) +1
-#define KV_BITS(NAME, name, bits, rotated) packing == KV_##NAME ? bits:
-#define KV_ROTATED(NAME, name, bits, rotated) || (rotated && packing == KV_##NAME)
-typedef enum { KV_AS_COMPUTED, KV_LAYOUTS(KV_ENUMERATOR) } kv_packing;
-enum { KV_LAYOUT_COUNT = KV_LAYOUTS(KV_ONE) };
-KV_ANYWHERE int64_t kv_packed_bytes(kv_packing packing, int64_t D) { return D * (KV_LAYOUTS(KV_BITS) 0) / 8 + 4; }
-KV_ANYWHERE int kv_is_rotated(kv_packing packing) { return 0 KV_LAYOUTS(KV_ROTATED); }
+#define KV_BITS(NAME, name, bits, rotated) kind == KV_##NAME ? bits:
+#define KV_ROTATED(NAME, name, bits, rotated) || (rotated && kind == KV_##NAME)
+typedef enum { KV_AS_COMPUTED, KV_KINDS(KV_ENUMERATOR) KV_KIND_COUNT } kv_kind;
+KV_ANYWHERE int64_t kv_packed_bytes(kv_kind kind, int64_t D) { return D * (KV_KINDS(KV_BITS) 0) / 8 + 4; }
+KV_ANYWHERE int kv_is_rotated(kv_kind kind) { return 0 KV_KINDS(KV_ROTATED); }
 #undef KV_ENUMERATOR
-#undef KV_ONE
 #undef KV_BITS
 #undef KV_ROTATED
 
@@ -75,7 +72,7 @@ typedef struct {
   int32_t *pos;          /* [rows] the position that each key is rotated for */
   const int64_t *offset; /* [B, Hkv] */
   const int32_t *len;    /* [B, Hkv] */
-  kv_packing k_packing, v_packing;
+  kv_kind k_kind, v_kind;
   const float *centre; /* [B, Hkv, D] of packed keys, or NULL: 0 */
 } kv_slots;
 
@@ -320,11 +317,11 @@ typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* kv_cpu_isas: the instruction sets of this build in ascending order, "scalar avx2 avx512 avx512bf16 amxbf16" on x86-64,
- * "neon neonbf16" on ARM, else "scalar". kv_cpu_isa: the one that the CPU kernels run with, the highest that the processor
- * has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice; "avx512bf16" is chosen where it is named,
- * or where it is faster. NULL if the variable is neither empty nor one of these names: every op then returns
- * KV_BAD_ISA. */
+/* kv_cpu_isas: the instruction sets of this build in ascending order, "scalar avx2 avx512 avx512bf16 amxbf16" on
+ * x86-64, "neon neonbf16" on ARM, else "scalar". kv_cpu_isa: the one that the CPU kernels run with, the highest that
+ * the processor has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice; "avx512bf16" is chosen where
+ * it is named, or where it is faster. NULL if the variable is neither empty nor one of these names: every op then
+ * returns KV_BAD_ISA. */
 const char *kv_cpu_isas(void);
 const char *kv_cpu_isa(void);
 

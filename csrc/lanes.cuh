@@ -1,31 +1,33 @@
 /* A decoded token of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V
- * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row, for a separate softmax (m, l) and output o.
+ * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row and has a state of its own. The block that
+ * finishes a head's last split merges all splits of that head.
  *
  * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups, and 16. */
 #ifndef KV_LANES_CUH
 #define KV_LANES_CUH
-#include "stream.cuh"
+#include "decode.cuh"
 
 constexpr int THREADS = 128;
 
 /* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It
- * loads AHEAD rows of keys and of values at once: as many as registers hold, at most 8 so that an SM has room for
- * several blocks, and half as many where keys, values or both are PACKED. */
+ * loads AHEAD rows of keys and of values at once: what registers hold, at most 8 so that a multiprocessor has room for
+ * several blocks, and half of that where keys, values or both are PACKED. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
                        AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
-  float q[HEADS][V][W], o[HEADS][V][W], m[HEADS], l[HEADS];
-  float more[HEADS]; /* the centre of packed keys adds it to every logit */
+  float q[HEADS][V][W], o[HEADS][V][W];
+  kv_state state[HEADS];
+  float more[HEADS]; /* q.centre, which packed keys add to every logit */
 
   static __device__ __forceinline__ int group() { return threadIdx.x / L; }
   static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* query: the first head's row. Elements from D on are zeros. Rotated keys meet rotated queries. */
+  /* query: the first head's row. Elements from D on are 0. Where keys are rotated, queries are, too. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
-      m[g] = -INFINITY, l[g] = 0;
+      state[g] = {-INFINITY, 0};
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
@@ -41,28 +43,28 @@ struct HeadRows {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       more[g] = 0;
-      if (k.packing == KV_AS_COMPUTED) continue;
+      if (k.kind == KV_AS_COMPUTED) continue;
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
         for (int i = 0; i < W; i++)
           if (k.centre && element(v) < D) more[g] += q[g][v][i] * k.centre[element(v) + i];
       more[g] = lanes_sum<L>(more[g]);
-      if (kv_is_rotated(k.packing)) hadamard<W, L, V>(q[g], D);
+      if (kv_is_rotated(k.kind)) hadamard<W, L, V>(q[g], D);
     }
   }
 
-  /* f(packed), a constant: columns are all packed or none. */
+  /* Calls f(packed) with a constant: either all columns are packed or none. */
   template <class F>
   static __device__ __forceinline__ void each_kind(const Columns &x, F f) {
-    if (!PACKED || x.packing == KV_AS_COMPUTED)
+    if (!PACKED || x.kind == KV_AS_COMPUTED)
       f(std::false_type{});
     else
       f(std::true_type{});
   }
 
-  /* Columns c, c + GROUPS, ..; zeros for those from c1 on and elements from D on. Addresses as computed begin with
-   * element(0). */
+  /* Loads columns c0, c0 + GROUPS, ..; columns from c1 on and elements from D on are 0. The addresses of rows as
+   * computed begin with element(0). */
   static __device__ __forceinline__ void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
     each_kind(x, [&](auto packed) {
 #pragma unroll
@@ -72,7 +74,7 @@ struct HeadRows {
           const int c = c0 + u * GROUPS;
           const uint64_t row = kv_segments_at(&x.at, c);
           if constexpr (decltype(packed)::value)
-            part[u][v] = packed_part<E>(row, x.packing, element(v), D, c < c1);
+            part[u][v] = packed_part<E>(row, x.kind, element(v), D, c < c1);
           else
             part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(row) + v * L, c < c1 && element(v) < D);
         }
@@ -80,19 +82,19 @@ struct HeadRows {
   }
 
   template <bool packed>
-  static __device__ __forceinline__ void numbers(uint4 part, kv_packing packing, float (&x)[W]) {
+  static __device__ __forceinline__ void numbers(uint4 part, kv_kind kind, float (&x)[W]) {
     if constexpr (packed)
-      packed_numbers<E>(part, packing, x);
+      packed_numbers<E>(part, kind, x);
     else
       vector_floats<E>(part, x);
   }
 
-  /* s = q.k of the heads, equal in all lanes of the group */
+  /* s [HEADS] = q.k, equal in all lanes of the group */
   template <bool packed>
-  __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_packing packing, float (&s)[HEADS]) const {
+  __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_kind kind, float (&s)[HEADS]) const {
     float x[V][W];
 #pragma unroll
-    for (int v = 0; v < V; v++) numbers<packed>(k[v], packing, x[v]);
+    for (int v = 0; v < V; v++) numbers<packed>(k[v], kind, x[v]);
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       float sum = 0;
@@ -104,18 +106,18 @@ struct HeadRows {
     }
   }
 
-  /* Rows of logits s become p = 2^(s - m); l and o follow m. While nothing was seen m is -inf; 0 stands in for it. */
+  /* Rows of logits s become their weights; the state and o follow the maximum. */
   __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
-      float top = m[g];
+      kv_state &x = state[g];
+      const float before = x.m;
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) top = fmaxf(top, s[u][g]);
-      const float from = top == -INFINITY ? 0 : top, alpha = exp2_approx(m[g] - from);
-      m[g] = top;
-      l[g] *= alpha;
+      for (int u = 0; u < AHEAD; u++) x.m = fmaxf(x.m, s[u][g]);
+      const float alpha = x.weight(before);
+      x.d *= alpha;
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) l[g] += s[u][g] = exp2_approx(s[u][g] - from);
+      for (int u = 0; u < AHEAD; u++) x.d += s[u][g] = x.weight(s[u][g]);
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
@@ -124,11 +126,11 @@ struct HeadRows {
   }
 
   template <bool packed>
-  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V], kv_packing packing) {
+  __device__ __forceinline__ void add(const float (&p)[HEADS], const uint4 (&value)[V], kv_kind kind) {
 #pragma unroll
     for (int v = 0; v < V; v++) {
       float x[W];
-      numbers<packed>(value[v], packing, x);
+      numbers<packed>(value[v], kind, x);
 #pragma unroll
       for (int g = 0; g < HEADS; g++)
 #pragma unroll
@@ -136,8 +138,8 @@ struct HeadRows {
     }
   }
 
-  /* Slots c0 .. c1 - 1; logit: of the first head, heads C apart, or NULL. Every group of lanes runs the loop equally
-   * often. */
+  /* Adds slots c0 .. c1 - 1 to the states. logit: the first head's, those of heads C apart, or NULL. Every group of
+   * lanes runs the loop equally often. */
   __device__ __forceinline__ void attend(const Columns &k, const Columns &v, int c0, int c1, int D,
                                          const Logits &logits, float *logit, int64_t C) {
     constexpr int STEP = AHEAD * GROUPS;
@@ -149,7 +151,7 @@ struct HeadRows {
       load(v, c, c1, D, values);
       each_kind(k, [&](auto packed) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.packing, s[u]);
+        for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.kind, s[u]);
       });
       load(k, c + STEP, c1, D, keys); /* in flight during the rest */
       if (logits.cap > 0) {
@@ -175,33 +177,97 @@ struct HeadRows {
       softmax(s);
       each_kind(v, [&](auto packed) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) add<decltype(packed)::value>(s[u], values[u], v.packing);
+        for (int u = 0; u < AHEAD; u++) add<decltype(packed)::value>(s[u], values[u], v.kind);
       });
     }
     if constexpr (PACKED)
-      if (kv_is_rotated(v.packing))
+      if (kv_is_rotated(v.kind))
 #pragma unroll
         for (int g = 0; g < HEADS; g++) hadamard<W, L, V>(o[g], D);
   }
 
   static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
 
-  /* Merges the block's groups of lanes: o [HEADS, D], ml [HEADS]. shared: shared_bytes(D) less 16. */
-  __device__ __forceinline__ void merge(float *shared, int D, float *o_out, float2 *ml_out) const {
-    float2 *ml = reinterpret_cast<float2 *>(shared);
+  /* Merges the block's groups of lanes: o [HEADS, D], states [HEADS]. shared: shared_bytes(D) less 16. */
+  __device__ __forceinline__ void merge(float *shared, int D, float *o_out, kv_state *states_out) const {
+    kv_state *states = reinterpret_cast<kv_state *>(shared);
     float *part = shared + 2 * HEADS * GROUPS;
     __syncthreads();
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       const int at = g * GROUPS + group();
-      if (threadIdx.x % L == 0) ml[at] = make_float2(m[g], l[g]);
+      if (threadIdx.x % L == 0) states[at] = state[g];
 #pragma unroll
       for (int v = 0; v < V; v++)
 #pragma unroll
         for (int i = 0; i < W; i++)
           if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
     }
-    merge_parts(GROUPS, ml, part, HEADS, D, o_out, ml_out);
+    merge_groups(GROUPS, states, part, HEADS, D, o_out, states_out);
   }
 };
+
+/* HEADS: heads of a group; PACKED: keys, values or both are packed. ptxas is asked for two blocks a multiprocessor, so
+ * that it does not spill registers to make room for four. */
+template <class E, int L, int V, int HEADS, bool PACKED>
+static __global__ void __launch_bounds__(THREADS, 2)
+    lanes_kernel(const kv_decode a, const Scratch x, const Logits logits) {
+  using R = HeadRows<E, L, V, HEADS, PACKED>;
+  const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
+  const int D = (int)a.D;
+  const Cut cut = cut_of<STEP>(a, x.parts, head);
+  float *shared = shared_memory<float>() + 4;
+  for (int split = blockIdx.y; split < cut.splits; split += gridDim.y) {
+    const Split<E> s = split_of<E>(a, cut, head, split, R::element(0));
+    if (s.last) append(a, head, s);
+    const int64_t at = (head * x.parts.splits + split) * HEADS;
+    float *logit = x.logit ? x.logit + head * HEADS * a.C + (s.own ? prefix_len(a, head) : 0) : nullptr;
+    const E *query = static_cast<const E *>(a.q) + b * a.q_stride[0] + h * HEADS * a.q_stride[1];
+    R rows;
+    rows.start(query, a.q_stride[1], D, logits.of_query(), s.k);
+    rows.attend(s.k, s.v, s.c0, s.c1, D, logits, logit, a.C);
+    rows.merge(shared, D, x.parts.o + at * D, x.parts.states + at);
+    if (!block_is_last(x.parts.count + head, cut.splits, shared_memory<uint32_t>())) continue;
+    for (int g = warp_id(); g < HEADS; g += THREADS / 32) {
+      const int64_t from = head * x.parts.splits * HEADS + g, to = b * a.H + h * HEADS + g;
+      const float sink = a.sinks ? a.sinks[h * HEADS + g] * LOG2E : -INFINITY;
+      finish<E>(x.parts.o + from * D, HEADS * D, x.parts.states + from, HEADS, cut.splits, D, sink,
+                static_cast<E *>(a.out) + to * D, a.lse + to);
+    }
+  }
+}
+
+template <class E, int L, int V, int HEADS>
+static int run(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t heads = a->B * a->Hkv,
+                mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;     /* splits of a head */
+  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
+  const dim3 grid((unsigned)heads, (unsigned)blocks);
+  const auto shared = (size_t)HeadRows<E, L, V, HEADS, false>::shared_bytes(a->D);
+  const Logits logits = logits_of(a->scale, a->softcap);
+  if constexpr (HEADS <= most_lanes(sizeof(E) == 2, false))
+    if (!is_packed(*a))
+      return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
+  if constexpr (HEADS <= most_lanes(sizeof(E) == 2, true))
+    return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
+  return 0; /* 16 bits: run_ring */
+}
+
+template <class E, int HEADS>
+static int run_width(const kv_decode *a, const Scratch &x, void *stream) {
+  return with_lanes<E>(
+      a->D, [&](auto l, auto v) { return run<E, decltype(l)::value, decltype(v)::value, HEADS>(a, x, stream); });
+}
+
+static int run_lanes(const kv_decode *a, const Scratch &x, void *stream) {
+  const int64_t G = a->H / a->Hkv, heads = a->B * a->Hkv;
+  const int error = (int)cudaMemsetAsync(x.parts.count, 0, heads * sizeof *x.parts.count, (cudaStream_t)stream);
+  if (error) return error;
+  return dispatch(a->dtype, [&](auto e) {
+    using E = decltype(e);
+    if (G == 1) return run_width<E, 1>(a, x, stream);
+    if (G == 2) return run_width<E, 2>(a, x, stream);
+    return G == 3 ? run_width<E, 3>(a, x, stream) : run_width<E, 4>(a, x, stream);
+  });
+}
 #endif

@@ -32,7 +32,8 @@ static int launch(dim3 grid, int threads, size_t shared, void *stream, Args... a
   return launch_with<kernel>(false, grid, threads, shared, stream, args...);
 }
 
-/* The same for a kernel that calls await_kernels_before: its blocks may start before the kernel before it has ended. */
+/* As launch, for a kernel that calls await_kernels_before: its blocks may start before the kernel before it has
+ * ended. */
 template <auto kernel, class... Args>
 static int launch_early(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   cudaFuncAttributes made = {};

@@ -1,6 +1,6 @@
-/* A few rows times a matrix of weights on a CPU. Limited by memory bandwidth: each weight is read once, in place, where a
- * library for many rows would first pack them. Rows are multiplied as stream.h's queries with keys; in tile registers
- * weights are the first operand, as they lie, and 16 or 32 rows the packed second one. */
+/* A few rows times a matrix of weights on a CPU. Limited by memory bandwidth: each weight is read once, in place, where
+ * a library for many rows would first pack them. Rows are multiplied as queries are with keys in stream.h. In tile
+ * registers weights are the first operand, read in place, and 16 or 32 packed rows are the second. */
 #include "stream.h"
 
 enum { OUTPUTS = 64 /* of a task, at most: BLOCK, and four tile registers */ };
@@ -54,7 +54,7 @@ static void kv_linear_store(const kv_linear *a, int64_t r, int64_t n0, int64_t n
   kv_store_row(a->dtype, y, (char *)a->out + (r * a->N + n0) * size, n);
 }
 
-/* The outputs n0 .. n0 + n - 1; of a matrix's last ones those before them are computed, too, so that there are 64. */
+/* Computes outputs n0 .. n0 + n - 1; at the end of the matrix also those before them, so that there are 64. */
 static void kv_linear_tiles(const kv_linear_job *job, int64_t n0, int64_t n) {
   const kv_linear *a = job->a;
   const int64_t rows = a->B * a->T, group = job->group, from = kv_min(n0, a->N - OUTPUTS), words = a->K / 2;

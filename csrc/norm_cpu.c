@@ -9,7 +9,8 @@ static void kv_norm_body(void *ctx, int64_t begin, int64_t end) {
   float row[KV_MOST_D];
   for (int64_t i = begin; i < end; i++) {
     const int64_t at = i / splits, b = at / a->Hkv, c0 = i % splits * SPLIT;
-    const kv_columns x = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
+    const kv_columns x =
+        kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
     for (int64_t c = c0; c < kv_min(c0 + SPLIT, a->C); c++)
       a->out[at * a->C + c] = c < x.n ? kv_norm_of(kv_column_floats(&x, c, row), a->D, a->p) : 0;
   }

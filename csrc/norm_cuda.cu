@@ -11,7 +11,7 @@ template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) norm_kernel(const kv_norm a) {
   const int64_t head = block_head(), b = head / a.Hkv;
   if (head >= a.B * a.Hkv) return;
-  const Columns rows = key_columns<E>(a.slots, a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D);
+  const Columns rows = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D);
   const int c = blockIdx.x * (THREADS / L) + threadIdx.x / L;
   float x[V][VECTOR<E>], sum = 0;
   column_numbers<E, L, V>(rows, c, c < rows.at.n, (int)a.D, x);

@@ -26,7 +26,7 @@ struct Observed {
 template <class E>
 static __device__ __forceinline__ Observed observed(const kv_observers &a, int head) {
   const int b = head / a.Hkv, h = head % a.Hkv;
-  const Columns k = key_columns<E>(a.slots, a.chunk, b, h, a.Hkv, a.stop[b], a.D);
+  const Columns k = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h, a.Hkv, a.stop[b], a.D);
   const int n = k.at.n;
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(n - a.R), a.causal ? 0 : n, n}};
 }

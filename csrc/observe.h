@@ -9,7 +9,7 @@
 #define KVEVICT_OBSERVE_H
 #include <stdatomic.h>
 
-#include "tile.h"
+#include "rows.h"
 
 struct kv_reduction;
 
@@ -35,7 +35,7 @@ typedef struct {
 static inline kv_observed kv_observed_of(const kv_observers *a, int64_t head) {
   kv_observed x = {.b = head / a->Hkv, .h = head % a->Hkv};
   x.query = kv_queries_of(a->dtype, a->D, a->H / a->Hkv, a->q, a->q_stride, x.b, x.h, a->scale, a->softcap);
-  x.k = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, x.b, x.h, a->Hkv, a->stop[x.b]);
+  x.k = kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, x.b, x.h, a->Hkv, a->stop[x.b]);
   x.n = x.k.n;
   x.bounds = (kv_bounds){x.n - a->R, a->causal ? 0 : x.n, x.n};
   return x;
@@ -54,7 +54,8 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
     kv_rows_start(&x, &head.query, t0, rows, a->sinks ? a->sinks + head.h * G : NULL, 0);
     kv_rows_run(&x, &head.query, head.bounds, t0, rows, &head.k, NULL, 0, 0, head.bounds.n);
     for (int64_t r = 0; r < rows; r++)
-      job->computed[(head.b * a->H + head.h * G + r % G) * a->R + t0 + r / G] = KV_LN2 * (x.m[r] + log2f(x.l[r]));
+      job->computed[(head.b * a->H + head.h * G + r % G) * a->R + t0 + r / G] =
+          KV_LN2 * kv_state_lse(kv_state_from(x.state, 0, r));
   }
   free(memory);
 }

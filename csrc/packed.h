@@ -1,6 +1,6 @@
-/* Stored rows of few bits a number: kv_pack_row makes the bytes once, when a slot is stored, and kv_unpack_row the
- * floats whenever it is read. The bytes are those of kvevict.h. A row with a number that is not finite, or of 4 bits
- * with a scale or a least number that fp16 cannot hold, gets a scale of NaN, and so is read as a row of NaN. */
+/* Stored rows with few bits a number: kv_pack_row makes the bytes once, when a slot is stored, and kv_unpack_row makes
+ * floats of them whenever the slot is read. kvevict.h defines the bytes. A row with a number that is not finite, or of
+ * 4 bits with a scale or a least number that fp16 cannot hold, gets a scale of NaN, and so is read as a row of NaN. */
 #ifndef KVEVICT_PACKED_H
 #define KVEVICT_PACKED_H
 #include "half.h"
@@ -38,7 +38,7 @@ static inline void kv_hadamard(float *x, int64_t D) {
 /* The nearest integer of |x| < 2^22, halves to even. */
 static inline float kv_nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* The range of x [D]; other: inf or NaN is in it. */
+/* The range of x [D]; other: whether x has an inf or a NaN. */
 typedef struct {
   float least, most;
   uint32_t other;
@@ -53,7 +53,8 @@ KV_INLINE kv_range kv_range_of(const float *restrict x, int64_t D) {
   return y;
 }
 
-/* kv_store_NAME: x [D], less the centre and rotated, -> the bytes; x is scratch afterwards. kv_load_NAME: back. */
+/* kv_store_NAME turns x [D], from which the centre is subtracted and which is rotated, into bytes and spoils x;
+ * kv_load_NAME turns bytes back into such numbers. */
 KV_INLINE void kv_store_int8(float *restrict x, uint8_t *restrict bytes, int64_t D) {
   const kv_range range = kv_range_of(x, D);
   const float size = -range.least > range.most ? -range.least : range.most, scale = range.other ? NAN : size / 127;
@@ -94,24 +95,23 @@ KV_INLINE void kv_load_int4(const uint8_t *restrict bytes, float *restrict y, in
   for (int64_t d = 0; d < D / 2; d++) y[d + D / 2] = scale * (float)(bytes[d] >> 4) + lo;
 }
 
-/* x [D] -> the bytes at `to`; x is scratch afterwards. centre: [D], subtracted first, or NULL. */
-static inline void kv_pack_row(kv_packing packing, const float *centre, float *restrict x, void *to, int64_t D) {
+/* Stores x [D] as bytes at `to` and spoils x. centre [D] is subtracted first; it may be NULL. */
+static inline void kv_pack_row(kv_kind kind, const float *centre, float *restrict x, void *to, int64_t D) {
   for (int64_t d = 0; centre && d < D; d++) x[d] -= centre[d];
-  if (kv_is_rotated(packing)) kv_hadamard(x, D);
+  if (kv_is_rotated(kind)) kv_hadamard(x, D);
 #define KV_STORE(NAME, name, bits, rotated) \
-  if (packing == KV_##NAME) kv_store_##name(x, to, D);
-  KV_LAYOUTS(KV_STORE)
+  if (kind == KV_##NAME) kv_store_##name(x, to, D);
+  KV_KINDS(KV_STORE)
 #undef KV_STORE
 }
 
 /* The bytes at `from` -> y [D]. */
-static inline void kv_unpack_row(kv_packing packing, const float *centre, const void *from, float *restrict y,
-                                 int64_t D) {
+static inline void kv_unpack_row(kv_kind kind, const float *centre, const void *from, float *restrict y, int64_t D) {
 #define KV_LOAD(NAME, name, bits, rotated) \
-  if (packing == KV_##NAME) kv_load_##name(from, y, D);
-  KV_LAYOUTS(KV_LOAD)
+  if (kind == KV_##NAME) kv_load_##name(from, y, D);
+  KV_KINDS(KV_LOAD)
 #undef KV_LOAD
-  if (kv_is_rotated(packing)) kv_hadamard(y, D);
+  if (kv_is_rotated(kind)) kv_hadamard(y, D);
   for (int64_t d = 0; centre && d < D; d++) y[d] += centre[d];
 }
 #endif

@@ -90,7 +90,7 @@ static __device__ __forceinline__ void cp_async_16(void *to, const void *from, i
                : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes)
                : "memory");
 }
-/* Copies 4 bytes, which both addresses are multiples of; else the same. */
+/* Copies 4 bytes; both addresses are multiples of 4. Otherwise as cp_async_16. */
 static __device__ __forceinline__ void cp_async_4(void *to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
                :
@@ -179,7 +179,7 @@ static __device__ __forceinline__ uint4 load_once_16(const void *p) {
                : "l"(__cvta_generic_to_global(p)));
   return x;
 }
-/* The same if `wanted`, else zeros without reading `p`; no branch. */
+/* As load_once_16 if `wanted`, else zeros without reading `p`; no branch. */
 static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool wanted) {
   uint4 x = make_uint4(0, 0, 0, 0);
   asm volatile(
@@ -190,7 +190,7 @@ static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool want
       : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
   return x;
 }
-/* The same for 4 bytes; `p` is 4-byte aligned. */
+/* As load_once_16_if, for 4 bytes; `p` is 4-byte aligned. */
 static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wanted) {
   uint32_t x = 0;
   asm volatile(
@@ -202,8 +202,8 @@ static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wa
   return x;
 }
 
-/* Waits until the kernels before this one on its stream have ended; then sees what they wrote. A kernel that launch_early
- * starts calls it before it reads or writes global memory. */
+/* Waits until the kernels before this one on its stream have ended; then sees what they wrote. A kernel that
+ * launch_early starts calls it before it reads or writes global memory. */
 static __device__ __forceinline__ void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

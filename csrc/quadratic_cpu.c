@@ -16,10 +16,11 @@ typedef struct {
   float *x, *row;    /* a packed block of slots, [VL, D] */
   float *matrix, *y; /* [TILE, D] rows of A, [TILE, KEYS] their products with the slots */
   float total[KEYS];
-} kv_form;
+} kv_quadratic_task;
 
 /* total [columns] += x[r] (y[r] + b[r]) over rows r0 .. r0 + rows - 1 of A */
-static void kv_form_add(kv_form *f, int64_t r0, int64_t rows, int64_t D, int64_t columns, const float *linear) {
+static void kv_quadratic_add(kv_quadratic_task *f, int64_t r0, int64_t rows, int64_t D, int64_t columns,
+                             const float *linear) {
   for (int64_t c = 0; c < columns; c += VL) {
     const float *x = f->x + c / PANEL * PANEL * D + c % PANEL;
     vf acc = vf_load(f->total + c);
@@ -30,7 +31,8 @@ static void kv_form_add(kv_form *f, int64_t r0, int64_t rows, int64_t D, int64_t
 }
 
 /* out [columns] of query head h of row b over the packed block. */
-static void kv_form_of(const kv_quadratic *a, kv_form *f, int64_t b, int64_t h, int64_t columns, float *out) {
+static void kv_quadratic_head(const kv_quadratic *a, kv_quadratic_task *f, int64_t b, int64_t h, int64_t columns,
+                              float *out) {
   const kv_queries rows_of = {.dtype = KV_F32, .D = a->D, .words = a->D, .scale = 1};
   const float *matrix = a->matrix + b * a->matrix_stride[0] + h * a->matrix_stride[1];
   const float *linear = a->linear ? a->linear + b * a->linear_stride[0] + h * a->linear_stride[1] : NULL;
@@ -41,7 +43,7 @@ static void kv_form_of(const kv_quadratic *a, kv_form *f, int64_t b, int64_t h, 
       memcpy(f->matrix + r * a->D, matrix + (r0 + r) * a->matrix_stride[2], (size_t)a->D * sizeof *matrix);
     memset(f->matrix + rows * a->D, 0, (size_t)((padded - rows) * a->D) * sizeof *matrix);
     kv_tile_s(&rows_of, f->matrix, padded, f->x, columns, f->y);
-    kv_form_add(f, r0, rows, a->D, columns, linear);
+    kv_quadratic_add(f, r0, rows, a->D, columns, linear);
   }
   memcpy(out, f->total, (size_t)columns * sizeof *out);
 }
@@ -50,19 +52,20 @@ static void kv_quadratic_body(void *ctx, int64_t begin, int64_t end) {
   kv_quadratic_job *job = ctx;
   const kv_quadratic *a = job->a;
   const int64_t G = a->H / a->Hkv, block = kv_block(a->D), blocks = (a->C + block - 1) / block;
-  kv_form f;
+  kv_quadratic_task f;
   const int64_t sizes[] = {block * a->D, VL * a->D, TILE * a->D, TILE * KEYS};
   float **const fields[] = {&f.x, &f.row, &f.matrix, &f.y};
   void *memory = kv_carve(4, sizes, fields);
   if (!memory) job->failed = 1;
   for (int64_t i = begin; memory && i < end; i++) {
     const int64_t at = i / blocks, b = at / a->Hkv, c0 = i % blocks * block, most = kv_min(block, a->C - c0);
-    const kv_columns x = kv_key_columns(a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
+    const kv_columns x =
+        kv_head_columns(KV_KEYS, a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
     const int64_t columns = kv_min(kv_max(x.n - c0, 0), most);
     kv_pack_k(&x, 0, c0, columns, f.x, f.row);
     for (int64_t g = 0; g < G; g++) {
       float *out = a->out + (at * G + g) * a->C + c0;
-      kv_form_of(a, &f, b, at % a->Hkv * G + g, columns, out);
+      kv_quadratic_head(a, &f, b, at % a->Hkv * G + g, columns, out);
       for (int64_t c = columns; c < most; c++) out[c] = 0;
     }
   }

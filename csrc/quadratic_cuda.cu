@@ -21,7 +21,7 @@ static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quad
   if (head >= a.B * a.H) return;
   const int64_t b = head / a.H;
   const int h = (int)(head % a.H), D = a.D, width = D + PAD, c0 = blockIdx.x * KEYS, thread = threadIdx.x;
-  const Columns slots = key_columns<E>(a.slots, a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D);
+  const Columns slots = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D);
   float *const x = shared_memory<float>(), *const rows = x + KEYS * width; /* [KEYS, width], [ROWS, D] */
   for (int c = warp_id(); c < KEYS; c += THREADS / 32) {                   /* a warp has a slot */
     constexpr int W = VECTOR<E>, V = 8 / W;

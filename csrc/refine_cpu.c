@@ -18,7 +18,7 @@ typedef struct {
 
 static kv_columns kv_refine_values(const kv_refine *a, int64_t at) {
   const int64_t b = at / a->Hkv;
-  return kv_value_columns(a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
+  return kv_head_columns(KV_VALUES, a->dtype, a->D, &a->slots, &a->chunk, b, at % a->Hkv, a->Hkv, a->stop[b]);
 }
 
 static float kv_pairwise_sum(const float *x, int64_t n) {

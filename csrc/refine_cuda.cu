@@ -14,7 +14,7 @@ constexpr int THREADS = 256, SPLIT = THREADS, RUN = 32;
 template <class E>
 static __device__ __forceinline__ Columns values_of(const kv_refine &a, int64_t head) {
   const int64_t b = head / a.Hkv;
-  return value_columns<E>(a.slots, a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D);
+  return head_columns<E>(KV_VALUES, a.slots, a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D);
 }
 
 static __global__ void __launch_bounds__(THREADS) sum_kernel(const kv_refine a, float *sum) {

@@ -1,65 +1,17 @@
 /* A decoded token in 16 bits on tensor cores. Every warp goes through its own tiles of a split, in a ring of stages in
  * shared memory that it alone fills, waits for and reads: no warp waits for another before they merge their results.
  *
- * Rows as computed are swizzled tiles (tile.cuh). Packed ones lie as they are stored, copied as one piece of memory, and
- * become fp16 in registers (bytes.cuh); their scales are factors of the logits and of the weights, so that no number is
- * rounded. What is rounded, weights and rotated queries, is multiplied as two numbers, itself and the remainder: up to 8
- * heads have the remainders as rows 8 to 15 of the product, more heads as another product. */
+ * Rows as computed are swizzled tiles (tile.cuh). Packed rows are copied as one piece of memory and become fp16 in
+ * registers (bytes.cuh); their scales are factors of the logits and of the weights, so that no stored number is
+ * rounded. Weights and rotated queries are rounded; each is multiplied as two numbers, the rounded one and the
+ * remainder: for up to 8 heads the remainders are rows 8 to 15 of the product, for more heads another product. */
 #ifndef KV_RING_CUH
 #define KV_RING_CUH
-#include "bytes.cuh"
-#include "stream.cuh"
+#include "ring_shared.cuh"
+#include "state.cuh"
 
-/* Weights are at most 2^LIFT, so that fp16 holds small ones, too. */
+/* Weights are at most 2^LIFT, so that fp16 holds small weights, too. */
 constexpr float LIFT = 10;
-
-/* How the stages lie in shared memory, after Heads; in bytes. */
-struct Ring {
-  int warps, stages, keys, values; /* of a stage: its keys, and its values after them */
-
-  __host__ __device__ __forceinline__ int stage() const { return keys + values; }
-  __host__ __device__ __forceinline__ int bytes() const { return warps * stages * stage(); }
-};
-
-/* Starts copying columns c0 .. c0 + KEYS - 1, up to c1, into tile [KEYS, D], in the order of key_of; zeros from there
- * and from dims on. */
-template <class E, int D, int KEYS>
-static __device__ __forceinline__ void warp_load(E *tile, const Columns &x, int c0, int c1, int dims) {
-  constexpr int vectors = D / VECTOR<E>, lanes = vectors % 8 ? 4 : vectors, rows = 32 / lanes;
-  const int r = lane_id() / lanes, c = lane_id() % lanes;
-  if (c0 + KEYS <= min(c1, x.at.len) && dims == D) {
-    const uint64_t from = x.at.stored + (uint64_t)(kv_unsigned)(c0 + key_of<KEYS>(r)) * (D * sizeof(E)) + c * 16;
-#pragma unroll
-    for (int i = 0; i < KEYS; i += rows)
-#pragma unroll
-      for (int j = 0; j < vectors; j += lanes)
-        cp_async_16(tile + tile_at<E, D>(r + i, c + j),
-                    reinterpret_cast<const void *>(from + key_of<KEYS>(i) * (D * (int)sizeof(E)) + j * 16));
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < KEYS; i += rows)
-#pragma unroll 1
-    for (int j = 0; j < vectors; j += lanes) {
-      const int key = c0 + key_of<KEYS>(r + i);
-      const bool there = key < c1 && (c + j) * VECTOR<E> < dims;
-      const uint64_t from = row_at(x.at, key) + (c + j) * 16;
-      cp_async_16(tile + tile_at<E, D>(r + i, c + j), reinterpret_cast<const void *>(from), there ? 16 : 0);
-    }
-}
-
-/* The same of packed columns, as they are stored, at the bytes that they have after a multiple of 16; no others are read:
- * the row before may be another head's new one. */
-template <int KEYS>
-static __device__ __forceinline__ void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
-  const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride,
-                 from = first & ~15ull;
-  const int skip = (int)(first - from), bytes = skip + min(KEYS, c1 - c0) * x.at.stored_stride, word = 4 * lane_id();
-  if (skip > 0 && word >= skip && word < min(16, bytes))
-    cp_async_4(to + word, reinterpret_cast<const void *>(from + word));
-  for (int at = (skip + 15) / 16 * 16 + 4 * word; at < bytes; at += 16 * 32)
-    cp_async_16(to + at, reinterpret_cast<const void *>(from + at), min(16, bytes - at));
-}
 
 /* p -> 2^(p - top + LIFT), with top the rows' maximum so far, alpha the factor for earlier results. */
 template <int HALVES, int NT>
@@ -80,20 +32,13 @@ static __device__ __forceinline__ void weigh(float (&p)[NT][4], float (&top)[HAL
   }
 }
 
-/* A block's share of ROWS query heads, 8 or 16, of one kv head. A lane has heads g = lane / 4 and, of 16, g + 8. PACKED:
- * keys, values or both are packed. */
+/* A block's share of ROWS query heads, 8 or 16, of one kv head. A lane has heads g = lane / 4 and, of 16, g + 8.
+ * PACKED: keys, values or both are packed. */
 template <class E, int D, int ROWS, bool PACKED>
 struct RingHeads {
   static constexpr int HALVES = ROWS / 8, PARTS = ROWS / 8, KEYS = PACKED || D == 64 ? 32 : 16, NT = KEYS / 8;
-  static constexpr int MOST_WARPS = D == 256 ? 2 : 4, V = (D + 127) / 128;
-
-  /* The start of shared memory. Of packed keys a logit is unit (scale q.k + least sum) + centre, with q the query's
-   * numbers over `unit`, a power of two. */
-  struct Heads {
-    float unit[ROWS], sum[ROWS], centre[ROWS];
-    Columns keys, values;                             /* registers are scarce */
-    alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of the queries */
-  };
+  static constexpr int MOST_WARPS = D == 256 ? 2 : 4;
+  using Heads = RingQueries<E, D, ROWS, PACKED>; /* at the start of shared memory */
 
   float o[D / 8][4], top[HALVES], sum[HALVES], value_top[HALVES], least[HALVES];
 
@@ -103,100 +48,13 @@ struct RingHeads {
   }
   static __device__ __forceinline__ int head(int half) { return lane_id() / 4 + 8 * half; }
 
-  /* Query r, by a warp. */
-  static __device__ __forceinline__ void put_query(const E *query, int r, const Columns &k, int dims) {
-    Heads &to = *heads();
-    float x[V][4], top = 0, centre = 0, sum = 0, unit = 1;
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) x[v][i] = 0;
-#pragma unroll
-    for (int v = 0; v < V; v++) {
-      const int d = (v * 32 + lane_id()) * 4;
-      if (d >= dims) continue;
-      const uint2 four = *reinterpret_cast<const uint2 *>(query + d);
-      const float2 a = unpack<E>(four.x), b = unpack<E>(four.y);
-      x[v][0] = a.x, x[v][1] = a.y, x[v][2] = b.x, x[v][3] = b.y;
-      if (!k.centre) continue;
-#pragma unroll
-      for (int i = 0; i < 4; i++) centre += x[v][i] * k.centre[d + i];
-    }
-    if (PACKED && k.packing != KV_AS_COMPUTED) {
-      if (k.packing == KV_INT4) hadamard<4, 32, V>(x, dims);
-#pragma unroll
-      for (int v = 0; v < V; v++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[v][i])), sum += x[v][i];
-      const float power = __uint_as_float(__float_as_uint(lanes_max(top)) & 0x7f800000u);
-      if (power > 0 && power < INFINITY) unit = power;
-      centre = lanes_sum(centre), sum = lanes_sum(sum);
-      if (lane_id() == 0) to.unit[r] = unit, to.sum[r] = sum, to.centre[r] = centre;
-    }
-    const int row = r % 8 * 4, half = r / 8;
-#pragma unroll
-    for (int v = 0; v < V; v++) {
-      const int d = (v * 32 + lane_id()) * 4;
-      if (d >= dims) continue;
-      if (!PACKED || k.packing == KV_AS_COMPUTED) {
-        uint32_t(*const at)[4] = to.query[d / 16][0] + row + d % 8 / 2;
-        const int i = d % 16 / 8 * 2 + half;
-        at[0][i] = pack<E>(x[v][0], x[v][1]), at[1][i] = pack<E>(x[v][2], x[v][3]);
-        continue;
-      }
-      const Word word = word_of(k.packing, d, dims);
-      const float over = 1 / unit; /* exact */
-#pragma unroll
-      for (int i = 0; i < 2; i++) { /* the numbers of bytes 0 and 2, and of 1 and 3 */
-        const float a = x[v][i] * over, b = x[v][i + 2] * over;
-        const uint32_t near = pack<f16>(a, b);
-        const float2 kept = unpack<f16>(near);
-        const uint32_t rest = pack<f16>(a - kept.x, b - kept.y);
-        to.query[word.step][0][row + word.lane][2 * i + half] = near;
-        if (k.packing == KV_INT4)
-          to.query[word.step][PARTS - 1][row + word.lane][2 * i + (PARTS == 1 ? 1 : half)] = rest;
-      }
-    }
-  }
-
-  /* What no query fills. By all warps, before a barrier and attend. */
-  static __device__ __forceinline__ void clear() {
-    uint4 *const all = reinterpret_cast<uint4 *>(heads()->query);
-    for (int i = threadIdx.x; i < D / 16 * PARTS * 32; i += blockDim.x) all[i] = make_uint4(0, 0, 0, 0);
-  }
-
-  template <int N>
-  static __device__ __forceinline__ void get_query(uint32_t (&x)[N][4], int step) {
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const uint4 part = *reinterpret_cast<const uint4 *>(heads()->query[step][i][lane_id()]);
-      x[i][0] = part.x, x[i][1] = part.y, x[i][2] = part.z, x[i][3] = part.w;
-    }
-  }
-
-  /* Columns c0 .. of c1; of packed ones those before `stored`. */
+  /* Starts copying the columns from c0 on, up to c1; of packed columns those before `stored`. */
   static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int stored,
                                               int dims) {
-    if (PACKED && x.packing != KV_AS_COMPUTED)
+    if (PACKED && x.kind != KV_AS_COMPUTED)
       warp_load_packed<KEYS>(to, x, c0, stored);
     else
       warp_load<E, D, KEYS>(reinterpret_cast<E *>(to), x, c0, c1, dims);
-  }
-
-  /* Where the packed rows of a tile that starts with column c0 lie. */
-  static __device__ __forceinline__ PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
-    const uint32_t low = (uint32_t)x.at.stored + (uint32_t)c0 * (uint32_t)x.at.stored_stride;
-    return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.packing};
-  }
-
-  /* Column c alone, which this kernel packed. */
-  static __device__ __forceinline__ void copy_packed(unsigned char *to, const Columns &x, int c0, int c) {
-    if (x.packing == KV_AS_COMPUTED) return;
-    const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride;
-    const int from = (c - c0) * x.at.stored_stride;
-    const uint32_t *const words = reinterpret_cast<const uint32_t *>(first + from);
-    for (int i = lane_id(); i < x.at.stored_stride / 4; i += 32)
-      reinterpret_cast<uint32_t *>(to + first % 16 + from)[i] = words[i];
   }
 
   /* The key of a lane's column j of block n. */
@@ -207,13 +65,13 @@ struct RingHeads {
                                                   int c0) {
 #pragma unroll
     for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
-    if (!PACKED || k.packing == KV_AS_COMPUTED) {
+    if (!PACKED || k.kind == KV_AS_COMPUTED) {
       const E *const tile = reinterpret_cast<const E *>(at);
       constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* of the swizzle, in vectors */
 #pragma unroll
       for (int step = 0; step < D / 16; step++) {
         uint32_t x[1][4], y[4];
-        get_query(x, step);
+        heads()->get(x, step);
         const int c = 2 * step % period, lane = lane_id();
         const E *const from =
             tile + tile_at<E, D>(lane / 16 * 8 + lane % 8, c + lane / 8 % 2) + (2 * step - c) * VECTOR<E>;
@@ -226,7 +84,7 @@ struct RingHeads {
       return;
     }
     const PackedTile tile = packed_at(at, k, c0);
-    packed_products<D, PARTS>(s, tile, [](auto &x, int step) { get_query(x, step); });
+    packed_products<D, PARTS>(s, tile, [](auto &x, int step) { heads()->get(x, step); });
     float unit[HALVES], sum[HALVES], centre[HALVES];
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
@@ -236,7 +94,7 @@ struct RingHeads {
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        if (HALVES == 1 && k.packing == KV_INT4) s[n][j] += s[n][2 + j];
+        if (HALVES == 1 && k.kind == KV_INT4) s[n][j] += s[n][2 + j];
         const float2 ends = tile.ends(key(n, j));
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
@@ -246,9 +104,9 @@ struct RingHeads {
       }
   }
 
-  /* o += P V, p in halves of rows as of weigh. */
+  /* o += P V with p as weigh leaves it. */
   __device__ __forceinline__ void add(const float (&p)[NT][4], const unsigned char *at, const Columns &v, int c0) {
-    const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+    const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
       uint32_t x[PARTS][4];
@@ -269,7 +127,7 @@ struct RingHeads {
     }
   }
 
-  /* The fragments of columns 16 k .. of p in F, and of the remainders. */
+  /* x = the fragments of columns 16 k .. 16 k + 15 of p, rounded to F, and those of the remainders. */
   template <class F>
   static __device__ __forceinline__ void parts(uint32_t (&x)[PARTS][4], const float (&p)[NT][4], int k) {
 #pragma unroll
@@ -284,11 +142,11 @@ struct RingHeads {
       }
   }
 
-  /* One tile: columns c0 .. of `count`. keep(s, c0) is told their logits. */
+  /* Computes one tile, the columns from c0 on, up to `count`; keep(s, c0) gets their logits. */
   template <class Keep>
   __device__ __forceinline__ void step(const unsigned char *at, const Ring &ring, const Columns &k, const Columns &v,
                                        int c0, int count, const Logits &logits, Keep keep) {
-    const bool packed = PACKED && v.packing != KV_AS_COMPUTED;
+    const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
     float s[NT][4], alpha[HALVES], factor[HALVES];
     products(s, at, k, c0);
     if (logits.transformed) each([&](int n, int i) { s[n][i] = logits.of(s[n][i]); });
@@ -342,8 +200,9 @@ struct RingHeads {
       for (int i = 0; i < 2 * HALVES; i++) f(n, i);
   }
 
-  /* Columns c0 .. c1 - 1 of the block's warps; `rows` queries, the first at `query`, `stride` elements apart. `pack`
-   * stores what is packed of column `stored`, if that is before c1; by all warps. */
+  /* Computes columns c0 .. c1 - 1, tile by tile in the block's warps. There are `rows` queries, the first at `query`,
+   * `stride` elements apart. pack() packs the new row; all warps call it, before they read column `stored`, if that is
+   * before c1. */
   template <class Pack, class Keep>
   __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
                                          const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,
@@ -359,7 +218,7 @@ struct RingHeads {
       cp_async_commit();
     }
     if (threadIdx.x == 0) heads()->keys = k, heads()->values = v;
-    for (int r = warp_id(); r < rows; r += blockDim.x / 32) put_query(query + r * stride, r, k, dims);
+    for (int r = warp_id(); r < rows; r += blockDim.x / 32) heads()->put(query + r * stride, r, k, dims);
     if (PACKED && stored < c1) pack();
     __syncthreads();
 #pragma unroll
@@ -390,31 +249,31 @@ struct RingHeads {
 
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
-  /* Merges the block's warps: o [rows, dims], ml [rows]; o of packed values of 4 bits is rotated. */
-  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, float2 *ml_out) const {
+  /* Merges the block's warps: o [rows, dims], states [rows]; o of packed values of 4 bits is rotated. */
+  __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out) const {
     const int warps = blockDim.x / 32;
-    const kv_packing packing = PACKED ? heads()->values.packing : KV_AS_COMPUTED;
-    float2 *const ml = reinterpret_cast<float2 *>(stages());
-    float *const part = reinterpret_cast<float *>(ml + rows * warps);
+    const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;
+    kv_state *const states = reinterpret_cast<kv_state *>(stages());
+    float *const part = reinterpret_cast<float *>(states + rows * warps);
     __syncthreads(); /* all warps have read their stages */
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       const float length = lanes_sum<4>(sum[half]), low = lanes_sum<4>(least[half]);
       if (head(half) >= rows) continue;
       const int at = head(half) * warps + warp_id();
-      const float factor =
-          packing != KV_AS_COMPUTED ? exp2_approx(value_top[half] - (top[half] == -INFINITY ? 0 : top[half])) : 1;
-      if (lane_id() % 4 == 0) ml[at] = make_float2(top[half] - LIFT, length);
+      const kv_state state = {top[half], length};
+      const float factor = kind != KV_AS_COMPUTED ? state.weight(value_top[half]) : 1;
+      if (lane_id() % 4 == 0) states[at] = {state.m - LIFT, length};
 #pragma unroll
       for (int d = 0; d < D / 8; d++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const int to = packed_place(packing, d, fragment_column() + j, dims);
+          const int to = packed_place(kind, d, fragment_column() + j, dims);
           const float x = HALVES == 1 ? o[d][j] + o[d][2 + j] : o[d][2 * half + j];
           if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
         }
     }
-    merge_parts(warps, ml, part, rows, dims, o_out, ml_out);
+    merge_groups(warps, states, part, rows, dims, o_out, states_out);
   }
 };
 #endif

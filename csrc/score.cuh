@@ -1,5 +1,5 @@
-/* The terms of score: what a tile of S^T = K Q^T adds to each key's sum. Shared by its kernels, whose keys' rows have the
- * layout of mma's fragments (ptx.cuh). */
+/* The terms of score: what a tile of S^T = K Q^T adds to each key's sum. Shared by its kernels, whose keys' rows have
+ * the layout of mma's fragments (ptx.cuh). */
 #ifndef KV_SCORE_CUH
 #define KV_SCORE_CUH
 #include "observe.cuh"

@@ -1,7 +1,8 @@
 /* score on Hopper, in 16 bits: S^T = K Q^T by wgmma.
  *
- * A block holds the fragments of KEYS keys in registers and goes over tiles of rows, which TMA copies to a ring in shared
- * memory. While a tile is added up the next one is multiplied. Sums are those of score_cuda.cu, in the same order. */
+ * A block holds the fragments of KEYS keys in registers and goes over tiles of rows, which TMA copies to a ring in
+ * shared memory. While a tile is added up the next one is multiplied. Sums are those of score_cuda.cu, in the same
+ * order. */
 // budget: regs 168, smem 120832
 #include "hopper.cuh"
 

@@ -43,18 +43,15 @@ KV_ADDRESSING kv_segments kv_segments_of(const void *rows, int64_t offset, int64
   return x;
 }
 
-/* Keys, values and positions of head h of row b. */
-KV_ADDRESSING kv_segments kv_keys_of(const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv,
-                                     int64_t stop, int64_t D, int64_t size) {
+typedef enum { KV_KEYS, KV_VALUES } kv_side;
+
+/* Keys or values of head h of row b, and positions. */
+KV_ADDRESSING kv_segments kv_rows_of(kv_side side, const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h,
+                                     int64_t Hkv, int64_t stop, int64_t D, int64_t size) {
   const int64_t head = b * Hkv + h;
-  return kv_segments_of(slots->k, slots->offset[head], slots->len[head], chunk->k, chunk->k_stride, b, h,
-                        chunk->first[b], stop, D, size);
-}
-KV_ADDRESSING kv_segments kv_values_of(const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv,
-                                       int64_t stop, int64_t D, int64_t size) {
-  const int64_t head = b * Hkv + h;
-  return kv_segments_of(slots->v, slots->offset[head], slots->len[head], chunk->v, chunk->v_stride, b, h,
-                        chunk->first[b], stop, D, size);
+  return kv_segments_of(side == KV_KEYS ? slots->k : slots->v, slots->offset[head], slots->len[head],
+                        side == KV_KEYS ? chunk->k : chunk->v, side == KV_KEYS ? chunk->k_stride : chunk->v_stride, b,
+                        h, chunk->first[b], stop, D, size);
 }
 KV_ADDRESSING kv_segments kv_positions_of(const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv,
                                           int64_t S) {

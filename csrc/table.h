@@ -24,11 +24,11 @@ enum : uint8_t { unused, one, KV_SIZES(KV_ENUMERATOR) count };
 constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
 
 /* The kinds of rows that ops.def has. */
-#define KV_KINDS(X) X(tensor) X(rows) X(slots) X(number) X(flag) X(integer) X(count) X(choice) X(result)
-enum class Kind : uint8_t { KV_KINDS(KV_ENUMERATOR) };
-constexpr const char *kind_names[] = {KV_KINDS(KV_STRING)};
+#define KV_ARG_KINDS(X) X(tensor) X(rows) X(slots) X(number) X(flag) X(integer) X(count) X(choice) X(result)
+enum class Kind : uint8_t { KV_ARG_KINDS(KV_ENUMERATOR) };
+constexpr const char *kind_names[] = {KV_ARG_KINDS(KV_STRING)};
 
-/* Of a tensor; `call` is the dtype of the call. */
+/* What a tensor's elements are; `call`: of the call's dtype. */
 enum class Element : uint8_t { call, int32, int64, float32 };
 constexpr const char *dtype_names[] = {"", "int32", "int64", "float32"};
 
@@ -41,7 +41,7 @@ struct Arg {
   std::array<uint8_t, 4> shape = {}; /* in `sizes` */
   const char *text = "";             /* the sizes or words, as written */
   size_t stride_at = 0, strides = 0; /* where the struct has the strides, and their number */
-  size_t packing_at = 0;             /* where it has the kind of slots */
+  size_t kind_at = 0;                /* where it has the kind of slots */
   int64_t least = 0, most = 0;       /* of an integer or a choice */
 
   bool is_tensor() const { return kind == Kind::tensor || kind == Kind::rows || kind == Kind::slots; }
@@ -89,9 +89,9 @@ using namespace sizes;
     static constexpr Arg args[] = {
 #define TENSOR(type, name, field, ...) {KV_ROW(tensor, #type, name), KV_ARRAY(field, __VA_ARGS__)},
 #define ROWS(type, name, field, ...) {KV_ROW(rows, #type, name), KV_ARRAY(field, __VA_ARGS__), KV_STRIDES(field)},
-#define SLOTS(type, name, field, ...)                                                             \
-  {KV_ROW(integer, "int", name##_kind), KV_VALUE(int, field##_packing), .most = KV_LAYOUT_COUNT}, \
-      {KV_ROW(slots, #type, name), KV_ARRAY(field, __VA_ARGS__), .packing_at = offsetof(A, field##_packing)},
+#define SLOTS(type, name, field, ...)                                                            \
+  {KV_ROW(integer, "int", name##_kind), KV_VALUE(int, field##_kind), .most = KV_KIND_COUNT - 1}, \
+      {KV_ROW(slots, #type, name), KV_ARRAY(field, __VA_ARGS__), .kind_at = offsetof(A, field##_kind)},
 #define NUMBER(name, field) {KV_ROW(number, "float", name), KV_VALUE(float, field)},
 #define FLAG(name, field) {KV_ROW(flag, "bool", name), KV_VALUE(int, field)},
 #define INTEGER(name, field, least_, most_) \

@@ -7,15 +7,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <cstring>
 #include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
+#include "head_rows.h"
 #include "table.h"
 
 namespace {
@@ -80,7 +75,7 @@ int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &
 
 int32_t code_of(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
 
-/* The memory that a tensor lies in; of nothing, nothing. */
+/* The memory of a tensor; of one without elements, none. */
 struct Bytes {
   const char *begin = nullptr, *end = nullptr;
   bool meets(Bytes x) const { return begin != end && x.begin != x.end && begin < x.end && x.begin < end; }
@@ -183,67 +178,27 @@ class Call {
       if (args_[i].kind == Kind::result) *top++ = torch::stable::detail::from(*tensors_[i]);
   }
 
-  /* Head (b, h) owns rows offset .. offset + len + room - 1 of the buffers with `rows` rows. Not checked on a GPU. */
-  void check_slots(uint8_t rows, const int64_t *offset, const int32_t *len, int64_t room) const {
-    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
-    for (int64_t i = 0; i < heads; i++) {
-      bool inside = offset[i] >= 0 && len[i] >= 0 && offset[i] <= size(rows) - len[i] - room;
-      STD_TORCH_CHECK(inside, "head ", i, " holds ", len[i], " slots at offset ", offset[i],
-                      room ? " and needs room for one more" : "", ", but ", buffer(rows), " has ", size(rows), " rows");
-    }
+  /* Head i's rows from offset[i] on, count[i] + more of them; and the one row after its len[i] slots. */
+  HeadRows rows_of(const int64_t *offset, const int32_t *count, int64_t more = 0) const {
+    return {heads_to_check(), offset, nullptr, count, more};
+  }
+  HeadRows row_after(const int64_t *offset, const int32_t *len) const {
+    return {heads_to_check(), offset, len, nullptr, 1};
   }
 
-  /* Of rows that are written, as above, no head may own another's. */
-  void check_apart(uint8_t rows, const int64_t *offset, const int32_t *len, int64_t room) const {
-    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
-    int64_t end = 0;
-    bool ascending = true; /* as caches have them */
-    for (int64_t i = 0; i < heads; end = offset[i] + len[i] + room, i++) ascending &= offset[i] >= end;
-    if (ascending) return;
-    std::vector<int64_t> order;
-    for (int64_t i = 0; i < heads; i++)
-      if (len[i] + room > 0) order.push_back(i);
-    std::sort(order.begin(), order.end(), [=](int64_t i, int64_t j) { return offset[i] < offset[j]; });
-    for (size_t i = 1; i < order.size(); i++) {
-      const int64_t one = order[i - 1], next = order[i];
-      STD_TORCH_CHECK(offset[one] + len[one] + room <= offset[next], "heads ", std::min(one, next), " and ",
-                      std::max(one, next), " share rows of ", buffer(rows), ", which are written");
-    }
-  }
+  /* The buffers are those with `rows` rows. */
+  void check_inside(uint8_t rows, const HeadRows &x) const { x.check_inside(size(rows), buffer(rows)); }
+  void check_apart(uint8_t rows, const HeadRows &x) const { x.check_apart(buffer(rows)); }
 
-  /* Whether written rows of a buffer, `count` (NULL: 1) from offset + after on of each head (after NULL: 0), lie apart
-   * from those that are read, other_len from other_offset on of each head. Not looked at on a GPU. */
-  bool are_apart(const int64_t *offset, const int32_t *after, const int32_t *count, const int64_t *other_offset,
-                 const int32_t *other_len) const {
-    struct Range {
-      int64_t begin, end;
-      bool written;
-    };
-    const int64_t heads = on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0;
-    std::vector<Range> ranges;
-    for (int64_t i = 0; i < heads; i++) {
-      const int64_t begin = offset[i] + (after ? after[i] : 0), written = count ? count[i] : 1;
-      if (written > 0) ranges.push_back({begin, begin + written, true});
-      if (other_len[i] > 0) ranges.push_back({other_offset[i], other_offset[i] + other_len[i], false});
-    }
-    std::sort(ranges.begin(), ranges.end(), [](const Range &x, const Range &y) { return x.begin < y.begin; });
-    int64_t ends[2] = {0, 0}; /* of ranges that are read, and written */
-    for (const Range &x : ranges) {
-      if (x.begin < ends[!x.written]) return false;
-      ends[x.written] = std::max(ends[x.written], x.end);
-    }
-    return true;
-  }
-
-  /* Written arguments may not lie in any other one's memory, but where may_share(written, other). */
-  template <typename MayShare>
-  void check_disjoint(MayShare may_share) const {
+  /* Written arguments may not lie in any other one's memory, except, if `is_shared`, that a field of the kv_slots at
+   * `written` may be the same field of the one at `read`. */
+  void check_disjoint(bool is_shared, size_t written, size_t read) const {
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].is_tensor() || !args_[i].is_written()) continue;
       for (size_t j = 0; j < args_.size(); j++) {
-        const bool met = j != i && memory_[i].meets(memory_[j]);
-        STD_TORCH_CHECK(!met || (memory_[i].begin == memory_[j].begin && may_share(args_[i], args_[j])), args_[i].name,
-                        ", which is written, and ", args_[j].name, " share memory");
+        const bool met = j != i && memory_[i].meets(memory_[j]), same = memory_[i].begin == memory_[j].begin;
+        const bool may_meet = is_shared && same && args_[i].at - written == args_[j].at - read;
+        STD_TORCH_CHECK(!met || may_meet, args_[i].name, ", which is written, and ", args_[j].name, " share memory");
       }
     }
   }
@@ -255,6 +210,8 @@ class Call {
   bool needs_alignment() const { return cuda_; }
 #endif
 
+  int64_t heads_to_check() const { return on_cpu() ? size(sizes::B) * size(sizes::Hkv) : 0; }
+
   ScalarType type_of(const Arg &x) const {
     constexpr ScalarType of[] = {ScalarType::Undefined, ScalarType::Int, ScalarType::Long, ScalarType::Float};
     return x.element == Element::call ? type_ : of[static_cast<size_t>(x.element)];
@@ -265,17 +222,17 @@ class Call {
     Tensor &t = *tensors_[i];
     STD_TORCH_CHECK(asked(aoti_torch_get_device_type, t) == device_ && (!cuda_ || t.get_device_index() == index_),
                     x.name, " is not on ", cuda_ ? "the same GPU as the first tensor" : "the CPU");
-    const kv_packing packing = packing_of(x, a);
-    const bool packed = packing != KV_AS_COMPUTED;
+    const kv_kind kind = kind_of(x, a);
+    const bool packed = kind != KV_AS_COMPUTED;
     const ScalarType type = packed ? ScalarType::Byte : type_of(x);
     STD_TORCH_CHECK(asked(aoti_torch_get_dtype, t) == code_of(type), x.name, " is ", toString(t.scalar_type()),
                     ", expected ", toString(type));
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0, x.name,
                     " does not start at a multiple of its element size, ", t.element_size(), " bytes; pass a clone");
     read_shape(x, t, packed);
-    const int64_t bytes = packed ? kv_packed_bytes(packing, size(sizes::D)) : 0;
+    const int64_t bytes = packed ? kv_packed_bytes(kind, size(sizes::D)) : 0;
     STD_TORCH_CHECK(!packed || t.size(1) == bytes, x.name, " has rows of ", t.size(1), " bytes, expected ", bytes,
-                    " for a head dimension of ", size(sizes::D), " in kind ", static_cast<int>(packing));
+                    " for a head dimension of ", size(sizes::D), " in kind ", static_cast<int>(kind));
     const bool slots = x.element == Element::call && !packed;
     if (x.kind == Kind::rows && t.stride(t.dim() - 1) != 1) t = torch::stable::contiguous(t);
     if (x.kind == Kind::rows && slots && needs_alignment() && !aligned(t)) t = torch::stable::clone(t);
@@ -287,11 +244,11 @@ class Call {
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }
 
-  /* How rows are packed: of slots the argument before them said so. */
-  static kv_packing packing_of(const Arg &x, const void *a) {
-    kv_packing packing = KV_AS_COMPUTED;
-    if (x.kind == Kind::slots) std::memcpy(&packing, static_cast<const char *>(a) + x.packing_at, sizeof packing);
-    return packing;
+  /* The kind of rows: for slots it is the argument before them, which is already in the struct. */
+  static kv_kind kind_of(const Arg &x, const void *a) {
+    kv_kind kind = KV_AS_COMPUTED;
+    if (x.kind == Kind::slots) std::memcpy(&kind, static_cast<const char *>(a) + x.kind_at, sizeof kind);
+    return kind;
   }
 
   void read_shape(const Arg &x, const Tensor &t, bool packed) {
@@ -318,12 +275,13 @@ class Call {
     int64_t last = 0, elements = 1;
     bool dense = true;
     for (size_t d = sizes.size(); d-- > 0; elements *= sizes[d]) {
-      /* Of a single row the stride may be anything; where no row is, copies of nothing are to be aligned too. */
+      /* The stride of a single row may be anything; without rows it counts as 0, as copies of nothing must be
+       * aligned. */
       const int64_t stride = sizes[d] < 2 ? 0 : strides[d];
       dense &= sizes[d] < 2 || stride == elements;
       last += (sizes[d] - 1) * stride;
       if (d >= x.strides) continue;
-      /* Of heads and steps the GPU's kernels have 32 bits, in bytes. */
+      /* The GPU's kernels hold the strides of heads and steps in 32 bits, in bytes. */
       STD_TORCH_CHECK(on_cpu() || d == 0 || stride <= INT32_MAX / element, x.name,
                       " has rows more than 2 GiB apart; read the prompt in chunks");
       put(a, x.stride_at + d * sizeof stride, stride);
@@ -358,7 +316,7 @@ class Call {
     return Tensor(handle);
   }
 
-  /* The name of the first buffer with that many rows. */
+  /* The name of the first buffer with `rows` rows. */
   const char *buffer(uint8_t rows) const {
     return std::find_if(args_.begin(), args_.end(), [=](const Arg &x) { return x.is_tensor() && x.shape[0] == rows; })
         ->name;

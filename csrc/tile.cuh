@@ -29,12 +29,12 @@ static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r
 
 /* Rows at equal distances, in bytes; x: the first one's address. */
 struct Even {
-  bool all; /* whether the rows are so */
+  bool all; /* whether the rows are at equal distances */
   uint64_t x;
   uint32_t step;
 };
 
-/* Of rows r0 .. r0 + count - 1. Most tiles of keys and values lie in the stored rows alone, or in the new ones. */
+/* For rows r0 .. r0 + count - 1: most tiles of keys and values lie in the stored rows alone, or in the new ones. */
 static __device__ __forceinline__ Even even(const kv_segments &rows, int r0, int count) {
   const bool stored = r0 + count <= rows.len;
   return {stored || (r0 >= rows.len && r0 + count <= rows.n), row_at(rows, r0),
@@ -97,7 +97,7 @@ constexpr int TILE_VECTORS = D / VECTOR<E> > 32 ? 2 : 1;
 template <class E, int D>
 constexpr int TILE_LANES = (D == 96 ? 128 : D) / VECTOR<E> / TILE_VECTORS<E, D>;
 
-/* Of columns c0 .. c0 + ROWS - 1 those that are packed, unpacked and rounded to E; they are there after a barrier. */
+/* Unpacks the packed columns of c0 .. c0 + ROWS - 1 into the tile, rounded to E; they are there after a barrier. */
 template <class E, int D, int ROWS, int THREADS>
 static __device__ __forceinline__ void tile_unpack(E *tile, const Columns x, int c0, int dims) {
   constexpr int L = TILE_LANES<E, D>, V = TILE_VECTORS<E, D>, vectors = D / VECTOR<E>;
@@ -114,11 +114,11 @@ static __device__ __forceinline__ void tile_unpack(E *tile, const Columns x, int
   }
 }
 
-/* Starts copying those that are not; of packed columns only new ones are. */
+/* Starts copying the columns that are not packed; beside packed slots these are the new ones. */
 template <class E, int D, int ROWS, int THREADS>
 static __device__ __forceinline__ void tile_copy(E *tile, const Columns x, int c0, int dims) {
   kv_segments at = x.at;
-  if (x.packing != KV_AS_COMPUTED) at.len = 0; /* past the last column, too, addresses are those of rows of E */
+  if (x.kind != KV_AS_COMPUTED) at.len = 0; /* past the last column, too, addresses are those of rows of E */
   tile_load<E, D, ROWS, THREADS>(tile, at, c0, dims, x.packed() - c0);
 }
 
@@ -336,7 +336,7 @@ static __device__ __forceinline__ void clear_nonfinite(E *v) {
   __syncthreads();
 }
 
-/* -inf from column seen[m][.] on. */
+/* Columns of s from seen[m][.] on become -inf. */
 template <int MT, int NT>
 static __device__ __forceinline__ void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
   each_number<MT, NT>([&](int m, int n, int half, int j) {

@@ -1,6 +1,6 @@
-/* Tiles of queries against blocks of keys, shared by attend and the ops of observing rows: packing, S = Q K^T, O += P
- * V, and the online softmax over key blocks. Sums are fp32, logits are in log2 units. Products are fp32, or bf16 where
- * the instruction set multiplies bf16: P is then rounded to bf16, as flash attention does.
+/* Tiles of queries against blocks of keys, shared by attend and the ops of observing rows: packing, S = Q K^T and O +=
+ * P V. Sums are fp32, logits are in log2 units. Products are fp32, or bf16 where the instruction set multiplies bf16: P
+ * is then rounded to bf16, as flash attention does.
  *
  * A row's result does not depend on the tile or task that holds it: every sum runs over the columns in the same order,
  * and columns that a row does not see add exact zeros. So results are the same for any number of threads. */
@@ -74,7 +74,7 @@ static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, floa
     kv_load_query(x, g, t, q);
 }
 
-/* Around products of these rows by kv_tile_s, kv_tile_o and kv_row_o. */
+/* kv_tile_s, kv_tile_o and kv_row_o are called between these two. */
 static inline kv_amx kv_tiles_begin(const kv_queries *x) {
   kv_amx none;
   memset(&none, 0, sizeof none);
@@ -199,8 +199,8 @@ static inline void kv_scale_rows(int64_t rows, int64_t columns, const float *by,
       vf_store(c + r * ldc + j, (by ? by[r] * scale : scale) * vf_load(c + r * ldc + j));
 }
 
-/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. Rows up to a multiple of PAD are
- * there, of q and of s. */
+/* s [rows, KEYS] = q [rows, words] times the first n columns of packed k, scaled. q and s
+ * have rows up to a multiple of PAD. */
 static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t rows, const float *k, int64_t n,
                              float *s) {
   const int64_t words = query->words;
@@ -219,8 +219,8 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. Rows up to a
- * multiple of PAD are there, and of amx p and v up to words of a multiple of SQUARE, with zeros in p. */
+/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` apart. p and o
+ * have rows up to a multiple of PAD; with amx, p and v have words up to a multiple of SQUARE, and these are 0 in p. */
 static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, int64_t n, const float *v, int64_t step,
                              int64_t width, const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
@@ -236,7 +236,7 @@ static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, i
   }
 }
 
-/* As kv_row_o below, with the sums of kv_tile_o: the row of p is the first of a tile, of which nothing else counts. */
+/* As kv_row_o below, with the sums of kv_tile_o: p is the first row of a tile, whose other rows are ignored. */
 static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
   const int64_t whole = n / (2 * SQUARE) * SQUARE, words = n / 2;
   const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair */
@@ -255,7 +255,8 @@ static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64
   }
 }
 
-/* The same for one row and the n columns that it sees: where v holds inf or NaN, 0 * v of an unseen column is not 0. */
+/* As kv_tile_o for one row and the n columns that it sees: where v has inf or NaN, 0 * v of an unseen column is not
+ * 0. */
 static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const float *v, int64_t width, float alpha,
                             float *o) {
   if (amx) {
@@ -288,39 +289,6 @@ static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width
 /* The gradient w to logits x that kv_cap_and_mask made -> that to the logits before it. */
 KV_INLINE vf kv_cap_grad(vf w, vf x, float cap) { return cap > 0 ? w * (1 - (x / cap) * (x / cap)) : w; }
 
-/* One step of a row's online softmax: s [width] -> p = 2^(s - m) with m the maximum so far; l is the sum of p; if
- * pairs, p is then rounded to bf16. Returns alpha, the factor for all earlier p. Where m is -inf, as no column was
- * seen, 0 replaces it. */
-static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *l) {
-  const vf none = vf_set1(-INFINITY);
-  vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
-  for (int64_t c = 0; c < width; c += 2 * VL) {
-    top[0] = vf_max(vf_load(s + c), top[0]);
-    if (c + VL < width) top[1] = vf_max(vf_load(s + c + VL), top[1]);
-  }
-  const float most = vf_largest(vf_max(top[0], top[1])), before = *m;
-  if (most > before) *m = most;
-  const float at = *m == -INFINITY ? 0 : *m;
-  for (int64_t c = 0; c < width; c += 2 * VL) {
-    const int both = c + VL < width;
-    const vf p = vf_exp2(vf_load(s + c) - at), next = vf_exp2((both ? vf_load(s + c + VL) : none) - at);
-    vf_store(s + (pairs ? c / 2 : c), pairs ? vf_pairs(p, next) : p);
-    if (both && !pairs) vf_store(s + c + VL, next);
-    sum[0] += p, sum[1] += next;
-  }
-  const float alpha = vf_exp2(vf_set1(before - at))[0];
-  *l = *l * alpha + vf_sum(sum[0] + sum[1]);
-  return alpha;
-}
-
-/* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
-typedef struct {
-  float *q, *o;   /* [rows, D] scaled, [rows, width]; padded with rows of zeros to a multiple of PAD */
-  float *m, *l;   /* [rows] maximum and sum of the softmax so far */
-  float *k, *v;   /* a packed block of keys and values */
-  float *s, *row; /* [TILE, KEYS], [VL, D] */
-} kv_rows;
-
 /* Allocates n arrays of sizes[i] floats at once; the return value is to be freed, NULL if out of memory. */
 static inline void *kv_carve(int n, const int64_t *sizes, float **const *fields) {
   int64_t total = 0;
@@ -328,80 +296,5 @@ static inline void *kv_carve(int n, const int64_t *sizes, float **const *fields)
   float *memory = aligned_alloc(64, (size_t)total * sizeof *memory);
   for (int64_t i = 0, at = 0; memory && i < n; at += kv_round_up(sizes[i], 16), i++) *fields[i] = memory + at;
   return memory;
-}
-
-static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
-  const int64_t padded = kv_round_up(rows, PAD), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
-  const int64_t tile = TILE + (KV_AMX ? SQUARE : 0); /* kv_row_o_amx reads 16 rows from the last one on */
-  const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, tile * KEYS, VL * D};
-  float **const fields[] = {&x->q, &x->o, &x->m, &x->l, &x->k, &x->v, &x->s, &x->row};
-  return kv_carve(8, sizes, fields);
-}
-
-/* Loads the queries and starts the softmax. A sink is one more logit, without a value: m = sink, l = 1. */
-static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
-                                 int64_t width) {
-  const int64_t padded = kv_round_up(rows, PAD);
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t g = r % query->G;
-    kv_load_words(query, g, t0 + r / query->G, x->q + r * query->words);
-    x->m[r] = sinks ? sinks[g] * KV_LOG2E : -INFINITY;
-    x->l[r] = x->m[r] == -INFINITY ? 0 : 1;
-  }
-  memset(x->q + rows * query->words, 0, (size_t)((padded - rows) * query->words) * sizeof *x->q);
-  memset(x->o, 0, (size_t)(padded * width) * sizeof *x->o);
-}
-
-/* One tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1: packed keys, and values v in rows
- * `step` apart. */
-static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
-                                int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
-                                int finite) {
-  const int64_t G = query->G, block = c1 - c0;
-  const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
-  const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
-  const int pairs = query->pairs && width;                       /* without values p is not rounded */
-  const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* columns that are multiplied together */
-  const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
-  float alpha[TILE] = {0};
-  if (most <= 0) return;
-  kv_tile_s(query, x->q + r0 * query->words, n, x->k, most, x->s);
-  for (int64_t r = 0; r < n; r++) {
-    const int64_t seen = fewest == most ? most : kv_min(kv_max(kv_seen(bounds, t0 + (r0 + r) / G) - c0, 0), most);
-    const int64_t span = kv_round_up(most, VL << pairs);
-    float *const s = x->s + r * KEYS;
-    kv_cap_and_mask(s, query->cap, seen, span);
-    alpha[r] = kv_softmax(pairs, s, span, x->m + r0 + r, x->l + r0 + r);
-    if (!finite && !same && width) kv_row_o(pairs, query->amx, s, seen, v, width, alpha[r], x->o + (r0 + r) * width);
-  }
-  if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, x->o + r0 * width);
-}
-
-/* All rows over those of the columns c0 .. c1 - 1 that they see. Without values (v NULL) this computes only m and l.
- * Where every row sees all of a block, its values may be inf or NaN and are read in place. */
-static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
-                               const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
-  const int64_t most = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
-  const kv_amx before = kv_tiles_begin(query);
-  c1 = kv_min(c1, most);
-  for (int64_t c = c0; c < c1; c += block) {
-    const int64_t columns = kv_min(block, c1 - c);
-    int64_t step = width;
-    const int all = kv_seen(bounds, t0) >= c + columns;
-    const float *values = v && all && !query->pairs ? kv_values_in_place(v, c, columns, width, &step) : NULL;
-    const int packed = v && !values, finite = !packed || kv_pack_v(v, query->pairs, c, columns, x->v, width);
-    kv_pack_k(k, query->pairs, c, columns, x->k, x->row);
-    for (int64_t r0 = 0; r0 < rows; r0 += TILE)
-      kv_rows_tile(x, query, bounds, t0, r0, kv_min(TILE, rows - r0), c, c + columns, packed ? x->v : values, step,
-                   width, finite);
-  }
-  kv_tiles_end(query, before);
-}
-
-/* Steps of a task over one head's T steps: at least about 192 rows, to amortise packing, at most `most` rows, to
- * keep scratch below 2 MiB, and between these bounds about four tasks for every thread. */
-static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
-  const int64_t most = 131072 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
-  return kv_max(kv_min(kv_max(fair, 192), most) / G, 1);
 }
 #endif

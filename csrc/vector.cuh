@@ -22,12 +22,6 @@ static __device__ __forceinline__ void vector_floats(uint4 v, float (&x)[VECTOR<
   }
 }
 
-/* Elements d .. d + VECTOR - 1 of slot i, read once. */
-template <class E>
-static __device__ __forceinline__ void slot_floats(const kv_segments &slots, int i, int d, float (&x)[VECTOR<E>]) {
-  vector_floats<E>(load_once_16(reinterpret_cast<const E *>(kv_segments_at(&slots, i)) + d), x);
-}
-
 /* f(E{}) with the element type of dtype. */
 template <class F>
 static int dispatch(kv_dtype dtype, F f) {

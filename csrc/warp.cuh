@@ -57,8 +57,8 @@ static __device__ __forceinline__ int block_sum_before(int x, int *scratch, int 
   return before + __shfl_sync(ALL_LANES, warps_before, warp_id());
 }
 
-/* Whether this block is the last of `blocks` to call this; it then sees all that the others wrote to global memory before
- * their calls. *counter: 0 before the first call and after the last. flag: one shared word. */
+/* Whether this block is the last of `blocks` to call this; it then sees all that the others wrote to global memory
+ * before their calls. *counter: 0 before the first call and after the last. flag: one shared word. */
 static __device__ __forceinline__ bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -1,7 +1,7 @@
-/* Rows multiplied two numbers of 16 bits at a time, for few rows on many slots: keys of bf16, where the processor has
- * such products, and packed rows. Numbers of 8 and 4 bits become words of 16 bits without a rounding, a query row or
- * the weights of a block words times their scale. Sums of products are exact in 32 bits, and only the query, to 2^-16
- * of its largest number, and the weights, to 2^-16 of the largest, are rounded. */
+/* Products of two numbers of 16 bits at a time, for few rows on many slots: with keys of bf16, where the processor has
+ * such products, and with packed rows. Numbers of 8 and 4 bits become words of 16 bits without rounding; a query row
+ * and the weights of a block become words times one scale, rounded by 2^-16 of the largest. Sums of these products are
+ * exact in 32 bits. */
 #ifndef KVEVICT_WORDS_H
 #define KVEVICT_WORDS_H
 #include "packed.h"
@@ -16,7 +16,7 @@
 #else
 #define KV_BF16_WORDS 0
 #endif
-enum { WORDS = 2 * VL }; /* of a vector */
+enum { WORDS = 2 * VL }; /* words of a vector */
 #define KV_WORD_MOST 32767.0f
 
 /* How rows are multiplied: as floats, made of the numbers of a dtype, or as words, of bf16 or of packed rows. */
@@ -29,14 +29,15 @@ typedef enum {
   KV_BY_INT4
 } kv_form;
 
-/* The form of rows stored so; `floats` if they cannot be multiplied as words. */
-static inline kv_form kv_form_of(kv_packing packing, kv_dtype dtype, int64_t D, kv_form floats) {
-  if (packing == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
-  if (packing == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
-  return packing == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
+/* The form of rows of this kind: `floats` if they cannot be multiplied as words. */
+static inline kv_form kv_form_of(kv_kind kind, kv_dtype dtype, int64_t D, kv_form floats) {
+  if (kind == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
+  if (kind == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
+  return kind == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
 }
 
-/* x [n], n a multiple of VL, as words [n] times the scale that is returned, NaN if a number is not finite. */
+/* Stores x [n], n a multiple of VL, as words [n]; returns the scale that they are multiplied by, NaN if a number of x
+ * is not finite. */
 KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) {
   vf most = vf_set1(0);
 #pragma GCC unroll 4
@@ -48,7 +49,8 @@ KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) 
   return finite ? top / KV_WORD_MOST : NAN;
 }
 
-/* The scales and least numbers of n packed rows, 0 from there to 64; rows of 8 bits have no least numbers. */
+/* Reads the scales and the least numbers of n packed rows and fills both with 0 up to 64. Rows of 8 bits have no least
+ * numbers. */
 KV_INLINE void kv_words_ends(kv_form form, int64_t D, const char *x, int64_t stride, int64_t n, float *scale,
                              float *least) {
   uint32_t ends[64];
@@ -82,7 +84,6 @@ KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
   const __m256i bytes = _mm256_loadu_si256((const void *)x);
   return _mm512_cvtepu8_epi16(_mm256_and_si256(high ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15)));
 }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return _mm512_loadu_si512(x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
@@ -102,7 +103,6 @@ KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
   const __m128i bytes = _mm_loadu_si128((const void *)x);
   return _mm256_cvtepu8_epi16(_mm_and_si128(high ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15)));
 }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return _mm256_loadu_si256((const void *)x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
@@ -123,7 +123,6 @@ KV_INLINE kv_v16 kv_nibbles(const char *x, int high) {
   const uint8x8_t bytes = vld1_u8((const void *)x);
   return vreinterpretq_s16_u16(vmovl_u8(high ? vshr_n_u8(bytes, 4) : vand_u8(bytes, vdup_n_u8(15))));
 }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return vld1q_s16(x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) { return vcombine_s16(vld1_dup_s16(x), vld1_dup_s16(x + 1)); }
 KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_low_s16(a), vget_low_s16(b)); }
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_high_s16(a), vget_high_s16(b)); }
@@ -134,7 +133,6 @@ typedef vi kv_v16;
 KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) { return acc + a * b; }
 KV_INLINE kv_v16 kv_signed(const char *x) { return (kv_v16)vu_load(x); }
 KV_INLINE kv_v16 kv_nibbles(const char *x, int high) { return (kv_v16)vu_load(x) >> high; }
-KV_INLINE kv_v16 kv_load16(const int16_t *x) { return (kv_v16)vu_load(x); }
 KV_INLINE kv_v16 kv_pair16(const int16_t *x) { return (kv_v16)vf_set1(*x); }
 KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return a + b; }
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
@@ -142,7 +140,7 @@ KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
 #define KV_SECOND(a, b) (b)
 #endif
 
-/* acc + a0 b0 + a1 b1 of pairs of words: of bf16 in floats, else in integers. */
+/* acc + a0 b0 + a1 b1 for pairs of words: bf16 is summed in floats, other words in integers. */
 KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
 #if KV_BF16_WORDS
   if (form == KV_BY_BF16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
@@ -150,12 +148,5 @@ KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
   (void)form;
 #endif
   return (vf)vi_add_products((vi)acc, a, b);
-}
-
-/* The words of a row at d: half 0 of rows of 4 bits are the numbers d.., half 1 those from D / 2 + d. */
-KV_INLINE kv_v16 kv_row16(kv_form form, const char *row, int half) {
-  return form == KV_BY_INT4   ? kv_nibbles(row, half)
-         : form == KV_BY_INT8 ? kv_signed(row)
-                              : kv_load16((const int16_t *)(const void *)row);
 }
 #endif

@@ -19,6 +19,7 @@ class Context:
     learns: bool = True  # whether the policy may learn from what is read, for later reads
     watchers: tuple = ()  # kvevict.engine.watch.watcher's, called with every layer and chunk of a read
     pause: Any = None  # called before each layer of a read; it may decode tokens of other caches
+    few_rows: bool = False  # whether the model's call has products for `kvevict.ops.few_rows`
     ready: Any = None  # (a decoder, its output), in place of the decoder's next call
     note: Any = None  # note(module, query, key): called in unpatched attention
     training_attention: Any = None  # the attention function of `kvevict.lookahead.passes`

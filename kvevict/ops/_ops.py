@@ -32,7 +32,7 @@ class Held:
     offset[b, h] .. offset[b, h] + len[b, h] - 1. No other head owns rows of it in buffers that an op writes. The
     parts that an op reads are in its documentation; the others may be None.
 
-    k and v may each be packed, and then are uint8. Their kind says how, a kv_packing of csrc/kvevict.h. `compact` and
+    k and v may each be packed, and then are uint8. Their kind says how, a kv_kind of csrc/kvevict.h. `compact` and
     `decode` pack a row when they store it; from then on it is moved as it is, and every op reads it as the numbers that
     it stands for (the backward of `kl` on a CPU only).
     """

@@ -1,74 +1,56 @@
 """Products of few rows, as those of decoded tokens, with 16-bit weights on a CPU: by `_ops.linear`, which reads each
 weight once.
 
-PyTorch gives them to oneDNN, which packs the weights anew at every call (docs/performance.md). While a patched model
-decodes, `torch.nn.functional.linear` is the function of this module, which leaves other threads' calls to PyTorch. A
-function that another library has put there stays.
+PyTorch gives them to oneDNN, which packs the weights anew at every call (docs/performance.md). `forward` stands in for
+the forward of a patched model's `torch.nn.Linear` modules; nothing of PyTorch is replaced. What computes with weights
+and without such a module, as a mixture's router, is left to PyTorch.
 """
 
 import platform
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..context import context
 from . import _ops
 
 MEASURED = platform.machine().lower() in ("x86_64", "amd64")  # whether ours is known to be faster
 HALVES = torch.bfloat16, torch.float16
 MOST = 32  # rows: with more, torch's is as fast
 FUNCTIONAL: Any = torch.nn.functional
-TORCHS: Any = torch._C._nn.linear
-_lock = threading.Lock()
-_inside = 0  # calls of all threads
+TORCHS = torch.nn.functional.linear, torch.nn.Linear.forward  # what another library may put its own in place of
 
 
-class _Here(threading.local):
-    inside = 0  # calls of this thread
-
-
-_here = _Here()
-
-
-def of_call(model: torch.nn.Module, ids: Tensor | None, embeds: Tensor | None) -> AbstractContextManager[None]:
-    """A context for a call of the model with ids [B, N] or embeddings [B, N, width]."""
+def has_few(model: torch.nn.Module, ids: Tensor | None, embeds: Tensor | None) -> bool:
+    """Whether a call of the model with ids [B, N] or embeddings [B, N, width] has products for `_ops.linear`."""
     x = embeds if ids is None else ids
     few = MEASURED and x is not None and x.device.type == "cpu" and x.shape[:2].numel() <= MOST
-    return _own() if few and next(model.parameters(), x).dtype in HALVES else nullcontext()
+    return few and next(model.parameters(), x).dtype in HALVES
 
 
-@contextmanager
-def _own() -> Iterator[None]:
-    global _inside
-    with _lock:
-        if FUNCTIONAL.linear is TORCHS:
-            FUNCTIONAL.linear = linear
-        _inside += 1
-    _here.inside += 1
-    try:
-        yield
-    finally:
-        _here.inside -= 1
-        with _lock:
-            _inside -= 1
-            if _inside == 0 and FUNCTIONAL.linear is linear:
-                FUNCTIONAL.linear = TORCHS
+def is_product(module: torch.nn.Module) -> bool:
+    """Whether `forward` may stand in for a module's forward."""
+    return MEASURED and type(module) is torch.nn.Linear and module.weight.dtype in HALVES
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`: by `_ops.linear` for few rows in 16 bits, where no gradient is wanted."""
-    if torch.compiler.is_compiling() or not _takes(input, weight, bias):
-        return TORCHS(input, weight, bias)
+def forward(module: Any, run: Callable[..., Tensor], input: Tensor) -> Tensor:
+    """Stands in for `run`, the forward of a `torch.nn.Linear`: by `_ops.linear` in a call that `has_few`."""
+    if not context().few_rows:
+        return run(input)
+    weight, bias = module.weight, module.bias
+    if not _takes(input, weight, bias) or not _is_torchs(run) or is_watched():
+        return run(input)
     return _ops.linear(input, weight, bias) if input.ndim == 3 else _ops.linear(input[None], weight, bias)[0]
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
-        _here.inside > 0
-        and all(each is None or _is_plain(each) for each in (x, weight, bias))
+        all(each is None or _is_plain(each) for each in (x, weight, bias))
         and x.ndim in (2, 3)
         and x.dtype in HALVES
         and weight.dtype == x.dtype
@@ -85,3 +67,15 @@ def _is_plain(x: Tensor) -> bool:
     """Whether a tensor is not a subclass, lies on the CPU and has no gradient to come."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
     return plain and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _is_torchs(run: Any) -> bool:
+    """Whether a module's own forward is PyTorch's, as is the function that it calls."""
+    return (FUNCTIONAL.linear, getattr(run, "__func__", None)) == TORCHS
+
+
+def is_watched() -> bool:
+    """Whether a mode of another library sees what this thread calls. One that chooses a device sees no products, and
+    those of kvevict note operators."""
+    modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
+    return any(type(mode) is not DeviceContext and not type(mode).__module__.startswith("kvevict.") for mode in modes)

@@ -40,8 +40,8 @@ def _steps_int4(rows: Tensor) -> Tensor:
     return (x.amax(-1) - x.amin(-1)) / 15
 
 
-class Layout(NamedTuple):
-    """How a row of numbers is stored. Its number in LAYOUTS is its kind, a kv_packing of csrc/kvevict.h."""
+class RowKind(NamedTuple):
+    """How a row of numbers is stored. A kind is a number, an index of ROW_KINDS and a kv_kind of csrc/kvevict.h."""
 
     name: str
     bits: int | None  # of a number; None: the model's dtype, and no other field
@@ -52,12 +52,12 @@ class Layout(NamedTuple):
     steps: Callable[[Tensor], Tensor]  # rows [.., d] -> fp32 [..] between two numbers that a packed row can hold
 
 
-LAYOUTS = (
-    Layout("model", None, None, 0, math.inf, None, None),  # type: ignore[arg-type]
-    Layout("int8", 8, 8, 0, math.inf, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
-    Layout("int4", 4, 4, 1, torch.finfo(torch.float16).max, _numbers_int4, _steps_int4),
+ROW_KINDS = (
+    RowKind("model", None, None, 0, math.inf, None, None),  # type: ignore[arg-type]
+    RowKind("int8", 8, 8, 0, math.inf, _numbers_int8, lambda rows: rows.abs().amax(-1).float() / 127),
+    RowKind("int4", 4, 4, 1, torch.finfo(torch.float16).max, _numbers_int4, _steps_int4),
 )
-MODEL, INT8, INT4 = range(len(LAYOUTS))
+MODEL, INT8, INT4 = range(len(ROW_KINDS))
 Kinds = tuple[int, int]  # of a layer's keys and of its values
 
 # What a policy's kv stands for.
@@ -66,7 +66,7 @@ KINDS: dict[str, Kinds] = {"model": (MODEL, MODEL), "int8": (INT8, INT8), "k8v4"
 
 def row_bytes(kind: int, dim: int, element: int) -> int:
     """Count the bytes of one row of `dim` numbers with its scale; element: bytes of a number in the model's dtype."""
-    bits = LAYOUTS[kind].bits
+    bits = ROW_KINDS[kind].bits
     return dim * element if bits is None else dim * bits // 8 + 4
 
 
@@ -77,7 +77,7 @@ def slot_bytes(kv: str, dim: int, element: int) -> int:
 
 def is_wider(kinds: Kinds, kv: str) -> bool:
     """Return True if keys of such a kind take more bits than the policy's."""
-    asked, bits = LAYOUTS[KINDS[kv][0]].bits, LAYOUTS[kinds[0]].bits
+    asked, bits = ROW_KINDS[KINDS[kv][0]].bits, ROW_KINDS[kinds[0]].bits
     return asked is not None and (bits is None or bits > asked)
 
 
@@ -92,7 +92,7 @@ def numbers(rows: Tensor, kind: int, dim: int, centre: Tensor | None = None) -> 
     keys."""
     if kind == MODEL:
         return rows
-    x = LAYOUTS[kind].numbers(rows, dim)
+    x = ROW_KINDS[kind].numbers(rows, dim)
     return x if centre is None else x + centre
 
 
@@ -118,7 +118,7 @@ def expected_errors(
         numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
         return numbers.transpose(0, 1).flatten(1).nanmedian(1).values
 
-    steps, centre = LAYOUTS[kind].steps, centre * (held.sum(2) >= FEW)[..., None]
+    steps, centre = ROW_KINDS[kind].steps, centre * (held.sum(2) >= FEW)[..., None]
     of_queries, of_keys = median(norms, query, seen), median(lambda x: steps(x - centre[:, :, None]), key, held)
     group = len(of_queries) // len(of_keys)
     return of_queries * of_keys.repeat_interleave(group) * (scale / 12**0.5)
@@ -134,8 +134,8 @@ def chosen(kv: str, error: Callable[[int], float], norm: Sequence[float]) -> Kin
     not held, and keys as long as their error is too large; error: kind -> the mean of `expected_errors`; norm: of the
     largest key, from its centre, and of the largest value."""
     keys, values = KINDS[kv]
-    while keys != MODEL and not (norm[0] <= LAYOUTS[keys].most and error(keys) <= MOST):
-        keys = LAYOUTS[keys].wider
-    while values != MODEL and not norm[1] <= LAYOUTS[values].most:
-        values = LAYOUTS[values].wider
+    while keys != MODEL and not (norm[0] <= ROW_KINDS[keys].most and error(keys) <= MOST):
+        keys = ROW_KINDS[keys].wider
+    while values != MODEL and not norm[1] <= ROW_KINDS[values].most:
+        values = ROW_KINDS[values].wider
     return keys, values

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..models import families
 from ..policy.checks import count
-from ..policy.kv import LAYOUTS, MODEL, row_bytes
+from ..policy.kv import MODEL, ROW_KINDS, row_bytes
 from .sealed import Pieces, whole
 
 FORMAT = "kvevict-cache-5"
@@ -15,7 +15,7 @@ ANY = FORMAT.rstrip("0123456789")  # how the format of every version begins
 FLAT = ("k", "v", "pos")  # a row per slot
 OPTIONAL = ("carry", "decode_queries")
 OF_ROWS = ("seen", "budget")  # one value for all heads of a row
-WORDS = [layout.word for layout in LAYOUTS]
+WORDS = [kind.word for kind in ROW_KINDS]
 WRONG = LookupError, ValueError, TypeError, RuntimeError  # what a file that makes no sense raises
 
 

@@ -44,14 +44,12 @@ int main() {
       a.slots = slots(), a.rows = SLOTS * HKV;
       launched("attend", T, G, a, kv_attend_cuda_scratch, kv_attend_cuda);
     }
-  for (kv_packing packing : {KV_AS_COMPUTED, KV_INT8, KV_INT4})
+  for (kv_kind kind : {KV_AS_COMPUTED, KV_INT8, KV_INT4})
     for (int64_t G : {1, 2, 3, 4, 8, 16, 64}) {
       kv_decode a = {};
       a.dtype = KV_BF16, a.B = 1, a.H = G * HKV, a.Hkv = HKV, a.D = D, a.scale = 1;
-      a.slots = slots(), a.slots.k_packing = a.slots.v_packing = packing, a.rows = SLOTS * HKV;
-      const char *const op = packing == KV_INT8   ? "decode of 8 bits"
-                             : packing == KV_INT4 ? "decode of 4 bits"
-                                                  : "decode";
+      a.slots = slots(), a.slots.k_kind = a.slots.v_kind = kind, a.rows = SLOTS * HKV;
+      const char *const op = kind == KV_INT8 ? "decode of 8 bits" : kind == KV_INT4 ? "decode of 4 bits" : "decode";
       launched(op, 1, G, a, kv_decode_cuda_scratch, kv_decode_cuda);
     }
 }

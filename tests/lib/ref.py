@@ -10,7 +10,7 @@ import torch
 INF = float("inf")
 
 
-# METHODS section 11: rows of 8 and 4 bits. A kind is a kv_packing of csrc/kvevict.h.
+# METHODS section 11: rows of 8 and 4 bits. Kinds are numbered as kv_kind of csrc/kvevict.h.
 INT8, INT4 = 1, 2
 
 

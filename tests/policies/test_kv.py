@@ -81,7 +81,7 @@ def stored(layer):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", range(1, len(kv.LAYOUTS)))
+@pytest.mark.parametrize("kind", range(1, len(kv.ROW_KINDS)))
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_numbers_of_packed_rows(kind, dim):
     x = torch.randn(50, dim, generator=torch.Generator().manual_seed(kind + dim)).double() * 3
@@ -92,7 +92,7 @@ def test_numbers_of_packed_rows(kind, dim):
         kv.numbers(rows, kind, dim).double(), ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5
     )
     error = (kv.numbers(rows, kind, dim).double() - x).norm(dim=1)
-    assert (error <= 0.51 * kv.LAYOUTS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
+    assert (error <= 0.51 * kv.ROW_KINDS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
 
 
 def test_sizes_of_methods():
@@ -130,7 +130,7 @@ def test_survivors_are_what_the_model_s_kind_stores(model, asked, kind):
 def test_reports_count_true_bytes(model, kind):
     cache, report = read(model, kind, prompt(2, 200, pad=(0, 30)), heads="ada")
     slots = sum(int(layer.counts.sum()) for layer in cache.layers)
-    bits = [kv.LAYOUTS[each].bits for each in PACKED[kind]]
+    bits = [kv.ROW_KINDS[each].bits for each in PACKED[kind]]
     size = sum(32 * each // 8 + 4 for each in bits)
     assert report["cache_bytes"] == slots * size == sum(layer.live_bytes() for layer in cache.layers)
     buffers = [x for layer in cache.layers for x in (layer.k, layer.v)]
@@ -185,7 +185,7 @@ def test_few_keys_say_nothing_about_their_centre():
         assert read(model, "int4", prompt(1, tokens))[1]["wider_keys"] == wider
 
 
-@pytest.mark.parametrize("kind", range(1, len(kv.LAYOUTS)))
+@pytest.mark.parametrize("kind", range(1, len(kv.ROW_KINDS)))
 @pytest.mark.parametrize("dim", [24, 64, 128])
 def test_expected_errors_are_those_of_logits(kind, dim):
     """The root mean square of q . (k - k^). The median step is up to 9% below that of the steps' squares."""
@@ -207,8 +207,8 @@ def test_expected_errors_are_those_of_logits(kind, dim):
     ],
 )  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
-    kinds = kv.chosen(kind, lambda keys: errors[kv.LAYOUTS[keys].bits], (1.0, 1.0))
-    assert tuple(kv.LAYOUTS[each].bits for each in kinds) == bits
+    kinds = kv.chosen(kind, lambda keys: errors[kv.ROW_KINDS[keys].bits], (1.0, 1.0))
+    assert tuple(kv.ROW_KINDS[each].bits for each in kinds) == bits
 
 
 @pytest.mark.parametrize("kind, norm, bits", [
@@ -217,7 +217,7 @@ def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
 ])  # fmt: skip
 def test_rows_that_fp16_cannot_hold_take_8_bits(kind, norm, bits):
     kinds = kv.chosen(kind, lambda keys: 0.0, norm)
-    assert tuple(kv.LAYOUTS[each].bits for each in kinds) == bits
+    assert tuple(kv.ROW_KINDS[each].bits for each in kinds) == bits
 
 
 @pytest.mark.parametrize("where", ["kv", "recall_kv", "a prefix", "a file"])
@@ -474,7 +474,7 @@ def test_slots_of_a_prefix_from_before_are_packed(model, asked, kind):
     centre = (weights[..., None] * keys[0].double()).sum(1) / weights.sum(1)[:, None]
     torch.testing.assert_close(layer.centre[0].double(), centre, atol=1e-4, rtol=1e-4)
     error = (layer.keys[:, :, :60] - keys).norm(dim=-1)
-    assert (error <= 0.52 * kv.LAYOUTS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
+    assert (error <= 0.52 * kv.ROW_KINDS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.function
-        if function is None:  # unpatched, but a wrapper made earlier still calls it
-            return self.own(*args, **kwargs)
+        if function is None or (function is few_rows.forward and torch.compiler.is_compiling()):
+            # Unpatched, but a wrapper made earlier still calls it; or traced, by what does not take `own`.
+            return self.before(*args, **kwargs) if self.before else self._of_class(self.module, *args, **kwargs)
         if torch.compiler.is_exporting():
             raise ValueError(NO_RECORD)
         return function(self.module, self.own, *args, **kwargs)
@@ -57,7 +58,11 @@ class StandIn:
     @property
     def own(self) -> Callable[..., Any]:
         """The original method."""
-        return self.before or types.MethodType(getattr(type(self.module), self.name.removeprefix("_old_")), self.module)
+        return self.before or types.MethodType(self._of_class, self.module)
+
+    @property
+    def _of_class(self) -> Callable[..., Any]:
+        return getattr(type(self.module), self.name.removeprefix("_old_"))
 
     @property
     def __signature__(self) -> Any:
@@ -76,9 +81,13 @@ def install(decoder: torch.nn.Module) -> None:
 
 
 def install_around(top: torch.nn.Module) -> None:
-    """Replace the forward of the model around a decoder and some of its methods, unless already replaced."""
+    """Replace the forward of the model around a decoder, of its `few_rows` modules and some of its methods, unless
+    already replaced."""
     if WRAPPED not in top.__dict__:
         replace(top, _top_forward)
+        for module in filter(few_rows.is_product, top.modules()):
+            if WRAPPED not in module.__dict__:
+                replace(module, few_rows.forward)
     for name, function in STAND_INS.items():
         before = top.__dict__.get(name)
         if hasattr(type(top), name) and not isinstance(before, StandIn):
@@ -89,6 +98,9 @@ def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
     """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
     for module in (decoder, rotary.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
+            restore(module)
+    for module in (each for top in tops for each in top.modules()):
+        if WRAPPED in module.__dict__ and module.__dict__[WRAPPED].function is few_rows.forward:
             restore(module)
     for top in tops:
         for name in STAND_INS:
@@ -175,7 +187,7 @@ def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> 
     wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(self, kwargs.get("attention_mask"), wanted)
-    with within(outer=call), few_rows.of_call(self, ids, kwargs.get("inputs_embeds")):
+    with within(outer=call, few_rows=few_rows.has_few(self, ids, kwargs.get("inputs_embeds"))):
         output = run(*args, **kwargs)
     spans, call.spans = call.spans, None  # no cycle keeps the cache's memory
     if spans is not None:

@@ -60,7 +60,7 @@ class Meter:
     def weigh(self, index: int, storage: Storage | Apart, *new: torch.Tensor) -> None:
         """Note whether keys and values [B, Hkv, S, D] of a layer's chunk are more than the kinds of a storage hold."""
         for x, kind, centre in zip(new, storage.kinds, (storage.centre, None), strict=True):
-            most = kv.LAYOUTS[kind].most
+            most = kv.ROW_KINDS[kind].most
             if most < math.inf:
                 x = x if centre is None else x - centre.to(x.device)[:, :, None]
                 self.beyond[index].append((kv.norms(x) > most).any())
@@ -86,7 +86,7 @@ class Meter:
             full_cache_bytes=sum(seen) * computed,
             bits=[
                 layer
-                and [kv.LAYOUTS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
+                and [kv.ROW_KINDS[kind].bits or 8 * layer.storage.like.element_size() for kind in layer.storage.kinds]
                 for layer in layers
             ],
             wider_keys=[

@@ -101,7 +101,7 @@ class Drafting(Chooser):
                 plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
                 first=0 * step.first, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
             )  # fmt: skip
-            with within(pause=None), few_rows.of_call(step.decoder, ids, None):
+            with within(pause=None, few_rows=few_rows.has_few(step.decoder, ids, None)):
                 hidden = one.through(self.run).last_hidden_state
 
 

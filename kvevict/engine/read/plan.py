@@ -38,16 +38,18 @@ class Plan:
         # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
-        self.replays: bool | None = None  # whether a decoded token can be recorded (replay.py); None: not known yet
+        self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
         self.watches = 0  # how often that was to be found out
         self._forget()
 
     def _forget(self) -> None:
         self.meters = WeakKeyDictionary()  # thread or task -> Meter of its last read
         self.last_meter = Meter()  # of the last read of all
+        self.unhooked: int | None = None  # this process' hooks when none would be called by a decoded token
 
     def __getstate__(self) -> Any:
-        return {name: value for name, value in self.__dict__.items() if name not in ("meters", "last_meter")}
+        here = "meters", "last_meter", "unhooked"
+        return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, possibly in another process: it has not read anything yet."""

@@ -1,11 +1,10 @@
-"""Decoded tokens without Python: the decoder's step is recorded once, on a GPU as a CUDA graph, and then replayed.
+"""Decoded tokens without Python: the decoder's step is recorded once (recorders.py) and then replayed.
 
 A step can be recorded if two steps call the same operators, with the same numbers, on the same outside tensors: what
 differs from token to token then lies in memory that stays where it is. And Python reads no number from a tensor. That
-is found out from two tokens, once for a plan.
+is found out from two tokens, once for a plan; obstacles.py says what stands against it without a look at them.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,49 +14,17 @@ from transformers.utils import ModelOutput
 
 from ... import cautions
 from ...context import enter
-from ...models import rotary
 from ...models.compat import CACHE
-from ..memory.layer import EvictionLayer
 from ..read.layer import LayerCall, decide_later
 from ..read.plan import Plan
 from ..read.step import Step
+from . import obstacles
 from .calls import Calls
 from .cuts import Cuts
+from .obstacles import Inputs
+from .recorders import PATIENCE, RECORDERS
 
-Inputs = dict[str, Any]  # of a decoder's forward
-
-
-def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
-    """Compute what `run` computes on a GPU, and record it. Returns the result, and a function that computes it again,
-    in the same memory, from inputs in the same memory."""
-    graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            output = run()
-        finally:
-            graph.capture_end()
-    here.wait_stream(side)
-    graph.replay()
-    return output, graph.replay
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # the default one cannot record; each has a workspace of cuBLAS
-
-
-def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
-    """The same on a CPU, where its operators are called again."""
-    with Calls() as calls:
-        output = run()
-    return output, calls.again()
-
-
-RECORDERS = {"cuda": _graph, "cpu": _program}
 WATCHES = 16  # caches or places of slots after which a policy that evicts while decoding is not watched any more
-PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move before one is recorded: a recording takes time
 
 
 class Replay:
@@ -112,6 +79,9 @@ class Replay:
                 _refuse(self.plan, f"recording failed ({str(error).splitlines()[0]})")
                 self.attended.clear()
                 return run(self.inputs)
+            if _refuses_more(step, output):
+                self.replay = None
+                return output
             self.kind = type(output)
             self.fields = {name: None if value is step.cache else value for name, value in output.items()}
         else:
@@ -127,17 +97,22 @@ class Replay:
         self.watched.append(calls)
         if calls.reads:
             _refuse(self.plan, f"{calls.reads} reads a number from a tensor")
-            return output
-        more = [name for name, value in output.items() if name != "last_hidden_state" and value is not step.cache]
-        if more:
-            _refuse(self.plan, f"the decoder also returns {more[0]}")
-        elif len(self.watched) == 2:
+        elif not _refuses_more(step, output) and len(self.watched) == 2:
             differs = self.watched[1].difference(self.watched[0])
-            self.watched = []
             self.plan.replays = differs is None
             if differs:
                 _refuse(self.plan, f"{differs} has other numbers, or tensors in another place, for each token")
+        if self.plan.replays is not None:
+            self.watched = []
         return output
+
+
+def _refuses_more(step: Step, output: ModelOutput) -> bool:
+    """Whether the decoder returns more than a recorded token does."""
+    more = [name for name, value in output.items() if name != "last_hidden_state" and value is not step.cache]
+    if more:
+        _refuse(step.plan, f"the decoder also returns {more[0]}")
+    return bool(more)
 
 
 def _alike(x: object, known: object) -> bool:
@@ -147,18 +122,25 @@ def _alike(x: object, known: object) -> bool:
 
 
 def _refuse(plan: Plan, reason: str) -> None:
-    """Tokens are decoded as before; say so once."""
+    """Tokens are decoded as before, from here on."""
     plan.replays = False
+    _tell(reason)
+
+
+def _tell(reason: str) -> None:
     cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}", 2)
 
 
 def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> ModelOutput:
     """The decoder's output, of its forward `run`, for a decoded token: replayed where that is possible."""
-    if step.plan.replays is None and (reason := _obstacle(step)):
+    if step.plan.replays is None and (reason := obstacles.of_plan(step)):
         _refuse(step.plan, reason)
     if step.plan.replays is False or not step.cache.table.storages:
         return run(**inputs)
     own = {name: x for name, x in inputs.items() if x is not step.cache}
+    if reason := obstacles.of_call(step, own):
+        _tell(reason)
+        return run(**inputs)
     kept = step.cache.__dict__
     if "replay" not in kept or not kept["replay"].fits(step, own):
         step.plan.watches += step.plan.replays is None and step.chooser is not None
@@ -167,23 +149,3 @@ def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> Model
             return run(**inputs)
         kept["replay"] = Replay(step, own)
     return kept["replay"].step(step, lambda inputs: run(**inputs, **{CACHE: step.cache}), own)
-
-
-def _obstacle(step: Step) -> str | None:
-    """Why a decoded token cannot be recorded; None: perhaps it can."""
-    device = step.positions.device
-    if device.type not in RECORDERS:
-        return f"the model is on a {device.type.upper()}"
-    if any(type(layer) is not EvictionLayer for layer in step.cache.layers):
-        return "the model has layers with a window, a state or latents"
-    if rotary.rope_depends_on_length(step.decoder):
-        return "the model's rotary frequencies depend on the text's length"
-    if step.plan.ranks.size > 1 or len({p.device for p in step.decoder.parameters()}) > 1:
-        return "the model is spread over devices"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on"
-    held = (each for m in step.decoder.modules() for each in (m._forward_hooks, m._forward_pre_hooks))
-    hooks = (hook for each in held for hook in each.values())
-    if not all(getattr(hook, "func", hook).__module__.startswith("kvevict.") for hook in hooks):  # ours are for prompts
-        return "modules of the model have hooks, which a recorded token would not call"
-    return None

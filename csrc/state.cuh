@@ -1,0 +1,162 @@
+/* The softmax of a row over some of its slots, as one value that can be merged with those over other slots: kv_state,
+ * and beside it o, the sum of the weights 2^(logit - m) times values. Every group of threads and every split of a
+ * head's slots has a state of each row; they are merged in a fixed order: the same bits every time. */
+#ifndef KV_STATE_CUH
+#define KV_STATE_CUH
+#include "attention.cuh"
+
+constexpr int MOST_SPLITS = 64; /* splits of a tile of rows: a warp merges 64 states, two a lane */
+
+struct alignas(8) kv_state {
+  float m, d; /* the largest logit, -inf if none was seen; the sum of the weights */
+
+  /* The weight of a logit, or the factor of a part whose maximum is `logit`; m is no less. */
+  __device__ __forceinline__ float weight(float logit) const { return exp2_approx(logit - (m == -INFINITY ? 0 : m)); }
+
+  /* Adds a part whose maximum is no more than m, and one of its numbers, part_o, to o. */
+  __device__ __forceinline__ void merge(kv_state part, float part_o, float &o) {
+    const float factor = weight(part.m);
+    o += factor * part_o;
+    d += factor * part.d;
+  }
+
+  /* What o is multiplied by to become the mean of the values, if `factor` still has to be applied to it; 0 if no slot
+   * was seen. */
+  __device__ __forceinline__ float normalize(float factor = 1) const { return d == 0 ? 0 : factor / d; }
+  __device__ __forceinline__ float lse() const { return LN2 * (m + log2f(d)); }
+};
+
+/* Cuts scratch into arrays; with NULL it only counts the bytes. */
+struct Cutter {
+  void *memory;
+  int64_t bytes;
+
+  template <class T>
+  T *take(int64_t n) {
+    T *const mine = reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(memory) + (uintptr_t)bytes);
+    bytes += (n * (int64_t)sizeof(T) + 255) / 256 * 256;
+    return mine;
+  }
+};
+
+/* States of splits. The G * T rows of a head, in time-major order, are `tiles` tiles of `rows`. */
+struct Parts {
+  int splits, tiles, rows; /* splits: of a tile, at most */
+  uint32_t *count;         /* [heads, tiles] a tile's splits */
+  kv_state *states;        /* [heads, tiles, splits, rows] */
+  float *o;                /* [heads, tiles, splits, rows, D] */
+};
+
+/* all: rows of a head; rows: rows of a tile. */
+static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
+  Parts x = {(int)splits, (int)((all + rows - 1) / rows), (int)(all < rows ? all : rows), nullptr, nullptr, nullptr};
+  const int64_t tiles = heads * x.tiles, parts = tiles * splits * x.rows;
+  x.count = scratch.take<uint32_t>(tiles);
+  x.o = scratch.take<float>(parts * D);
+  x.states = scratch.take<kv_state>(parts);
+  return x;
+}
+
+/* Merges the states that groups of threads have of each row: states [rows, groups] and o [rows, groups, D], in shared
+ * memory, become states_out [rows] and o_out [rows, D]. */
+static __device__ __forceinline__ void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D,
+                                                    float *o_out, kv_state *states_out) {
+  __syncthreads(); /* the parts are there */
+  for (int at = threadIdx.x; at < rows * D; at += blockDim.x) {
+    const int r = at / D, d = at % D;
+    kv_state all = {-INFINITY, 0};
+    float sum = 0;
+    for (int j = 0; j < groups; j++) all.m = fmaxf(all.m, states[r * groups + j].m);
+    for (int j = 0; j < groups; j++) all.merge(states[r * groups + j], o[(r * groups + j) * D + d], sum);
+    o_out[at] = sum;
+    if (d == 0) states_out[r] = all;
+  }
+}
+
+/* One warp merges a row's splits and writes its out and lse. part: the first split's o; splits are `step` floats and
+ * `apart` states apart. rotated: o is rotated, as values of 4 bits are. */
+template <class E>
+static __device__ void finish(const float *part, int step, const kv_state *states, int apart, int splits, int D,
+                              float sink, E *out, float *lse, bool rotated = false) {
+  constexpr int AHEAD = 16; /* splits that are loaded at once; those past the last have weight 0 */
+  const int lane = lane_id();
+  float4 x[AHEAD];
+  const auto load = [&](int i0, int d) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
+                                      : make_float4(0, 0, 0, 0);
+  };
+  load(0, 4 * lane); /* before the weights, so that memory is not idle */
+  kv_state mine[2], all = {sink, 0};
+  float weight[2], sum = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    mine[i] = lane + 32 * i < splits ? states[(lane + 32 * i) * apart] : kv_state{-INFINITY, 0};
+    all.m = fmaxf(all.m, mine[i].m);
+  }
+  all.m = lanes_max(all.m);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    weight[i] = all.weight(mine[i].m);
+    sum += weight[i] * mine[i].d;
+  }
+  all.d = all.weight(sink) + lanes_sum(sum);
+  if (lane == 0) *lse = all.lse();
+  float o[KV_MOST_D_CUDA / 128][4] = {};
+#pragma unroll
+  for (int v = 0; v < KV_MOST_D_CUDA / 128; v++) {
+    if (128 * v >= D) break;
+    for (int i0 = 0; i0 < splits; i0 += AHEAD) {
+      if (v > 0 || i0 > 0) load(i0, 128 * v + 4 * lane);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const float w = __shfl_sync(ALL_LANES, i0 < 32 ? weight[0] : weight[1], i0 % 32 + i);
+        o[v][0] += w * x[i].x, o[v][1] += w * x[i].y, o[v][2] += w * x[i].z, o[v][3] += w * x[i].w;
+      }
+    }
+  }
+  if (rotated) hadamard<4, 32, KV_MOST_D_CUDA / 128>(o, D);
+  const float over = all.normalize();
+#pragma unroll
+  for (int v = 0; v < KV_MOST_D_CUDA / 128; v++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int d = 128 * v + 4 * lane + i;
+      if (d < D) out[d] = from_float<E>(o[v][i] * over);
+    }
+}
+
+/* The results of attend and decode; T is 1 for decode. */
+struct Outputs {
+  int64_t B, H, Hkv, T, D;
+  const float *sinks; /* [H] or NULL */
+  void *out;          /* [B, T, H, D] */
+  float *lse;         /* [B, H, T] */
+  bool rotated;       /* o is rotated, as values of 4 bits are */
+};
+
+constexpr int COMBINE_WARPS = 4;
+
+/* A warp merges the states of one row. A tile whose count is 0 has none and is left alone. */
+template <class E>
+static __global__ void __launch_bounds__(COMBINE_WARPS * 32) combine_kernel(const Parts x, const Outputs y) {
+  const int kv_head = block_head(), G = (int)y.H / (int)y.Hkv, r = blockIdx.x * COMBINE_WARPS + warp_id();
+  await_kernels_before();
+  if (kv_head >= y.B * y.Hkv || r >= y.T * G) return;
+  const int64_t b = kv_head / (int)y.Hkv, t = r / G, head = kv_head % (int)y.Hkv * G + r % G;
+  const int64_t tile = (int64_t)kv_head * x.tiles + r / x.rows, at = tile * x.splits * x.rows + r % x.rows;
+  const int splits = (int)x.count[tile];
+  if (splits == 0) return;
+  const float sink = y.sinks ? y.sinks[head] * LOG2E : -INFINITY;
+  finish<E>(x.o + at * y.D, x.rows * (int)y.D, x.states + at, x.rows, splits, (int)y.D, sink,
+            static_cast<E *>(y.out) + ((b * y.T + t) * y.H + head) * y.D, y.lse + (b * y.H + head) * y.T + t,
+            y.rotated);
+}
+
+template <class E>
+static int combine(const Parts &x, const Outputs &y, void *stream) {
+  const dim3 grid = grid_of((y.T * (y.H / y.Hkv) + COMBINE_WARPS - 1) / COMBINE_WARPS, y.B * y.Hkv);
+  return launch_early<combine_kernel<E>>(grid, COMBINE_WARPS * 32, 0, stream, x, y);
+}
+#endif

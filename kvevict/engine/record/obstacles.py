@@ -1,0 +1,80 @@
+"""What keeps decoded tokens from being recorded, and a recorded one from being replayed: decided here alone.
+
+A reason is a text with its test; docs/usage.md lists all. What shows only in tokens themselves replay.py finds out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as of_all
+from torch.utils.hooks import RemovableHandle
+
+from ...models import rotary
+from ...ops.few_rows import is_watched
+from ..memory.layer import EvictionLayer
+from ..read.step import Step
+from .recorders import RECORDERS
+
+Inputs = dict[str, Any]  # of a decoder's forward
+Test = Callable[[Step, Inputs], bool]  # of a decoded token
+OUTPUTS = "output_hidden_states", "output_router_logits"  # what a config may ask for
+HARMLESS = "kvevict.", "transformers.utils.output_capturing"  # hooks from here do nothing for a token to be recorded
+
+
+def _has_other_layers(step: Step, inputs: Inputs) -> bool:
+    return any(type(layer) is not EvictionLayer for layer in step.cache.layers)
+
+
+def _is_spread(step: Step, inputs: Inputs) -> bool:
+    return step.plan.ranks.size > 1 or len({p.device for p in step.decoder.parameters()}) > 1
+
+
+def _wants_more(step: Step, inputs: Inputs) -> bool:
+    by_config = {name: getattr(step.decoder.config, name, False) for name in OUTPUTS}
+    given = {name: x for name, x in inputs.items() if name.startswith("output_") and x is not None}
+    return any((by_config | given).values())
+
+
+def _has_hooks(step: Step, inputs: Inputs) -> bool:
+    """Whether a hook of someone else would be called. Modules are looked at again once a hook of any was added."""
+    made = RemovableHandle.next_id
+    if step.plan.unhooked == made:
+        return False
+    hooks = [*of_all._global_forward_hooks.values(), *of_all._global_forward_pre_hooks.values()]
+    for each in step.decoder.modules():
+        hooks += [*each._forward_hooks.values(), *each._forward_pre_hooks.values()]
+    found = any(not _module_of(hook).startswith(HARMLESS) for hook in hooks)
+    step.plan.unhooked = None if found else made
+    return found
+
+
+def _module_of(hook: Any) -> str:
+    """Where a hook, or what a `functools.partial` calls, was defined; methods of built-in types do not say it."""
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""
+
+
+LASTING: dict[str, Test] = {  # of a model and its policy
+    "the model is on a {device}": lambda step, inputs: step.positions.device.type not in RECORDERS,
+    "the model has layers with a window, a state or latents": _has_other_layers,
+    "the model's rotary frequencies depend on the text's length":
+        lambda step, inputs: rotary.rope_depends_on_length(step.decoder),
+    "the model is spread over devices": _is_spread,
+}  # fmt: skip
+PASSING: dict[str, Test] = {  # of a call: others are recorded and replayed
+    "the call wants other outputs, which a recorded token does not have": _wants_more,
+    "autocast is on": lambda step, inputs: torch.is_autocast_enabled(step.positions.device.type),
+    "a function or dispatch mode is on, which would not see a recorded token": lambda step, inputs: is_watched(),
+    "modules of the model have hooks, which a recorded token would not call": _has_hooks,
+}
+
+
+def of_plan(step: Step) -> str | None:
+    """Why tokens of this model and policy are never recorded; None: perhaps they can be."""
+    reason = next((reason for reason, holds in LASTING.items() if holds(step, {})), None)
+    return reason and reason.format(device=step.positions.device.type.upper())
+
+
+def of_call(step: Step, inputs: Inputs) -> str | None:
+    """Why this token is neither recorded nor replayed; None: it may be. inputs: of the decoder's forward."""
+    return next((reason for reason, holds in PASSING.items() if holds(step, inputs)), None)
