@@ -63,6 +63,16 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
         )
 
 
+def of_scores(tokens: int) -> None:
+    """Warn that logits of a whole text of `tokens` tokens are not those under eviction."""
+    warnings.warn(
+        f"these are logits of {tokens} tokens that were read before anything was evicted from them: to score a text "
+        "under eviction read its first part into a cache and pass the rest, or evict after each chunk "
+        "(schedule='chunk') with a chunk_size below its length; logits_to_keep=1 is enough to read",
+        stacklevel=3,
+    )
+
+
 def of_norms(layers: list[int]) -> None:
     """Warn of layers whose first chunk was stored in kinds that do not hold rows of a later one."""
     if layers:

@@ -46,9 +46,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
     weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
     those that change no number a model computes (`kvevict.models.weights.SILENT`).
     """
-    from ..patch import base_model, find_decoder
-
-    decoder = find_decoder(model)
+    decoder = families.find_decoder(model)
     config, path = decoder.config, os.fsdecode(path)
     try:
         meta = sealed.texts(path)
@@ -72,7 +70,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
             "the one that read it"
         )
-    ranks = of(base_model(model))
+    ranks = of(families.base_model(model))
     try:
         check(tensors, facts, common)
         weights, configuration = common["weights"], common["configuration"]
@@ -87,7 +85,7 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
             "on, or read the prompt again"
         )
     cache: Any = DynamicCache(config=config)
-    dtype = base_model(model).dtype
+    dtype = families.base_model(model).dtype
     adopt(cache, kinds, config, ranks)
     latent, heads = families.is_latent(config), families.heads(config)
     heads = heads[0] // ranks.size, 1 if latent else heads[1] // ranks.size

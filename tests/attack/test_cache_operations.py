@@ -14,10 +14,11 @@ import torch
 from fuzzing import expect, fuzz, policy_of
 
 import kvevict
+from kvevict.engine import cut
 from kvevict.engine.hook import attention
 from kvevict.engine.memory.layer import HALF_READ, EvictionLayer
 from kvevict.engine.memory.sequence import Sequence
-from kvevict.engine.read import choosers, evict
+from kvevict.engine.read import choosers
 from kvevict.engine.read import layer as read_layer
 
 NEEDS_MORE = ("lookahead", "gate", "speckv")  # trained rows, gates, another model
@@ -60,10 +61,10 @@ class Log:
         for name, owner in TOLD.items():
             self._replace(owner, name, lambda layer, *given, what=name: self.events.append((layer, what, given)))
         self._replace(Sequence, "advance", lambda it: self.events.append((it, "advance", it.coming)))
-        self._replace(evict, "numbers", lambda call: self._at(call.layer))
+        self._replace(choosers, "numbers", lambda call: self._at(call.layer))
         self._replace(attention, "attend", lambda seen, *_: self._at(seen.layer))
         self._replace(read_layer, "carry_newest", lambda layer, x: self.events.append((layer, "newest", (x,))))
-        for module in (evict, choosers):
+        for module in (cut, choosers):
             self._replace(module, "join", lambda how, new, _: self.events.append((self.now, "join", (how, new))))
         return self
 

@@ -19,20 +19,21 @@ from kvevict.policy.rows import AppendedRows
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
 PACKAGE = Path(kvevict.__file__).parent
+SKIPPED = "__init__.py", "__pycache__"
 ENGINE, SEEN = PACKAGE / "engine", PACKAGE / "policy/seen"
 
 
 def test_the_tree():
-    """Every file of the engine has one line in the tree, in its room, with a comment."""
+    """Every file of the engine has one line in the tree, in its room if it has one, with a comment."""
     (tree,) = re.findall(r"^engine/\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    files, room = [], None
+    files, room = [], ""
     for name, comment in (line.split(maxsplit=1) for line in tree.splitlines()):
         assert comment
         if name.endswith("/") and name != "quantities/":
             room = name
         else:
             files.append(room + name.rstrip("/"))
-    there = [path for path in ENGINE.glob("*/*") if path.name not in ("__init__.py", "__pycache__")]
+    there = [path for path in [*ENGINE.glob("*.py"), *ENGINE.glob("*/*")] if path.name not in SKIPPED]
     assert sorted(files) == sorted(path.relative_to(ENGINE).as_posix() for path in there)
 
 

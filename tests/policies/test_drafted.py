@@ -11,6 +11,7 @@ from policy_cases import VOCAB, compare, model, ours, tokens
 
 import kvevict
 from kvevict.engine.hook.installed import plan_of
+from kvevict.engine.methods.draft import Drafting
 from kvevict.patch import is_patched
 from kvevict.policy.building import build
 from kvevict.policy.policy import Policy
@@ -176,9 +177,7 @@ def test_an_interrupted_draft_is_told(monkeypatch):
     ids, cache = tokens([[45]], 0)[0][0][None], tiny.transformers.DynamicCache(config=model().config)
     with kvevict.evicting(model(), "laq", budget=16), torch.no_grad():
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(
-                kvevict.engine.methods.draft, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
-            )
+            patched.setattr(Drafting, "_write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
             model()(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="half read"):
             model()(ids, past_key_values=cache)

@@ -17,7 +17,8 @@ from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens, truth
 import kvevict
 from kvevict import ROWS, SCORES
 from kvevict.engine.measure.quantities import quantity
-from kvevict.engine.read import evict
+from kvevict.engine.read.choosers import Deciding, measured
+from kvevict.engine.read.layer import LayerCall
 from kvevict.policy.building import build
 from kvevict.policy.inputs import need
 from kvevict.policy.refinements import REFINEMENTS
@@ -135,9 +136,9 @@ def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
 def cuts(monkeypatch, made, check, rows=5):
     """Calls check(call, a [H, R, n + 1], v [Hkv, n + 1, d], n) for every layer of a read, just before it evicts: the
     last rows' attention and the values, in float64; the last column is a sink's share, with a value of 0."""
-    choose, seen = kvevict.engine.read.evict.choose, []
+    choose, seen = Deciding._chosen, []
 
-    def watch(call, score, slots, *more):
+    def watch(self, call, *more):
         layer, kv, q, attention, values = call.layer, call.slots.kv, call.rows.q, [], []
         scale, softcap, sinks = (kv.options[x] for x in ("scale", "softcap", "sinks"))
         group = q.shape[1] // call.slots.n.shape[1]
@@ -151,9 +152,9 @@ def cuts(monkeypatch, made, check, rows=5):
             values.append(torch.cat([value, torch.zeros_like(value[:1])]))
         check(call, torch.stack(attention), torch.stack(values), n)
         seen.append(int(layer.len.max()))
-        return choose(call, score, slots, *more)
+        return choose(self, call, *more)
 
-    monkeypatch.setattr(kvevict.engine.read.evict, "choose", watch)
+    monkeypatch.setattr(Deciding, "_chosen", watch)
     with kvevict.evicting(made, "snapkv", budget=9, window=rows, chunk_size=14), torch.no_grad():
         made(tokens([[40]], 1)[0][0][None], use_cache=True)
     assert max(seen) == 9 and min(seen) == 0  # with slots from before, and without
@@ -161,8 +162,9 @@ def cuts(monkeypatch, made, check, rows=5):
 
 def measured_by(call, rows):
     """needs -> the layer's quantities, by the last `rows` rows of its chunk."""
-    own = replace(call, known=dict(observation=call.rows.chunk(rows)))
-    return partial(evict.measured, own)
+    own = replace(call, known={})
+    own.observation = call.rows.chunk(rows)
+    return partial(measured, own)
 
 
 def scored(score, call, measure):
@@ -234,13 +236,13 @@ def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     policy, chosen = "snapkv", dict(window=4, reduce="max", pool="none", decode=True, interval=1, **CHUNKED)
     rows = [[29, *[1] * 9], [20, *[1] * 9]]
     want = ours(model(), policy, rows, 3, **chosen)
-    decoded = evict._decoded
+    decoded = LayerCall._decoded
 
     def one_by_one(call):
         (part,) = decoded(call).parts
         return Observation((replace(part, until=call.step.positions[:, -1:]),))
 
-    monkeypatch.setattr(evict, "_decoded", one_by_one)
+    monkeypatch.setattr(LayerCall, "_decoded", one_by_one)
     got = ours(model(), policy, rows, 3, **chosen)
     assert [[x[1] for x in call] for call in got] == [[x[1] for x in call] for call in want]
 

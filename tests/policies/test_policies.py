@@ -8,7 +8,7 @@ import torch
 from caches import kept
 from policy_cases import BUDGET, CHUNK, POLICIES, alone_and_batched, compare, model, options, ours, tokens
 
-from kvevict.engine.read import evict
+from kvevict.engine.read import choosers
 from kvevict.policy.selections import Selection
 
 LENGTHS = [1, CHUNK, CHUNK + 1, BUDGET, BUDGET + 1, 2 * CHUNK, 40, 61]
@@ -236,7 +236,7 @@ def test_two_runs_are_bitwise_equal(name):
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_part_of_a_class_of_the_user(asked, monkeypatch):
     """A subclass that changes no method goes H2O's short way, and one that does is asked; both keep the same."""
-    dropped, drop = [], evict.drop
+    dropped, drop = [], choosers.drop
 
     class Own(Selection):
         if asked:
@@ -244,7 +244,7 @@ def test_a_part_of_a_class_of_the_user(asked, monkeypatch):
             def rank(self, slots, score):
                 return super().rank(slots, score)
 
-    monkeypatch.setattr(evict, "drop", lambda *cut: dropped.append(drop(*cut)) or dropped[-1])
+    monkeypatch.setattr(choosers, "drop", lambda *cut: dropped.append(drop(*cut)) or dropped[-1])
     policy, chosen = options("h2o", budget=BUDGET, chunk_size=CHUNK, decode=True, interval=1)
     want, got = (ours(model(), policy, [[30, *[1] * 9]], 3, **chosen, select=x) for x in ("token", Own()))
     assert dropped == [True] * 36 + [not asked] * 36  # of 4 layers and 9 tokens

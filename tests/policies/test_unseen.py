@@ -8,9 +8,9 @@ import torch
 import zoo
 
 import kvevict
+from kvevict.engine.measure.unseen import attend, observe
 from kvevict.engine.memory.ranks import Ranks
 from kvevict.engine.read.step import Step
-from kvevict.engine.read.unseen import attend, observe
 from kvevict.ops import _ops
 from kvevict.policy.rows import AppendedRows
 from kvevict.policy.seen.slots import Heads, Slots

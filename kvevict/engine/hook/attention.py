@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...context import context, current
 from ...models import compat, families
+from ..measure import unseen
 from ..memory.layer import fit
-from ..read import unseen
 from ..read.layer import LayerCall, attend, decide
 from ..read.step import paused
 

@@ -189,8 +189,9 @@ def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> 
     call = OuterCall(self, kwargs.get("attention_mask"), wanted)
     with within(outer=call, few_rows=few_rows.has_few(self, ids, kwargs.get("inputs_embeds"))):
         output = run(*args, **kwargs)
-    if call.spans is not None:
-        call.spans.settle()
+    spans, call.spans = call.spans, None  # no cycle keeps the cache's memory
+    if spans is not None:
+        spans.settle()
     return output
 
 
@@ -242,6 +243,8 @@ def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     arguments.packing.unpack(spans.output)
     if arguments.top is None:
         spans.settle()
+    else:
+        arguments.outer.spans = spans  # settled once the model's call has ended
     return arguments, spans.output
 
 

@@ -3,13 +3,14 @@
 A quantity that needs one gets it after the `Slots` and the `Observation`; only the inputs that are named are made.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...models import families
-from ...policy.inputs import as_needs
+from ...policy.inputs import Need, as_needs
 from ...policy.registry import Registry
 from . import gates, moments, projection
 from .rope import Rope
@@ -17,9 +18,10 @@ from .rope import Rope
 INPUTS = Registry("input of a quantity", listed=True)
 
 
-def given(at: Any, needs: Any) -> list:
-    """The values of names and `Need`s at a kvevict.engine.read.layer.LayerCall."""
-    return [INPUTS[each.name](at, **dict(each.options)) for each in as_needs(needs)]
+def given(at: Any, quantities: Iterable[Any]) -> dict[Need, Any]:
+    """The inputs that quantities need, at a kvevict.engine.read.layer.LayerCall."""
+    needs = dict.fromkeys(each for quantity in quantities for each in as_needs(quantity.needs))
+    return {each: INPUTS[each.name](at, **dict(each.options)) for each in needs}
 
 
 def rope_of(step: Any, module: Any) -> Rope:

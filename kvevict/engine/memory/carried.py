@@ -3,7 +3,7 @@
 They are fp32 [B, Hkv, C], or None where no slot has a number. A slot without one has NaN: it was stored since, by a
 chunk without observing rows, while decoding, or as a candidate. Columns past a head's end are NaN, and C is at most the
 fullest head's slot count; missing columns count as NaN. So a layer may store slots and leave its numbers as they are.
-Every removal or move of slots ends in `of_layer`, or in `evict.kept` with NaN. A file has all columns (`wide`).
+Every removal or move of slots ends in `of_layer`, or in `kept` with NaN. A file has all columns (`wide`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def join(carry: str, new: torch.Tensor, carried: torch.Tensor | None) -> torch.T
     if carry == "none":
         return None
     return new if carried is None else JOIN[carry](new, wide(carried, new.shape[-1]))
+
+
+def kept(x: torch.Tensor, index: torch.Tensor, fill: float = 0) -> torch.Tensor:
+    """Take x [B, Hkv, C] at the slots index [B, Hkv, K]; `fill` where the index is -1."""
+    return x.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0).long()).masked_fill(index < 0, fill)
 
 
 def of_layer(numbers: torch.Tensor | None, layer: EvictionLayer) -> torch.Tensor | None:

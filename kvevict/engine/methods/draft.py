@@ -4,8 +4,9 @@ writes a few tokens, and the rows of these tokens then observe."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,11 @@ from ...policy.run import Run
 from ..memory.cache import EvictionCache
 from ..memory.meter import Meter
 from ..memory.storage import Storage
-from ..read import evict
-from ..read.choosers import Chooser
+from ..read.choosers import Chooser, choose
 from ..read.layer import LayerCall
 from ..read.plan import Plan
 from ..read.step import Step
 from .residual import Errors
-
-if TYPE_CHECKING:
-    from ..read.spans import Spans
 
 FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
@@ -49,10 +46,15 @@ class _Noting(Chooser):
 
 
 class Drafting(Chooser):
-    """Layers wait until tokens were drafted; then `chooser` sees them in order."""
+    """Layers wait until tokens were drafted; then `chooser` sees them in order.
 
-    def __init__(self, chooser: Chooser) -> None:
-        self.chooser, self.errors, self.calls = chooser, chooser.errors, []
+    arguments   the call's `kvevict.engine.hook.arguments.Arguments`
+    run         the decoder's original forward
+    """
+
+    def __init__(self, chooser: Chooser, arguments: Any, run: Callable[..., Any]) -> None:
+        self.chooser, self.errors, self.arguments, self.run = chooser, chooser.errors, arguments, run
+        self.calls: list[LayerCall] = []
 
     held = property(lambda self: len(self.calls))
 
@@ -60,9 +62,9 @@ class Drafting(Chooser):
         """Wait, holding only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
-    def end(self, spans: Spans, step: Step, hidden: torch.Tensor) -> None:
+    def end(self, step: Step, hidden: torch.Tensor) -> None:
         calls, self.calls = self.calls, []
-        noting = self._drafted(spans, step, hidden, calls)
+        noting = self._drafted(step, hidden, calls)
         while calls:
             call = calls.pop(0)
             rows = zip(*noting.rows.pop(call.index), strict=True)
@@ -70,7 +72,7 @@ class Drafting(Chooser):
             with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(call)
 
-    def _drafted(self, spans: Spans, step: Step, hidden: torch.Tensor, calls: list) -> _Noting:
+    def _drafted(self, step: Step, hidden: torch.Tensor, calls: list) -> _Noting:
         """What noted the rows of tokens that are drafted over an evicted fork of the cache."""
         meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
@@ -81,30 +83,27 @@ class Drafting(Chooser):
                 with call.layer.storage.here():
                     cuts[call.index] = _cut(call, plan, n_d)
             cache = step.cache.with_storages(cuts)
-            _write(spans, step, hidden, plan, cache, noting, n_d)
+            self._write(step, hidden, plan, cache, noting)
             meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
             meter.watch(calls[0].new[0], calls[0].tokens, len(calls))
             del meter.live["draft"]
         return noting
 
-
-def _write(
-    spans: Spans, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting, n_d: int
-) -> None:
-    """Draft n_d tokens greedily over `cache`."""
-    arguments, unseen = spans.arguments, Meter()
-    logits, at = head(arguments.top), step.positions[:, : step.columns][:, -1:]
-    for number in range(1, n_d + 1):
-        ids, at = logits(hidden).argmax(-1), at + 1
-        final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
-        mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
-        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
-        one = Step(
-            plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
-            first=torch.zeros_like(step.first), inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
-        )  # fmt: skip
-        with within(pause=None, few_rows=few_rows.has_few(step.decoder, ids, None)):
-            hidden = one.through(spans.run).last_hidden_state
+    def _write(self, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting) -> None:
+        """Draft tokens greedily over `cache`."""
+        arguments, unseen = self.arguments, Meter()
+        logits, at = head(arguments.top), step.positions[:, : step.columns][:, -1:]
+        for number in range(1, step.plan.policy.rows.n_d + 1):
+            ids, at = logits(hidden).argmax(-1), at + 1
+            final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
+            mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
+            one = Step(
+                plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
+                first=0 * step.first, inputs=inputs | {CACHE: cache}, chooser=noting, final_position=final,
+            )  # fmt: skip
+            with within(pause=None, few_rows=few_rows.has_few(step.decoder, ids, None)):
+                hidden = one.through(self.run).last_hidden_state
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
@@ -117,6 +116,6 @@ def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
     alive = first.slots.alive
     slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
     slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
-    choice = evict.choose(first, evict.ranked(first, evict.numbers(first).score), slots)
+    choice = choose(first, slots)
     storage = call.layer.storage.gathered()
     return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

@@ -1,8 +1,6 @@
 """Recall's second choice: an answer's first tokens attend to the slots of all tokens, and then their rows, and the
 prompt's last ones, choose among these (`Policy.recall_after`, METHODS section 13)."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -11,8 +9,7 @@ from ...policy.seen.rows import Observation, Observers
 from ..memory import archive, host
 from ..memory.awaited import Awaited
 from ..memory.layer import EvictionLayer
-from . import evict
-from .choosers import Chooser
+from .choosers import Chooser, choose, store
 from .layer import LayerCall
 from .plan import Plan
 from .step import Step
@@ -36,8 +33,8 @@ class Asking(Chooser):
         self.asked.append((call.layer, slots.protected, slots.bounds, skip, rows.q, rows.out, rows.lse))
         self.chooser.layer(call)
 
-    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
-        self.chooser.end(spans, step, hidden)
+    def end(self, step: Step, hidden: torch.Tensor) -> None:
+        self.chooser.end(step, hidden)
 
     def put_aside(self, plan: Plan) -> None:
         for layer, *rest in self.asked:
@@ -58,14 +55,17 @@ class Answered(Chooser):
         self.calls.append(call)
         return False
 
-    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
+    def end(self, step: Step, hidden: torch.Tensor) -> None:
         sequence = step.cache.sequence
         assert sequence.since is not None
         sequence.since = since = np.where(sequence.since < 0, -1, sequence.since + 1)
         if since[since >= 0].min() < step.plan.policy.answered:
             return
         if (since < 0).any():
-            raise ValueError("other rows of the cache have chosen their slots: let kvevict.Batch step through it")
+            raise ValueError(
+                "some rows of the cache have chosen their slots, and others are about to: write the answers with "
+                "kvevict.answer, or step through the rows apart with kvevict.answering.batch.Batch"
+            )
         floor = sequence.floor  # no token of the answer is lost, so all of them may be taken back
         away = [call.layer for call in self.calls if call.layer.awaited.chosen is None]
         for layer in away:
@@ -101,5 +101,5 @@ def _choose(call: LayerCall, since: np.ndarray) -> None:
         slots = np.minimum(awaited.slots + since * plan.kv_heads, alive)
         if (slots < alive).any():
             rows = Observers(awaited.q, awaited.skip, call.rows.end, True, awaited.lse, awaited.out)
-            call.known["observation"] = Observation((rows,))
-            evict.store(call, evict.choose(call, evict.ranked(call, evict.numbers(call).score), slots))
+            call.observation = Observation((rows,))
+            store(call, choose(call, slots))

@@ -1,5 +1,6 @@
-"""Choosers carry out the eviction of a call's slots. A call has one chooser, and it sees the layers in order. The
-chooser for drafting is in draft.py."""
+"""Choosers carry out the eviction of a call's slots: they hand a layer's values to the stages of `kvevict.engine.cut`,
+and store what these choose. A call has one chooser, and it sees the layers in order. The chooser for drafting is in
+draft.py, those of an answer that attends to all slots are in answering.py."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -8,11 +9,15 @@ import numpy as np
 import torch
 
 from ...ops import _ops
+from ...policy.inputs import as_needs
+from ..cut import Choice, Numbers, by_sums, chosen, cut, joined, of_layers, protected, ranked, scored, taken
 from ..measure import quantities
+from ..measure.inputs import given
 from ..memory import archive
-from ..memory.carried import join, of_layer
+from ..memory.carried import join, kept, of_layer
 from ..methods import propagate
-from . import evict
+from ..methods.residual import Errors
+from .decisions import Cut
 from .layer import LayerCall
 from .schedule import observes
 from .step import Step
@@ -21,7 +26,7 @@ from .step import Step
 class Chooser:
     """Keeps all slots (assisted decoding's candidates may be taken back)."""
 
-    errors: Any = None  # the kvevict.engine.methods.residual.Errors that the call measures
+    errors: Errors | None = None  # that the call measures
     onward: propagate.Onward | None = None  # tokens of the call that upper layers read
     held = 0  # number of waiting layers with new slots
     looks = True  # at slots, after a decoded token: they are to lie in one place
@@ -33,10 +38,10 @@ class Chooser:
     def layer(self, call: LayerCall) -> None:
         """The end of one layer's attention."""
         of_tokens = call.step.plan.of_tokens is not None
-        evict.store(call, carried=evict.numbers(call).carried if of_tokens else call.layer.carry)
+        store(call, carried=numbers(call).carried if of_tokens else call.layer.carry)
 
-    def end(self, spans: Any, step: Step, hidden: torch.Tensor) -> None:
-        """The end of a span of `kvevict.engine.read.spans.Spans`. hidden: [B, 1, E] of its last row."""
+    def end(self, step: Step, hidden: torch.Tensor) -> None:
+        """The end of a step. hidden: [B, 1, E] of its last row."""
 
 
 class Pending(NamedTuple):
@@ -44,16 +49,16 @@ class Pending(NamedTuple):
 
     call: LayerCall
     carried: torch.Tensor | None
-    ranked: torch.Tensor | None  # None: another layer chooses
+    ranks: torch.Tensor | None  # `cut.ranked`; None: another layer chooses
 
 
 class Deciding(Chooser):
     """Carries out `kvevict.engine.read.decisions.Decisions`."""
 
-    def __init__(self, decisions: Any, errors: Any = None) -> None:
+    def __init__(self, decisions: Any, errors: Errors | None = None) -> None:
         self.decisions, self.errors = decisions, errors
         self.pending: dict = {}  # layer's number -> Pending
-        self.choices: dict = {}  # layer's number -> its evict.Choice; None: it kept everything
+        self.choices: dict[int, Choice | None] = {}  # by a layer's number; None: it kept everything
 
     @property
     def held(self) -> int:  # type: ignore[override]  # the base class has a constant
@@ -73,7 +78,7 @@ class Deciding(Chooser):
             if slots is None:
                 layer.carry = of_layer(sums, layer)
                 return False
-            if call.index not in step.plan.last_reader and evict.drop(call, slots, sums):
+            if call.index not in step.plan.last_reader and drop(call, slots, sums):
                 return False
         return slots is not None or (policy.carry == "sum" and observing)
 
@@ -97,7 +102,7 @@ class Deciding(Chooser):
             memory[call.index] = call.step.rows.accumulate(call.rows, memory.get(call.index))
             call.layer.memory = quantities.remembered(call.step.plan.needed, call.rows, call.layer.memory)
         if self.decisions.asks:
-            asked = policy.layers.preference(call.slots, *evict.measured(call, policy.layers.needs))
+            asked = policy.layers.preference(call.slots, *measured(call, policy.layers.needs))
             self.decisions.ask(order, asked.cpu().numpy())
         decision = self.decisions.at(order, call.slots.alive)
         narrows = propagate.due(call)
@@ -105,52 +110,119 @@ class Deciding(Chooser):
         score: Any = None
         carried = None if observed else call.layer.carry
         if decision.scores or narrows or carries or self.errors is not None:
-            carried, score = evict.numbers(call)
+            carried, score = numbers(call)
         if self.errors is not None:
             self.errors.note_scores(call, score)
         if narrows:
             self.onward = propagate.choose(call, score)
         for watcher in call.step.watchers:
             watcher.read(call, score)
-        waits = all(cut.layer != order for cut in decision.cuts)
-        self.pending[order] = Pending(
-            call.waiting() if waits else call, carried, evict.ranked(call, score) if decision.scores else None
-        )
+        waits = all(each.layer != order for each in decision.cuts)
+        with call.step.meter.clock("score"):
+            ranks = ranked(policy, call.slots, score, order) if decision.scores else None
+        self.pending[order] = Pending(call.waiting() if waits else call, carried, ranks)
         keep = self._pool(decision.cuts) if decision.pooled else {}
-        for cut in decision.cuts:
-            with self.pending[cut.layer].call.layer.storage.here():
-                self._carry_out(cut, keep.get(cut.layer))
+        for each in decision.cuts:
+            with self.pending[each.layer].call.layer.storage.here():
+                self._carry_out(each, keep.get(each.layer))
 
     def _pool(self, cuts: tuple) -> dict:
         """Number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""
-        waiting = [self.pending[cut.layer] for cut in cuts]
-        first = waiting[0].call
-        policy, device = first.policy, first.slots.device
-        slots = sum(np.minimum(cut.slots, each.call.slots.alive) for cut, each in zip(cuts, waiting, strict=True))
+        waiting = [self.pending[each.layer] for each in cuts]
+        first, layers, ranks = waiting[0].call, [each.call.slots for each in waiting], [each.ranks for each in waiting]
+        slots = sum(np.minimum(each.slots, one.alive) for each, one in zip(cuts, layers, strict=True))
         with first.step.meter.clock("select"):
-            layers = [each.call.slots.all_ranks(policy.shared) for each in waiting]
-            scores = [
-                each.call.slots.heads.gather(each.ranked, whole.columns)
-                for each, whole in zip(waiting, layers, strict=True)
-            ]
-            keep = policy.layers.keep(layers, scores, _ops.upload(slots, device))
-            keep = [evict.within(*each, self.decisions.bar) for each in zip(keep, layers, scores, strict=True)]
-        return {cut.layer: each for cut, each in zip(cuts, keep, strict=True)}
+            keep = of_layers(first.policy, layers, ranks, slots, self.decisions.bar)
+        return {each.layer: one for each, one in zip(cuts, keep, strict=True)}
 
-    def _carry_out(self, cut: Any, keep: Any = None) -> None:
-        """Store or cut a layer. After a cut that is not final it stays pending, with its survivors' `ranked` scores."""
-        call, carried, ranked = self.pending.pop(cut.layer)
-        if keep is not None:
-            with call.step.meter.clock("select"):
-                self.choices[cut.layer] = evict.take(call, ranked, keep.to(call.slots.device))
-        elif cut.by == cut.layer:
-            slots: Any = None if cut.slots is None else np.minimum(cut.slots, call.slots.alive)
-            bar = self.decisions.bar
-            cuts = slots is not None and (bar is not None or (slots < call.slots.alive).any())
-            self.choices[cut.layer] = evict.choose(call, ranked, slots, cut.final, bar) if cuts else None
-        choice = self.choices[cut.by]
+    def _carry_out(self, decided: Cut, keep: torch.Tensor | None = None) -> None:
+        """Store or cut a layer. After a cut that is not final it stays pending, with its survivors' rank values."""
+        call, carried, ranks = self.pending.pop(decided.layer)
+        if decided.by == decided.layer:
+            self.choices[decided.layer] = self._chosen(call, ranks, decided, keep)
+        choice = self.choices[decided.by]
         if choice is not None or call.columns or carried is not None or call.step.decoding:
-            evict.store(call, choice, carried)
-        if not cut.final:
-            ranked = ranked if choice is None else evict.kept(ranked, choice.index)
-            self.pending[cut.layer] = Pending(call.stored(), None, ranked)
+            store(call, choice, carried)
+        if not decided.final:
+            ranks = ranks if choice is None else kept(ranks, choice.index)
+            self.pending[decided.layer] = Pending(call.stored(), None, ranks)
+
+    def _chosen(self, call: LayerCall, ranks: torch.Tensor, decided: Cut, keep: torch.Tensor | None) -> Choice | None:
+        """The slots that stay of a layer that chooses for itself; None: all. keep: how many of each head, if known."""
+        policy, slots, most, bar = call.policy, call.slots, decided.slots, self.decisions.bar
+        with call.step.meter.clock("select"):
+            if keep is not None:
+                return taken(policy, slots, ranks, keep.to(slots.device), measured(call, policy.refine.picks_by))
+            if most is None or (bar is None and (most >= slots.alive).all()):
+                return None
+            picks = measured(call, policy.refine.picks_by)
+            return chosen(policy, slots, ranks, most, picks, order=decided.layer, bar=bar, final=decided.final)
+
+
+def numbers(call: LayerCall) -> Numbers:
+    """The policy's score of the alive slots, joined with the stored slots' carried numbers (METHODS section 9)."""
+    policy, chunk = call.policy, call.step.chunk
+    with call.step.meter.clock("score"):
+        score = scored(policy, call.slots, measured(call, policy.score.needs), call.rows.q.shape[1])
+        if chunk is not None and chunk.again is not None:
+            parts, index = call.step.read.numbers, call.index  # the largest over the parts so far; NaN: none yet
+            score = parts[index] = torch.fmax(parts[index], score) if index in parts else score
+            if not chunk.last:
+                return Numbers(call.layer.carry, score)
+            del parts[index]
+        return joined(policy, call.slots, score, call.layer.carry, measured(call, policy.score.factors))
+
+
+def measured(call: LayerCall, needs: Any) -> list:
+    """The quantities that a part of the policy needs, each measured once."""
+    wanted = [quantities.quantity(each) for each in as_needs(needs) if each not in call.known]
+    observation = call.observation if any(each.observes for each in wanted) else None
+    return quantities.measured(needs, call.slots, observation, given(call, wanted), call.known)
+
+
+def choose(call: LayerCall, slots: np.ndarray) -> Choice:
+    """The whole cut to slots [B] of a layer for which no other waits, and which waits for none."""
+    carried, inputs = call.layer.carry, given(call, call.step.plan.needed)
+    return cut(call.policy, call.slots, call.observation, slots, order=call.order, carried=carried, given=inputs)
+
+
+def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor | None = None) -> None:
+    """Put the surviving slots into the layer: those of a `Choice`, or all."""
+    layer, slots = call.layer, call.slots
+    if choice is not None:
+        for watcher in call.step.watchers:
+            watcher.cut(call, choice)
+    with call.step.meter.clock("compact"):
+        if choice is not None:
+            index = choice.index.to(slots.device)  # another layer may have chosen, on its device
+            layer.keep(index, choice.keep, *call.to_store, slots.pos, slots.kv.first)
+            layer.prompt = slots.prompt  # the prompt was kept
+            slots.heads.ranks.note(layer, choice.all_ranks)
+            carried = None if carried is None else kept(carried, index, torch.nan)
+        elif call.columns:
+            layer.append(*call.to_store, slots.pos, slots.kv.first, call.padding)
+        layer.carry = of_layer(carried, layer)
+        if call.policy.recall and call.columns:
+            read = call.step.read
+            expected = 0 if read is None else np.array(read.seen)[:, None]
+            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, call.padding, expected=expected)
+    if not call.step.decoding:
+        call.step.meter.live[call.index] = layer.live_bytes()
+
+
+def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
+    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a chooser's
+    way but sooner. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
+    step, layer, policy = call.step, call.layer, call.policy
+    counts = layer.counts
+    keep = by_sums(policy, counts, slots) if step.plan.ranks.size == 1 else None
+    if keep is None:
+        return False
+    with step.meter.clock("evict"):
+        first, last = protected(policy, step.rows, call.order, call.rows, counts.max(1))
+        wanted = _ops.upload(keep, sums.device, torch.int32)
+        index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
+        layer.keep(index, keep)
+        level = keep.min() == keep.max()  # the index has no -1
+        layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
+    return True

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...policy.inputs import Policy
-from ...policy.rows import Rows
-from ...policy.seen.rows import LayerRows, rolled
+from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
 from ...policy.seen.slots import KV, Bounds, Heads, Slots
-from ...policy.selections import Selection
+from ..cut import completed, protected
+from ..measure import unseen
 from ..measure.inputs import given, rope_of
 from ..memory import archive
 from ..memory.carried import carry_newest
 from ..memory.stored import Later
-from . import unseen
 from .schedule import observes
 
 
@@ -45,7 +43,6 @@ class LayerCall:
     layer = property(lambda self: self.step.cache.layers[self.module.layer_idx])  # the EvictionLayer
     policy = property(lambda self: self.step.plan.policy)
     order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # its number among those that evict
-    select = property(lambda self: self.policy.selection(self.order))  # how it selects
 
     @cached_property
     def columns(self) -> int:
@@ -73,7 +70,7 @@ class LayerCall:
     def slots(self) -> Slots:
         """Its slots, the new ones included."""
         observers, counts = self.step.rows, self.step.plan.ranks.counts(self.layer) + self.tokens[:, None]
-        ends = protected(self.policy, observers, self.select, self.rows, counts.max(1))
+        ends = protected(self.policy, observers, self.order, self.rows, counts.max(1))
         return self.slots_of(counts, ends, observers.bounds(self.rows))
 
     def slots_of(self, counts: np.ndarray, ends: tuple, bounds: Bounds) -> Slots:
@@ -84,6 +81,29 @@ class LayerCall:
         prompt = layer.prompt if step.decoding and self.policy.keep_prompt else None
         kv, stored = KV(held, k, v, first, self.options), layer.storage.gathered()
         return Slots(self.index, heads, counts, ends, pos, stored, kv, prompt, bounds)
+
+    @cached_property
+    def observation(self) -> Observation:
+        """The rows that observe its slots, with their outputs if those are wanted."""
+        step = self.step
+        seen = self._decoded() if step.decoding else step.rows.observe(self.rows, step.read.memory.get(self.index))
+        if self.columns < self.rows.columns:  # the rows' own slots are stored already
+            seen = Observation(tuple(replace(part, stop=part.stop.clamp_max(self.columns)) for part in seen.parts))
+        return completed(seen, self.slots, step.plan.wants_outputs)
+
+    def _decoded(self) -> Observation:
+        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
+        rows, none = self.rows, 0 * self.rows.first
+        if self.policy.rows.newest or self.policy.carry == "sum":
+            return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, self.probs),))
+        q: Any = self.layer.decode_queries
+        out = None
+        if q.shape[3] > rows.q.shape[3]:
+            q, out = q.split(rows.q.shape[3], 3)
+            out = out.transpose(1, 2)
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may be gone
+        until = self.step.positions[:, -1:] if gone else None
+        return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
 
     def waiting(self) -> LayerCall:
         """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
@@ -193,7 +213,7 @@ def _is_due(call: LayerCall) -> bool:
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
             archive.append(layer, *call.new, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
-            carry_newest(layer, plan.of_tokens.tokens(*given(call, plan.of_tokens.needs)))
+            carry_newest(layer, plan.of_tokens.tokens(*given(call, [plan.of_tokens]).values()))
         return step.chooser is not None and step.chooser.takes(call)
     step.meter.watch(call.new[0], call.tokens, 1 + step.chooser.held)
     step.meter.weigh(call.index, layer.storage if layer.archive is None else layer.archive, *call.to_store)
@@ -207,23 +227,3 @@ def _choose(call: LayerCall) -> None:
     with call.step.meter.clock("evict"):
         call.step.chooser.layer(call)
     storage.coming = None
-
-
-def protected(
-    policy: Policy, observers: Rows, select: Selection, rows: LayerRows, sizes: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B], which is on the
-    host. observers: the `Rows` that observe."""
-    first, *lasts = *policy.score.protect(rows), observers.protect(rows), select.unfinished(rows)
-    least, spared = policy.keep_first, policy.spared
-    if {type(first), *map(type, lasts)} == {int}:
-        before = np.minimum(max(first, least), sizes)
-        return rows.upload(before), rows.upload(np.minimum(max(*lasts, spared), sizes - before))
-    sizes = rows.upload(sizes)
-    first, *lasts = (
-        end.to(sizes.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(sizes, end)
-        for end in (first, *lasts)
-    )
-    first = torch.minimum(first.clamp_min(least), sizes)
-    last = torch.stack(lasts).amax(0).clamp_min(spared)
-    return first.contiguous(), torch.minimum(last, sizes - first).contiguous()

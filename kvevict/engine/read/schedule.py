@@ -1,4 +1,4 @@
-"""The chunks that a prompt is read in: `Sequence` runs them, and `kvevict plan` prices them. Free of torch."""
+"""The chunks that a prompt is read in: `Spans` reads them, and `kvevict plan` prices them. Free of torch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

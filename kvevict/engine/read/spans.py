@@ -1,24 +1,33 @@
-"""The loop around the text decoder. A prompt goes through it chunk by chunk, each as [chunk | appended rows]. Tokens
-after a prompt are one span."""
+"""The loop around the text decoder: the tokens of one call, span by span. A prompt is read chunk by chunk, each as
+[chunk | appended rows], and after each the slots are chosen; tokens after a prompt are one span."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...models import rotary
+from ... import cautions
+from ...context import context
 from ..memory import archive, host
 from ..memory.meter import Meter
+from ..memory.storage import ROOM
+from ..methods import propagate
+from ..methods.draft import Drafting
+from ..methods.residual import Errors
 from ..record import replay
-from . import budgets
-from .answering import Answered
+from . import budgets, schedule
+from .answering import Answered, Asking
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
-from .prompt import Prompt
-from .step import Read, Step
+from .plan import Plan
+from .step import Read, Step, span
+
+OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
 
 
 class Spans:
@@ -38,27 +47,17 @@ class Spans:
 
     def steps(self) -> Iterator[Step]:
         """Step through the call; yields each step once it is done."""
-        hidden, wanted = [], self.arguments.wanted
-        for step in self.spans():
-            output = self.step(step)
+        arguments, hidden, wanted = self.arguments, [], self.arguments.wanted
+        candidates = arguments.rolls_back and wanted == arguments.tokens  # that crop() may take back
+        follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
+        for step in self._following() if follows else self._prompt():
+            output = self._through(step)
             hidden.append(output.last_hidden_state)
             while wanted and sum(h.shape[1] for h in hidden[1:]) >= wanted:  # 0: all rows are wanted
                 hidden.pop(0)
             yield step
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self.output = output
-
-    def spans(self) -> Iterator[Step]:
-        """The steps of the call, one after the other: each is to be done before the next is asked for."""
-        arguments = self.arguments
-        candidates = arguments.rolls_back and arguments.wanted == arguments.tokens  # that crop() may take back
-        follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
-        return self._following() if follows else Prompt(self).steps()
-
-    def begin(self) -> None:
-        """Mark the cache as half read: from here on it changes, until `settle`."""
-        self.cache.sequence.half_read, self.cache.sequence.thread = True, threading.get_ident()
-        self.arguments.outer.spans = self
 
     def settle(self) -> None:
         """End the model's call: note the rows' next positions; the cache is whole again."""
@@ -71,16 +70,20 @@ class Spans:
             after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
             sequence.next_position = after if before is None else torch.maximum(before, after)
         sequence.half_read = False
-        arguments.outer.spans = None  # no cycle keeps the cache's memory
 
-    def step(self, step: Step) -> Any:
+    def _begin(self) -> None:
+        """Mark the cache as half read: from here on it changes, until `settle`."""
+        sequence = self.cache.sequence
+        sequence.half_read, sequence.thread = True, threading.get_ident()
+
+    def _through(self, step: Step) -> Any:
         """The decoder's output for a step."""
         compiled = step.decoding and self.plan.run.compiled
         output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
         if step.chooser is not None:
-            step.chooser.end(self, step, output.last_hidden_state[:, -1:])
+            step.chooser.end(step, output.last_hidden_state[:, -1:])
         if self.policy.decode or not step.decoding:
             host.wait()  # between steps the host may read and move what was archived
         return output
@@ -88,58 +91,182 @@ class Spans:
     def _following(self) -> Iterator[Step]:
         """The one step of tokens after a prompt: a decoded token, or tokens that are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
-        decodes = arguments.tokens == 1
+        sequence, decodes = self.cache.sequence, arguments.tokens == 1
         chooser: Chooser | None = Chooser()
         if decodes and arguments.padding.any():
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
-        self.begin()
-        answers = decodes and self.cache.sequence.awaits and not arguments.rolls_back
-        answers = answers and self.cache.sequence.policy == policy  # the prompt's
+        self._begin()
+        answers = decodes and sequence.awaits and not arguments.rolls_back
+        answers = answers and sequence.policy == policy  # the prompt's
         if not answers:
-            archive.settle(self.cache.sequence, self.layers)
-        if not decodes or (policy.decode and self.cache.sequence.policy is not policy):  # slots may be evicted
-            archive.begin(self.cache.sequence, self.layers, policy.recall, plan.run)
+            archive.settle(sequence, layers)
+        if not decodes or (policy.decode and sequence.policy is not policy):  # slots may be evicted
+            archive.begin(sequence, layers, policy.recall, plan.run)
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
-        self.note_prompts()
+        note_prompts(plan, layers)
         if decodes and (policy.decode or policy.carry == "sum"):
             chooser = Deciding(while_decoding(policy, len(layers), plan.kv_heads, self._most))
         elif decodes:
             chooser = Answered() if answers else None
-        yield self.span(0, arguments.tokens, self.cache.meter or Meter(), chooser)
-
-    def note_prompts(self) -> None:
-        """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
-        for layer in self.layers if self.policy.keep_prompt else ():
-            if layer.prompt is None and layer.counts is not None:
-                layer.prompt = self.plan.ranks.counts(layer).copy()
+        yield span(self.arguments, 0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
     def _most(self, order: int) -> np.ndarray:
         """[B] slots over all heads that a layer is cut to while decoding."""
         layer = self.layers[order]
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
-    def span(
-        self, start: int, end: int, meter: Meter, chooser: Any, read: Read | None = None, chunk: Any = None,
-        ahead: int = 0,
-    ) -> Step:  # fmt: skip
-        """The `Step` of columns start .. end-1, with the rows that are appended to a chunk."""
-        arguments, extra = self.arguments, None
-        if chunk is not None and chunk.appended:
-            extra = read.rows.rows_for(chunk, arguments, read)
-        positions = arguments.positions()[:, start:end]
-        if extra is not None:
-            after = extra.positions
-            if after is None:
-                after = positions[:, -1:] + 1 + torch.arange(chunk.appended, device=arguments.device)
-            positions = torch.cat([positions, after], 1)
-        rows, positions = positions.shape[1], positions.to(torch.int32).contiguous()
-        inputs = arguments.inputs(start, end, extra)
-        inputs["position_ids"] = arguments.places.chunk(start, end, positions.long())
-        final = int(arguments.positions().max()) if rotary.rope_depends_on_length(arguments.decoder) else None
-        return Step(
-            plan=self.plan, decoder=arguments.decoder, cache=self.cache, meter=meter, positions=positions,
-            padding=np.clip(arguments.padding - start, 0, rows), inputs=inputs, read=read, chunk=chunk,
-            first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
-            final_position=final,
-        )  # fmt: skip
+    def _prompt(self) -> Iterator[Step]:
+        """The steps of a prompt's chunks, and of the tokens after them."""
+        held = zip(self.plan.order, self.layers, strict=True)
+        meter = Meter((index, layer.chosen.live_bytes()) for index, layer in held)
+        with meter.clock("read"):
+            prompt = Prompt(self.arguments, self.run, meter)
+            self._begin()
+            prompt.begin()
+            for chunk, ahead, chooser in prompt.chunks():
+                yield span(self.arguments, chunk.start, chunk.end, meter, chooser, prompt.read, chunk, ahead)
+        with meter.clock("read"):  # the report waits for a GPU to have done the rest
+            prompt.report()
+        if prompt.drafted:  # not of the prompt, nor of its report
+            yield span(self.arguments, prompt.columns, self.arguments.tokens, meter, Chooser())
+        prompt.end(chooser)
+
+
+class Prompt:
+    """A call's prompt of `columns` columns: its chunks, the chooser of each, and the report. The `drafted` tokens after
+    it are candidates, which may be taken back. Raises ValueError if the prompt cannot be read."""
+
+    def __init__(self, arguments: Any, run: Any, meter: Meter) -> None:
+        self.arguments, self.run, self.meter, self.policy = arguments, run, meter, arguments.plan.policy
+        self.plan, self.cache, self.layers = plan, cache, layers = arguments.plan, arguments.cache, arguments.layers
+        policy, wanted = plan.policy, arguments.wanted
+        self.drafted = wanted - 1 if arguments.rolls_back and wanted > 1 else 0
+        self.columns = prompt = arguments.tokens - self.drafted
+        tokens = np.maximum(prompt - arguments.padding, 0)
+        seen = (tokens if cache.sequence.seen is None else tokens + cache.sequence.seen).tolist()
+        evicts = schedule.evicts(policy, seen)
+        self.narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
+        if question := context().question or plan.question:
+            rows = question.rows(arguments, prompt)
+        self.parts = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
+        self._check(len(self.parts) + bool(self.drafted) + (self.parts[-1].appended > 0))
+        budgets.check_groups(policy, cache, layers, plan.ranks)
+        scores = arguments.top is not None and wanted != 1 and arguments.tokens > 1  # a text, not a prompt
+        if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(self.parts) == 1):
+            cautions.of_scores(prompt)
+        cautions.of_prompt(policy, cache, arguments.decoder.config, seen)
+        planned = budgets.Budgets(policy, self.narrow, plan.kv_heads, seen)
+        self.read = Read(prompt, tokens, rows, planned, watchers=arguments.watchers)
+        with meter.clock("draft") if rows.n_d else contextlib.nullcontext():
+            self.read = replace(self.read, prepared=rows.prepare(arguments, self.read))
+
+    def begin(self) -> None:
+        """Prepare the cache, which changes from here on."""
+        policy, read = self.policy, self.read
+        archive.begin(self.cache.sequence, self.layers, policy.recall, self.plan.run)
+        self.cache.sequence.policy = policy
+        most = schedule.read(policy, self.narrow, np.array([part.rows for part in self.parts])).sum(1).tolist()
+        for order, layer in enumerate(self.layers):
+            layer.decode_queries = None  # the queries' slots are no longer the last ones
+            if policy.schedule == "prompt" and len(self.parts) > 1 and not (policy.recall and read.evicts):
+                layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
+        note_prompts(self.plan, self.layers)
+        self.prompts = [layer.prompt for layer in self.layers]
+
+    def chunks(self) -> Iterator[tuple[schedule.Chunk, int, Chooser]]:
+        """(a chunk, the rows of the prompt after it, its chooser); each is to be read before the next is asked for."""
+        plan, policy, read = self.plan, self.policy, self.read
+        ahead = sum(each.rows + each.appended for each in self.parts)
+        going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
+        asks = policy.answered and context().asks and not self.arguments.rolls_back  # an answer's tokens choose, too
+        for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
+            if (chunk.last or policy.schedule == "prompt") and not going_on.any():
+                archive.recall_all(self.layers, self.meter, policy.schedule == "prompt" and read.evicts)
+                read.budgets.recall()
+            chooser, ahead = self._chooser(chunk), ahead - chunk.rows - chunk.appended
+            if asks and chunk.last and not going_on.any() and read.budgets.cuts.any():
+                chooser = Asking(chooser)
+            yield chunk, ahead, chooser
+            self._set_budgets()
+            if chooser.errors is not None:
+                read.budgets.note(chooser.errors.layers(plan, self.arguments.device).cpu().numpy())
+            for watcher in read.watchers:
+                watcher.chunk(self.cache)
+        for layer, before in zip(self.layers, self.prompts, strict=True):
+            layer.prompt, held = None, plan.ranks.counts(layer).copy()
+            if policy.keep_prompt:
+                layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
+
+    def report(self) -> None:
+        """Write the report of the chunks."""
+        own = [index in self.plan.order for index in range(len(self.cache.layers))]
+        self.meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], self.plan.run.kv)
+        for watcher in self.read.watchers:
+            self.meter.report |= watcher.report(len(self.read.seen), own)
+
+    def end(self, chooser: Chooser) -> None:
+        """End the reading, once all tokens are read. chooser: the last chunk's."""
+        self.cache.meter = self.meter
+        self.plan.keep(self.meter)
+        if isinstance(chooser, Asking):
+            chooser.put_aside(self.plan)
+            self.cache.sequence.since = 0 * self.read.tokens
+        if context().learns:
+            self.read.budgets.learn()
+
+    def _check(self, calls: int) -> None:
+        """Raise ValueError if the prompt cannot be read in `calls` calls: an argument cannot be split, outputs of every
+        token are asked for, or rows that layers after `tsp` do not read."""
+        arguments, prompt = self.arguments, self.columns
+        flags = [flag for flag in OF_EVERY_TOKEN if arguments.asks(flag)]
+        if flags and arguments.packing.place is not None:
+            raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
+        longest = min(self.policy.chunk_size or prompt, prompt - int(arguments.padding.min()))
+        propagate.check(self.plan, longest, arguments.wanted - self.drafted, flags)
+        name = arguments.given.unsplittable() if calls > 1 else None
+        if name is not None:
+            raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
+        if calls > 1 and flags:
+            raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
+
+    def _chooser(self, chunk: schedule.Chunk) -> Chooser:
+        """The chooser of a chunk. The layers get the decided budgets."""
+        policy, planned, stored = self.policy, self.read.budgets, self._stored()
+        tokens = chunk.end - np.clip(self.arguments.padding, chunk.start, chunk.end)
+        observed = (tokens if chunk.again is None else self.read.tokens) > 0
+        observed &= ~self._decoded(stored.sum(0))
+        decisions = planned.decide(chunk, tokens, stored, observed)
+        self._set_budgets()
+        cuts = planned.cuts.any()
+        chooser = Deciding(decisions, Errors(policy.layers.residual) if cuts and policy.layers.measures else None)
+        drafts = chunk.last and cuts and policy.rows.needs_full_prompt
+        return Drafting(chooser, self.arguments, self.run) if drafts else chooser
+
+    def _stored(self) -> np.ndarray:
+        """[layers, B] slots over all heads."""
+        none, counts = 0 * self.read.tokens, self.plan.ranks.counts
+        return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
+
+    def _decoded(self, stored: np.ndarray) -> np.ndarray:
+        """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
+        decoded beside a row with more tokens."""
+        policy, read = self.policy, self.read
+        seen, each = np.array(read.seen), self.plan.kv_heads * len(self.layers)
+        budget = np.array([policy.slots(n) for n in read.seen]) * each
+        if policy.keep_prompt:
+            budget = budget + sum(0 if prompt is None else prompt.sum(1) for prompt in self.prompts)
+        due = schedule.overfull(policy, stored + each, budget, each)
+        return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
+
+    def _set_budgets(self) -> None:
+        if self.read.budgets.budgets is not None:
+            for layer, slots in zip(self.layers, self.read.budgets.budgets, strict=True):
+                layer.budget = slots
+
+
+def note_prompts(plan: Plan, layers: list) -> None:
+    """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
+    for layer in layers if plan.policy.keep_prompt else ():
+        if layer.prompt is None and layer.counts is not None:
+            layer.prompt = plan.ranks.counts(layer).copy()

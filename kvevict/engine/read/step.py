@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from ...context import enter
+from ...models import rotary
 from ...policy.rows import AppendedRows, Rows
-from ...policy.seen.rows import CallRows
+from ...policy.seen.rows import CallRows, Chunk
 from ..memory.meter import Meter
 from ..memory.storage import ROOM, ROOM_TO_REPLAY
 from . import schedule
@@ -45,7 +46,7 @@ class OuterCall:
     model: Any
     mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens with logits; 0: all
-    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call in it
+    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call in it, to be settled
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,3 +143,30 @@ class Step(CallRows):
             return True
         looks = self.chooser is not None and self.chooser.looks
         return self.decoding and (looks or not layer.decodes_after_prefix or layer.storage.far)
+
+
+def span(
+    arguments: Any, start: int, end: int, meter: Meter, chooser: Any, read: Read | None = None,
+    chunk: Chunk | None = None, ahead: int = 0,
+) -> Step:  # fmt: skip
+    """The `Step` of columns start .. end-1 of a call, by its `kvevict.engine.hook.arguments.Arguments`, with the rows
+    that are appended to a chunk."""
+    extra = None
+    if read is not None and chunk is not None and chunk.appended:
+        extra = read.rows.rows_for(chunk, arguments, read)
+    positions = arguments.positions()[:, start:end]
+    if extra is not None:
+        after = extra.positions
+        if after is None:
+            after = positions[:, -1:] + 1 + torch.arange(chunk.appended, device=arguments.device)
+        positions = torch.cat([positions, after], 1)
+    rows, positions = positions.shape[1], positions.to(torch.int32).contiguous()
+    inputs = arguments.inputs(start, end, extra)
+    inputs["position_ids"] = arguments.places.chunk(start, end, positions.long())
+    final = int(arguments.positions().max()) if rotary.rope_depends_on_length(arguments.decoder) else None
+    return Step(
+        plan=arguments.plan, decoder=arguments.decoder, cache=arguments.cache, meter=meter, positions=positions,
+        padding=np.clip(arguments.padding - start, 0, rows), inputs=inputs, read=read, chunk=chunk,
+        first=(arguments.first - start).clamp(0, rows).to(torch.int32), chooser=chooser, extra=extra, ahead=ahead,
+        final_position=final,
+    )  # fmt: skip

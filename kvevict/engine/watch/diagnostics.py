@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...ops import _ops
-from ..read.evict import Choice
+from ..cut import Choice
 from ..read.layer import LayerCall
 from .watcher import Watcher
 
@@ -72,7 +72,7 @@ class Diagnostics(Watcher):
 
     @torch.no_grad()
     def cut(self, call: LayerCall, choice: Choice) -> None:
-        """Add a layer's losses by a `kvevict.engine.read.evict.Choice`."""
+        """Add a layer's losses by a `kvevict.engine.cut.Choice`."""
         slots, step = call.slots, call.step
         losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
         with step.meter.clock("diagnose"):

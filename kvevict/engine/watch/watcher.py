@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from ..cut import Choice
 from ..memory.cache import EvictionCache
-from ..read.evict import Choice
 from ..read.layer import LayerCall
 
 
@@ -19,7 +19,7 @@ class Watcher:
         pooled nor refined; None if they were not scored."""
 
     def cut(self, call: LayerCall, choice: Choice) -> None:
-        """A layer is about to lose slots, by a `kvevict.engine.read.evict.Choice`."""
+        """A layer is about to lose slots, by a `kvevict.engine.cut.Choice`."""
 
     def chunk(self, cache: EvictionCache) -> None:
         """A chunk was read, and all of its layers have chosen."""

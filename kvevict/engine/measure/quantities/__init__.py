@@ -5,14 +5,14 @@ quantities it needs. Only these are computed, each once per layer and cut.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import LayerRows, Observers, Policy, Slots, as_needs
+from ....policy.inputs import LayerRows, Need, Observation, Observers, Policy, Slots, as_needs
 from ....policy.registry import Registry, load_folder
 from .. import per_row
 from ..inputs import INPUTS
@@ -98,6 +98,28 @@ def rotates(policy: Policy, rope_depends_on_length: bool) -> bool:
             "model's rotary frequencies change with the prompt's length (longrope, dynamic): take another score"
         )
     return found
+
+
+def measured(
+    needs: Any, slots: Slots, observation: Observation | None, given: Mapping[Need, Any], known: dict[Need, Any]
+) -> list[Any]:
+    """The quantities that a part of a policy needs. Those that are not `known` yet are measured and added to it.
+
+    given: by `Need` the inputs that quantities need beside `Slots` and `Observation`. Raises ValueError without one.
+    """
+    for need in as_needs(needs):
+        if need not in known:
+            wanted = quantity(need)
+            if wanted.observes and observation is None:
+                raise ValueError(f"quantity {need.name!r} is measured by rows that observe: give an Observation")
+            for each in as_needs(wanted.needs):
+                if each not in given:
+                    raise ValueError(
+                        f"quantity {need.name!r} needs the input {each.name!r}: pass it in `given`, by {each}"
+                    )
+            inputs = [given[each] for each in as_needs(wanted.needs)]
+            known[need] = wanted.measure(slots, observation, *inputs)
+    return [known[need] for need in as_needs(needs)]
 
 
 def remembered(needed: Any, rows: LayerRows, memory: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import torch
 from ...ops import _ops
 from ...policy.seen.rows import Observers
 from ...policy.seen.slots import Slots
-from .step import Step
 
 
 def attend(
-    step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: Any, longest: int, options: dict[str, Any]
+    step: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: Any, longest: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, T, H, D], lse [B, H, T]) of the rows of a step. Its appended rows do not see its `unseen` positions.
 
+    step     a `kvevict.engine.read.step.Step`
     q        [B, H, T, D], with k and v [B, heads, S, D] the call's rows; held: the stored slots, with their positions
     longest  stored slots of the fullest head
     options  scale, softcap, sinks of attention

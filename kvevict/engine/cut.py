@@ -1,0 +1,262 @@
+"""The cut of a layer on one screen: score the alive slots, pool and refine the scores, select the best. Values go in
+and come out: no call, step or layer. The engine takes the stages of `cut` one by one (read/choosers.py), since a layer
+may wait for others between them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..ops import _ops
+from ..policy.heads import HEADS, above
+from ..policy.heads.equal import Equal, shares
+from ..policy.inputs import LayerRows, Need, Observation, Observers, Policy, Slots
+from ..policy.parts import returned
+from ..policy.rows import Rows
+from ..policy.scores import Score
+from ..policy.selections import Selection
+from .measure import unseen
+from .measure.quantities import measured, of_policy
+from .memory.carried import join, kept
+
+
+class Numbers(NamedTuple):
+    """Numbers of a layer's slots."""
+
+    carried: torch.Tensor | None  # [B, Hkv, C] stored with the slots until the next cut; None: nothing
+    score: torch.Tensor  # [B, Hkv, C], or as `scored` returns it
+
+
+class Choice(NamedTuple):
+    """The surviving slots of a layer."""
+
+    index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending; a tuple has a method of that name
+    keep: np.ndarray  # [B, Hkv] slot count of each head, on the host
+    all_ranks: np.ndarray  # the same of all ranks' heads
+    carried: torch.Tensor | None = None  # [B, Hkv, K] numbers that the survivors carry; set by `cut`
+
+
+def cut(
+    policy: Policy,
+    slots: Slots,
+    observation: Observation | None,
+    keep: np.ndarray,
+    *,
+    order: int = 0,
+    carried: torch.Tensor | None = None,
+    given: Mapping[Need, Any] | None = None,
+    bar: np.ndarray | None = None,
+) -> Choice:
+    """Choose the slots of a layer that stay: keep[b] of batch row b over all heads, or all where it has fewer.
+
+    observation   the rows that observe; None for a policy without (streaming, knorm)
+    order         the layer's number among those that evict: a policy may select otherwise in some
+    carried       fp32 [B, Hkv, *] numbers that stored slots carry (`Choice.carried` of the cut before), NaN for none
+    given         what quantities need besides slots and rows, by `Need` (measure/inputs.py)
+    bar           [B] the least score of a slot that stays; None: the policy has no threshold
+    """
+    outputs = any(each.outputs for each in of_policy(policy))
+    seen = None if observation is None else completed(observation, slots, outputs)
+    measure = partial(measured, slots=slots, observation=seen, given=given or {}, known={})
+    query_heads = 1 if seen is None else seen.parts[0].q.shape[1]
+    score = scored(policy, slots, measure(policy.score.needs), query_heads)
+    carried, score = joined(policy, slots, score, carried, measure(policy.score.factors))
+    ranks = ranked(policy, slots, score, order)
+    choice = chosen(policy, slots, ranks, keep, measure(policy.refine.picks_by), order=order, bar=bar)
+    return choice if carried is None else choice._replace(carried=kept(carried, choice.index, torch.nan))
+
+
+# -- score ------------------------------------------------------------------------------------------------------------
+
+
+def completed(observation: Observation, slots: Slots, outputs: bool) -> Observation:
+    """The observers with lse over the slots that they see here, and with their attention outputs if those are wanted.
+    Observers that have both are left as they are."""
+    return Observation(tuple(_completed(part, slots, outputs) for part in observation.parts))
+
+
+def _completed(part: Observers, slots: Slots, outputs: bool) -> Observers:
+    kv = slots.kv
+    if part.unseen is not None:
+        out, lse = unseen.observe(part, slots)
+    elif part.own is not None:
+        k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), part.own, strict=True))
+        out, lse = _ops.attend(part.q, kv.stored, k, v, kv.first, **kv.options)
+    elif part.out is not None or not outputs:
+        return part
+    else:
+        out, lse = _ops.attend(part.q, kv.stored, kv.k, kv.v, kv.first, stop=part.stop.to(torch.int32), **kv.options)
+    return replace(part, out=out, lse=lse)
+
+
+def scored(policy: Policy, slots: Slots, quantities: list, query_heads: int) -> torch.Tensor:
+    """The policy's score of the alive slots: [B, Hkv, C], [B, 1, C] of a score shared by all heads, [B, query_heads, C]
+    of one per query head."""
+    heads = query_heads if policy.score.per_query_head else 1
+    return returned("score", policy.score, policy.score.score(slots, *quantities), slots.shape, (heads,))
+
+
+def joined(policy: Policy, slots: Slots, score: torch.Tensor, carried: torch.Tensor | None, factors: list) -> Numbers:
+    """Join the score with the `carried` numbers of the stored slots (METHODS section 9). factors: what numbers are
+    multiplied by to rank slots, and do not carry."""
+    if policy.carry != "none":  # of each head, even where the score is one for all
+        score = score.expand(-1, slots.n.shape[1], -1)
+    carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # None only until it is built
+    score = score if carried is None else carried
+    for factor in factors:
+        score = score * factor
+    return Numbers(carried, score)
+
+
+# -- pool and refine --------------------------------------------------------------------------------------------------
+
+
+def ranked(policy: Policy, slots: Slots, score: torch.Tensor, order: int = 0) -> torch.Tensor:
+    """Rank values [B, Hkv, C]: scores that are pooled, refined and, if the policy selects runs, of runs. Slots in
+    `bounds.kept` are +inf, slots beyond `bounds.limited` -inf."""
+    refine, select = policy.refine, policy.selection(order)
+    pooled = returned("score", policy.score, policy.score.pooled(slots, score), slots.shape, (1,))
+    if refine.refines:  # protected slots take part, by their plain scores
+        pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
+    score = returned("refine", refine, refine.refine(slots, pooled), slots.shape, (1,))
+    score = score.expand(-1, slots.n.shape[1], -1)
+    if select.shared:
+        heads, every = slots.heads.ranks, slots.all_ranks(policy.shared)
+        ranks = returned("select", select, select.rank(every, heads.gather(score)), every.shape)
+        ranks = heads.mine(ranks).contiguous()
+    else:
+        ranks = returned("select", select, select.rank(slots, score), slots.shape).contiguous()
+    if slots.bounds.limited is not None:
+        ranks = ranks.masked_fill(slots.beyond(ranks), -torch.inf)
+    return ranks if slots.bounds.kept is None else ranks.masked_fill(slots.between, torch.inf)
+
+
+# -- select -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(
+    policy: Policy,
+    slots: Slots,
+    ranks: torch.Tensor,
+    keep: np.ndarray,
+    picks: list,
+    *,
+    order: int = 0,
+    bar: np.ndarray | None = None,
+    final: bool = True,
+) -> Choice:
+    """Choose the best keep[b] slots by `ranked` values, dropping any below bar[b]. With final=False keep a few spare,
+    so that a later, smaller choice equals one made from all slots. picks: quantities that the refinement picks by."""
+    heads, select, keep = policy.heads, policy.selection(order), np.minimum(keep, slots.alive)
+    counts = _equal(policy, slots, select, keep) if bar is None else None
+    if counts is not None:
+        return taken(policy, slots, ranks, _ops.upload(counts, slots.device, torch.int32), picks, counts)
+    whole, wanted = slots.all_ranks(policy.shared), _ops.upload(keep, slots.device)
+    every = slots.heads.gather(ranks, whole.columns) if heads.ragged or select.spares else ranks
+    if final:
+        each = heads.keep(whole, every, wanted, select.run)
+        each = returned("heads", heads, each, whole.n.shape, dtype=torch.int32)
+        each = _within(select.trim_to_runs(whole, every, each), whole, every, bar)
+    else:
+        each = heads.reserve(whole, every, wanted, select.run)
+    counts, least = np.array(torch.stack([each, whole.least]).tolist())  # the host waits for the device once
+    _check(policy, counts, least, whole, keep if final else whole.alive)
+    return taken(policy, slots, ranks, each, picks, counts)
+
+
+def taken(
+    policy: Policy, slots: Slots, ranks: torch.Tensor, keep: torch.Tensor, picks: list, counts: np.ndarray | None = None
+) -> Choice:
+    """The best slots of each head by `ranked` values, keep [B, heads of all ranks] of them; counts: keep on the host,
+    if known there."""
+    heads = slots.heads.ranks
+    counts = np.array(keep.tolist()) if counts is None else counts
+    keep, mine = heads.mine(keep).contiguous(), heads.mine(counts)
+    if policy.refine.picks:
+        ranks = policy.refine.pick(slots, ranks, keep, *picks).contiguous()
+    (first, last), n, shape = slots.protected, slots.n, slots.n.shape
+    if slots.prompt is not None:  # heads differ in their first slots: each becomes a batch row
+        ranks, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (ranks, n, keep))
+        first, last = slots.first.flatten(), last.repeat_interleave(shape[1])
+    index = _ops.select(ranks, n, keep, first, last, int(mine.max()))
+    return Choice(index.view(*shape, -1), mine, counts)
+
+
+def of_layers(
+    policy: Policy, layers: list[Slots], ranks: list[torch.Tensor], keep: np.ndarray, bar: np.ndarray | None = None
+) -> list[torch.Tensor]:
+    """Slots [B, heads of all ranks] of each layer's heads, keep[b] over all layers, by one ranking of all slots."""
+    whole = [slots.all_ranks(policy.shared) for slots in layers]
+    every = [slots.heads.gather(each, one.columns) for slots, each, one in zip(layers, ranks, whole, strict=True)]
+    split = policy.layers.keep(whole, every, _ops.upload(keep, layers[0].device))
+    return [_within(*each, bar) for each in zip(split, whole, every, strict=True)]
+
+
+def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray | None:
+    """Slots of each head [B, Hkv], if keep[b] of a layer's counts [B, Hkv] stay and every head just drops its smallest
+    carried numbers, regardless of other heads, so that the carried numbers are `ranked` values; None: `cut` has to say.
+    """
+    apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and not policy.keep_prompt
+    equal = _inherits(policy.heads, Equal.keep) and _inherits(policy.select, Selection.rank, Selection.trim_to_runs)
+    plain = _inherits(policy.score, Score.pooled) and not policy.score.factors and not policy.refine.refines
+    if not (apart and equal and plain) or policy.select.shared or policy.select_by_layer:
+        return None
+    each = shares(keep, np.arange(counts.shape[1]))
+    return None if (each > counts).any() else each
+
+
+def protected(
+    policy: Policy, observers: Rows, order: int, rows: LayerRows, sizes: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B], which is on the
+    host. observers: the `Rows` that observe."""
+    first, *lasts = *policy.score.protect(rows), observers.protect(rows), policy.selection(order).unfinished(rows)
+    least, spared = policy.keep_first, policy.spared
+    if {type(first), *map(type, lasts)} == {int}:
+        before = np.minimum(max(first, least), sizes)
+        return rows.upload(before), rows.upload(np.minimum(max(*lasts, spared), sizes - before))
+    most = rows.upload(sizes)
+    first, *lasts = (
+        end.to(most.device, torch.int32) if isinstance(end, torch.Tensor) else torch.full_like(most, end)
+        for end in (first, *lasts)
+    )
+    first = torch.minimum(first.clamp_min(least), most)
+    last = torch.stack(lasts).amax(0).clamp_min(spared)
+    return first.contiguous(), torch.minimum(last, most - first).contiguous()
+
+
+def _check(policy: Policy, counts: np.ndarray, least: np.ndarray, slots: Slots, most: np.ndarray) -> None:
+    """Raise ValueError unless a head budget keeps counts [B, Hkv] slots, the `least` protected ones or more, and of a
+    row the `most` [B] or fewer, unless more are protected."""
+    bad = ((counts < least) | (counts > slots.all_counts)).any(1) | (counts.sum(1) > np.maximum(most, least.sum(1)))
+    if bad.any():
+        b = int(bad.argmax())
+        raise ValueError(
+            f"head budget {HEADS.name_or_class(policy.heads)} keeps {counts[b].tolist()} slots of a layer's heads: "
+            f"return at least {least[b].tolist()}, at most {slots.all_counts[b].tolist()}, and a sum of {most[b]}"
+        )
+
+
+def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) -> np.ndarray | None:
+    """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
+    equal = _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(select, Selection.trim_to_runs)
+    if not equal or slots.prompt is not None:
+        return None
+    counts = slots.all_counts
+    each = shares(keep, np.arange(counts.shape[1]))
+    return each if ((np.minimum(counts, policy.protected) <= each) & (each <= counts)).all() else None
+
+
+def _within(keep: torch.Tensor, slots: Slots, ranks: torch.Tensor, bar: np.ndarray | None) -> torch.Tensor:
+    """Limit keep [B, Hkv] to the slots that reach the bar [B] of a threshold; bar None: no threshold."""
+    if bar is None:
+        return keep
+    return torch.minimum(keep, above(slots, ranks, _ops.upload(bar, slots.device, torch.float32)).to(keep.device))
+
+
+def _inherits(part: Any, *methods: Any) -> bool:
+    """True if a part of a policy has these methods of a base class, whose results are known without a call."""
+    return all(getattr(type(part), method.__name__, None) is method for method in methods)
