@@ -187,7 +187,7 @@ class Pipeline:
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
-def _chosen(decoder: torch.nn.Module, policy: str | Policy | None, options: dict, tokens: int = 0) -> Chosen:
+def _chosen(decoder: torch.nn.Module, policy: str | Policy | Chosen | None, options: dict, tokens: int = 0) -> Chosen:
     """Return the policy that reads a text of `tokens` tokens: the named one, the patched model's if that recalls or is
     for questions that come later, or the default for such questions."""
     own = plan_of(decoder)
