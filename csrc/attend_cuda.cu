@@ -16,7 +16,7 @@ struct alignas(16) AttendRow {
   int seen, step, to; /* seen: of the split's columns; to: b * H + its head, or in a split its tile's first row */
 };
 
-/* Writes out and lse of a lane's rows. */
+/* Writes a lane's rows of out and lse. */
 template <class E, int D, int MT>
 static __device__ __forceinline__ void attend_finish(const kv_attend &a, const Attended<MT, D> &done,
                                                      const AttendRow *rows) {

@@ -6,11 +6,11 @@
  *   R    observing rows         C    columns of a score   K    columns of an index
  *
  * Slot order. A head's alive slots are [stored | new]: stored slot i has index i < len[b,h]; new key j
- * (first[b] <= j < stop[b], where an op has no stop it is S) has index len[b,h] + j - first[b]. New keys before
- * first[b] are left padding: no row sees them and they are never stored. n[b,h] is the number of alive slots.
+ * (first[b] <= j < stop[b]; an op without stop: j < S) has index len[b,h] + j - first[b]. New keys before first[b] are
+ * left padding: no row sees them and they are never stored. n[b,h] is the number of alive slots.
  *
- * Each pointer is to a row-major array of the shape after it and a multiple of its elements' size; `*_stride` are in
- * elements and the last dimension is contiguous. Logits are q.k * scale, then softcap * tanh(x / softcap) if softcap >
+ * A pointer's comment gives its array's shape. Arrays are row-major and aligned to their element size. `*_stride` count
+ * elements, and the last dimension is contiguous. Logits are q.k * scale, then softcap * tanh(x / softcap) if softcap >
  * 0. Sums are fp32 for every dtype. Pointers are not NULL unless their comment allows it. */
 #ifndef KVEVICT_H
 #define KVEVICT_H

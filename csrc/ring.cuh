@@ -191,7 +191,7 @@ struct RingHeads {
     add(s, at, v, c0);
   }
 
-  /* f(n, i) for a lane's numbers of logits or weights: s[n][i] is of head(i / 2) and key(n, i % 2). */
+  /* Calls f(n, i) for each logit or weight of a lane: s[n][i] is of head(i / 2) and key(n, i % 2). */
   template <class F>
   static __device__ __forceinline__ void each(F f) {
 #pragma unroll

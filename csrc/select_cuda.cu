@@ -1,6 +1,6 @@
-/* Which slots to keep on a GPU; the result is the CPU's, slot for slot. One block per head: three histograms of 11 bits
- * find the key of the last slot that is kept; then each warp counts the kept slots of its split and writes its
- * part of the index. Histograms are integer counts, equal in any order.
+/* Selects slots on a GPU. The index equals the CPU's, slot for slot. One block per head: three histograms of 11 bits
+ * find the sort key of the last kept slot. Then each warp counts its split's kept slots and writes its part of the
+ * index. Integer counts do not depend on the order of atomics.
  *
  * Shared memory: a histogram, and as many keys as fit. budget: regs 64, smem 90256 */
 #include "kvevict.h"

@@ -33,7 +33,7 @@
 #define KV_PROTOTYPE(op, with) kv_status KV_OP(op)(const kv_##op *a);
 KV_OPS(KV_PROTOTYPE, )
 
-/* A vector has VL floats; a register tile has MR rows x NV vectors: its accumulators leave NV + 2 registers free. */
+/* A vector has VL floats, a register tile MR rows x NV vectors. Its accumulators leave >= NV + 2 registers free. */
 #if defined(__AVX512F__)
 #define KV_VL 16
 #define KV_NV 4
@@ -100,7 +100,7 @@ KV_INLINE vf vf_of_f16(const void *x) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(x));
 #elif defined(__aarch64__)
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
-#else /* as kv_float_of_f16, but a product makes denormals normal */
+#else /* like kv_float_of_f16; a multiply rebiases denormals too */
   const vu u = vu_of_16bit(x), magnitude = (u & 0x7fff) << 13;
   const vu special = (vu)(magnitude >= 0x7c00u << 13) & 0x7f800000u;
   return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);

@@ -88,8 +88,8 @@ class Finder:
     def before(
         self, ids: list[int] | None, span: tuple[int, int], tokens: int, seen: int
     ) -> tuple[int, int, bool] | None:
-        """Return `Question.before` for a prompt of `tokens` tokens, after `seen` others: the question's span if it
-        stands before the text, else the last earlier place of its words. `ids` is None for embeddings."""
+        """Return `Question.before` for a prompt of `tokens` tokens after `seen` others: the span of a question before
+        the text; else the last earlier place of its words, or None. `ids` is None for embeddings."""
         start, stop = span
         if not in_last_part(span, tokens, seen):
             return start, stop, True

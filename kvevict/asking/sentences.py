@@ -42,7 +42,7 @@ def question_of(turn: str) -> str:
 
 
 def question_before(turn: str) -> str:
-    """Find the first question near a long turn's start, in a whole paragraph; "" if there is none."""
+    """Find the first question in whole paragraphs near a long turn's start; "" if there is none."""
     found = questions(turn.strip()[:NEAR].rpartition(PARAGRAPH)[0]) if len(turn.strip()) > NEAR else []
     return found[0] if found else ""
 

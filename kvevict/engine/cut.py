@@ -102,7 +102,7 @@ def scored(policy: Policy, slots: Slots, quantities: list, query_heads: int) -> 
 def joined(policy: Policy, slots: Slots, score: torch.Tensor, carried: torch.Tensor | None, factors: list) -> Numbers:
     """Join the score with the `carried` numbers of the stored slots (METHODS section 9). factors: what numbers are
     multiplied by to rank slots, and do not carry."""
-    if policy.carry != "none":  # of each head, even where the score is one for all
+    if policy.carry != "none":  # carry per head, even a score that all heads share
         score = score.expand(-1, slots.n.shape[1], -1)
     carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # None only until it is built
     score = score if carried is None else carried

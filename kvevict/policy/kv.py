@@ -41,12 +41,12 @@ def _steps_int4(rows: Tensor) -> Tensor:
 
 
 class RowKind(NamedTuple):
-    """How a row of numbers is stored. A kind is a number, an index of ROW_KINDS and a kv_kind of csrc/kvevict.h."""
+    """How a row of numbers is stored. Its index in ROW_KINDS is its kind, as in `kv_kind` of csrc/kvevict.h."""
 
     name: str
     bits: int | None  # of a number; None: the model's dtype, and no other field
     word: Any  # for it in cache files
-    wider: int  # the kind of keys whose error is too large in this one, and of rows that it does not hold
+    wider: int  # the kind to use instead for rows beyond `most`, and for keys with too large an error
     most: float  # norm of a row that it holds: no number of the rotated row, nor a scale, is larger
     numbers: Callable[[Tensor, int], Tensor]  # rows [n, *] and dim -> fp32 [n, dim], without the centre
     steps: Callable[[Tensor], Tensor]  # rows [.., d] -> fp32 [..] between two numbers that a packed row can hold

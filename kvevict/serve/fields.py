@@ -140,7 +140,7 @@ PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for p
 
 
 def known(path: str, body: dict[str, Any]) -> None:
-    """Raise Refused for a field of a body that is refused, that is not in the table, or that has a wrong value."""
+    """Raise Refused if a field of the body is not supported, is not in the table, or has a wrong value."""
     for name, value in body.items():
         if name not in PARTED[path]:
             _known(path, name, value)

@@ -33,7 +33,7 @@ class Policies:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
-        """Build a policy by its text; None: the server's. A policy that can recall does, unless its text says no."""
+        """Build the policy of `text`; None: the server's. Recall is on where possible, unless the text sets it."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv, compiled=self.records)

@@ -85,7 +85,7 @@ class Probabilities(LogitsProcessor):
         return scores
 
     def of(self, token: int) -> tuple[float, dict[int, float]]:
-        """Return a token's logarithm, and {token: logarithm} of the likeliest tokens."""
+        """Return a token's log-prob, and {token: log-prob} of the likeliest tokens."""
         logs, ids = self.logs.topk(self.top)
         return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))
 

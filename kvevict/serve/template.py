@@ -133,7 +133,7 @@ class Parser:
         return [call_of(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
 
     def _new(self, text: str) -> str:
-        """Cut the letters of the prompt from a text."""
+        """Cut the prompt's characters off a text."""
         new = text[self._given :]
         self._given = max(self._given - len(text), 0)
         return new

@@ -19,7 +19,7 @@ from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
 LETTERS, BYTES = 100, 240  # most letters of a name, most bytes of it as a file's
-SETTLED = 2  # seconds by which file systems may round a folder's time of change: two changes look like one
+SETTLED = 2  # seconds to which file systems may round a folder's mtime: two changes can then share it
 EVERY = 60  # seconds between looks at all folders: some file systems keep no time of change
 JOINERS = "\u200c\u200d"  # letters that words of many scripts have
 
@@ -70,7 +70,7 @@ class Texts:
         self.folder: Any = None if folder is None else Path(folder)
         self._known: dict = {}  # (owner, name) -> `_Known`
         self._looked: dict = {}  # owner -> (when its folder had changed, when it was looked at)
-        self._marks: set = set()  # marks of the texts that were here since the last `gone`
+        self._marks: set = set()  # marks of the texts known at or since the last `gone`
         self._lock = threading.RLock()  # held while these are read or changed
         self._troubles = Troubles()
         if self.folder is not None:

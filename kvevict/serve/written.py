@@ -8,7 +8,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .template import Form, Part, Token
 
-TIMES, LEAST, LONGEST = 4, 64, 256  # copies of a piece, least tokens of all copies, most tokens of one
+TIMES, LEAST, LONGEST = 4, 64, 256  # minimum copies, minimum tokens in all, maximum tokens per copy
 HALF = "\ufffd"  # the letter that a tokenizer gives for a part of a character
 BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # a letter of a byte-level vocabulary -> its byte
 BYTES |= {f"<0x{byte:02X}>": byte for byte in range(256)}  # sentencepiece writes bytes like this

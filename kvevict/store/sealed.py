@@ -93,7 +93,7 @@ def write(
 
 
 def _head(tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str]) -> bytes:
-    """What a safetensors file begins with. The data is aligned to 8 bytes."""
+    """Return a safetensors file's header. It aligns the data to 8 bytes."""
     facts: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():

@@ -79,7 +79,7 @@ class Arguments:
 
     @property
     def seen(self) -> list[int]:
-        """[B] tokens that the cache's rows have read before, without padding."""
+        """Number of tokens [B] that each row read before, without padding."""
         seen = self.cache.sequence.seen
         return [0] * self.batch if seen is None else seen.tolist()
 

@@ -82,7 +82,7 @@ class LatentLayer(EvictionLayer):
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any, columns: int = 0, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         stored = self.storage
-        at = (stored.offset + stored.before.len).flatten()  # the slots that were counted last
+        at = (stored.offset + stored.before.len).flatten()  # the decoded token's slots
         stored.k[at], stored.v[at] = k.flatten(0, 2).to(stored.k.dtype), v.flatten(0, 2).to(stored.v.dtype)
         stored.pos[at] = pos.expand(-1, stored.len.shape[1]).flatten()
         weights = up_projection(module)

@@ -73,7 +73,7 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
     number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # mode 0600
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(number, 0, size)  # a hole would end the process when it is written to a full disk
+            os.posix_fallocate(number, 0, size)  # a write to a hole on a full disk would raise SIGBUS
         else:
             os.truncate(number, size)
         with torch.inference_mode(False):

@@ -50,7 +50,7 @@ class Table:
         return len(storages) == len(self.storages) and all(map(is_, storages, self.storages))
 
     def take(self, storages: Items[Storage]) -> None:
-        """Hold the counts of these storages, which all have room."""
+        """Take over these storages' counts. Each must have room."""
         groups: dict[Any, list[Storage]] = {}
         for storage in storages:
             groups.setdefault((storage.device, *storage.counts.shape), []).append(storage)

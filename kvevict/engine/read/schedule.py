@@ -62,7 +62,7 @@ def follows(policy: Policy, order: int) -> bool:
 
 
 def observes(policy: Policy, order: int, layers: int) -> bool:
-    """True if the rows of an evicting layer observe: it chooses for itself, or its slots carry numbers."""
+    """True if an evicting layer's rows observe: the layer chooses slots, or its slots carry scores."""
     return not follows(policy, order) and (policy.carry != "none" or not waits(policy, order, layers))
 
 

@@ -89,7 +89,7 @@ class Spans:
         return output
 
     def _following(self) -> Iterator[Step]:
-        """The one step of tokens after a prompt: a decoded token, or tokens that are all stored."""
+        """Yield the step after a prompt: one decoded token, or candidates, which are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         sequence, decodes = self.cache.sequence, arguments.tokens == 1
         chooser: Chooser | None = Chooser()

@@ -63,7 +63,7 @@ class Layers:
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
         peak = self._carry_out(decisions, read)
         if chunk.last and self.planned.cuts.any() and policy.rows.needs_full_prompt:
-            # The chunk waits in every layer while the model drafts over a copy, cut to the budgets.
+            # All layers hold the chunk while the model drafts over a cache copy cut to the budgets.
             most = zip(stored, read, self._per_head(self.planned.targets), strict=True)
             copy = sum(min(n + rows, target) + policy.rows.n_d for n, rows, target in most)
             peak = self.sizes[0] * (sum(stored) + copy) + self.sizes[1] * sum(read)

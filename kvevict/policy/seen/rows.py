@@ -85,7 +85,7 @@ class CallRows:
 
     @cached_property
     def columns(self) -> int:
-        """Number of rows that a layer's cut stores. A decoded token's row is stored before it."""
+        """Rows that a layer's cut stores; 0 for a decoded token, which is stored earlier."""
         return 0 if self.decoding else self.positions.shape[1] - self.appended
 
 

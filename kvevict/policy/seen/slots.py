@@ -106,7 +106,7 @@ class Slots:
 
     @cached_property
     def padding(self) -> np.ndarray:
-        """`kv.first` on the host: int [B] columns of left padding. Like `n`, to be read before the slots are cut."""
+        """`kv.first` on the host: int [B] columns of left padding. Read it, and `n`, before the slots are cut."""
         return self.kv.k.shape[2] - (self.counts - self.stored.counts)[:, 0]
 
     @cached_property

@@ -126,7 +126,7 @@ class StoredResponses:
 
     @torch.no_grad()
     def of(self, pair: Pair) -> tuple:
-        """Return the pair's response, or the model's: at most `most` tokens, the end of sequence included."""
+        """Return the pair's response, or without one the model's: at most `most` tokens, EOS included."""
         if pair.response is not None:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]
