@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..context import context
@@ -78,4 +77,4 @@ def is_watched() -> bool:
     """Whether a mode of another library sees what this thread calls. One that chooses a device sees no products, and
     those of kvevict note operators."""
     modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
-    return any(type(mode) is not DeviceContext and not type(mode).__module__.startswith("kvevict.") for mode in modes)
+    return any(not type(mode).__module__.startswith(("kvevict.", "torch.utils._device")) for mode in modes)

@@ -29,7 +29,7 @@ from kvevict.lab.analysis.run import encode
 from kvevict.lab.analysis.shape import shape_of
 from kvevict.lab.evaluate.haystack import haystack
 from kvevict.lab.evaluate.results import Results, read
-from kvevict.lab.evaluate.tasks import Settings
+from kvevict.lab.evaluate.tasks import TaskSettings
 from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.checks import DEEPEST, PLENTY, parsed
@@ -455,7 +455,7 @@ def test_a_text_s_mark_names_its_encoding(encoding, tmp_path, monkeypatch):
     path.write_bytes(data)
     monkeypatch.setattr(sys, "stdin", Bytes(data))
     assert read_text(str(path)) == read_text("-") == want
-    assert haystack(Settings(None, 100, 1, haystack=str(path))).documents == [want]
+    assert haystack(TaskSettings(None, 100, 1, haystack=str(path))).documents == [want]
     ids = torch.cat(pieces(path, tiny.byte_tokenizer(), 20, 10**6, 300))
     assert ids.tolist() == tiny.byte_tokenizer()(want, add_special_tokens=False)["input_ids"]
     pair = json.dumps(dict(prompt=WRITTEN, response="y"), ensure_ascii=False)
@@ -463,6 +463,7 @@ def test_a_text_s_mark_names_its_encoding(encoding, tmp_path, monkeypatch):
     assert [*_entries(path)] == [(f"{path} line 2", dict(prompt=WRITTEN, response="y"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data, said", [
     (b"caf\xc3\xa9 \xe9\n", "byte 6 is not UTF-8"), (b"\xff\xfeab\0", "byte 4 is not UTF-16"),
     (b"\xff\xfe\0\0a\0\0\0\0\0\x11\0", "byte 8 is not UTF-32"), (b"\xef\xbb\xbfa\xff", "byte 4 is not UTF-8"),
@@ -476,7 +477,7 @@ def test_bytes_that_are_no_text(data, said, folder, tmp_path, monkeypatch, capsy
             read_text(name)
     assert said in command(capsys, *generate(folder)[:-1], "--file", path, "Who?")
     for each in (lambda: pieces(path, None, 20, 100, 300), lambda: [*_entries(path)],
-                 lambda: haystack(Settings(None, 100, 1, haystack=str(path)))):  # fmt: skip
+                 lambda: haystack(TaskSettings(None, 100, 1, haystack=str(path)))):  # fmt: skip
         with pytest.raises(ValueError, match=f"{path}: {said}"):
             each()
 

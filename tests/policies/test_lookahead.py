@@ -18,7 +18,7 @@ import kvevict
 from kvevict.lab.evaluate.ask import encode
 from kvevict.lab.evaluate.tasks import TaskSettings, find
 from kvevict.models.loading import load_model
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
 from kvevict.store import sealed
 from kvevict.train.lookahead import Adapter, load
 
@@ -276,7 +276,7 @@ def test_every_combination():
         options = {k: v for part in parts for k, v in part.items()}
         options |= dict(rows=kvevict.ROWS["lookahead"](made, probe=4), budget=9)
         try:
-            build("snapkv", **options)
+            choose("snapkv", **options)
         except ValueError as error:
             refused += 1
             assert str(error).count(": ") and "rows='lookahead'" in str(error)

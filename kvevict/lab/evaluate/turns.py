@@ -36,10 +36,11 @@ def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunS
     limit = context_of(find_decoder(model).config)
     if limit is not None and most > limit:
         raise ValueError(f"the turns of {asked[0].case.id} take up to {most} tokens, the model's context is {limit}")
-    policy = None if run == FULL else told(policy_for(run, len(context), (), asked[0].case.task, model), tokenizer)
+    chosen = None if run == FULL else policy_for(run, len(context), (), asked[0].case.task, model)
+    chosen = chosen and chosen._replace(policy=told(chosen.policy, tokenizer))
     cache, stop, new = DynamicCache(config=model.config), ends_of(model, tokenizer), head + context
     other = run.mode == "other"
-    with nullcontext() if policy is None else evicting(model, policy, tokenizer=tokenizer):
+    with nullcontext() if chosen is None else evicting(model, chosen, tokenizer=tokenizer):
         seconds = 0.0
         if other or run.mode == "later":
             start = now(model)
@@ -52,7 +53,7 @@ def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunS
                 start = now(model)
                 out = model(as_row(model, new), **{CACHE: here}, use_cache=True, logits_to_keep=1)
                 line: dict = dict(prompt_tokens=len(new), read_seconds=now(model) - start + seconds)
-                line |= measured_all(here) if policy is None else measured(model)
+                line |= measured_all(here) if chosen is None else measured(model)
                 start = now(model)
                 said = write(model, tokenizer, out.logits, here, [each])[0]
             text = tokenizer.decode(said, skip_special_tokens=True)
