@@ -137,7 +137,7 @@ def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
         return slots.as_prefix()
     centre = None if slots.centre is None else slots.centre.cpu()
     there = replace(slots, like=slots.like.cpu(), centre=centre, on_host=True)
-    return host.elsewhere(there, device, False, prefix=there)
+    return there.blank_on(device, False, prefix=there)
 
 
 def _part(tensors: dict, ranks: Any) -> dict:

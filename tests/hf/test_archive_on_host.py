@@ -14,9 +14,10 @@ from transformers import DynamicCache
 import kvevict
 from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.memory import archive, host
-from kvevict.engine.memory.archive import Apart
 from kvevict.engine.memory.joining import join
 from kvevict.engine.memory.layer import EvictionLayer
+from kvevict.engine.memory.rows import Apart
+from kvevict.engine.memory.storage import Storage
 from kvevict.engine.read.budgets import places
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.families import find_decoder
@@ -41,15 +42,15 @@ class Copies:
 
     def __init__(self, monkeypatch):
         self.made, self.most = [], 0
-        real = host.beside
+        real = Storage._copied
 
-        def beside(far, capacity):
-            copied = real(far, capacity)
-            self.made.append(weakref.ref(copied.k))
+        def copied(far, capacity):
+            coming = real(far, capacity)
+            self.made.append(weakref.ref(coming._slots.k))
             self.most = max(self.most, sum(each() is not None for each in self.made))
-            return copied
+            return coming
 
-        monkeypatch.setattr(host, "beside", beside)
+        monkeypatch.setattr(Storage, "_copied", copied)
 
 
 @pytest.fixture

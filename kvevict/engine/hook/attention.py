@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from ...context import context, current
 from ...models import compat, families
 from ..measure import unseen
+from ..memory import archive
 from ..memory.layer import fit
 from ..read.layer import LayerCall, attend, decide
 from ..read.step import paused
@@ -76,7 +77,7 @@ def _represent(
         if step.decoding:  # `Step.through` has counted the token in the others
             layer.tick()
     if archives:
-        layer.represent_archive(run.archive_kv, *seen)
+        archive.represent(layer, run.archive_kv, *seen)
 
 
 def _stored_form(layer: Any, *tensors: Any) -> list:

@@ -1,162 +1,95 @@
-"""The archive of a layer: the slots of all tokens read, for recall (docs/methods.md section 13). A `layer` is a
-`kvevict.engine.memory.layer.EvictionLayer`."""
+"""The archive of a layer, `EvictionLayer.archive`: the slots of all tokens read, for recall (docs/methods.md section
+13)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ...policy.kv import Kinds
 from ...policy.run import Run
 from . import host
 from .awaited import Awaited
+from .layer import EvictionLayer
 from .mapped import Files, is_folder
-from .storage import Storage, together
-from .stored import Stored
-
-if TYPE_CHECKING:
-    from .layer import EvictionLayer
-
-
-@dataclass
-class Apart:
-    """The archives of batch rows that decode together, one for each: rows join and leave without a copy of them. The
-    methods are those of a `Storage`, but nothing is expected of a row alone."""
-
-    each: list[Storage]
-
-    total_counts = property(lambda self: np.concatenate([one.total_counts for one in self.each]))
-    device = property(lambda self: self.each[0].device)
-    kinds = property(lambda self: self.each[0].kinds)
-    on_host = property(lambda self: self.each[0].on_host)
-    centre = property(lambda self: together([one.centre for one in self.each]))
-    is_centred = property(lambda self: all(one.is_centred for one in self.each))
-
-    def append(
-        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: object = 0
-    ) -> Apart:
-        rows = [slice(row, row + 1) for row in range(len(self.each))]
-        return Apart(
-            [one.append(k[r], v[r], pos[r], first[r], padding[r]) for one, r in zip(self.each, rows, strict=True)]
-        )
-
-    def centred_as(self, other: Storage) -> Apart:
-        return Apart([one.centred_as(row) for one, row in self._beside(other)])
-
-    def with_all(self, other: Storage, expected: object = 0) -> Apart:
-        return Apart([one.with_all(row) for one, row in self._beside(other)])
-
-    def as_prefix(self) -> Apart:
-        return self  # each row's archive has one
-
-    def crop(self, count: int) -> Apart:
-        return Apart([one.crop(count) for one in self.each])
-
-    def rows(self, chosen: Tensor) -> Storage | Apart:
-        found = [self.each[row].forked() for row in chosen.tolist()]
-        return found[0] if len(found) == 1 else Apart(found)
-
-    def forked(self) -> Apart:
-        return Apart([one.forked() for one in self.each])
-
-    def gathered(self) -> Storage:
-        return Storage.joined(self.each).gathered()
-
-    def places(self, b: int, h: int) -> list[tuple[Stored, slice]]:
-        return self.each[b].places(0, h)
-
-    def tensors(self) -> tuple:
-        return tuple(tensor for one in self.each for tensor in one.tensors())
-
-    def _beside(self, other: Storage) -> Any:
-        """Each row's archive, and its row of another storage."""
-        rows = torch.arange(len(self.each), device=other.device)
-        return zip(self.each, (other.aliased(at[None], [row]) for row, at in enumerate(rows)), strict=True)
-
-
-def apart(archives: Sequence[Storage | Apart]) -> Apart:
-    """The archives of several caches, row by row."""
-    each: list = []
-    for archive in archives:
-        rows = torch.arange(len(archive.total_counts), device=archive.device)
-        each += archive.each if isinstance(archive, Apart) else [archive.forked().rows(row[None]) for row in rows]
-    return Apart(each)
+from .meter import Meter
+from .rows import Apart, joined
+from .sequence import Sequence
+from .storage import Storage
 
 
 def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
-    """After a prompt: the answer attends to the slots of all tokens, if these are on the layer's device, in place of
-    those that the prompt's rows chose, until `settle` or until its own rows choose."""
+    """After a prompt whose answer is to choose: let the answer attend to the slots of all tokens in place of those that
+    the prompt's rows chose, until `settle` or until its own rows choose. An archive in the host's memory stays there,
+    and the answer attends to the chosen slots."""
     assert layer.archive is not None
-    if not layer.archive.on_host:
-        kept = layer.storage  # its counts may lie in the cache's table, which counts other slots from here on
-        kept = replace(kept, len=kept.len.clone(), counts=kept.counts.copy())
-        awaited = replace(awaited, chosen=(kept, layer.head_offsets))
-        _restore(layer, layer.archive)
-    else:
-        awaited = replace(awaited, lse=None)
-    layer.awaited = awaited
+    if layer.archive.on_host:
+        layer.awaited = replace(awaited, lse=None)
+        return
+    kept = layer.storage  # its counts may be in the cache's table, which counts other slots from here on
+    kept = replace(kept, len=kept.len.clone(), counts=kept.counts.copy())
+    layer.awaited = replace(awaited, chosen=(kept, layer.head_offsets))
+    _restore(layer, layer.archive)
 
 
-def settle(sequence: Any, layers: Sequence[EvictionLayer]) -> None:
-    """Where answers have ended or are not to choose: their layers have the slots that the prompt's rows chose, and
-    those since."""
+def settle(sequence: Sequence, layers: Items[EvictionLayer]) -> None:
+    """End the wait for answers that have not chosen: their layers get the slots that the prompt's rows chose, and those
+    of the tokens since."""
     count, sequence.since = sequence.since, None
-    for layer in layers if count is not None else ():
+    if count is None:
+        return
+    for layer in layers:
         awaited, layer.awaited = layer.awaited, None
-        if awaited is not None and awaited.chosen is not None:
-            kept, layer.head_offsets = awaited.chosen
-            since = _rows(layer, awaited.at).last(count[awaited.at])
-            settled = kept.moved(kept.grown(kept.counts + since.counts)).followed_by(since)
-            others = [row for row in range(len(count)) if row not in awaited.at]
-            if others:
-                every = Storage.joined([settled, _rows(layer, others)])
-                settled = every.rows(torch.tensor([*awaited.at, *others]).argsort())
-            layer.storage = settled
+        if awaited is None or awaited.chosen is None:
+            continue
+        kept, layer.head_offsets = awaited.chosen
+        since = layer.storage.aliased(awaited.at).last(count[awaited.at])
+        settled = kept.moved(kept.grown(kept.counts + since.counts)).followed_by(since)
+        others = [row for row in range(len(count)) if row not in awaited.at]
+        if others:
+            every = joined([settled, layer.storage.aliased(others)])
+            settled = every.rows(np.argsort([*awaited.at, *others]).tolist())
+        layer.storage = settled
 
 
-def _rows(layer: EvictionLayer, rows: list[int]) -> Storage:
-    """View batch rows of a layer's slots."""
-    return layer.storage.aliased(torch.tensor(rows, device=layer.device), rows)
+def append(layer: EvictionLayer, *new: Any, expected: int | np.ndarray = 0) -> None:
+    """Write new columns to a layer's archive. new: k, v, pos, first, padding of `Storage.append`, as `expected` is."""
+    archive = _empty(layer) if layer.archive is None else layer.archive
+    archive = archive.centred_as(layer.storage)
+    if archive.on_host:  # rows are packed on the device where they were computed
+        layer.archive = archive.with_all(_near(layer, archive).append(*new), expected=expected)
+    else:
+        layer.archive = archive.append(*new, expected=expected)
 
 
-def append(layer: Any, *new: Any, expected: int | np.ndarray = 0) -> None:
-    """Write new columns to a layer's archive, as the layer stores them. new: k, v, pos, first, padding of
-    `Storage.append`, which `expected` is of, too."""
+@torch.no_grad()
+def represent(layer: EvictionLayer, kind: str, *seen: Any) -> None:
+    """Before a patched call attends: begin an archive whose kinds differ from the layer's, or set centres of its rows.
+    kind: of `kv.KINDS`; seen: the arguments of `EvictionLayer.represent` from `query` on."""
     if layer.archive is None:
-        layer.archive = _empty(layer)
-    archive = layer.archive.centred_as(layer.storage)
-    if archive.on_host:  # the op that packs rows writes them where they were computed
-        layer.archive = archive.with_all(_near(layer, archive).append(*new), expected)
-    else:
-        layer.archive = archive.append(*new, expected)
-
-
-def represent(layer: Any, kinds: Kinds | None, centre: Tensor, known: np.ndarray) -> None:
-    """Begin a layer's archive in these kinds. None: it has begun. centre, known: of its rows, as in
-    `Storage.centred_at`."""
-    if kinds is None:
+        kinds, centre, known = layer.packing(kind, *seen)
+        assert kinds is not None
+        layer.archive = _empty(layer, layer.storage.none(kinds, centre, known))
+    elif not layer.archive.is_centred:
+        assert isinstance(layer.archive, Storage)  # rows that were joined have centres
+        _, centre, known = layer.packing(None, *seen)
         layer.archive = layer.archive.centred_at(centre.to(layer.archive.device), known)
-        layer.storage = layer.storage.centred_as(layer.archive)  # while all slots are there
-    else:
-        like = layer.storage.none(kinds)
-        layer.archive = _empty(layer, like if like.centre is None else like.centred_at(centre, known))
+        layer.storage = layer.storage.centred_as(layer.archive)  # after a recall these are slots of the archive
 
 
 def _near(layer: EvictionLayer, archive: Storage | Apart) -> Storage:
-    """No slots, in the kinds of an archive, on the layer's device."""
+    """An empty storage on the layer's device, of the kinds of an archive."""
     if archive.kinds == layer.storage.kinds:
         return layer.storage.blank(None)
     each = archive.each if isinstance(archive, Apart) else [archive]
-    return Storage.joined([host.elsewhere(one, layer.device, False) for one in each])
+    return joined([one.blank_on(layer.device, False) for one in each])
 
 
 def _on_host(layer: EvictionLayer) -> bool:
-    """Whether the archive is to lie in another memory than the layer's slots."""
+    """Whether the archive belongs in another memory than the layer's slots."""
     return isinstance(layer.sequence.run.archive, str) and host.is_away(layer.storage.device)
 
 
@@ -166,67 +99,61 @@ def _files(layer: EvictionLayer) -> Files | None:
 
 
 def _empty(layer: EvictionLayer, like: Storage | None = None) -> Storage:
-    """An archive without slots for such as the layer's, or as those of `like`. A prefix of the layer's slots that lies
-    in the host's memory is that of the archive."""
+    """An empty archive for slots as the layer's, or as those of `like`. If the layer's slots have a prefix in the
+    host's memory, the archive begins with that prefix."""
     files, storage = _files(layer), like or layer.storage
     if not _on_host(layer):
         return storage.blank(files)
-    return host.elsewhere(storage, torch.device("cpu"), True, files, storage.prefix if storage.far else None)
+    return storage.blank_on(torch.device("cpu"), True, files, storage.prefix if storage.far else None)
 
 
-def append_last(layer: Any) -> None:
-    """Write the slots that came since to the archive. Without one it begins with all slots."""
+def append_last(layer: EvictionLayer) -> None:
+    """Write the slots of the tokens since the last read to the archive. A new archive begins with all slots."""
     storage = layer.storage
     if layer.archive is not None:
-        layer.archive = _with_last(layer, _in_place(layer))
+        layer.archive = _with_last(layer, _in_place(layer, layer.archive))
     elif _on_host(layer):
         layer.archive = _empty(layer).with_all(replace(storage, prefix=None) if storage.far else storage.gathered())
-        host.wait()  # for later tokens these slots may move
+        host.wait()  # later tokens may move these slots
     else:
         layer.storage = storage.as_prefix()
         layer.archive, files = layer.storage.forked(), _files(layer)
         if files is not None:
-            layer.archive.pool = files  # it lends what later tokens need
+            layer.archive.pool = files  # for the slots of later tokens
 
 
-def _in_place(layer: Any) -> Storage | Apart:
-    """A layer's archive, moved if it is to lie in the other memory from here on."""
-    if layer.archive.on_host == _on_host(layer):
-        return layer.archive
-    slots = layer.archive.gathered()
+def _in_place(layer: EvictionLayer, archive: Storage | Apart) -> Storage | Apart:
+    """A layer's archive, moved to the memory where the running read wants it."""
+    if archive.on_host == _on_host(layer):
+        return archive
+    slots = archive.gathered()
     if slots.on_host:
         return _here(layer, slots).whole()
-    moved = host.elsewhere(slots, torch.device("cpu"), True).with_all(slots)
+    moved = slots.blank_on(torch.device("cpu"), True).with_all(slots)
     host.wait()
     return moved
 
 
-def begin(sequence: Any, layers: Sequence[Any], recall: bool, run: Run) -> None:
-    """Before tokens are read: those since the last ones, which were decoded, go to the archives of a cache's layers."""
+def begin(sequence: Sequence, layers: Items[EvictionLayer], recall: bool, run: Run) -> None:
+    """Before tokens are read: bring the archives up to date with the tokens decoded since the last read."""
     settle(sequence, layers)
     sequence.run = run
     for layer in layers:
         if not recall:
-            layer.archive = None  # this read will not add to it
+            layer.archive = None  # it would lack the tokens of this read
         elif layer.is_initialized:
             append_last(layer)
     sequence.archived = sequence.columns
 
 
-def crop(layer: Any, count: int) -> None:
-    """Forget the last `count` tokens, as far as they are in the archive; forks may read it."""
-    gone = max(0, layer.sequence.archived + count - layer.sequence.columns)
-    if layer.archive is not None and gone:
-        layer.archive = layer.archive.as_prefix().crop(gone)
-
-
-def whole(layer: Any) -> Storage:
-    """The slots of all tokens, for a fork: those of the archive, and those that came since."""
+def whole(layer: EvictionLayer) -> Storage:
+    """The slots of all tokens for a fork: those of the archive, and those of the tokens since the last read."""
+    assert layer.archive is not None
     return _here(layer, _with_last(layer, _forked(layer.archive)))
 
 
 def every(layer: EvictionLayer) -> list[Storage | Apart]:
-    """The same where they lie, for reading, one storage after the other; a layer's slots if it has no archive."""
+    """The slots of all tokens for reading, in storages one after the other; the layer's own without an archive."""
     if layer.archive is None:
         return [layer.storage]
     count = layer.sequence.columns - layer.sequence.archived
@@ -240,7 +167,8 @@ def _forked(archive: Storage | Apart) -> Storage:
     return archive.gathered().forked() if isinstance(archive, Apart) else archive.forked()
 
 
-def _with_last(layer: Any, archive: Any) -> Any:
+def _with_last(layer: EvictionLayer, archive: Any) -> Any:
+    """An archive, `Storage` or `Apart`, with the slots of the tokens since the last read."""
     count = layer.sequence.columns - layer.sequence.archived
     if not count:
         return archive
@@ -252,51 +180,51 @@ def _with_last(layer: Any, archive: Any) -> Any:
 
 
 def _last(layer: EvictionLayer, archive: Storage | Apart, count: int) -> Storage:
-    """The last slots of each head, in the kinds of an archive."""
+    """The last `count` slots of each head, of the kinds of an archive."""
     last = layer.storage.last(count)
     return last if archive.kinds == last.kinds else _near(layer, archive).with_all(last)
 
 
 def _here(layer: EvictionLayer, archive: Storage) -> Storage:
-    """The archive on the layer's device: a far storage, if it lies in another memory."""
-    return host.elsewhere(archive, layer.device, False, layer.pool, archive) if archive.on_host else archive
+    """An archive on the layer's device: a far storage with it as prefix, if it is in another memory."""
+    return archive.blank_on(layer.device, False, layer.pool, archive) if archive.on_host else archive
 
 
-def recall(layer: Any, due: np.ndarray) -> None:
-    """The slots of all tokens take the place of the kept ones in the rows that are due [B], until the next cut."""
+def recall(layer: EvictionLayer, due: np.ndarray) -> None:
+    """In rows that are due [B], put the slots of all tokens in place of the kept ones, until the next cut."""
     every = layer.archive
+    assert every is not None
     if every.on_host:
         host.wait()  # for this step's row: the host may move it
     if not due.all() or isinstance(every, Apart):
-        rows = zip(due, apart([every]).each, apart([layer.storage]).each, strict=True)
-        every = Storage.joined(
-            [_alike(_here(layer, archived), kept) if recalls else kept for recalls, archived, kept in rows]
-        )
+        rows = zip(due, Apart.of([every]).each, Apart.of([layer.storage]).each, strict=True)
+        every = joined([_alike(_here(layer, archived), kept) if recalls else kept for recalls, archived, kept in rows])
     _restore(layer, every if every.on_host else every.gathered())
     layer.storage.fetch()
 
 
 def _alike(archived: Storage, kept: Storage) -> Storage:
-    """The slots of a row's archive as the kept ones of other rows are stored."""
+    """The slots of a row's archive, of the kinds of its kept slots."""
     return archived if archived.kinds == kept.kinds else kept.blank(None).with_all(archived.gathered())
 
 
-def _restore(layer: Any, archive: Storage | Apart) -> None:
+def _restore(layer: EvictionLayer, archive: Storage | Apart) -> None:
     layer.storage, layer.head_offsets = _here(layer, _forked(archive)), None
 
 
-def recall_all(layers: Sequence[Any], meter: Any, always: bool) -> None:
-    """Let every layer have the archive's slots in place of its own, if all have an archive, and one has lost slots or
-    always. What follows a prefix is read in one place with it once the layer attends, so that one layer at a time has a
-    copy."""
-    if any(layer.archive is None for layer in layers):
+def recall_all(layers: Items[EvictionLayer], meter: Meter, always: bool) -> None:
+    """Put the archive's slots in place of every layer's own, if all layers have an archive, and one has lost slots or
+    `always`. An archive that goes on after a prefix is copied to one place only when its layer attends, so that one
+    layer at a time has a copy."""
+    archives = [layer.archive for layer in layers if layer.archive is not None]
+    if len(archives) < len(layers):
         return
-    lost = any((layer.archive.total_counts > layer.counts).any() for layer in layers)
+    lost = any((one.total_counts > layer.counts).any() for one, layer in zip(archives, layers, strict=True))
     if not (lost or always):
         return
     kept = [layer.positions() for layer in layers] if lost else []
     with meter.clock("recall"):
-        for layer in layers:
-            _restore(layer, layer.archive)
+        for layer, archive in zip(layers, archives, strict=True):
+            _restore(layer, archive)
     if lost:
         meter.recalls = [(before, layer.positions()) for before, layer in zip(kept, layers, strict=True)]

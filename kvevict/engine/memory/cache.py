@@ -1,4 +1,4 @@
-"""A `DynamicCache` that a patched model fills becomes an `EvictionCache`, with our layers in place of some."""
+"""`EvictionCache`, which a `DynamicCache` becomes when a patched model fills it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...models import families
 from ...models.owner import Owner, form
 from . import archive
 from .latent import LatentLayer
 from .layer import EvictionLayer
+from .meter import Meter
 from .ranks import ALONE, Ranks
 from .sequence import Sequence
 from .stateful import SlidingLayer, StatefulLayer, select_states
@@ -24,27 +25,30 @@ from .table import Table
 
 
 class EvictionCache(DynamicCache):
-    """A `DynamicCache` that a patched model fills: `adopt` changes the class of the caller's object."""
+    """A `DynamicCache` that a patched model has filled: `adopt` changes the class of the caller's object, and some of
+    its layers."""
 
+    layers: list[Any]  # each an EvictionLayer or a layer of Transformers
     sequence: Sequence  # the tokens that it has read
-    record_past = False  # tokens may be taken back (assisted decoding rolls back rejected ones)
-    meter: Any = None  # the kvevict.engine.memory.meter.Meter of the last read into it
-    owner = Owner(None)  # of the weights that filled it
+    record_past = False  # whether tokens may be removed (assisted decoding removes rejected ones)
+    meter: Meter | None = None  # of the last read
+    owner = Owner(None)  # the weights that filled it
     ranks = ALONE  # the ranks that share the layers' heads, for save_cache
     plain: type = DynamicCache  # the class before adoption
 
     def fork(self) -> EvictionCache:
         """A copy-on-write fork: one context, many questions, a fork for each.
 
-        Stored slots are shared, not copied: a fork appends to a private suffix, and copies the shared slots only when
-        it must (to evict again, to decode with a policy that does, or with latents, to be saved). States are copied at
-        once. Changes on one side are never seen by the other. A fork can be forked, decoded in another thread, and
-        outlives the cache it came from.
+        A fork appends to slots of its own and shares the stored ones, which it copies only when it must: to evict
+        again, to decode with a policy that evicts, to decode over latents, to be saved. States are copied at once. A
+        change of the fork or of this cache never affects the other. A fork can be forked, decoded in another thread,
+        and outlives this cache.
         """
         return self.with_storages({})
 
     def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
-        """A fork with other slots in some layers, by their numbers. These layers have no archive, and await nothing."""
+        """A fork with other slots in some layers, {layer: storage}. These layers get no archive, and no answer is
+        awaited."""
         layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
         twin = self.with_layers(copy.copy(self.sequence), layers)
         if storages:
@@ -53,55 +57,58 @@ class EvictionCache(DynamicCache):
         return twin
 
     def recalled(self) -> EvictionCache:
-        """A fork with the slots of all tokens in place of an archive; this cache if it has none."""
-        layers: Any = {index: layer for index, layer in enumerate(self.layers) if getattr(layer, "archive", None)}
-        return self.with_storages({index: archive.whole(layer) for index, layer in layers.items()}) if layers else self
+        """A fork whose layers have the slots of all tokens, from their archives; this cache if it has no archive."""
+        own = {index: layer for index, layer in self._own().items() if layer.archive is not None}
+        return self.with_storages({index: archive.whole(layer) for index, layer in own.items()}) if own else self
 
     def first(self, tokens: int) -> EvictionCache:
-        """A fork with the first tokens of a cache of one row. Every layer must have the slots of all tokens read (as
-        `recalled` has), and none a window or a state."""
+        """A fork of the first `tokens` tokens of a cache of one row. Every layer must have the slots of all tokens (as
+        in `recalled`), and none a window or a state."""
         count = self.sequence.columns - tokens
-        own = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
-        twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in own.items()})
+        twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in self._own().items()})
         if count:
             twin.sequence.crop(count)
             twin.sequence.floor = tokens
         return twin
 
-    def with_layers(self, sequence: Sequence, layers: Iterable[Any]) -> EvictionCache:
-        """A copy of this cache, unread by a meter, with other layers: those of `sequence` from now on."""
-        twin = copy.copy(self)  # without the meter, and a table
+    def with_layers(self, sequence: Sequence, layers: Iterable[CacheLayerMixin]) -> EvictionCache:
+        """A copy of this cache, without its meter, that has these layers with this sequence."""
+        twin = copy.copy(self)  # by `__reduce__`, without the meter
         twin.sequence, twin.layers = sequence, list(layers)
         for layer in twin.layers:
             if isinstance(layer, EvictionLayer):
                 layer.sequence = sequence
         return twin
 
+    def _own(self) -> dict[int, EvictionLayer]:
+        """{index: layer} of the layers that are evicted from."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
+
     def settle(self) -> None:
-        """Let an answer go on with the slots that its prompt chose."""
-        archive.settle(self.sequence, [layer for layer in self.layers if isinstance(layer, EvictionLayer)])
+        """Let answers that attend to the slots of all tokens continue with the slots that their prompts chose."""
+        archive.settle(self.sequence, [*self._own().values()])
 
     def end_archive(self) -> None:
-        """Where no turn follows: layers need no archive, unless an answer is to choose from it."""
-        for layer in self.layers:
-            if isinstance(layer, EvictionLayer) and (layer.awaited is None or layer.awaited.chosen is not None):
+        """Drop the archives, since no turn follows; keep those from which an answer is still to choose."""
+        for layer in self._own().values():
+            if layer.awaited is None or layer.awaited.chosen is not None:
                 layer.archive = None
 
     def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
         """Count one more slot in every head of these layers, before a decoded token is stored in each. room: free rows
-        per head, if slots have to move."""
+        per head in new buffers, if slots have to move."""
         table = self.__dict__.setdefault("table", Table())
         if not table.holds([layer.storage for layer in layers]):
-            ready = [layer for layer in layers if layer.is_represented]  # the others tick when they are
+            ready = [layer for layer in layers if layer.is_represented]  # the others count it once they are represented
             for layer in ready:
-                layer.make_room(room)
+                layer.storage = layer.storage.with_room(layer.expected, room)
             table.take([layer.storage for layer in ready])
         table.tick()
 
     def check_owner(self, decoder: torch.nn.Module, kinds: Items[str], thorough: bool = True) -> None:
         """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
 
-        thorough   False: check adapters only (`Owner.difference`), as for a decoded token or candidates
+        thorough   False: check only adapters (`Owner.difference`), before a decoded token or candidates
         """
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
@@ -134,10 +141,10 @@ class EvictionCache(DynamicCache):
             self.__dict__.pop(name, None)  # back to the class's defaults
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens of every layer: of those read since the last eviction. If one layer
-        cannot, raise and change none."""
+        """Remove the last -tokens_to_remove tokens, which must have been read since the last eviction. If a layer
+        cannot remove them, raise an error and change no layer."""
         count = self.sequence.count_to_remove(tokens_to_remove)
-        layers = [  # a crop writes to the dicts of a layer's states, never to a tensor
+        layers = [  # a layer's crop changes its attributes and the dicts of its states, and writes to no tensor
             {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
             for layer in self.layers
         ]
@@ -154,22 +161,22 @@ class EvictionCache(DynamicCache):
         if count:
             self.sequence.crop(count)
 
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keep the batch rows `indices` (any order, repeats allowed, or a boolean mask)."""
+    def batch_select_indices(self, indices: torch.Tensor | Items[int]) -> None:
+        """Keep the batch rows `indices`: a boolean mask, or numbers in any order, also repeated."""
         if self.sequence.seen is None:
             return
-        rows = len(self.sequence.seen)
-        chosen = torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
-        if chosen == [*range(rows)]:
+        every = torch.arange(len(self.sequence.seen))
+        rows = every[torch.as_tensor(indices).cpu()].tolist()
+        if rows == every.tolist():
             return
         for layer in self.layers:
             if isinstance(layer, EvictionLayer):
-                layer.select(chosen)
+                layer.select(rows)
             elif hasattr(layer, "batch_select_indices"):
-                layer.batch_select_indices(torch.tensor(chosen))
+                layer.batch_select_indices(torch.tensor(rows))
             else:
-                select_states(layer, chosen)
-        self.sequence.select(chosen)
+                select_states(layer, rows)
+        self.sequence.select(rows)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -183,25 +190,25 @@ class EvictionCache(DynamicCache):
         return _blank, (self.plain,), kept
 
 
-def _kind(plain: Any) -> type:
-    """The class for a cache that was a `plain`: a subclass of both, so that a user's class keeps its methods."""
+def _kind(plain: type[DynamicCache]) -> type[EvictionCache]:
+    """The class for a cache of class `plain`: a subclass of both, so that a user's class keeps its methods."""
     if plain is DynamicCache:
         return EvictionCache
     return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
 
 
-def _blank(plain: Any) -> EvictionCache:
+def _blank(plain: type[DynamicCache]) -> EvictionCache:
     return object.__new__(_kind(plain))
 
 
-def _forked(layer: Any, storage: Storage | None) -> EvictionLayer:
+def _forked(layer: CacheLayerMixin, storage: Storage | None) -> CacheLayerMixin:
     if isinstance(layer, EvictionLayer):
         return layer.fork(storage)
-    return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # a state is updated in place
+    return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)  # states are updated in place
 
 
 def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None) -> None:
-    """Make a `DynamicCache` an `EvictionCache`, in place, so that the caller's reference stays right.
+    """Make a `DynamicCache` an `EvictionCache` in place, so that the caller's reference stays valid.
 
     kinds   per layer, as `families.layer_kinds(config)`
     first   [B] left padding of the tokens in a plain cache (a prefix read before patching)
@@ -222,12 +229,12 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
             _check_import(layer)
     cache.layers = layers
     sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # an error in between does no harm
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # after an error, adopt can be called again
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = copy.copy(layer)
             layers[index].__class__ = SlidingLayer
         elif kind in families.EVICTS and not isinstance(layer, EvictionLayer):
-            layers[index] = import_layer(layer, sequence, families.is_latent(config), first)
+            layers[index] = _imported(layer, sequence, families.is_latent(config), first)
             layer.keys = layer.values = None
     if columns > sequence.columns:
         sequence.coming = columns, columns - (0 if first is None else np.array(first.tolist()))
@@ -238,18 +245,18 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
         cache.__class__ = _kind(type(cache))
 
 
-def _check_depth(layers: list, kinds: Any, exact: bool = False) -> None:
+def _check_depth(layers: list, kinds: Items[str], exact: bool = False) -> None:
+    """Raise ValueError if a cache has more layers than the model, or, if `exact`, fewer."""
     if len(layers) > len(kinds) or (exact and len(layers) < len(kinds)):
         raise ValueError(
             f"past_key_values has {len(layers)} layers, the model {len(kinds)}: it is another model's cache"
         )
 
 
-def import_layer(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor | None = None) -> EvictionLayer:
-    """An `EvictionLayer` with the tokens of a plain `DynamicLayer`; latent: the layer holds latents."""
-    ours = (LatentLayer if latent else EvictionLayer)(sequence)
-    if _has_both(layer):
-        ours = StatefulLayer(sequence, layer)
+def _imported(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor | None) -> EvictionLayer:
+    """An `EvictionLayer` with the tokens of a plain `DynamicLayer`, which may hold latents."""
+    plain = LatentLayer if latent else EvictionLayer
+    ours = StatefulLayer(sequence, layer) if _has_both(layer) else plain(sequence)
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
         k, v = ours.pack(layer.keys, layer.values)
         batch, _, columns, _ = k.shape
@@ -261,11 +268,13 @@ def import_layer(layer: Any, sequence: Sequence, latent: bool, first: torch.Tens
     return ours
 
 
-def _has_both(layer: Any) -> bool:
+def _has_both(layer: object) -> bool:
+    """Whether a layer has keys and values, and a state."""
     return isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
 
 
-def _check_import(layer: Any) -> None:
+def _check_import(layer: object) -> None:
+    """Raise ValueError for a layer whose tokens `_imported` cannot take over."""
     wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
     if not (type(layer) is DynamicLayer or _has_both(layer) or wide):
         raise ValueError(

@@ -1,26 +1,21 @@
-"""Slots in the host's memory, of layers on another device (docs/methods.md section 13, "Place"): how they go there, and
-come back to be read. On a GPU a stream beside the model's copies them, while the model computes."""
+"""Copies of slots between the host's memory and a layer's device (docs/methods.md section 13, "Place"). On a GPU they
+run on a stream beside the model's, while the model computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Generic
 
-import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .mapped import Files
-    from .pool import Pool
-    from .storage import Storage
+from .stored import S, Stored
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}  # one beside the model's, for the copies of a device
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # device -> the stream of its copies
 
 
 def is_away(device: torch.device) -> bool:
-    """Whether the host's memory is another one than that of a layer's slots."""
+    """Whether a layer's device has another memory than the host's."""
     return device.type != "cpu"
 
 
@@ -28,30 +23,9 @@ def _has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def elsewhere(
-    storage: Storage,
-    device: torch.device,
-    on_host: bool,
-    pool: Pool | Files | None = None,
-    prefix: Storage | None = None,
-) -> Storage:
-    """As `Storage.blank`, in another memory."""
-    k, v, pos = (t[:0].to(device) for t in storage.buffers)
-    centre = None if storage.centre is None else storage.centre.to(device)
-    length, like = torch.zeros(storage.counts.shape, dtype=torch.int32, device=device), storage.like.to(device)
-    there = replace(storage, k=k, v=v, pos=pos, like=like, centre=centre, len=length, on_host=on_host)
-    return there.blank(pool, prefix)
-
-
-def beside(far: Storage, capacity: np.ndarray) -> Storage:
-    """Buffers of a capacity for all slots of a far storage, on its device, which count them already."""
-    into = replace(far, pool=None, prefix=None)._blank(capacity)
-    return replace(into, pool=far.pool)._holding(far.total_len, far.total_counts)
-
-
-def transfer(into: Storage, source: Storage) -> torch.cuda.Event | None:
-    """Copy all slots of `source` to the start of each head of `into`, bit by bit, from one memory to the other. On a
-    GPU they are there after the event that is returned; `wait` before the host reads them."""
+def transfer(into: Stored, source: Stored) -> torch.cuda.Event | None:
+    """Copy all slots of `source` to the start of each head of `into`, in the other memory, bit by bit. On a GPU they
+    are there after the event that is returned; call `wait` before the host reads them."""
     device = (source if into.on_host else into).device
     if not _has_streams(device):
         _copy(into, source)
@@ -59,23 +33,23 @@ def transfer(into: Storage, source: Storage) -> torch.cuda.Event | None:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     stream = _streams[device]
-    stream.wait_stream(torch.cuda.current_stream(device))  # the source is written, the rows of `into` are free
+    stream.wait_stream(torch.cuda.current_stream(device))  # until the source is written and the rows of `into` are free
     with torch.cuda.stream(stream):
         _copy(into, source)
     if into.on_host:
         for tensor in source.buffers:
-            tensor.record_stream(stream)  # its memory is not lent again before it is copied
+            tensor.record_stream(stream)  # its memory may not be used again before it is copied
     return stream.record_event()
 
 
-def _copy(into: Storage, source: Storage) -> None:
+def _copy(into: Stored, source: Stored) -> None:
     for to, rows in _pairs(into, source):
-        # A copy to pageable memory (a file) has to end here: nothing else tells when it may be read.
+        # A copy to pageable memory (a file) blocks: no event would tell when the host may read it.
         to.copy_(rows, non_blocking=not into.on_host or to.is_pinned())
 
 
-def _pairs(into: Storage, source: Storage) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of `into` that are written, and those of `source`."""
+def _pairs(into: Stored, source: Stored) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of `into` to be written, each with the rows of `source` to be read."""
     for b, heads in enumerate(into.starts.tolist()):
         for h, start in enumerate(heads):
             for storage, rows in source.places(b, h):
@@ -86,27 +60,27 @@ def _pairs(into: Storage, source: Storage) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def wait() -> None:
-    """Wait until all slots that were sent to the host's memory are there, and those read from it are read."""
+    """Wait for all copies, in both directions."""
     for stream in list(_streams.values()):
         stream.synchronize()
 
 
-class Coming:
-    """A copy, on a layer's device, of all slots of a storage whose prefix lies in the host's memory.
+class Coming(Generic[S]):
+    """A copy of all slots of a far storage, on its way to the buffers `into` on the storage's device.
 
-    Its memory is that of the stream of the model, which may use or free it only after the copy: `slots` has that stream
-    wait, and so does the end of this object.
+    The model's stream owns the memory of `into`, and may use or free it only after the copy: `slots` and the end of
+    this object make that stream wait.
     """
 
-    def __init__(self, far: Storage, capacity: np.ndarray) -> None:
+    def __init__(self, into: S, far: S) -> None:
         self._event: torch.cuda.Event | None = None
-        self._slots = beside(far, capacity)
-        if _has_streams(self._slots.device):
-            self._stream = torch.cuda.current_stream(self._slots.device)
-        self._event = transfer(self._slots, far)
+        self._slots = into
+        if _has_streams(into.device):
+            self._stream = torch.cuda.current_stream(into.device)
+        self._event = transfer(into, far)
 
-    def slots(self) -> Storage:
-        """The copy, for what the stream does from here on."""
+    def slots(self) -> S:
+        """The copy, for all work that is queued on the stream from here on."""
         self.__del__()
         return self._slots
 

@@ -1,5 +1,5 @@
-"""Caches of several sequences that decode together: made in pools, joined to one cache, and parted again. Joining and
-parting move no slot of a pool."""
+"""Caches of several sequences that decode together: made in pools, joined into one cache, and parted again, without
+moving a slot of a pool."""
 
 import copy
 from collections.abc import Sequence as Items
@@ -18,18 +18,18 @@ from .cache import EvictionCache, adopt
 from .carried import of_layer, wide
 from .latent import LatentLayer
 from .layer import EvictionLayer
-from .pool import Pool
+from .pool import SlotPool
+from .rows import Apart, joined, together
 from .sequence import Sequence
 from .stateful import states_of
-from .storage import Storage, together
 
 
 class Pools:
-    """A pool for each layer of a decoder that evicts, of `rows` slots over all heads."""
+    """A pool for each layer of a decoder that is evicted from, of `rows` slots over all heads."""
 
     def __init__(self, decoder: Any, rows: int) -> None:
         self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
-        self.of = {index: Pool(rows) for index in families.evicting(self.config)}
+        self.of = {index: SlotPool(rows) for index in families.evicting(self.config)}
 
     def cache(self) -> DynamicCache:
         """An empty cache, with its slots in the pools."""
@@ -39,10 +39,9 @@ class Pools:
             cache.layers[index].pool = pool
         return cache
 
-    def hold(self, cache: Any) -> None:
-        """Move a cache's slots into the pools, in layers where these have room: its forks then join beside other
-        sequences of the pools without a copy of these slots. Slots in a file stay there; those that a fork keeps of
-        them go to the pools."""
+    def hold(self, cache: EvictionCache) -> None:
+        """Move a cache's slots into the pools that have room for them, so that its forks join other sequences of the
+        pools without a copy. Slots in a file stay there; those that a fork keeps of them go to the pools."""
         for index, pool in self.of.items():
             layer = cache.layers[index]
             held = replace(layer.storage.gathered(), pool=pool)
@@ -57,7 +56,7 @@ class Pools:
 
 
 def obstacle(cache: EvictionCache) -> str | None:
-    """Why the rows of a cache cannot decode beside those of other caches; None: they can."""
+    """Why the rows of a cache cannot be joined with other caches' rows; None: they can."""
     for layer in cache.layers:
         if type(layer) not in (EvictionLayer, LatentLayer):
             return f"a {type(layer).__name__}, with {'a state' if states_of(layer) else 'one length for all rows'}"
@@ -69,7 +68,7 @@ def obstacle(cache: EvictionCache) -> str | None:
 
 
 def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
-    """The property in which two caches differ that rows of one batch must share; None: none."""
+    """A property in which two caches differ and which the rows of one batch must share; None: there is none."""
     if not one.owner.agrees(other.owner):
         return "model"
     mine, yours = one.sequence.policy, other.sequence.policy
@@ -89,25 +88,24 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
 
 
 def go_on(caches: Items[EvictionCache]) -> bool:
-    """Whether answers that attend to the slots of all tokens go on so where these caches join: these slots lie in the
-    same buffers, as those that are chosen are stored, and are in no archive."""
+    """Whether answers that attend to the slots of all tokens can continue to do so when these caches are joined: those
+    slots must be in the same buffers, of the kinds of the chosen ones, and in no archive."""
     if any(obstacle(cache) for cache in caches):
         return False
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         awaited = [layer.awaited for layer in layers if layer.awaited is not None]
+        buffers = {id(layer.storage.prefix.k) for layer in layers if layer.storage.prefix is not None}
+        if len(buffers) > 1 or len({layer.storage.kinds for layer in layers}) > 1:
+            return False
         if any(layer.archive is not None for layer in layers) or not all(each.joins(awaited[0]) for each in awaited):
-            return False
-        if len({id(layer.storage.prefix.k) for layer in layers if layer.storage.prefix is not None}) > 1:
-            return False
-        if len({layer.storage.kinds for layer in layers}) > 1:
             return False
     return True
 
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
-    """Concatenate the batch rows of caches in one, and go on with that: the single caches may not be used any more.
-    Each row keeps a separate archive. Answers that still attend to all slots (`Policy.recall_after`) go on so if
-    `go_on` says it; else they have those that their prompts chose.
+    """Concatenate the batch rows of caches into one cache; the single caches may not be used any more. Each row keeps
+    its own archive. Answers that attend to the slots of all tokens (`Policy.recall_after`) continue to do so if
+    `go_on`; else they continue with the slots that their prompts chose.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -128,41 +126,39 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
         for cache in caches:
             cache.sequence.run = first.sequence.run
             for layer in cache.layers:
-                archive.append_last(layer)  # the rows' archives lack as many columns from here on: none
+                archive.append_last(layer)  # so that all rows' archives end at the same column
     for each in zip(*(cache.layers for cache in caches), strict=True):
         kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
-        if len(kinds) > 1:  # slots of all tokens beside chosen ones
+        if len(kinds) > 1:  # some have the slots of all tokens, and others chosen ones
             raise ValueError("two caches differ in their kind of stored slots: decode them in batches of their own")
-    device: Any = first.layers[0].device  # of our layers, by `obstacle`
-    sequence = Sequence.joined([cache.sequence for cache in caches], device)
+    sequence = Sequence.joined([cache.sequence for cache in caches], first.layers[0].device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
     return first.with_layers(sequence, layers)
 
 
 def part(cache: EvictionCache, rows: Items[int]) -> EvictionCache:
-    """A cache with the batch rows of these numbers. They go on in it, and may not be decoded in the old one."""
+    """A cache with these batch rows, in which they are decoded from here on; the old cache may not decode them."""
     apart = cache.with_layers(copy.copy(cache.sequence), map(copy.copy, cache.layers))
     apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
     apart.sequence.trim()
     return apart
 
 
-def _joined(layers: tuple) -> EvictionLayer:
-    """Concatenate the rows of one layer of several caches."""
+def _joined(layers: tuple[EvictionLayer, ...]) -> EvictionLayer:
+    """Concatenate the batch rows of one layer of several caches."""
     first = layers[0]
     whole = copy.copy(first)
-    whole.storage = Storage.joined([layer.storage for layer in layers])
+    whole.storage = joined([layer.storage for layer in layers])
     whole.expected = max(layer.expected for layer in layers)
     whole.budget = together([layer.budget for layer in layers])
     whole.decode_queries = together([layer.decode_queries for layer in layers])
     if any(layer.prompt is not None for layer in layers):
-        prompts = [layer.counts if layer.prompt is None else layer.prompt for layer in layers]
-        whole.prompt = np.concatenate(prompts)
+        whole.prompt = np.concatenate([layer.counts if layer.prompt is None else layer.prompt for layer in layers])
     starts = [0, *accumulate(len(layer.counts) for layer in layers)]
     awaited = [layer.awaited.moved(at) for layer, at in zip(layers, starts) if layer.awaited is not None]
     whole.awaited = Awaited.joined(awaited) if awaited else None
-    if first.archive is not None:
-        whole.archive = archive.apart([layer.archive for layer in layers])
+    archives = [layer.archive for layer in layers if layer.archive is not None]  # all or none, by `join`
+    whole.archive = Apart.of(archives) if archives else None
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     whole.carry = None
     if any(layer.carry is not None for layer in layers):

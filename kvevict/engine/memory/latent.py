@@ -1,9 +1,11 @@
-"""Latent attention (MLA): a layer's slots are latents that all its heads share; its module expands them to every head's
-keys and values. A slot stores the latent and the rotated part of the key. Attention and scores read keys and values
-expanded from the stored slots for one call. So the layer has one kv head to choose for, with all query heads as group.
+"""Latent attention (MLA): the slots of a layer are latents that all its heads share.
 
-A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times that
-of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot."""
+A slot stores the latent and the rotated part of the key. Attention and scores read keys and values that the module
+expands from the stored latents for one call. The layer has one kv head for eviction, with all query heads as its group.
+
+A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times the
+sum of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot.
+"""
 
 import functools
 from typing import Any
@@ -11,59 +13,53 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...ops import _ops
 from .layer import EvictionLayer, fit
-from .storage import Storage
+from .storage import Decoded, Storage
 from .stored import Later, Stored
 
 
-def up_projection(module: Any) -> tuple[Tensor, ...] | None:
-    """A module's up-projections of latents, in fp32: for keys [H, nope, r], without the rotated part, and for values
-    [H, v, r]. None where the module's projection is not a plain product (quantised, adapted, hooked, with a bias); then
-    the module computes it."""
+def up_projection(module: Any) -> tuple[Tensor, Tensor] | None:
+    """A module's up-projections of latents in fp32: [H, nope, r] for keys, without the rotated part, and [H, v, r] for
+    values. None if the projection is not a plain product (quantised, adapted, hooked, with a bias)."""
     made = module.kv_b_proj
     plain = type(made) is torch.nn.Linear and type(made.weight) is torch.nn.Parameter and made.bias is None
     if not plain or made._forward_hooks or made._forward_pre_hooks or "forward" in vars(made):
         return None
     sizes = module.qk_nope_head_dim, module.v_head_dim
-    return made.weight.detach().unflatten(0, (-1, sum(sizes))).float().split(sizes, 1)
+    of_keys, of_values = made.weight.detach().unflatten(0, (-1, sum(sizes))).float().split(sizes, 1)
+    return of_keys, of_values
 
 
 class LatentLayer(EvictionLayer):
-    """`k` and `v` [rows, W] are the two halves of latent, rotated part and zeros up to a multiple of 16."""
+    """`k` and `v` [rows, W] are the two halves of [latent, rotated part, zeros up to a multiple of 16]."""
 
     widths: tuple = ()  # (of the latent, of the rotated part)
     decodes_after_prefix = False
 
-    def update(  # type: ignore[override]  # passed by position
-        self, latent: Tensor, rotated: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Note the new latents [B, 1, S, r] and rotated parts [B, 1, S, p] and return them unchanged."""
-        self.widths = latent.shape[-1], rotated.shape[-1]
-        return super().update(latent, rotated)
-
-    def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # as `update`
-        """The stored halves [B, 1, S, W]."""
+    def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # the base's is static
+        """Pack latents [B, 1, S, r] and rotated parts [B, 1, S, p] into the stored halves [B, 1, S, W]."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         both = torch.cat([latent, rotated], -1)
         width = -(-both.shape[-1] // 16) * 8
-        return torch.nn.functional.pad(both, (0, 2 * width - both.shape[-1])).split(width, -1)
+        return pad(both, (0, 2 * width - both.shape[-1])).split(width, -1)
 
-    def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def take(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         pending, self.pending_kv = self.pending_kv, None
         if pending is None:
             raise RuntimeError(f"{type(module).__name__} attended to keys that were not given to the cache")
         return self.pack(*pending)
 
-    def slots(self, module: Any) -> Later:
-        """The stored slots with every head's keys and values, made when one of their attributes is first read: most
-        decoded tokens need none."""
+    def slots(self, module: torch.nn.Module) -> Later:
+        """The stored slots with every head's keys and values. They are expanded when one of their attributes is first
+        read: most decoded tokens need none."""
         storage = self.storage.gathered()
         return Later(functools.cache(lambda: self.expanded(storage, module)))
 
     def expanded(self, storage: Storage, module: Any) -> Stored:
-        """The slots of a storage with every head's keys and values."""
+        """Expand the slots of a storage to every head's keys and values."""
         rows = torch.cat([torch.arange(s.start, s.stop, device=storage.device) for _, _, s in storage.segments()])
         both = torch.cat([storage.k[rows], storage.v[rows]], -1)[None, None, :, : sum(self.widths)]
         if not len(rows):  # modules do not expand empty tensors
@@ -79,8 +75,8 @@ class LatentLayer(EvictionLayer):
         )  # fmt: skip
 
     def decode(  # type: ignore[override]  # it needs the module
-        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any, columns: int = 0, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: torch.nn.Module, columns: int = 0, **options: Any
+    ) -> Decoded:
         stored = self.storage
         at = (stored.offset + stored.before.len).flatten()  # the decoded token's slots
         stored.k[at], stored.v[at] = k.flatten(0, 2).to(stored.k.dtype), v.flatten(0, 2).to(stored.v.dtype)
@@ -101,30 +97,22 @@ class LatentLayer(EvictionLayer):
 
     @torch.no_grad()
     def _absorbed(
-        self,
-        of_keys: Tensor,
-        of_values: Any,
-        q: Tensor,
-        columns: Any,
-        *,
-        scale: Any,
-        softcap: Any = 0.0,
-        sinks: Any = None,
-    ) -> tuple:
-        """`decode` with the up-projections [H, nope or v, r], in fp32. q [B, H, 1, nope + rotated and more]."""
+        self, of_keys: Tensor, of_values: Tensor, q: Tensor, columns: int, *, scale: float, softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Decoded:  # fmt: skip
+        """`decode` in fp32 with the up-projections [H, nope or v, r]. q [B, H, 1, nope + rotated, zero-padded]."""
         nope, (latent, rotated), width = of_keys.shape[1], self.widths, self.k.shape[1]
         rows = q[:, :, 0].float()
-        rows = torch.cat(
-            [torch.einsum("bhn,hnr->bhr", rows[..., :nope], of_keys), rows[..., nope : nope + rotated]], -1
-        )
-        halves = torch.nn.functional.pad(rows, (0, 2 * width - latent - rotated)).mul_(scale).split(width, -1)
+        absorbed = torch.einsum("bhn,hnr->bhr", rows[..., :nope], of_keys)
+        rows = torch.cat([absorbed, rows[..., nope : nope + rotated]], -1)
+        halves = pad(rows, (0, 2 * width - latent - rotated)).mul_(scale).split(width, -1)
         sink = rows.new_full((len(rows[0]), 1), -torch.inf) if sinks is None else sinks[:, None]
         sums, lse, probs = torch.empty_like(rows[..., :latent]), rows.new_empty(rows.shape[:2]), None
         if columns:
             probs = rows.new_zeros(len(q), 1, columns)
         for b, _, slots in self.segments():
             stored = self.k[slots].float(), self.v[slots].float()
-            products = sum(half[b] @ part.mT for half, part in zip(halves, stored, strict=True))
+            products = halves[0][b] @ stored[0].mT + halves[1][b] @ stored[1].mT
             logits = _ops.softcapped(products, softcap)
             lse[b] = torch.cat([logits, sink], -1).logsumexp(-1)
             weights = torch.exp(logits - lse[b, :, None])
@@ -132,14 +120,13 @@ class LatentLayer(EvictionLayer):
             if probs is not None:
                 probs[b, 0, : weights.shape[1]] = weights.mean(0)
         out = torch.einsum("bhr,hvr->bhv", sums, of_values)
-        out = torch.nn.functional.pad(out, (0, q.shape[-1] - out.shape[-1]))
-        return out[:, None].to(q.dtype), lse[..., None], probs
+        return pad(out, (0, q.shape[-1] - out.shape[-1]))[:, None].to(q.dtype), lse[..., None], probs
 
     keys = property(lambda self: self._dense(0))
     values = property(lambda self: self._dense(1))
 
-    def _dense(self, part: int) -> Any:
-        """Copy [B, 1, longest, r or p] of the latents or the rotated parts."""
+    def _dense(self, part: int) -> Tensor | None:
+        """Copy the latents or the rotated parts: [B, 1, longest, r or p]."""
         if not self.is_initialized:
             return None
         both = torch.cat([self.storage.dense("k"), self.storage.dense("v")], -1)

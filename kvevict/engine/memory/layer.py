@@ -14,19 +14,20 @@ from transformers.cache_utils import CacheLayerMixin
 from ...context import current
 from ...ops import _ops
 from ...policy import kv
-from . import archive
-from .archive import Apart
 from .awaited import Awaited
 from .carried import of_layer
+from .pool import SlotPool
 from .ranks import Ranks
+from .rows import Apart
 from .sequence import Sequence
-from .storage import ROOM, Storage
+from .storage import Decoded, Storage
+from .stored import Later
 
 HALF_READ = "past_key_values was left half read by an error; read the prompt into a new one"
 
 
 def fit(*tensors: Tensor) -> list[Tensor]:
-    """Tensors [..., D], of different D, padded with zeros to one width that the ops take."""
+    """Pad tensors [..., D], of different D, with zeros to one width that the ops take."""
     width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
@@ -35,13 +36,13 @@ def _stored(name: str) -> Any:
     return property(attrgetter(f"storage.{name}"))
 
 
-def _of_the_cache(layer: Any, *args: Any) -> None:
+def _of_the_cache(layer: object, *args: object) -> None:
     raise ValueError("a layer has no rows or tokens of its own: crop, reorder or select its EvictionCache")
 
 
 class EvictionLayer(CacheLayerMixin):
-    """Slots of a layer, in its `storage`: `len` of them, and `counts`, the same on the host. The tokens read are the
-    cache's `sequence`."""
+    """The slots of one layer, in its `storage`: `len` slots per head, and `counts`, `len` on the host. The tokens read
+    are counted by the cache's `sequence`."""
 
     is_compileable = False
     is_sliding = False
@@ -52,29 +53,30 @@ class EvictionLayer(CacheLayerMixin):
     len, counts, longest = _stored("total_len"), _stored("total_counts"), _stored("longest")
     segments, positions = _stored("segments"), _stored("positions")
     live_bytes, padded_bytes = _stored("live_bytes"), _stored("padded_bytes")
-    keys = property(lambda self: self.storage.dense("k"))  # copies [B, Hkv, longest, D], zeros after shorter heads
-    values = property(lambda self: self.storage.dense("v"))
+    # Copies [B, Hkv, longest, D], with zeros after shorter heads; None before the first tokens
+    keys = property(lambda self: self.storage.dense("k") if self.is_initialized else None)
+    values = property(lambda self: self.storage.dense("v") if self.is_initialized else None)
 
-    pool = None  # the kvevict.engine.memory.pool.Pool that the slots lie in
+    pool: SlotPool | None = None  # the pool that the slots are in
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence  # of the cache
         self.is_initialized = False
         self.storage = Storage()
-        self.pending_kv: tuple[Tensor, Tensor] | None = None  # between update() and the attention function
+        self.pending_kv: tuple[Tensor, Tensor] | None = None  # new keys and values, until the layer attends
         self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
         # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
         self.memory: dict[str, Tensor] = {}
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
-        self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] last decoded queries
-        self.awaited: Awaited | None = None  # while an answer attends to the slots of all tokens
+        self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] the last decoded queries
+        self.awaited: Awaited | None = None  # set while an answer attends to the slots of all tokens
         # On the host:
         self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
         # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
         self.prompt: np.ndarray | None = None
         # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
         self.head_offsets: np.ndarray | None = None
-        self.expected = 0  # slots per head that a read is going to store; the next growth makes room for them
+        self.expected = 0  # slots per head that the running read is going to store
         self.kinds: kv.Kinds | None = None  # of the slots; None: no patched call has attended yet
 
     def reset(self) -> None:
@@ -100,11 +102,12 @@ class EvictionLayer(CacheLayerMixin):
             self.sequence.seen = np.zeros(len(key_states), np.int64)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Note the new keys and values [B, Hkv, S, D] and return them unchanged: the attention function reads the
         stored slots and stores the survivors."""
-        step = current()
-        if step is None:
+        if current() is None:
             raise RuntimeError(
                 "this cache was filled by a model patched with kvevict: call kvevict.patch(model, ...) before using "
                 "it, and model.eval() after training"
@@ -118,7 +121,7 @@ class EvictionLayer(CacheLayerMixin):
         return query_length, self.sequence.columns
 
     def get_seq_length(self) -> int:
-        """Tokens seen, never slots kept: the next token's position depends on it."""
+        """Tokens read, not slots kept: the next token's position depends on it."""
         return self.sequence.columns
 
     def get_max_length(self) -> int:
@@ -133,7 +136,7 @@ class EvictionLayer(CacheLayerMixin):
     reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Within `EvictionCache.crop`, which a user's class may override: as `drop_last`."""
+        """Called within `EvictionCache.crop`, which a user's class may override: `drop_last`."""
         if self.sequence.removing is None:
             _of_the_cache(self)
         if self.sequence.removing:
@@ -146,28 +149,29 @@ class EvictionLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.storage = self.storage.crop(count)
-        archive.crop(self, count)
+        archived = self.sequence.archived + count - self.sequence.columns  # of the removed tokens
+        if self.archive is not None and archived > 0:
+            self.archive = self.archive.as_prefix().crop(archived)  # forks may read it
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
         if self.awaited is not None:
             self.awaited = self.awaited.crop(count)
         self.carry = of_layer(self.carry, self)
-        if self.prompt is not None:  # every head loses equally many
+        if self.prompt is not None:  # every head loses equally many slots
             held = self.counts if self.head_offsets is None else self.counts[:, :1] + self.head_offsets
             self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
 
-    def select(self, chosen: list[int]) -> None:
+    def select(self, rows: list[int]) -> None:
         """Keep these batch rows, in any order; a row may be named twice."""
         if not self.is_initialized:
             return
-        rows = torch.tensor(chosen, dtype=torch.int64, device=self.device)
+        at = torch.tensor(rows, dtype=torch.int64, device=self.device)
         for name in ("carry", "decode_queries", "budget", "prompt", "head_offsets"):
             value = getattr(self, name)
-            at = rows if isinstance(value, Tensor) else chosen
-            setattr(self, name, None if value is None else value[at])
-        self.memory = {name: value[rows] for name, value in self.memory.items()}
-        self.awaited = None if self.awaited is None else self.awaited.rows(chosen)
+            setattr(self, name, None if value is None else value[at if isinstance(value, Tensor) else rows])
+        self.memory = {name: value[at] for name, value in self.memory.items()}
+        self.awaited = None if self.awaited is None else self.awaited.rows(rows)
         self.storage = self.storage.rows(rows)
         self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
         self.carry = of_layer(self.carry, self)
@@ -176,12 +180,12 @@ class EvictionLayer(CacheLayerMixin):
 
     @property
     def chosen(self) -> Storage:
-        """The slots that are chosen, where all rows' answers attend to others, too."""
+        """The slots that were chosen last, also while all rows' answers attend to the slots of all tokens."""
         return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
 
     pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
 
-    def take(self, module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
+    def take(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors to store in place of the keys and values that `module` attends with; None: these themselves."""
         pending, self.pending_kv = self.pending_kv, None
         if pending is None or pending[0] is not key or pending[1] is not value:
@@ -190,46 +194,40 @@ class EvictionLayer(CacheLayerMixin):
             )
         return None
 
-    def slots(self, module: Any) -> Any:
-        """Every head's slots for the ops: a `Held` with its `counts`."""
+    def slots(self, module: torch.nn.Module) -> Storage | Later:
+        """Every head's slots in one place, as the ops read them."""
         return self.storage.gathered()
 
     is_represented = property(lambda self: self.kinds is not None and self.storage.is_centred)
 
     @torch.no_grad()
     def represent(
-        self, kind: str, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict[str, Any], ranks: Ranks
+        self, kind: str, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> None:
         """Before a patched call attends: choose the kinds of stored rows, once, and the centre of each batch row when
-        its first tokens are read. Slots of a prefix from before are packed; their keys count in place of new ones.
+        its first tokens are read. Slots that were stored before are packed; the choice is by their keys, not new ones.
 
         kind         of `kv.KINDS`
-        query        new [B, H, T, D], as `key` and `value` [B, Hkv, S, D] from column first[b] on, to the last column
+        query        new rows [B, H, T, D]; key and value [B, Hkv, S, D] from column first[b] on. Both end with the last
+                     column
         options      of the logits
         """
         is_first = self.kinds is None
-        if is_first:
+        if self.kinds is None:
             self.kinds = kv.KINDS[kind]
-        if self.kinds[0] == kv.MODEL:  # type: ignore[index]  # set above
+        if self.kinds[0] == kv.MODEL:
             return
-        kinds, centre, known = self._packing(kind if is_first else None, query, key, value, first, options, ranks)
+        kinds, centre, known = self.packing(kind if is_first else None, query, key, value, first, options, ranks)
         if kinds is None:
             self.storage = self.storage.centred_at(centre, known)
         else:
             self.kinds, self.storage = kinds, self.storage.gathered().repacked(kinds, centre, known)
 
-    @torch.no_grad()
-    def represent_archive(self, kind: str, *seen: Any) -> None:
-        """The same for an archive in kinds of its own, which begins here. seen: as `represent`, from query on."""
-        if self.archive is None or not self.archive.is_centred:
-            archive.represent(self, *self._packing(kind if self.archive is None else None, *seen))
-
-    def _packing(
-        self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict[str, Any],
-        ranks: Ranks,
-    ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:  # fmt: skip
-        """The kinds for rows of a `kind` (None: they are chosen), a centre of each batch row, and the rows that it is
-        known of."""
+    def packing(
+        self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
+    ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
+        """(kinds for rows of a `kind`, or None for None; centres fp32 [B, Hkv, D]; bool [B] rows that have one). The
+        other arguments are those of `represent`."""
 
         def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
@@ -243,19 +241,19 @@ class EvictionLayer(CacheLayerMixin):
             at = (torch.arange(keys.shape[2], device=keys.device) - first[:, None]).clamp_min(0)
             weights = weights.gather(2, at[:, None].expand(-1, keys.shape[1], -1))
         centre, known = kv.centre(keys, weights * held), held.any(2).any(1).cpu().numpy()
+        if kind is None:
+            return None, centre, known
 
         def error(of_keys: int) -> float:
             errors = kv.expected_errors(query, seen(query), keys, held, centre, options["scale"], of_keys)
             return float(ranks.gather(errors[None]).mean())
 
-        if kind is None:
-            return None, centre, known
         norms = [kv.norms(x).masked_fill(~held, 0).amax() for x in (keys - centre[:, :, None], values)]
         return kv.chosen(kind, error, ranks.gather(torch.stack(norms)[None, None]).amax((0, 1)).tolist()), centre, known
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
-        """fp32 [B, Hkv, C] the attention weights that the last rows of query [B, H, T, D] give to each slot, of [stored
-        | new], key [B, Hkv, S, D] from column first[b] on."""
+        """Attention weights fp32 [B, Hkv, C] that the last rows of query [B, H, T, D] give to each slot of [stored |
+        new], the new ones being key [B, Hkv, S, D] from column first[b] on."""
         rows, columns = query[:, :, -kv.ROWS :], key.shape[2]
         skip, stop = (first - (columns - rows.shape[2])).clamp_min(0), torch.full_like(first, columns)
         return _ops.score(
@@ -274,22 +272,18 @@ class EvictionLayer(CacheLayerMixin):
         self.expected, self.prompt = 0, None
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: Any = None, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store a row in the slot that was counted last, attend over all: (out, lse, probs) as `_ops.decode`."""
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: torch.nn.Module | None = None, **options: Any
+    ) -> Decoded:
+        """Store a row in the slot that was counted last, and attend to all slots."""
         return self.storage.decode(q, k, v, pos, **options)
-
-    def make_room(self, room: int = ROOM) -> None:
-        """Room for one more slot in every head; if slots have to move, for `room` or more."""
-        self.storage = self.storage.with_room(self.expected, room)
 
     def tick(self) -> None:
         """Count one more slot in every head, for `decode`."""
-        self.make_room()
+        self.storage = self.storage.with_room(self.expected)
         self.storage.tick()
 
     def remember(self, row: Tensor, most: int) -> None:
-        """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe."""
+        """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe later."""
         before = self.decode_queries
         if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
             row = torch.cat([before, row], 2)

@@ -1,5 +1,5 @@
-"""Buffers in files that are mapped into memory: of the archive of `recall="FOLDER"`, which the operating system writes
-out and whose memory it takes back where it is needed elsewhere, and of a loaded cache."""
+"""Buffers in files that are mapped into memory, which the operating system writes out when memory is short: those of an
+archive of `recall="FOLDER"`, and those of a loaded cache."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import os
 import tempfile
 import warnings
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .storage import Storage
+from .stored import Stored
 
-ALIGNED = 64  # bytes that each buffer's start is a multiple of
+ALIGNED = 64  # bytes; the start of each buffer is a multiple
 
 
 class Lent(NamedTuple):
-    """Rows of a file, as a `Region` is of a pool's."""
+    """Rows of a file, as a `Region` has rows of a pool."""
 
     buffers: tuple[torch.Tensor, ...]
     rows: int
     start: int = 0
 
 
-def in_file(storage: Storage) -> bool:
-    """Whether slots lie in a file: those of the prefix, if there are no others."""
+def in_file(storage: Stored) -> bool:
+    """Whether slots are in a file: those of the prefix, if there are no others."""
     if storage.prefix is not None and not storage.counts.any():
         return in_file(storage.prefix)
     return any(isinstance(region, Lent) for region in storage.regions)
@@ -38,17 +37,17 @@ def is_folder(archive: bool | str) -> bool:
 
 
 class Files:
-    """Lends buffers in files of a folder. A file has no name once it is mapped: it is gone with the last cache that
-    reads it, also of a process that is killed, and no other process can open it."""
+    """Lends buffers in files of a folder. A file loses its name once it is mapped: no other process can open it, and it
+    is gone with the last cache that reads it, or with the process if that is killed."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a copy of a cache lies in memory
+        return type(None), ()  # the copy of a cache is in memory
 
-    def lend(self, rows: int, like: Storage) -> Lent | None:
-        """Buffers for slots as those of a `Storage`. None, with a warning, if they cannot be made there."""
+    def lend(self, rows: int, like: Stored) -> Lent | None:
+        """Buffers for slots as those of `like`. None, with a warning, if the folder has no room for them."""
         if not rows:
             return None
         sizes = [rows * t[:0].new_empty(1, *t.shape[1:]).nbytes for t in like.buffers]
@@ -69,7 +68,7 @@ class Files:
 
 
 def _mapped(folder: str, size: int) -> torch.Tensor:
-    """uint8 [size] in a new file without a name. Raises OSError where the disk is full."""
+    """Map a new file without a name: uint8 [size]. Raises OSError if the disk is full."""
     number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # mode 0600
     try:
         if hasattr(os, "posix_fallocate"):
@@ -85,7 +84,7 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
 
 
 def check(archive: bool | str) -> None:
-    """Raise ValueError for a `Run.archive` that is a folder in which no files can be made."""
+    """Raise ValueError if a `Run.archive` is a folder in which no file can be made."""
     if not is_folder(archive):
         return
     try:

@@ -4,11 +4,15 @@ A rank decides alone about a single head. To compare heads, or to make one choic
 the numbers of all heads: the same numbers give the same choice everywhere. Every rank has the full hidden states.
 """
 
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import distributed
+from torch import Tensor, distributed
+
+KEYS = ("k_proj", "qkv_proj", "query_key_value")  # a module whose split by columns splits the kv heads
 
 
 class Ranks:
@@ -17,28 +21,28 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
-    def __deepcopy__(self, memo: object) -> Any:  # processes are not copied
-        return self
+    def __deepcopy__(self, memo: object) -> "Ranks":
+        return self  # processes are not copied
 
     def mine(self, x: Any) -> Any:
-        """This rank's heads of x [B, heads of all ranks, ..]."""
+        """This rank's heads of a tensor or array x [B, heads of all ranks, ..]."""
         part = x.shape[1] // self.size
         return x if self.size == 1 else x[:, self.rank * part : (self.rank + 1) * part]
 
-    def gather(self, x: torch.Tensor, columns: Any = None, fill: int = 0) -> torch.Tensor:
-        """All ranks' heads of x [B, heads of a rank, ..]. columns: size of the last dimension after padding with
-        `fill`; it may differ from rank to rank before."""
+    def gather(self, x: Tensor, columns: int | None = None, fill: int = 0) -> Tensor:
+        """All ranks' heads of x [B, heads of a rank, ..]. columns: the size to which the last dimension, which may
+        differ from rank to rank, is padded with `fill`."""
         if self.size == 1:
             return x
         if columns is not None:
             x = F.pad(x, (0, columns - x.shape[-1]), value=fill)
         return torch.cat(self._all(x), 1)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in rank order: the same on every rank."""
-        return x if self.size == 1 else sum(self._all(x))
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in rank order, so that it is the same on every rank."""
+        return x if self.size == 1 else reduce(torch.add, self._all(x))
 
-    def _all(self, x: torch.Tensor) -> Any:
+    def _all(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         distributed.all_gather(parts, x.contiguous(), group=self.group)
         return parts
@@ -50,7 +54,7 @@ class Ranks:
             distributed.all_gather_object(values, value, group=self.group)
         return values
 
-    def to_first(self, value: object) -> Any:
+    def to_first(self, value: object) -> list | None:
         """Every rank's value on the first rank; None on the others."""
         values = [value] * self.size if self.rank == 0 else None
         if self.size > 1:
@@ -58,23 +62,20 @@ class Ranks:
             distributed.gather_object(value, values, dst=to, group=self.group)
         return values
 
-    def counts(self, layer: Any) -> Any:
-        """int [B, heads of all ranks] slot counts of a layer's heads, on the host."""
+    def counts(self, layer: Any) -> np.ndarray:
+        """Slot counts of an `EvictionLayer`'s heads of all ranks: int [B, heads of all ranks], on the host."""
         if self.size == 1:
             return layer.counts
         first, heads = layer.counts[:, :1], self.size * layer.counts.shape[1]
         return first.repeat(heads, 1) if layer.head_offsets is None else first + layer.head_offsets
 
-    def note(self, layer: Any, counts: Any) -> None:
-        """Note that a layer's heads now hold counts [B, heads of all ranks] slots."""
+    def note(self, layer: Any, counts: np.ndarray) -> None:
+        """Note that the heads of an `EvictionLayer` now hold counts [B, heads of all ranks] slots."""
         if self.size > 1:
             layer.head_offsets = counts - layer.counts[:, :1]
 
 
 ALONE = Ranks()
-
-
-KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def of(model: Any) -> Ranks:

@@ -1,4 +1,4 @@
-"""The tokens that a cache has read: one object from a conversation's first token to its last."""
+"""The tokens that a cache has read: one object for a conversation, from its first token to its last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...policy.run import Run
 
 
 class Sequence:
-    """What all layers of an `EvictionCache` have in common: how many tokens went through them, and by which policy.
+    """What all layers of an `EvictionCache` share: how many tokens they have read, and by which policy.
 
     Two lengths are never confused: `columns` (and `seen`, without padding) count tokens read, a layer's `len` counts
     slots stored.
@@ -24,38 +24,39 @@ class Sequence:
     def __init__(self) -> None:
         self.columns = 0  # tokens read, padding included: Transformers' sequence length
         self.seen: np.ndarray | None = None  # int64 [B] tokens read without padding; None before the first ones
-        self.floor = 0  # columns that crop may not take back: slots were evicted since, or belong to padding
-        self.coming: tuple[int, Any] = (0, 0)  # columns of the running step, and tokens [B] (or a number) among them
-        self.archived = 0  # columns whose slots are in the layers' archives, too
-        # int [B] tokens of an answer that attends to all slots; -1 in other rows; None: no row has one
+        self.floor = 0  # first columns that crop may not remove: slots were evicted after them, or they are padding
+        # Columns of the running step, and how many tokens are among them, [B] or one number for all rows
+        self.coming: tuple[int, np.ndarray | int] = (0, 0)
+        self.archived = 0  # first columns whose slots are in the layers' archives
+        # int [B] tokens so far of an answer that attends to the slots of all tokens; -1: other rows; None: all others
         self.since: np.ndarray | None = None
         self.removing: int | None = None  # tokens that a running crop of the cache removes
         self.half_read = False  # a call that changes the cache has not ended
-        self.thread: int | None = None  # that the last such call began in
-        self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns with their padding moved to the left
-        self.next_position: torch.Tensor | None = None  # [B] int64, where it is not `seen`
-        self.policy: Any = None  # that read it; None for a loaded cache (unknown) and without a budget
+        self.thread: int | None = None  # the thread where the last such call began
+        self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns whose padding was moved to the left
+        self.next_position: torch.Tensor | None = None  # [B] int64; None: `seen`
+        self.policy: Any = None  # the Policy of the last read; None: a loaded cache (unknown), or no budget
         self.run = Run()  # of the last read
 
     @property
     def removable(self) -> int:
-        """Columns that crop may take back."""
+        """How many of the last columns crop may remove."""
         return max(0, self.columns - self.floor)
 
     @property
     def awaits(self) -> bool:
-        """Whether a row's answer attends to the slots of all tokens, and has not chosen among them yet."""
+        """Whether some row's answer attends to the slots of all tokens and has not chosen among them yet."""
         return self.since is not None
 
     def choosing(self) -> tuple[list[int], list[int]]:
-        """The rows whose answer's next token chooses their slots (`Policy.recall_after`), and the others."""
+        """(rows whose slots are chosen after their answer's next token, by `Policy.recall_after`; the other rows)."""
         if self.since is None:
             return [], []
         due = self.since == self.policy.answered - 1
         return np.flatnonzero(due).tolist(), np.flatnonzero(~due).tolist()
 
     def fix(self) -> None:
-        """Nothing of what has been read, the running step's columns included, can be taken back."""
+        """Let crop remove nothing of what was read up to here, the running step's columns included."""
         self.floor = self.columns + self.coming[0]
 
     def advance(self) -> None:
@@ -63,12 +64,13 @@ class Sequence:
         (columns, tokens), self.coming = self.coming, (0, 0)
         self.columns += columns
         least = int(np.min(tokens))
-        if least < columns:  # not past padding
+        if least < columns:  # crop may not remove padding
             self.floor = max(self.floor, self.columns - least)
+        assert self.seen is not None
         self.seen = self.seen + tokens
 
     def count_to_remove(self, tokens_to_remove: int) -> int:
-        """How many tokens `EvictionCache.crop` is to remove. Raises ValueError for more than it may."""
+        """How many tokens `EvictionCache.crop` removes. Raises ValueError if it may not remove as many."""
         if tokens_to_remove > 0:
             if not compat.CROP_TAKES_LENGTH:
                 raise ValueError(
@@ -89,7 +91,7 @@ class Sequence:
         return count
 
     def crop(self, count: int) -> None:
-        """Take the last `count` columns back."""
+        """Remove the last `count` columns."""
         assert self.seen is not None
         self.columns -= count
         self.archived = min(self.archived, self.columns)
@@ -99,18 +101,18 @@ class Sequence:
         if self.next_position is not None:
             self.next_position = self.next_position - count
 
-    def select(self, chosen: list[int]) -> None:
+    def select(self, rows: list[int]) -> None:
         """Keep these batch rows, in any order; a row may be named twice."""
         assert self.seen is not None
-        self.seen = self.seen[chosen]
+        self.seen = self.seen[rows]
         if self.since is not None:
-            since = self.since[chosen]
+            since = self.since[rows]
             self.since = None if (since < 0).all() else since
         if self.next_position is not None:
-            self.next_position = self.next_position[chosen]
+            self.next_position = self.next_position[rows]
 
     def trim(self) -> None:
-        """Forget columns that are padding in all rows."""
+        """Remove columns that are padding in all rows."""
         assert self.seen is not None
         longest = int(self.seen.max())
         gone = max(0, self.columns - longest)
@@ -126,7 +128,7 @@ class Sequence:
 
     @classmethod
     def joined(cls, each: Items[Sequence], device: torch.device) -> Sequence:
-        """The rows of several, side by side. A shorter row counts as padded at its left."""
+        """Concatenate batch rows. A row with fewer columns counts as padded at its left."""
         whole = copy.copy(each[0])
         whole.columns = whole.archived = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)

@@ -1,51 +1,49 @@
-"""Layers with a state beside their slots, or a sliding window in place of them."""
+"""Layers that have a state as well as slots, or a sliding window in place of slots."""
 
 import copy
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ...context import current
 from ...models import compat
 from .layer import EvictionLayer
+from .sequence import Sequence
+from .storage import Storage
 
 
-def states_of(layer: Any) -> list[torch.Tensor]:
-    """The states of a layer, convolution's and recurrent; an empty list for a layer without any."""
+def states_of(layer: object) -> list[Tensor]:
+    """The convolution's and recurrent states of a layer; an empty list if it has none."""
     held = getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})
     return [t for states in held for t in states.values() if t is not None]
 
 
-def select_states(layer: Any, indices: Any) -> None:
-    """Keep the batch rows `indices` of the states of Transformers' layer, in tensors and dicts of its own: a copy of
-    the layer goes on with all rows."""
+def select_states(layer: object, rows: list[int]) -> None:
+    """Keep these batch rows of the states of Transformers' layer, in new tensors and dicts, since a copy of the layer
+    may share the old ones."""
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)
-        setattr(layer, name, {index: None if t is None else t[indices] for index, t in states.items()})
+        setattr(layer, name, {index: None if t is None else t[rows] for index, t in states.items()})
 
 
-def archived(layer: EvictionLayer) -> tuple[torch.Tensor, ...]:
-    """All tensors of a layer's archive."""
-    return () if layer.archive is None else layer.archive.tensors()
-
-
-def tensors_of(layer: Any) -> list[torch.Tensor]:
+def tensors_of(layer: object) -> list[Tensor]:
     """All tensors of a cache's layer: states, a window's keys and values, slots and what belongs to them."""
     if isinstance(layer, EvictionLayer):
-        chosen = () if layer.awaited is None else layer.awaited.tensors()
-        own = *layer.storage.tensors(), *archived(layer), *chosen, layer.carry, layer.decode_queries
-        own = *own, *layer.memory.values()
+        parts = [each.tensors() for each in (layer.storage, layer.archive, layer.awaited) if each is not None]
+        own = [*chain(*parts), layer.carry, layer.decode_queries, *layer.memory.values()]
     else:
-        own = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        own = [getattr(layer, "keys", None), getattr(layer, "values", None)]
     return [*states_of(layer), *(t for t in own if t is not None)]
 
 
 class StatefulLayer(EvictionLayer):
-    """Our slots in a layer that also has a convolution's or a recurrent state. Transformers' layer `state` holds that
-    state, and answers for every attribute that is not ours."""
+    """A layer that also has a convolution's or a recurrent state, in Transformers' layer `state`. That layer has all
+    attributes that an `EvictionLayer` does not have."""
 
-    def __init__(self, sequence: Any, state: Any = None) -> None:
+    def __init__(self, sequence: Sequence, state: Any = None) -> None:
         super().__init__(sequence)
         self.state = state
 
@@ -54,9 +52,9 @@ class StatefulLayer(EvictionLayer):
             raise AttributeError(name)
         return getattr(self.state, name)
 
-    def fork(self, storage: Any = None) -> EvictionLayer:
+    def fork(self, storage: Storage | None = None) -> EvictionLayer:
         twin: Any = super().fork(storage)
-        twin.state = copy.deepcopy(self.state)  # it is updated in place
+        twin.state = copy.deepcopy(self.state)  # states are updated in place
         return twin
 
     def reset(self) -> None:
@@ -70,21 +68,21 @@ class StatefulLayer(EvictionLayer):
             "continue a fork of the cache"
         )
 
-    def select(self, chosen: list[int]) -> None:
-        super().select(chosen)
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
         self.state = copy.copy(self.state)
-        select_states(self.state, chosen)
+        select_states(self.state, rows)
 
 
 compat.keeps_state(StatefulLayer)
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' sliding window. Rows that are appended to a chunk read it and do not enter it."""
+    """Transformers' sliding window. Rows that are appended to a chunk attend to it and are not stored in it."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         step = current()
         appended = 0 if step is None else step.appended
         if not appended:

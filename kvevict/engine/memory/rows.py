@@ -1,0 +1,107 @@
+"""Batch rows of several storages side by side: joined in one `Storage`, or kept `Apart`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .storage import OF_ROWS, Storage
+from .stored import Stored
+
+
+def together(parts: list) -> Any:
+    """Concatenate a field [B, ..] of several storages or layers; None if the first is None."""
+    return None if parts[0] is None else torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
+
+
+def joined(storages: Sequence[Storage]) -> Storage:
+    """Concatenate batch rows: without a copy if all are in the same buffers, else in new ones."""
+    storages = [each.whole() if each.far else each for each in storages]
+    first, prefix = storages[0], next((each.prefix for each in storages if each.prefix is not None), None)
+    if prefix is not None:
+        prefix = joined([each.prefix or _no_slots(prefix, len(each.counts)) for each in storages])
+    fields = {name: together([getattr(each, name) for each in storages]) for name in OF_ROWS}
+    rows = replace(first, **fields, regions=sum((each.regions for each in storages), ()), prefix=prefix)
+    if all(each.k is first.k for each in storages):
+        return rows
+    into, row = rows._blank(rows.capacity), 0
+    for each in storages:
+        stop = row + len(each.counts)
+        into.aliased([*range(row, stop)])._filled(each, None, each.counts)
+        row = stop
+    return into
+
+
+def _no_slots(storage: Storage, rows: int) -> Storage:
+    """`rows` batch rows without a slot, in the buffers of a storage."""
+    first = storage.aliased([0] * rows)
+    none = 0 * first.counts
+    return replace(first, len=0 * first.len, counts=none, capacity=none, starts=none, prefix=None)
+
+
+@dataclass
+class Apart:
+    """The archives of batch rows that decode together, a storage of one row for each: a row joins and leaves without a
+    copy. The methods are those of a `Storage`; `expected` is ignored."""
+
+    each: list[Storage]
+
+    total_counts = property(lambda self: np.concatenate([one.total_counts for one in self.each]))
+    device = property(lambda self: self.each[0].device)
+    kinds = property(lambda self: self.each[0].kinds)
+    on_host = property(lambda self: self.each[0].on_host)
+    centre = property(lambda self: together([one.centre for one in self.each]))
+    is_centred = property(lambda self: all(one.is_centred for one in self.each))
+
+    @classmethod
+    def of(cls, archives: Sequence[Storage | Apart]) -> Apart:
+        """The batch rows of several archives, each apart."""
+        each: list[Storage] = []
+        for archive in archives:
+            rows = range(len(archive.total_counts))
+            each += archive.each if isinstance(archive, Apart) else [archive.forked().rows([row]) for row in rows]
+        return cls(each)
+
+    def append(
+        self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: object = 0
+    ) -> Apart:
+        rows = [slice(row, row + 1) for row in range(len(self.each))]
+        each = zip(self.each, rows, strict=True)
+        return Apart([one.append(k[row], v[row], pos[row], first[row], padding[row]) for one, row in each])
+
+    def centred_as(self, other: Storage) -> Apart:
+        return Apart([one.centred_as(row) for one, row in self._beside(other)])
+
+    def with_all(self, other: Storage, expected: object = 0) -> Apart:
+        return Apart([one.with_all(row) for one, row in self._beside(other)])
+
+    def as_prefix(self) -> Apart:
+        return self  # each row's archive has one
+
+    def crop(self, count: int) -> Apart:
+        return Apart([one.crop(count) for one in self.each])
+
+    def rows(self, rows: list[int]) -> Storage | Apart:
+        found = [self.each[row].forked() for row in rows]
+        return found[0] if len(found) == 1 else Apart(found)
+
+    def forked(self) -> Apart:
+        return Apart([one.forked() for one in self.each])
+
+    def gathered(self) -> Storage:
+        return joined(self.each).gathered()
+
+    def places(self, b: int, h: int) -> list[tuple[Stored, slice]]:
+        return self.each[b].places(0, h)
+
+    def tensors(self) -> tuple:
+        return tuple(tensor for one in self.each for tensor in one.tensors())
+
+    def _beside(self, other: Storage) -> Iterator[tuple[Storage, Storage]]:
+        """Yield each row's archive with its row of another storage."""
+        return zip(self.each, (other.aliased([row]) for row in range(len(self.each))), strict=True)
