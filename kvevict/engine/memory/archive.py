@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...policy.run import Run
 from . import host
@@ -55,14 +56,17 @@ def settle(sequence: Sequence, layers: Items[EvictionLayer]) -> None:
         layer.storage = settled
 
 
-def append(layer: EvictionLayer, *new: Any, expected: int | np.ndarray = 0) -> None:
-    """Write new columns to a layer's archive. new: k, v, pos, first, padding of `Storage.append`, as `expected` is."""
+def append(
+    layer: EvictionLayer, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray,
+    expected: int | np.ndarray = 0,
+) -> None:  # fmt: skip
+    """Write new columns to a layer's archive, as `Storage.append`."""
     archive = _empty(layer) if layer.archive is None else layer.archive
     archive = archive.centred_as(layer.storage)
     if archive.on_host:  # rows are packed on the device where they were computed
-        layer.archive = archive.with_all(_near(layer, archive).append(*new), expected=expected)
+        layer.archive = archive.with_all(_near(layer, archive).append(k, v, pos, first, padding), expected)
     else:
-        layer.archive = archive.append(*new, expected=expected)
+        layer.archive = archive.append(k, v, pos, first, padding, expected)
 
 
 @torch.no_grad()

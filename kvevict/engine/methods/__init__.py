@@ -1,1 +1,1 @@
-"""Parts of single papers that need more than a part of a policy: a file for each."""
+"""What single papers need beyond a part of a policy, a file each."""

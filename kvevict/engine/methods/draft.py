@@ -1,5 +1,5 @@
-"""Drafting by the model itself (LAQ): over a cut of a prompt that was read with nothing evicted, a fork of the cache
-writes a few tokens, and the rows of these tokens then observe."""
+"""Drafting by the model itself (LAQ): after a prompt was read with nothing evicted, a fork of the cache is cut and
+writes a few tokens, whose query rows then observe the prompt."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
 
 class _Noting(Chooser):
-    """The chooser of a draft's steps keeps all slots, and notes the rows."""
+    """The chooser while a draft is written: it keeps all slots and notes the drafted rows."""
 
     looks = False
 
     def __init__(self, errors: Errors | None) -> None:
-        self.errors = errors  # TADA measures the drafted rows too
-        self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D], k, v [B, heads, 1, D]) of each row
+        self.errors = errors  # TADA measures them over the drafted rows, too
+        self.rows = defaultdict(list)  # layer -> for each row (q [B, H, 1, D], k, v [B, heads, 1, D])
 
     def takes(self, call: LayerCall) -> bool:
         self.rows[call.index].append((call.q, call.k, call.v))
@@ -46,7 +46,7 @@ class _Noting(Chooser):
 
 
 class Drafting(Chooser):
-    """Layers wait until tokens were drafted; then `chooser` sees them in order.
+    """The chooser of a prompt whose layers wait until tokens are drafted; then `chooser` gets the layers in order.
 
     arguments   the call's `kvevict.engine.hook.arguments.Arguments`
     run         the decoder's original forward
@@ -59,7 +59,7 @@ class Drafting(Chooser):
     held = property(lambda self: len(self.calls))
 
     def layer(self, call: LayerCall) -> None:
-        """Wait, holding only the rows that observe the prompt."""
+        """Let a layer wait, with only the rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
@@ -72,16 +72,13 @@ class Drafting(Chooser):
             with call.step.meter.clock("evict"), call.layer.storage.here():
                 self.chooser.layer(call)
 
-    def _drafted(self, step: Step, hidden: torch.Tensor, calls: list) -> _Noting:
-        """What noted the rows of tokens that are drafted over an evicted fork of the cache."""
+    def _drafted(self, step: Step, hidden: torch.Tensor, calls: list[LayerCall]) -> _Noting:
+        """Draft tokens over an evicted fork of the cache, and return the chooser that noted their rows."""
         meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
             plan = Plan(policy, Run(), step.decoder, step.plan.ranks)
-            cuts = {}
-            for call in calls:
-                with call.layer.storage.here():
-                    cuts[call.index] = _cut(call, plan, n_d)
+            cuts = {call.index: _cut(call, plan, n_d) for call in calls}
             cache = step.cache.with_storages(cuts)
             self._write(step, hidden, plan, cache, noting)
             meter.live["draft"] = sum(cache.layers[call.index].live_bytes() for call in calls)
@@ -90,7 +87,7 @@ class Drafting(Chooser):
         return noting
 
     def _write(self, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting) -> None:
-        """Draft tokens greedily over `cache`."""
+        """Write the draft greedily over `cache`."""
         arguments, unseen = self.arguments, Meter()
         logits, at = head(arguments.top), step.positions[:, : step.columns][:, -1:]
         for number in range(1, step.plan.policy.rows.n_d + 1):
@@ -107,15 +104,16 @@ class Drafting(Chooser):
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
-    """A copy of the slots, with room for more, that SnapKV keeps: as many as the layer may keep, equally many in each
+    """Copy the slots that SnapKV keeps within the layer's budget, equally many in each head, with `room` free rows per
     head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
     step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report
-    first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
-    alive = first.slots.alive
-    slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
-    slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
-    choice = choose(first, slots)
-    storage = call.layer.storage.gathered()
-    return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)
+    with call.layer.storage.here():
+        first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
+        alive = first.slots.alive
+        slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
+        slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
+        choice = choose(first, slots)
+        storage = call.layer.storage.gathered()
+        return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

@@ -1,16 +1,16 @@
 """Token-selective propagation (FastKV, Jo et al. 2025): layers after `tsp` read only a chunk's best tokens.
 
-Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows, and the first
-tokens that are always kept, are always propagated: much attention rests on the first tokens, and without them the
-layers after `tsp` lose most answers. A question before the text comes before other tokens. Hooks cut these layers'
-arguments (hidden states, rotary embeddings, position ids, and the step that our attention reads) to the propagated
-tokens; these keep their positions. Every layer counts all tokens as seen, and rows appended to a chunk go through all
+Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows and the first
+tokens that are always kept are always propagated, since without the first tokens, to which much attention goes, the
+layers after `tsp` lose most answers. A question before the text ranks before other tokens. Hooks cut the arguments of
+later layers (hidden states, rotary embeddings, position ids, and the step that our attention reads) to the propagated
+tokens, which keep their positions. Every layer counts all tokens as seen. Rows appended to a chunk go through all
 layers.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,16 +25,16 @@ from ..read.plan import Plan
 
 
 class Onward(NamedTuple):
-    """The rows of a call that layers after `tsp` read."""
+    """The tokens of a call that layers after `tsp` read."""
 
     columns: torch.Tensor  # [B, K] ascending, appended rows last
     first: torch.Tensor  # [B] number of padding columns
-    padding: np.ndarray  # the same on the host
+    padding: np.ndarray  # `first` on the host
 
 
 def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:
     """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` rows (0: all),
-    or, with any `flags` set, the rows of every layer."""
+    or the rows of every layer, by the outputs named in `flags`."""
     policy = plan.policy
     if plan.tsp is None or tokens == policy.propagated(tokens):
         return
@@ -50,13 +50,13 @@ def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:
 
 
 def due(call: LayerCall) -> bool:
-    """True if the layer has to choose the chunk's tokens that go on."""
+    """Whether this is layer `tsp`, and it has to choose among the chunk's tokens."""
     step, tokens = call.step, int(call.tokens.max())
     return step.read is not None and call.index == step.plan.tsp and tokens > call.policy.propagated(tokens)
 
 
 def choose(call: LayerCall, score: torch.Tensor) -> Onward:
-    """The chunk's tokens that go on, and all appended rows."""
+    """Choose the chunk's tokens that are propagated; all appended rows are."""
     policy, slots, kv = call.policy, call.slots, call.slots.kv
     rows, device = kv.k.shape[2], call.slots.device
     tokens = rows - kv.first
@@ -66,33 +66,33 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     before = _ops.upload(call.layer.sequence.seen, device, torch.int32)
     first = slots.protected[0] - before  # first slots in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
-    count = torch.arange(rows, device=device)
-    slot = (call.layer.len[..., None] + count).clamp_max(slots.columns - 1)  # slot of each token of a row
+    column = torch.arange(rows, device=device)
+    slot = (call.layer.len[..., None] + column).clamp_max(slots.columns - 1)  # slot of each token of a row
     pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # shared scores have one for all heads
     if slots.bounds.kept is not None:
         pooled = pooled.masked_fill(slots.between, torch.inf)
-    worth: Any = slots.heads.gather(pooled.gather(2, slot))
-    worth = sum(worth.unbind(1))  # in head order: the same on every machine
+    by_head = slots.heads.gather(pooled.gather(2, slot))
+    worth = reduce(torch.add, by_head.unbind(1))  # in head order, so that every machine has the same sums
     with call.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]
     padding = most - keep
-    rank = count[:most] - padding[:, None]
+    rank = column[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + kv.first[:, None]
     # A row shorter than the others keeps all its tokens, with padding at their left.
-    columns = torch.where(rank < 0, count[:most], columns)
+    columns = torch.where(rank < 0, column[:most], columns)
     appended = rows + torch.arange(call.step.appended, device=device).expand(len(columns), -1)
     return Onward(torch.cat([columns, appended], 1), padding, most - kept)
 
 
 def install(decoder: torch.nn.Module) -> list[RemovableHandle]:
-    """Hooks on the layers. They hold only the layer's number, so that copies of the model stay independent."""
+    """Add the hooks to the layers. A hook refers only to the layer's number, so copies of the model are independent."""
     layers = enumerate(families.layers_of(decoder))
     return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
 
 
-def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: Any = None) -> tuple | None:
-    """Cut a layer's arguments to the propagated tokens: the arguments common to all layers, and the hidden states of
-    the first layer after `tsp` (later layers get its cut output)."""
+def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+    """Cut a layer's arguments to the propagated tokens: arguments common to all layers, and the hidden states of the
+    first layer after `tsp`, whose output is that of the propagated tokens alone."""
     step = current()
     onward = step.chooser.onward if step is not None and step.chooser is not None else None
     if onward is None:
@@ -107,14 +107,14 @@ def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: Any = None)
 
 
 def _taken(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Rows [B, K] of x [B or 1, T, ...], on x's device."""
+    """Take columns [B, K] of x [B or 1, T, ...], on x's device."""
     columns = columns.to(x.device)
     row = torch.arange(columns.shape[0], device=x.device)[:, None]
     return x.expand(len(row), *x.shape[1:])[row, columns]
 
 
 def cut(value: object, rows: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The part of a tensor [B or 1, rows, ...], or of a tuple or list of such; any other value unchanged."""
+    """`part` of a tensor [B or 1, rows, ...], or of each in a tuple or list; any other value unchanged."""
     if isinstance(value, (tuple, list)):
         return type(value)(cut(each, rows, part) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

@@ -1,4 +1,4 @@
-"""TADA's measurements of a call: every layer's error by its scores, and its rotation of the residual stream."""
+"""TADA's measurements of a call: each layer's error, from its scores and its rotation of the residual stream."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -17,17 +17,16 @@ from ..read.step import Step
 
 class Errors:
     """The layers' errors in one chunk (METHODS section 4): E_int, the sum of scores outside the protected slots, times
-    the mean of 1 - cos(R, R + O) over the observing rows, R the residual stream that enters a layer, O what its
-    attention block (or the whole layer) adds.
-
-    until    "attention" or "layer": the place where R + O is measured, also for drafted tokens
+    the mean of 1 - cos(R, R + O) over the observing and drafted rows. R is the residual stream that enters a layer, and
+    O what its attention block (`until` = "attention") or the whole layer (`until` = "layer") adds.
     """
 
     def __init__(self, until: str) -> None:
         self.until = until
-        self.scores = {}  # layer -> fp64 [B]
-        self.residual = {}  # layer -> the residual stream that entered it
-        self.rotation = {}  # layer -> (sum of 1 - cos over rows [B], rows [B])
+        self.scores: dict[int, torch.Tensor] = {}  # layer -> fp64 [B] E_int
+        self.residual: dict[int, torch.Tensor] = {}  # layer -> R
+        # layer -> (sum of 1 - cos over rows [B], number of rows [B])
+        self.rotation: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note_scores(self, call: LayerCall, score: torch.Tensor) -> None:
         slots = call.slots
@@ -36,23 +35,21 @@ class Errors:
         self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
     def note_rotation(self, step: Step, index: int, after: torch.Tensor) -> None:
-        """Note 1 - cos between `residual` and `after` of the call's observing rows, its last ones."""
+        """Add 1 - cos of `residual` and `after` over the call's observing rows, its last ones."""
         before = self.residual.pop(index).to(after.device)
         after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
         counts = step.rows.observing(step)
         rows, counts = max(int(counts.max()), 1), _ops.upload(counts, after.device)
         distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
         inside = torch.arange(rows, 0, -1, device=after.device) <= counts[:, None]
-        total, number = (distance.clamp_min(0) * inside).sum(1), counts
-        if index in self.rotation:
-            total, number = total + self.rotation[index][0], number + self.rotation[index][1]
-        self.rotation[index] = total, number
+        total, number = self.rotation.get(index, (0, 0))
+        self.rotation[index] = total + (distance.clamp_min(0) * inside).sum(1), number + counts
 
     def layers(self, plan: Plan, device: torch.device) -> torch.Tensor:
         """fp64 [layers, B] errors of the layers that evict, on `device`."""
 
         def one(index: int) -> torch.Tensor:
-            if index not in self.rotation:
+            if index not in self.rotation:  # no row observed
                 return self.scores[index]
             total, rows = self.rotation[index]
             return self.scores[index] * (total / rows.clamp_min(1))
@@ -63,10 +60,9 @@ class Errors:
 def install(
     decoder: torch.nn.Module, until: str, order: Iterable[int], after_attention: Mapping[int, str]
 ) -> list[RemovableHandle]:
-    """Hooks for `Errors.note_rotation`. They hold only their layer's number, so that copies of the model stay
-    independent.
+    """Add the hooks that call `Errors.note_rotation`. A hook refers only to its layer's number, so copies of the model
+    are independent.
 
-    until             "attention" or "layer": the place where a layer's rotation of the residual stream is measured
     after_attention   layer -> its submodule that gets the residual stream with the attention's output added
     """
     hooks = []
@@ -82,22 +78,22 @@ def install(
 
 
 def _measuring(until: str | None = None) -> Step | None:
-    """The running step if it measures (until: and measures there), else None."""
+    """The running step if it measures errors (until: at that place); else None."""
     step = current()
     if step is None or step.chooser is None or step.chooser.errors is None:
         return None
     return step if until in (None, step.chooser.errors.until) else None
 
 
-def _enter(index: int, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
+def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
     step = _measuring()
     if step is not None:
         step.chooser.errors.residual[index] = args[0] if args else kwargs["hidden_states"]
 
 
 def _after(index: int, until: str, module: torch.nn.Module, args: tuple, output: Any = None) -> None:
-    """If the running step measures there, note the residual stream after a layer's attention, the first argument of
-    the submodule that follows it, or after the layer, its output."""
+    """If the running step measures at `until`, note the residual stream after a layer (its output), or after its
+    attention (the first argument of the submodule that follows)."""
     step = _measuring(until)
     if step is not None:
         after = args[0] if output is None else output[0] if isinstance(output, tuple) else output

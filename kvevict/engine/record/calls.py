@@ -1,4 +1,4 @@
-"""The operators that a decoded token calls: noted, compared with another token's, and called again without a model."""
+"""The operator calls of a decoded token: noted, compared with another token's, and repeated without the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Methods that give Python a number, and operators whose result it reads.
+# Methods that give Python a number, and the tags of operators whose result Python reads
 READS = {
     Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.is_nonzero, Tensor.__array__, Tensor.__bool__, Tensor.__int__,
     Tensor.__float__, Tensor.__index__, Tensor.__contains__,
@@ -22,30 +22,27 @@ INDEX = torch.ops.aten.index.Tensor
 READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Call(NamedTuple):
-    """One call of an operator, with the very tensors that it got and returned."""
+class OpCall(NamedTuple):
+    """One call of an operator, with the tensors themselves that it got and returned."""
 
     operator: OpOverload
     args: tuple
     options: dict
     output: object
 
-    def given(self) -> Iterator[Tensor]:
-        return _tensors((*self.args, *self.options.values()))
-
-    def new(self) -> list[bool]:
-        """For each tensor that it returned: whether it is neither a view of one that was given nor one of these."""
-        given = {_storage(x) for x in self.given()}
-        return [_storage(x) not in given for x in _tensors((self.output,))]
+    def results(self) -> list[tuple[Tensor, bool]]:
+        """The tensors that were returned, each with whether it is new: neither an argument nor a view of one."""
+        given = {_storage(x) for x in _tensors((*self.args, *self.options.values()))}
+        return [(x, _storage(x) not in given) for x in _tensors((self.output,))]
 
 
 class Calls(TorchDispatchMode):
-    """Inside, notes every call of an operator, and whether Python reads a number from a tensor."""
+    """A context that notes every call of an operator, and whether Python reads a number from a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[Call] = []  # holds all tensors, so that no address is used twice
-        self.reads: str | None = None  # what read a number
+        self.noted: list[OpCall] = []  # it keeps all tensors alive, so that no address is used twice
+        self.reads: str | None = None  # the function or operator that read a number
 
     def __enter__(self) -> Calls:
         self.functions = _Reads(self)
@@ -55,25 +52,25 @@ class Calls(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.functions.__exit__(*error)
-        del self.functions  # it refers to this object: no cycle keeps the tensors
+        del self.functions  # a cycle of references would keep the tensors
 
     def __torch_dispatch__(
         self, operator: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         output = operator(*args, **(kwargs or {}))
-        self.noted.append(Call(operator, args, kwargs or {}, output))
-        if READING_TAGS & {*operator.tags} and not (operator is INDEX and _by_numbers(args[1])):
+        self.noted.append(OpCall(operator, args, kwargs or {}, output))
+        if READING_TAGS & {*operator.tags} and not (operator is INDEX and _has_fixed_shape(args[1])):
             self.reads = str(operator)
         return output
 
     def difference(self, other: Calls) -> str | None:
-        """The name of the first operator that another token calls with other numbers, or on tensors in other places;
-        None: there is none. A tensor that was made inside counts as the result of its call."""
+        """The name of the first operator that another token calls with other numbers, or on tensors at other addresses;
+        None: no such operator. A tensor that a noted call made is compared by the number of that call."""
         mine, its = (list(each._described()) for each in (self, other))
         return next((str((a or b)[0]) for a, b in zip_longest(mine, its) if a != b), None)
 
     def _described(self) -> Iterator[tuple]:
-        made: dict[int, int] = {}  # a storage -> the call that made it
+        made: dict[int, int] = {}  # storage -> number of the call that made it
 
         def described(value: object) -> object:
             if isinstance(value, (list, tuple)):
@@ -85,14 +82,11 @@ class Calls(TorchDispatchMode):
 
         for at, call in enumerate(self.noted):
             yield call.operator, [described(each) for each in (*call.args, *call.options.values())]
-            for x, is_new in zip(_tensors((call.output,)), call.new(), strict=True):
-                if is_new:
-                    made[_storage(x)] = at
+            made |= {_storage(x): at for x, is_new in call.results() if is_new}
 
     def again(self) -> Callable[[], None]:
-        """A function that makes the calls again: it reads and writes the same tensors, in the memory where they are, so
-        views need no call."""
-        steps = [_again(call) for call in self.noted if _writes(call.operator) or any(call.new())]
+        """A function that repeats the calls on the same memory. Views of it are still valid and need no call."""
+        steps = [_again(call) for call in self.noted if _writes(call.operator) or any(new for _, new in call.results())]
 
         def again() -> None:
             with torch.inference_mode():
@@ -103,7 +97,7 @@ class Calls(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Inside, notes that Python reads a number from a tensor: what it then does is not an operator."""
+    """A context that notes when Python reads a number from a tensor: what Python does with it is no operator call."""
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
@@ -125,44 +119,45 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _by_numbers(indices: Iterable[Tensor | None]) -> bool:
-    """Whether the shape of what they select does not depend on their values."""
+def _has_fixed_shape(indices: Iterable[Tensor | None]) -> bool:
+    """Whether the shape of x[indices] does not depend on the values of the indices: none is a mask."""
     return not any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def _storage(tensor: Tensor) -> int:
+    """A number for the memory of a tensor, the same for its views."""
     return tensor.untyped_storage()._cdata
 
 
-def _again(call: Call) -> tuple[Callable, tuple, dict]:
-    """A function with its arguments that makes a call again and writes the results where they were."""
+def _again(call: OpCall) -> tuple[Callable, tuple, dict]:
+    """A function and its arguments that repeat a call and write the results to the memory of the first ones."""
     operator, args, options, output = call
-    into = _into(operator) if isinstance(output, Tensor) and not _writes(operator) else None
+    into = _with_out(operator) if isinstance(output, Tensor) and not _writes(operator) else None
     if into is not None:
         return into, args, {**options, "out": output}
     if operator._schema.name in ("aten::_to_copy", "aten::clone"):
         return torch.ops.aten.copy_.default, (output, args[0]), {}
-    places = [(at, x) for at, (x, is_new) in enumerate(zip(_tensors((output,)), call.new(), strict=True)) if is_new]
-    if not places:
+    results = call.results()
+    if not any(is_new for _, is_new in results):
         return operator, args, options
 
     def copied(*args: object, **options: object) -> None:
-        results = list(_tensors((operator(*args, **options),)))
-        for at, place in places:
-            place.copy_(results[at])
+        for (place, is_new), result in zip(results, _tensors((operator(*args, **options),)), strict=True):
+            if is_new:
+                place.copy_(result)
 
     return copied, args, options
 
 
 @functools.cache
 def _writes(operator: OpOverload) -> bool:
-    """Whether it writes to a tensor that it is given."""
+    """Whether an operator writes to one of its arguments."""
     return any(each.alias_info is not None and each.alias_info.is_write for each in operator._schema.arguments)
 
 
 @functools.cache
-def _into(operator: OpOverload) -> OpOverload | None:
-    """The operator that writes the same result to a tensor `out`, if it is as fast."""
+def _with_out(operator: OpOverload) -> OpOverload | None:
+    """The overload that writes the result to an argument `out`; None: there is none, or it is a generated, slow one."""
     packet = operator._overloadpacket
     own = [(each.name, str(each.type)) for each in operator._schema.arguments]
     for name in packet.overloads():

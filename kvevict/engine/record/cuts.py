@@ -1,4 +1,4 @@
-"""What follows a recorded token: slots are evicted from its layers."""
+"""The evictions after a recorded token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,21 +12,21 @@ from ..read.layer import LayerCall, decide_later
 from ..read.step import Step
 from .calls import Calls
 
-PATIENCE = 8  # tokens in a row with equal cuts before one is recorded
+PATIENCE = 8  # tokens in a row with equal cuts before a cut is recorded
 
 
 class Cuts:
-    """The cuts after the tokens of one recording. Where each token evicts one slot of every head, as by h2o, streaming
-    and tova, they are recorded, too: on a CPU. A GPU runs meanwhile what it was given before."""
+    """The cuts after the tokens of one recording. If each token evicts one slot of every head, as with h2o, streaming
+    and tova, the cuts are recorded, too, on a CPU. On a GPU Python runs ahead of the work anyway."""
 
     def __init__(self) -> None:
-        self.equal = 0  # tokens in a row that left `state`
-        self.state: tuple = ()
+        self.state: tuple = ()  # `_state` after the last cut
+        self.equal = 0  # tokens in a row whose cut left the same `state`
         self.carried: list = []  # the layers' carried numbers and remembered queries, written to in place
         self.replay: Callable[[], None] | None = None
 
     def after(self, step: Step, attended: list[LayerCall], positions: torch.Tensor) -> None:
-        """Evict. attended: the token's layers, in memory that stays, as positions does."""
+        """Cut the layers of a token, `attended`. Its tensors, and positions, are in the recording's memory."""
         layers, cache = [step.cache.layers[call.index] for call in attended], step.cache
         before, carried, step = _state(layers, 1), _carried(layers), replace(step, positions=positions)
         if self.replay is not None:
@@ -48,16 +48,16 @@ class Cuts:
         if self.equal and calls.reads is None:
             self._record(calls, layers, carried)
         if self.replay is None:
-            self.equal = -(2**30)  # not again in these places
+            self.equal = -(2**30)  # never record a cut of these slots
 
     def _note(self, layers: list, before: tuple) -> None:
-        """Whether a cut left what was there before its token, and what the one before left."""
+        """Count a cut that leaves the state from before its token and after the last cut; else start again at 0."""
         state = _state(layers, 0)
         self.equal = self.equal + 1 if before == state == self.state else 0
         self.state = state
 
     def _record(self, calls: Calls, layers: list, carried: list) -> None:
-        """Cuts read and write the numbers `carried` from here on, where they lie."""
+        """Record a cut that read the tensors `carried`: replayed, it writes their new values to the same memory."""
         changed = [(old, new) for old, new in zip(carried, _carried(layers), strict=True) if new is not old]
         moves = [(old, new) for old, new in changed if old is not None and new is not None and old.shape == new.shape]
         if len(moves) < len(changed):
@@ -80,7 +80,7 @@ class Cuts:
 
 
 def _repeats(policy: Policy) -> bool:
-    """Whether cuts of equal counts compute the same from slots and rows: no number of the host goes into them."""
+    """Whether cuts at equal counts run the same operators: no number on the host but counts goes into them."""
     parts = policy.score, policy.refine, policy.heads, policy.rows, *policy.selections
     own = all(type(part).__module__.startswith("kvevict.") for part in parts)
     plain = not policy.recall and not policy.keep_prompt
@@ -88,7 +88,7 @@ def _repeats(policy: Policy) -> bool:
 
 
 def _state(layers: list, new: int) -> tuple:
-    """The layers' counts without their newest `new` slots, and their budgets."""
+    """The layers' slot counts, less `new`, and their budgets."""
     counts, budgets = (np.stack(each) for each in ([x.storage.counts for x in layers], [x.budget for x in layers]))
     return (counts - new).tobytes(), budgets.tobytes()
 

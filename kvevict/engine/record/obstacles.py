@@ -1,7 +1,5 @@
-"""What keeps decoded tokens from being recorded, and a recorded one from being replayed: decided here alone.
-
-A reason is a text with its test; docs/usage.md lists all. What shows only in tokens themselves replay.py finds out.
-"""
+"""The reasons not to record decoded tokens, or not to replay a recording, each with its test. docs/usage.md lists them.
+replay.py finds further ones by comparing two tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +15,9 @@ from ..read.step import Step
 from .recorders import RECORDERS
 
 Inputs = dict[str, Any]  # of a decoder's forward
-Test = Callable[[Step, Inputs], bool]  # of a decoded token
-OUTPUTS = "output_hidden_states", "output_router_logits"  # what a config may ask for
-HARMLESS = "kvevict.", "transformers.utils.output_capturing"  # hooks from here do nothing for a token to be recorded
+Test = Callable[[Step, Inputs], bool]  # whether a reason holds for a decoded token
+OUTPUTS = "output_hidden_states", "output_router_logits"  # further outputs that a config may ask for
+HARMLESS = "kvevict.", "transformers.utils.output_capturing"  # modules whose hooks do nothing during a decoded token
 
 
 def _has_other_layers(step: Step, inputs: Inputs) -> bool:
@@ -37,7 +35,8 @@ def _wants_more(step: Step, inputs: Inputs) -> bool:
 
 
 def _has_hooks(step: Step, inputs: Inputs) -> bool:
-    """Whether a hook of someone else would be called. Modules are looked at again once a hook of any was added."""
+    """Whether a hook would be called that is not harmless. Modules are searched again only after a hook was added to
+    some module of the process."""
     made = RemovableHandle.next_id
     if step.plan.unhooked == made:
         return False
@@ -49,19 +48,19 @@ def _has_hooks(step: Step, inputs: Inputs) -> bool:
     return found
 
 
-def _module_of(hook: Any) -> str:
-    """Where a hook, or what a `functools.partial` calls, was defined; methods of built-in types do not say it."""
+def _module_of(hook: object) -> str:
+    """The name of the Python module that defines a hook (or the function of a `functools.partial`); "" if unknown."""
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
-LASTING: dict[str, Test] = {  # of a model and its policy
+LASTING: dict[str, Test] = {  # these hold for all tokens of a model and its policy
     "the model is on a {device}": lambda step, inputs: step.positions.device.type not in RECORDERS,
     "the model has layers with a window, a state or latents": _has_other_layers,
     "the model's rotary frequencies depend on the text's length":
         lambda step, inputs: rotary.rope_depends_on_length(step.decoder),
     "the model is spread over devices": _is_spread,
 }  # fmt: skip
-PASSING: dict[str, Test] = {  # of a call: others are recorded and replayed
+PASSING: dict[str, Test] = {  # these hold for one call
     "the call wants other outputs, which a recorded token does not have": _wants_more,
     "autocast is on": lambda step, inputs: torch.is_autocast_enabled(step.positions.device.type),
     "a function or dispatch mode is on, which would not see a recorded token": lambda step, inputs: is_watched(),
@@ -70,11 +69,11 @@ PASSING: dict[str, Test] = {  # of a call: others are recorded and replayed
 
 
 def of_plan(step: Step) -> str | None:
-    """Why tokens of this model and policy are never recorded; None: perhaps they can be."""
+    """The reason why tokens of this model and policy are never recorded; None: no such reason is known."""
     reason = next((reason for reason, holds in LASTING.items() if holds(step, {})), None)
     return reason and reason.format(device=step.positions.device.type.upper())
 
 
 def of_call(step: Step, inputs: Inputs) -> str | None:
-    """Why this token is neither recorded nor replayed; None: it may be. inputs: of the decoder's forward."""
+    """The reason why this token is neither recorded nor replayed, or None. inputs: of the decoder's forward."""
     return next((reason for reason, holds in PASSING.items() if holds(step, inputs)), None)

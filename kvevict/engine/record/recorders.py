@@ -1,4 +1,4 @@
-"""How a device records what a step computes."""
+"""How the step of a decoded token is recorded on each kind of device."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from .calls import Calls
 
 
 def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
-    """Compute what `run` computes on a GPU, and record it. Returns the result, and a function that computes it again,
-    in the same memory, from inputs in the same memory."""
+    """Run a step on a GPU and record it as a CUDA graph. Returns the result, and a function that computes the step
+    again in the same memory, from inputs in the same memory."""
     graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
@@ -27,15 +27,15 @@ def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelO
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # the default one cannot record; each has a workspace of cuBLAS
+    return torch.cuda.Stream(device)  # the default stream cannot record, and cuBLAS takes memory for each stream
 
 
 def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
-    """The same on a CPU, where its operators are called again."""
+    """Run a step on a CPU and record its operator calls. Returns as `_graph`."""
     with Calls() as calls:
         output = run()
     return output, calls.again()
 
 
 RECORDERS = {"cuda": _graph, "cpu": _program}
-PATIENCE = {"cuda": 1, "cpu": 8}  # tokens on slots that did not move before one is recorded: a recording takes time
+PATIENCE = {"cuda": 1, "cpu": 8}  # tokens without a move of slots before one is recorded, since recording takes time

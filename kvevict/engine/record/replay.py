@@ -1,8 +1,8 @@
 """Decoded tokens without Python: the decoder's step is recorded once (recorders.py) and then replayed.
 
-A step can be recorded if two steps call the same operators, with the same numbers, on the same outside tensors: what
-differs from token to token then lies in memory that stays where it is. And Python reads no number from a tensor. That
-is found out from two tokens, once for a plan; obstacles.py says what stands against it without a look at them.
+A step can be recorded if Python reads no number from a tensor, and if two tokens call the same operators, with the same
+numbers, on tensors at the same addresses: then all that differs from token to token is in tensors that are not moved.
+Two tokens are compared once for each plan; obstacles.py has the reasons that are known without them.
 """
 
 from collections.abc import Callable
@@ -24,33 +24,33 @@ from .cuts import Cuts
 from .obstacles import Inputs
 from .recorders import PATIENCE, RECORDERS
 
-WATCHES = 16  # caches or places of slots after which a policy that evicts while decoding is not watched any more
+WATCHES = 16  # attempts to record a policy that evicts while decoding, each on a new cache or after slots have moved
 
 
 class Replay:
-    """The recorded step of one cache: its inputs in memory of their own, and its result. It does not refer to the
-    cache, whose memory is free once the caller drops it."""
+    """The recorded step of one cache, with copies of its inputs, and its output. It does not refer to the cache, whose
+    memory is free once the caller drops it."""
 
     def __init__(self, step: Step, inputs: Inputs) -> None:
         self.decoder, self.plan, self.storages = step.decoder, step.plan, step.cache.table.storages
-        with torch.inference_mode(False):  # a cache filled in inference mode goes on outside of it
+        with torch.inference_mode(False):  # a cache filled in inference mode is decoded outside of it, too
             self.positions = step.positions.clone()
             self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         self.watched: list[Calls] = []
-        self.patience = PATIENCE[self.positions.device.type]  # beams, which move slots each time, are never recorded
-        self.kind: type = ModelOutput  # of the decoder's output
-        self.fields: dict[str, torch.Tensor | None] = {}  # of the output; None: the cache
+        self.patience = PATIENCE[self.positions.device.type]  # not used up by beams, which move slots with each token
+        self.kind: type = ModelOutput  # the class of the decoder's output
+        self.fields: dict[str, torch.Tensor | None] = {}  # of that output; None: the cache
         self.cuts = Cuts()
         self.attended: list[LayerCall] = []  # the layers of the last token, in the recording's memory
         self.replay: Callable[[], None] | None = None
 
     def fits(self, step: Step, inputs: Inputs) -> bool:
-        """True if this step is another token of the same slots."""
+        """Whether this step is a later token on the same slots."""
         same = step.decoder is self.decoder and step.plan is self.plan and step.cache.table.storages is self.storages
         return same and inputs.keys() == self.inputs.keys() and all(map(_alike, inputs.values(), self.inputs.values()))
 
     def step(self, step: Step, run: Callable[[Inputs], ModelOutput], inputs: Inputs) -> ModelOutput:
-        """The decoder's output for one more token. run: from inputs to it."""
+        """The decoder's output for one more token. run: its forward, from the inputs."""
         self.positions.copy_(step.positions)
         for name, x in inputs.items():
             if isinstance(x, torch.Tensor):
@@ -63,7 +63,7 @@ class Replay:
         return output
 
     def _output(self, step: Step, run: Callable[[Inputs], ModelOutput]) -> ModelOutput:
-        """The output of the decoder. Its layers' slots are not evicted yet."""
+        """The decoder's output, before slots are evicted."""
         if self.replay is None:
             self.attended = []
             enter(step=replace(step, positions=self.positions, attended=self.attended))
@@ -91,7 +91,7 @@ class Replay:
         return self.kind(**fields)
 
     def _watch(self, step: Step, run: Callable[[Inputs], ModelOutput]) -> ModelOutput:
-        """Run the step as before, and find out whether it can be recorded."""
+        """Run the step unrecorded, and find out whether it can be recorded."""
         with Calls() as calls:
             output = run(self.inputs)
         self.watched.append(calls)
@@ -108,7 +108,7 @@ class Replay:
 
 
 def _refuses_more(step: Step, output: ModelOutput) -> bool:
-    """Whether the decoder returns more than a recorded token does."""
+    """Whether the decoder returns more than hidden states and the cache; then its tokens are never recorded."""
     more = [name for name, value in output.items() if name != "last_hidden_state" and value is not step.cache]
     if more:
         _refuse(step.plan, f"the decoder also returns {more[0]}")
@@ -122,7 +122,7 @@ def _alike(x: object, known: object) -> bool:
 
 
 def _refuse(plan: Plan, reason: str) -> None:
-    """Tokens are decoded as before, from here on."""
+    """Never record tokens of a plan."""
     plan.replays = False
     _tell(reason)
 
@@ -132,7 +132,7 @@ def _tell(reason: str) -> None:
 
 
 def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> ModelOutput:
-    """The decoder's output, of its forward `run`, for a decoded token: replayed where that is possible."""
+    """The decoder's output for a decoded token, by its forward `run` or, if possible, by a replay."""
     if step.plan.replays is None and (reason := obstacles.of_plan(step)):
         _refuse(step.plan, reason)
     if step.plan.replays is False or not step.cache.table.storages:

@@ -1,15 +1,13 @@
-"""Cost of an eviction for the rows that observe it: how far their attention outputs move, how much attention is lost.
+"""What an eviction costs the rows that observe it: how far their attention outputs move, how much attention is lost.
 
-The first part is maths on tensors of one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees
-[R, n] True for slots visible to a row, kept [n] True for slots that stay. Attention is rows x slots, and at most `ROWS`
-rows observe.
-The second part watches every eviction of a read, for `diagnose=True`.
+The functions are for one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees [R, n] True for
+slots visible to a row, kept [n] True for slots that stay. They compute rows x slots, of at most `ROWS` rows.
+`Diagnostics` watches every eviction of a read, for `diagnose=True`.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...ops import _ops
 from ..cut import Choice
@@ -21,15 +19,8 @@ NAMES = ("evictions", "joint_error", "output_error", "recall")
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sees: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax attention a [G, R, n] over the slots seen, in fp32, and outputs o [G, R, D]; sinks [G] take a share of
     it. A row that sees nothing gets 0."""
     x = _ops.softcapped(q.float() @ k.float().T * scale, softcap)
@@ -40,9 +31,9 @@ def attention(
     return a, a @ v.float()
 
 
-def joint_error(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """CAOTE eq. 24 of a set of slots, the root of the heads' summed squares: outputs [H, R, D] with and without the set
-    -> [R].
+def joint_error(before: Tensor, after: Tensor) -> Tensor:
+    """CAOTE eq. 24 of a set of evicted slots: outputs [H, R, D] with and without the set -> [R], the root of the heads'
+    summed squares.
 
     Eq. 24, || sum_S a_i (o - v_i) || / (1 - sum_S a_i), equals || o - o' || with o' the attention renormalised over the
     slots that stay (theorem A.2 for a set). This form does not cancel when the set has nearly all of the attention. If
@@ -51,28 +42,27 @@ def joint_error(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return (before - after).square().sum((0, 2)).sqrt()
 
 
-def output_error(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def output_error(before: Tensor, after: Tensor) -> Tensor:
     """`joint_error` relative to the length of all heads' outputs: [R]."""
     return joint_error(before, after) / before.square().sum((0, 2)).sqrt().clamp_min(torch.finfo(before.dtype).tiny)
 
 
-def by_group(q: torch.Tensor, kv_heads: int, sinks: Any, **options: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Per kv head the queries [G, R, D] of its group, out of q [H, R, D], and the options that `attention` takes."""
-    sinks = [None] * kv_heads if sinks is None else sinks.unflatten(0, (kv_heads, -1))
-    return [(queries, options | {"sinks": sink}) for queries, sink in zip(q.unflatten(0, (kv_heads, -1)), sinks)]
+def by_group(q: Tensor, kv_heads: int, sinks: Tensor | None, **options: float) -> list[tuple[Tensor, dict]]:
+    """Split q [H, R, D] by kv head: (queries [G, R, D] of its group, the options of `attention`) of each."""
+    own = [None] * kv_heads if sinks is None else sinks.unflatten(0, (kv_heads, -1))
+    return [(queries, options | {"sinks": sink}) for queries, sink in zip(q.unflatten(0, (kv_heads, -1)), own)]
 
 
 class Diagnostics(Watcher):
-    """Watches the cuts of a read."""
+    """Measures every cut of a read."""
 
-    rows = ROWS  # at most so many rows of a call observe here
+    rows = ROWS
 
     def __init__(self) -> None:
-        self.sums: dict = {}  # layer -> fp64 [4, B] of `NAMES`
+        self.sums: dict[int, Tensor] = {}  # layer -> fp64 [4, B], sums of `NAMES` over its cuts
 
     @torch.no_grad()
     def cut(self, call: LayerCall, choice: Choice) -> None:
-        """Add a layer's losses by a `kvevict.engine.cut.Choice`."""
         slots, step = call.slots, call.step
         losing = np.flatnonzero(choice.all_ranks.sum(1) < slots.alive).tolist()
         with step.meter.clock("diagnose"):
@@ -80,7 +70,7 @@ class Diagnostics(Watcher):
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
             observing, q = step.rows.observing(step).clip(0, ROWS).tolist(), call.watched(ROWS)
             for b in losing:
-                if not observing[b]:  # its rows were those of an earlier call
+                if not observing[b]:  # the rows that observe were those of an earlier call
                     sums[:, b] += torch.tensor([1, *[torch.nan] * 3], **exact)
                     continue
                 queries = by_group(q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
@@ -91,26 +81,27 @@ class Diagnostics(Watcher):
                 errors = joint_error(before, after).mean(), output_error(before, after).mean(), kept.sum() / mass.sum()
                 sums[:, b] += torch.tensor([1, *errors], **exact)
 
-    def report(self, rows: int, own: list[bool]) -> dict[str, Any]:
-        """`NAMES` -> [layer][row]: how many evictions, and means over them; None for a layer that is not ours."""
-        nothing = [0, 0.0, 0.0, 1.0]
-
-        def of(index: int, i: int) -> list:
+    def report(self, rows: int, own: list[bool]) -> dict:
+        """`NAMES` -> [layer][row]: the number of evictions, and means over them; None for a layer that is not evicted
+        from."""
+        found: dict[str, list] = {name: [] for name in NAMES}
+        for index, ours in enumerate(own):
             counts, *totals = self.sums.get(index, torch.zeros(len(NAMES), rows)).tolist()
-            if i == 0:
-                return [int(count) for count in counts]
-            return [total / count if count else nothing[i] for total, count in zip(totals[i - 1], counts)]
+            means = [
+                [total / count if count else nothing for total, count in zip(each, counts)]
+                for each, nothing in zip(totals, (0.0, 0.0, 1.0), strict=True)
+            ]
+            for name, values in zip(NAMES, ([int(count) for count in counts], *means), strict=True):
+                found[name].append(values if ours else None)
+        return dict(diagnostics=found)
 
-        return dict(diagnostics={
-            name: [of(index, i) if ours else None for index, ours in enumerate(own)] for i, name in enumerate(NAMES)
-        })  # fmt: skip
 
+def _head(call: LayerCall, b: int, h: int, index: Tensor, q: Tensor, options: dict) -> tuple[Tensor, ...]:
+    """Outputs [G, R, D] of a kv head with and without the slots that it loses, and attention [G, R] in all and on the
+    slots index [n] that it keeps.
 
-def _head(call: LayerCall, b: int, h: int, index: torch.Tensor, q: torch.Tensor, options: dict) -> tuple:
-    """Outputs [G, R, D] with and without a kv head's lost slots, and attention [G, R] in all and on its kept slots.
-
-    The rows are the call's last, so a new slot is seen by rows at or after its column, a stored one by all. A
-    question's copies do not see the question before the text.
+    The rows are the call's last, so a new slot is visible to rows at or after its column, a stored slot to all. Copies
+    of a question do not see that question before the text.
     """
     kv, slots = call.slots.kv, call.slots.kv.stored
     stored, first = int(slots.counts[b, h]), int(call.slots.padding[b])
