@@ -1,5 +1,4 @@
-"""The archive of a layer, `EvictionLayer.archive`: the slots of all tokens read, for recall (docs/methods.md section
-13)."""
+"""The archive of a layer: the slots of all tokens read, for recall (docs/methods.md section 13)."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
 
 
 def settle(sequence: Sequence, layers: Items[EvictionLayer]) -> None:
-    """End the wait for answers that have not chosen: their layers get the slots that the prompt's rows chose, and those
-    of the tokens since."""
+    """Give layers whose answers have not chosen the slots that the prompt chose, and those of the tokens since."""
     count, sequence.since = sequence.since, None
     if count is None:
         return
@@ -103,8 +101,7 @@ def _files(layer: EvictionLayer) -> Files | None:
 
 
 def _empty(layer: EvictionLayer, like: Storage | None = None) -> Storage:
-    """An empty archive for slots as the layer's, or as those of `like`. If the layer's slots have a prefix in the
-    host's memory, the archive begins with that prefix."""
+    """An empty archive for slots as the layer's, or as `like`, after the prefix of a far layer."""
     files, storage = _files(layer), like or layer.storage
     if not _on_host(layer):
         return storage.blank(files)

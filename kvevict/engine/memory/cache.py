@@ -25,8 +25,7 @@ from .table import Table
 
 
 class EvictionCache(DynamicCache):
-    """A `DynamicCache` that a patched model has filled: `adopt` changes the class of the caller's object, and some of
-    its layers."""
+    """A `DynamicCache` that a patched model has filled; `adopt` changes the class of the caller's object."""
 
     layers: list[Any]  # each an EvictionLayer or a layer of Transformers
     sequence: Sequence  # the tokens that it has read
@@ -47,8 +46,7 @@ class EvictionCache(DynamicCache):
         return self.with_storages({})
 
     def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
-        """A fork with other slots in some layers, {layer: storage}. These layers get no archive, and no answer is
-        awaited."""
+        """A fork with other slots in some layers, {layer: storage}; these have no archive, and await no answer."""
         layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
         twin = self.with_layers(copy.copy(self.sequence), layers)
         if storages:
@@ -95,8 +93,7 @@ class EvictionCache(DynamicCache):
                 layer.archive = None
 
     def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
-        """Count one more slot in every head of these layers, before a decoded token is stored in each. room: free rows
-        per head in new buffers, if slots have to move."""
+        """Count one more slot in every head of these layers. room: free rows per head in new buffers."""
         table = self.__dict__.setdefault("table", Table())
         if not table.holds([layer.storage for layer in layers]):
             ready = [layer for layer in layers if layer.is_represented]  # the others count it once they are represented

@@ -1,10 +1,9 @@
 """The numbers that slots carry from one eviction to the next (METHODS section 9), `EvictionLayer.carry`.
 
-They are fp32 [B, Hkv, C], or None if no slot has a number. A slot without a number has NaN: it was stored since the
-last eviction, by a chunk without observing rows, while decoding, or as a candidate. Columns after a head's last slot
-are NaN. C is at most the fullest head's slot count; missing columns count as NaN, so a layer may store slots and leave
-its numbers as they are. After slots are removed or moved, `of_layer`, or `kept` with NaN, puts the numbers into this
-form. Cache files have all columns (`wide`).
+They are fp32 [B, Hkv, C], or None if no slot has a number. Slots without a number have NaN: those stored since by a
+chunk without observing rows, while decoding, or as candidates. Columns after a head's last slot are NaN. C is at most
+the fullest head's slot count; missing columns count as NaN, so slots can be stored without a change of the numbers.
+After slots are removed or moved, `of_layer`, or `kept` with NaN, restores this form. Cache files have all columns.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def wide(carried: Tensor, columns: int) -> Tensor:
 
 
 def join(carry: str, new: Tensor, carried: Tensor | None) -> Tensor | None:
-    """Join new numbers [B, Hkv, C] of all alive slots with the carried numbers. carry: the policy's; "none" gives
-    None."""
+    """Join new numbers [B, Hkv, C] of alive slots with the carried ones, as the policy's `carry` says."""
     if carry == "none":
         return None
     return new if carried is None else JOIN[carry](new, wide(carried, new.shape[-1]))

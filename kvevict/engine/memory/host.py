@@ -1,5 +1,4 @@
-"""Copies of slots between the host's memory and a layer's device (docs/methods.md section 13, "Place"). On a GPU they
-run on a stream beside the model's, while the model computes."""
+"""Copies of slots between the host's memory and a device, on a GPU beside the computation (METHODS section 13)."""
 
 from __future__ import annotations
 

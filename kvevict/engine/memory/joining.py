@@ -1,5 +1,4 @@
-"""Caches of several sequences that decode together: made in pools, joined into one cache, and parted again, without
-moving a slot of a pool."""
+"""Caches of several sequences that decode together. Joining and parting them moves no slot of a pool."""
 
 import copy
 from collections.abc import Sequence as Items
@@ -50,10 +49,6 @@ class Pools:
             if held.regions:
                 layer.storage, layer.pool = held, pool
 
-    def left(self) -> int:
-        """Free rows of the fullest pool."""
-        return min(pool.left() for pool in self.of.values())
-
 
 def obstacle(cache: EvictionCache) -> str | None:
     """Why the rows of a cache cannot be joined with other caches' rows; None: they can."""
@@ -74,17 +69,19 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
     mine, yours = one.sequence.policy, other.sequence.policy
     if mine is not yours and mine != yours:
         return "policy"
-    for mine, yours in zip(one.layers, other.layers, strict=True):
-        if (mine.dtype, mine.device) != (yours.dtype, yours.device):
-            return "dtype or device"
-        if mine.kinds != yours.kinds:
-            return "kind of stored slots"
-        if mine.memory.keys() != yours.memory.keys():
-            return "quantities' memory"
-        rows = [None if each is None else each.shape[1:] for each in (mine.decode_queries, yours.decode_queries)]
-        if rows[0] != rows[1]:
-            return "number of remembered queries"
-    return None
+    pairs = [(_shared(mine), _shared(yours)) for mine, yours in zip(one.layers, other.layers, strict=True)]
+    return next((name for mine, yours in pairs for name in mine if mine[name] != yours[name]), None)
+
+
+def _shared(layer: EvictionLayer) -> dict[str, object]:
+    """What a layer must have in common with those that it is joined with."""
+    queries = layer.decode_queries
+    return {
+        "dtype or device": (layer.dtype, layer.device),
+        "kind of stored slots": layer.kinds,
+        "quantities' memory": layer.memory.keys(),
+        "number of remembered queries": None if queries is None else queries.shape[1:],
+    }
 
 
 def go_on(caches: Items[EvictionCache]) -> bool:

@@ -53,8 +53,7 @@ class LatentLayer(EvictionLayer):
         return self.pack(*pending)
 
     def slots(self, module: torch.nn.Module) -> Later:
-        """The stored slots with every head's keys and values. They are expanded when one of their attributes is first
-        read: most decoded tokens need none."""
+        """The stored slots with every head's keys and values, expanded at first use: most decoded tokens need none."""
         storage = self.storage.gathered()
         return Later(functools.cache(lambda: self.expanded(storage, module)))
 

@@ -105,8 +105,7 @@ class EvictionLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Note the new keys and values [B, Hkv, S, D] and return them unchanged: the attention function reads the
-        stored slots and stores the survivors."""
+        """Note new keys and values [B, Hkv, S, D]; the attention function stores those that survive."""
         if current() is None:
             raise RuntimeError(
                 "this cache was filled by a model patched with kvevict: call kvevict.patch(model, ...) before using "
@@ -226,8 +225,7 @@ class EvictionLayer(CacheLayerMixin):
     def packing(
         self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
-        """(kinds for rows of a `kind`, or None for None; centres fp32 [B, Hkv, D]; bool [B] rows that have one). The
-        other arguments are those of `represent`."""
+        """(kinds, None for `kind` None; centres fp32 [B, Hkv, D]; bool [B] rows with a centre). Else as `represent`."""
 
         def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
@@ -262,11 +260,9 @@ class EvictionLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray) -> None:
-        """Store new columns, as `Storage.append`."""
         self.storage = self.storage.append(k, v, pos, first, padding, self.expected)
 
     def keep(self, index: Tensor, keep: np.ndarray, *new: Tensor) -> None:
-        """Evict, as `Storage.keep`."""
         self.storage = self.storage.keep(index, keep, *new, computed=self.kinds == kv.KINDS["model"])
         self.sequence.fix()
         self.expected, self.prompt = 0, None

@@ -1,5 +1,4 @@
-"""Buffers in files that are mapped into memory, which the operating system writes out when memory is short: those of an
-archive of `recall="FOLDER"`, and those of a loaded cache."""
+"""Buffers in files that are mapped into memory: of an archive of `recall="FOLDER"`, and of a loaded cache."""
 
 from __future__ import annotations
 

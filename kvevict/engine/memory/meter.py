@@ -21,8 +21,7 @@ Positions = list[list[torch.Tensor]]  # of a layer's slots, [row][head]
 
 
 class _Clock:
-    """A context that adds its time to a stage. It is a class for speed, since a decoded token enters several in every
-    layer and a generator is slower."""
+    """A context that adds its time to a stage. A generator would be slower: a decoded token enters many."""
 
     __slots__ = ("seconds", "stage", "start")
 
@@ -70,8 +69,7 @@ class Meter:
                 self.beyond[index].append((kv.norms(x) > most).any())
 
     def write(self, layers: list[EvictionLayer | None], kind: str) -> None:
-        """Write the report at the end of a read. layers: the cache's, None for those that are not evicted from; kind:
-        of `kv.KINDS`."""
+        """Write the report of a read. layers: None for those that are not evicted from; kind: of `kv.KINDS`."""
         own = [layer for layer in layers if layer is not None]
         assert own[0].sequence.seen is not None
         live, seen = sum(layer.live_bytes() for layer in own), own[0].sequence.seen.tolist()

@@ -34,8 +34,7 @@ class SlotPool:
         return type(None), ()  # the copy of a cache has buffers of its own
 
     def lend(self, rows: int, like: Stored) -> Region | None:
-        """A region for slots as those of `like`. None if no gap is large enough, or the pool has slots of another
-        form."""
+        """A region for slots as those of `like`. None: no gap is large enough, or the pool has other slots."""
         with self.lock:
             if not self.buffers:
                 with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it

@@ -30,8 +30,7 @@ class Ranks:
         return x if self.size == 1 else x[:, self.rank * part : (self.rank + 1) * part]
 
     def gather(self, x: Tensor, columns: int | None = None, fill: int = 0) -> Tensor:
-        """All ranks' heads of x [B, heads of a rank, ..]. columns: the size to which the last dimension, which may
-        differ from rank to rank, is padded with `fill`."""
+        """All ranks' heads of x [B, heads of a rank, ..], whose last dimension is first padded to `columns`."""
         if self.size == 1:
             return x
         if columns is not None:

@@ -46,8 +46,7 @@ def _no_slots(storage: Storage, rows: int) -> Storage:
 
 @dataclass
 class Apart:
-    """The archives of batch rows that decode together, a storage of one row for each: a row joins and leaves without a
-    copy. The methods are those of a `Storage`; `expected` is ignored."""
+    """Archives of rows that decode together, one each; no row is copied to join or leave. Methods as of `Storage`."""
 
     each: list[Storage]
 

@@ -91,7 +91,6 @@ class Sequence:
         return count
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` columns."""
         assert self.seen is not None
         self.columns -= count
         self.archived = min(self.archived, self.columns)

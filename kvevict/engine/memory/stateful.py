@@ -22,8 +22,7 @@ def states_of(layer: object) -> list[Tensor]:
 
 
 def select_states(layer: object, rows: list[int]) -> None:
-    """Keep these batch rows of the states of Transformers' layer, in new tensors and dicts, since a copy of the layer
-    may share the old ones."""
+    """Keep these rows of a layer's states, in new tensors and dicts, since a copy of the layer may share the old."""
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)
         setattr(layer, name, {index: None if t is None else t[rows] for index, t in states.items()})
@@ -40,8 +39,7 @@ def tensors_of(layer: object) -> list[Tensor]:
 
 
 class StatefulLayer(EvictionLayer):
-    """A layer that also has a convolution's or a recurrent state, in Transformers' layer `state`. That layer has all
-    attributes that an `EvictionLayer` does not have."""
+    """A layer that also has states, in Transformers' layer `state`, which has all other attributes, too."""
 
     def __init__(self, sequence: Sequence, state: Any = None) -> None:
         super().__init__(sequence)

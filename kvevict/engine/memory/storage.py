@@ -112,8 +112,7 @@ class Storage(Stored):
         return self.gathered().moved(wanted, index, keep, *new)
 
     def with_room(self, expected: int = 0, room: int = ROOM) -> Storage:
-        """Make room for one more slot in every head. If slots have to move, they get room for `room` more, or for all
-        that are `expected` (as in `append`)."""
+        """Make room for one more slot in every head; slots that have to move get room for `room` or `expected`."""
         return self if self.room else self.moved(self.grown(self.counts + 1, expected, room))
 
     def tick(self) -> None:
@@ -161,8 +160,7 @@ class Storage(Stored):
     # -- forks ------------------------------------------------------------------------------------------------------
 
     def forked(self) -> Storage:
-        """A storage that begins with these slots and grows on its own; these may not move from here on. Only the slots
-        after a prefix are copied."""
+        """A fork: it begins with these slots, which may not move from here on. Only slots after a prefix are copied."""
         twin = replace(self, pool=self._memory)  # later slots of an archive's fork are no archive's
         return twin.as_prefix() if self.prefix is None else twin.moved(self.capacity)
 

@@ -104,8 +104,7 @@ class Drafting(Chooser):
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
-    """Copy the slots that SnapKV keeps within the layer's budget, equally many in each head, with `room` free rows per
-    head."""
+    """Copy the slots that SnapKV keeps within the layer's budget, with `room` free rows per head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
     step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report

@@ -1,4 +1,5 @@
-"""The operator calls of a decoded token: noted, compared with another token's, and repeated without the model."""
+"""How the step of a decoded token is recorded: on a GPU as a CUDA graph; on a CPU as its operator calls, which are
+noted, compared with another token's, and repeated without the model."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import ModelOutput
 
 # Methods that give Python a number, and the tags of operators whose result Python reads
 READS = {
@@ -167,3 +169,35 @@ def _with_out(operator: OpOverload) -> OpOverload | None:
         if results == ["out"] and given == own and torch.Tag.generated not in other.tags:
             return other
     return None
+
+
+def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
+    """Run a step on a GPU and record it as a CUDA graph. Returns the result, and a function that computes the step
+    again in the same memory, from inputs in the same memory."""
+    graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            output = run()
+        finally:
+            graph.capture_end()
+    here.wait_stream(side)
+    graph.replay()
+    return output, graph.replay
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # the default stream cannot record, and cuBLAS takes memory for each stream
+
+
+def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
+    """Run a step on a CPU and record its operator calls. Returns as `_graph`."""
+    with Calls() as calls:
+        output = run()
+    return output, calls.again()
+
+
+RECORDERS = {"cuda": _graph, "cpu": _program}
+PATIENCE = {"cuda": 1, "cpu": 8}  # tokens without a move of slots before one is recorded, since recording takes time

@@ -12,7 +12,7 @@ from ...models import rotary
 from ...ops.few_rows import is_watched
 from ..memory.layer import EvictionLayer
 from ..read.step import Step
-from .recorders import RECORDERS
+from .calls import RECORDERS
 
 Inputs = dict[str, Any]  # of a decoder's forward
 Test = Callable[[Step, Inputs], bool]  # whether a reason holds for a decoded token
@@ -35,8 +35,7 @@ def _wants_more(step: Step, inputs: Inputs) -> bool:
 
 
 def _has_hooks(step: Step, inputs: Inputs) -> bool:
-    """Whether a hook would be called that is not harmless. Modules are searched again only after a hook was added to
-    some module of the process."""
+    """Whether a hook would be called that is not harmless. Searched again only after a hook was added anywhere."""
     made = RemovableHandle.next_id
     if step.plan.unhooked == made:
         return False

@@ -1,4 +1,4 @@
-"""Decoded tokens without Python: the decoder's step is recorded once (recorders.py) and then replayed.
+"""Decoded tokens without Python: the decoder's step is recorded once (calls.py) and then replayed.
 
 A step can be recorded if Python reads no number from a tensor, and if two tokens call the same operators, with the same
 numbers, on tensors at the same addresses: then all that differs from token to token is in tensors that are not moved.
@@ -19,10 +19,9 @@ from ..read.layer import LayerCall, decide_later
 from ..read.plan import Plan
 from ..read.step import Step
 from . import obstacles
-from .calls import Calls
+from .calls import PATIENCE, RECORDERS, Calls
 from .cuts import Cuts
 from .obstacles import Inputs
-from .recorders import PATIENCE, RECORDERS
 
 WATCHES = 16  # attempts to record a policy that evicts while decoding, each on a new cache or after slots have moved
 

@@ -32,13 +32,9 @@ def attention(
 
 
 def joint_error(before: Tensor, after: Tensor) -> Tensor:
-    """CAOTE eq. 24 of a set of evicted slots: outputs [H, R, D] with and without the set -> [R], the root of the heads'
-    summed squares.
-
-    Eq. 24, || sum_S a_i (o - v_i) || / (1 - sum_S a_i), equals || o - o' || with o' the attention renormalised over the
-    slots that stay (theorem A.2 for a set). This form does not cancel when the set has nearly all of the attention. If
-    a row loses all slots that it sees, o' is 0.
-    """
+    """CAOTE eq. 24 of evicted slots S, || sum_S a_i (o - v_i) || / (1 - sum_S a_i), as || o - o' || (theorem A.2): from
+    outputs [H, R, D] before and after the eviction, the norm over all heads, [R]. Eq. 24 itself would cancel if S had
+    nearly all attention. If a row loses all slots that it sees, o' is 0."""
     return (before - after).square().sum((0, 2)).sqrt()
 
 
@@ -82,8 +78,7 @@ class Diagnostics(Watcher):
                 sums[:, b] += torch.tensor([1, *errors], **exact)
 
     def report(self, rows: int, own: list[bool]) -> dict:
-        """`NAMES` -> [layer][row]: the number of evictions, and means over them; None for a layer that is not evicted
-        from."""
+        """`NAMES` -> [layer][row]: the number of evictions, and means over them; None: the layer does not evict."""
         found: dict[str, list] = {name: [] for name in NAMES}
         for index, ours in enumerate(own):
             counts, *totals = self.sums.get(index, torch.zeros(len(NAMES), rows)).tolist()
