@@ -118,8 +118,7 @@ class EvictionCache(DynamicCache):
             _check_depth(self.layers, kinds, exact=True)
         if not self.get_seq_length():
             return
-        differs = self.owner.difference(decoder, thorough)
-        if differs is not None:
+        if (differs := self.owner.difference(decoder, thorough)) is not None:
             raise ValueError(
                 f"past_key_values was filled by another model{differs}: give the one that read it, with the same PEFT "
                 "adapters on, or read the prompt again"

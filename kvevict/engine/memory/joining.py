@@ -110,11 +110,9 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
     for cache in caches:
         if not cache.get_seq_length():
             raise ValueError("a cache is empty: read the prompt first")
-        reason = obstacle(cache)
-        if reason is not None:
+        if reason := obstacle(cache):
             raise ValueError(f"a cache has {reason}: decode it alone")
-        differs = unlike(first, cache)
-        if differs is not None:
+        if differs := unlike(first, cache):
             raise ValueError(f"two caches differ in their {differs}: decode them in batches of their own")
     if any(cache.sequence.awaits for cache in caches) and not go_on(caches):
         for cache in caches:

@@ -30,12 +30,10 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]  # out, lse and probs of `_ops.de
 class Storage(Stored):
     """The slots of a layer, with room for `capacity[b,h]` slots of a head. All fields are None before the first tokens.
 
-    A method that changes the slots returns the storage to use from then on; it may share buffers with the old one,
-    which may not be used any more. Only a decoded token changes a storage in place: it is counted (`tick`) before it is
-    written (`decode`).
-
-    The buffers of a fork's `prefix` are read by other storages too, and written to by none. Several batch rows may
-    share one row of a prefix.
+    A method that changes the slots returns the storage to use from then on; the old one, which may have the same
+    buffers, may not be used any more. Only a decoded token changes a storage in place: `tick` counts it, then `decode`
+    writes it. The buffers of a fork's `prefix` are read by other storages too, and written to by none; several batch
+    rows may share one of its rows.
 
     A storage is `far` if its prefix is in the host's memory and the slots after it are on another device. To be read,
     all its slots are copied to that device: once inside `here`, else for each use.
@@ -60,11 +58,10 @@ class Storage(Stored):
 
     @classmethod
     def packed(
-        cls, k: Tensor, v: Tensor, pos: Tensor, counts: np.ndarray, like: Tensor | None = None,
-        centre: Tensor | None = None, kinds: kv.Kinds = kv.KINDS["model"],
-    ) -> Storage:  # fmt: skip
+        cls, k: Tensor, v: Tensor, pos: Tensor, counts: np.ndarray, like: Tensor, centre: Tensor | None, kinds: kv.Kinds
+    ) -> Storage:
         """A storage of flat buffers with counts [B, Hkv] slots, without room between the heads."""
-        like, centred = k[:0] if like is None else like, np.asarray(counts.any(1))
+        centred = np.asarray(counts.any(1))
         flat = cls(k, v, pos, centre=centre, k_kind=kinds[0], v_kind=kinds[1], like=like, centred=centred)
         return _laid_out(flat, counts)._holding(_ops.upload(counts, k.device, torch.int32), counts)
 
@@ -131,8 +128,8 @@ class Storage(Stored):
         return self._holding((self.len - count).clamp_min(0), np.maximum(self.counts - count, 0))
 
     def rows(self, rows: list[int]) -> Storage:
-        """Keep these batch rows, in any order; a row may be named twice. Rows of a prefix are not moved, nor rows of a
-        pool, unless one is repeated; nor at least half of the rows of other buffers."""
+        """Keep these batch rows, in any order; a row may be named twice. They move to new buffers if one is named twice,
+        or if less than half of the rows stay in buffers that are no pool's."""
         stays = len({*rows}) == len(rows) and (self.regions or 2 * len(rows) >= len(self.counts))
         chosen = self.aliased(rows)
         return chosen if stays else chosen.moved(chosen.capacity)

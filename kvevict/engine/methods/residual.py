@@ -49,7 +49,7 @@ class Errors:
         """fp64 [layers, B] errors of the layers that evict, on `device`."""
 
         def one(index: int) -> torch.Tensor:
-            if index not in self.rotation:  # no row observed
+            if index not in self.rotation:
                 return self.scores[index]
             total, rows = self.rotation[index]
             return self.scores[index] * (total / rows.clamp_min(1))

@@ -1,6 +1,7 @@
 """The evictions after a recorded token."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import is_
 
@@ -21,7 +22,7 @@ class Cuts:
 
     def __init__(self) -> None:
         self.state: tuple = ()  # `_state` after the last cut
-        self.equal = 0  # tokens in a row whose cut left the same `state`
+        self.equal = 0  # cuts in a row that left the same `_state` as before their token and as the cut before
         self.carried: list = []  # the layers' carried numbers and remembered queries, written to in place
         self.replay: Callable[[], None] | None = None
 
@@ -38,23 +39,18 @@ class Cuts:
                 cache.sequence.fix()
                 return
             self.replay, self.equal = None, 0
-        if self.equal < PATIENCE or positions.device.type != "cpu" or not _repeats(step.plan.policy):
+        records = self.equal >= PATIENCE and positions.device.type == "cpu" and _repeats(step.plan.policy)
+        with Calls() if records else nullcontext() as calls:
             decide_later(step, attended)
-            self._note(layers, before)
+        state = _state(layers, 0)
+        self.equal = self.equal + 1 if before == state == self.state else 0
+        self.state = state
+        if calls is None:
             return
-        with Calls() as calls:
-            decide_later(step, attended)
-        self._note(layers, before)
         if self.equal and calls.reads is None:
             self._record(calls, layers, carried)
         if self.replay is None:
             self.equal = -(2**30)  # never record a cut of these slots
-
-    def _note(self, layers: list, before: tuple) -> None:
-        """Count a cut that leaves the state from before its token and after the last cut; else start again at 0."""
-        state = _state(layers, 0)
-        self.equal = self.equal + 1 if before == state == self.state else 0
-        self.state = state
 
     def _record(self, calls: Calls, layers: list, carried: list) -> None:
         """Record a cut that read the tensors `carried`: replayed, it writes their new values to the same memory."""
