@@ -128,8 +128,8 @@ class Storage(Stored):
         return self._holding((self.len - count).clamp_min(0), np.maximum(self.counts - count, 0))
 
     def rows(self, rows: list[int]) -> Storage:
-        """Keep these batch rows, in any order; a row may be named twice. They move to new buffers if one is named twice,
-        or if less than half of the rows stay in buffers that are no pool's."""
+        """Keep these batch rows, in any order. They move to new buffers if one is named twice, or if fewer than half of
+        the rows stay in buffers that are not a pool's."""
         stays = len({*rows}) == len(rows) and (self.regions or 2 * len(rows) >= len(self.counts))
         chosen = self.aliased(rows)
         return chosen if stays else chosen.moved(chosen.capacity)
