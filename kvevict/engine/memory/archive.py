@@ -79,7 +79,7 @@ def represent(layer: EvictionLayer, kind: str, *seen: Any) -> None:
         assert isinstance(layer.archive, Storage)  # rows that were joined have centres
         _, centre, known = layer.packing(None, *seen)
         layer.archive = layer.archive.centred_at(centre.to(layer.archive.device), known)
-        layer.storage = layer.storage.centred_as(layer.archive)  # after a recall these are slots of the archive
+        layer.storage = layer.storage.centred_as(layer.archive)  # after a recall the layer has the archive's slots
 
 
 def _near(layer: EvictionLayer, archive: Storage | Apart) -> Storage:
@@ -115,12 +115,12 @@ def append_last(layer: EvictionLayer) -> None:
         layer.archive = _with_last(layer, _in_place(layer, layer.archive))
     elif _on_host(layer):
         layer.archive = _empty(layer).with_all(replace(storage, prefix=None) if storage.far else storage.gathered())
-        host.wait()  # later tokens may move these slots
+        host.wait()  # decoding may move the layer's slots
     else:
         layer.storage = storage.as_prefix()
         layer.archive, files = layer.storage.forked(), _files(layer)
         if files is not None:
-            layer.archive.pool = files  # for the slots of later tokens
+            layer.archive.pool = files  # it lends buffers for later tokens
 
 
 def _in_place(layer: EvictionLayer, archive: Storage | Apart) -> Storage | Apart:
@@ -141,7 +141,7 @@ def begin(sequence: Sequence, layers: Items[EvictionLayer], recall: bool, run: R
     sequence.run = run
     for layer in layers:
         if not recall:
-            layer.archive = None  # it would lack the tokens of this read
+            layer.archive = None  # the archive would lack the tokens of this read
         elif layer.is_initialized:
             append_last(layer)
     sequence.archived = sequence.columns
@@ -160,7 +160,7 @@ def every(layer: EvictionLayer) -> list[Storage | Apart]:
     count = layer.sequence.columns - layer.sequence.archived
     archive = layer.archive.centred_as(layer.storage)
     if archive.on_host:
-        host.wait()  # for rows that are on their way
+        host.wait()  # for rows that are still being copied
     return [archive, _last(layer, archive, count)] if count else [archive]
 
 
@@ -176,7 +176,7 @@ def _with_last(layer: EvictionLayer, archive: Any) -> Any:
     archive = archive.centred_as(layer.storage)
     archive = archive.with_all(_last(layer, archive, count))
     if archive.on_host:
-        host.wait()  # the layer's slots may move, and the host may read its own
+        host.wait()  # the layer may move its slots, and the host may read the archive
     return archive
 
 
@@ -196,7 +196,7 @@ def recall(layer: EvictionLayer, due: np.ndarray) -> None:
     every = layer.archive
     assert every is not None
     if every.on_host:
-        host.wait()  # for this step's row: the host may move it
+        host.wait()  # this step's row must arrive before the host moves it
     if not due.all() or isinstance(every, Apart):
         rows = zip(due, Apart.of([every]).each, Apart.of([layer.storage]).each, strict=True)
         every = joined([_alike(_here(layer, archived), kept) if recalls else kept for recalls, archived, kept in rows])

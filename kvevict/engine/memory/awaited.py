@@ -28,9 +28,9 @@ class Awaited:
     bounds: Bounds
     skip: Tensor  # int32 [N] query rows before this one do not count
     q: Tensor  # [N, H, R, D] queries: the prompt's last, then the answer's
-    out: Tensor | None  # [N, R, H, D] their outputs; None: no quantity needs them
-    lse: Tensor | None  # [N, H, R] log-sum-exp over all slots up to their own; None: they attend to the chosen slots
-    chosen: tuple[Storage, np.ndarray | None] | None = None  # these and their `head_offsets`; None: the layer's own
+    out: Tensor | None  # [N, R, H, D] outputs of these queries; None: no quantity needs them
+    lse: Tensor | None  # [N, H, R] the queries' log-sum-exp over all slots; None: they attend to the chosen slots alone
+    chosen: tuple[Storage, np.ndarray | None] | None = None  # chosen slots, `head_offsets`; None: they are in the layer
 
     def with_row(self, **row: Tensor) -> Awaited:
         """Append a query row of the answers: q [B, H, 1, D], out [B, 1, H, D], lse [B, H, 1]."""

@@ -30,7 +30,7 @@ class EvictionCache(DynamicCache):
     layers: list[Any]  # each an EvictionLayer or a layer of Transformers
     sequence: Sequence  # the tokens that it has read
     record_past = False  # whether tokens may be removed (assisted decoding removes rejected ones)
-    meter: Meter | None = None  # of the last read
+    meter: Meter | None = None  # the meter of the last read
     owner = Owner(None)  # the weights that filled it
     ranks = ALONE  # the ranks that share the layers' heads, for save_cache
     plain: type = DynamicCache  # the class before adoption
@@ -71,7 +71,7 @@ class EvictionCache(DynamicCache):
 
     def with_layers(self, sequence: Sequence, layers: Iterable[CacheLayerMixin]) -> EvictionCache:
         """A copy of this cache, without its meter, that has these layers with this sequence."""
-        twin = copy.copy(self)  # by `__reduce__`, without the meter
+        twin = copy.copy(self)  # `__reduce__` leaves the meter out
         twin.sequence, twin.layers = sequence, list(layers)
         for layer in twin.layers:
             if isinstance(layer, EvictionLayer):
@@ -96,7 +96,9 @@ class EvictionCache(DynamicCache):
         """Count one more slot in every head of these layers. room: free rows per head in new buffers."""
         table = self.__dict__.setdefault("table", Table())
         if not table.holds([layer.storage for layer in layers]):
-            ready = [layer for layer in layers if layer.is_represented]  # the others count it once they are represented
+            ready = [
+                layer for layer in layers if layer.is_represented
+            ]  # a layer that is not, ticks when it is (hook/attention.py)
             for layer in ready:
                 layer.storage = layer.storage.with_room(layer.expected, room)
             table.take([layer.storage for layer in ready])
@@ -225,7 +227,9 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
             _check_import(layer)
     cache.layers = layers
     sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # after an error, adopt can be called again
+    for index, (kind, layer) in enumerate(
+        zip(kinds, layers, strict=True)
+    ):  # after an error the cache can be adopted again
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = copy.copy(layer)
             layers[index].__class__ = SlidingLayer

@@ -37,7 +37,7 @@ def transfer(into: Stored, source: Stored) -> torch.cuda.Event | None:
         _copy(into, source)
     if into.on_host:
         for tensor in source.buffers:
-            tensor.record_stream(stream)  # its memory may not be used again before it is copied
+            tensor.record_stream(stream)  # do not use the memory of the source again before it is copied
     return stream.record_event()
 
 

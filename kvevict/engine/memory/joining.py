@@ -124,7 +124,7 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
                 archive.append_last(layer)  # so that all rows' archives end at the same column
     for each in zip(*(cache.layers for cache in caches), strict=True):
         kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
-        if len(kinds) > 1:  # some have the slots of all tokens, and others chosen ones
+        if len(kinds) > 1:  # some caches have the slots of all tokens, others chosen ones
             raise ValueError("two caches differ in their kind of stored slots: decode them in batches of their own")
     sequence = Sequence.joined([cache.sequence for cache in caches], first.layers[0].device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
@@ -152,7 +152,9 @@ def _joined(layers: tuple[EvictionLayer, ...]) -> EvictionLayer:
     starts = [0, *accumulate(len(layer.counts) for layer in layers)]
     awaited = [layer.awaited.moved(at) for layer, at in zip(layers, starts) if layer.awaited is not None]
     whole.awaited = Awaited.joined(awaited) if awaited else None
-    archives = [layer.archive for layer in layers if layer.archive is not None]  # all or none, by `join`
+    archives = [
+        layer.archive for layer in layers if layer.archive is not None
+    ]  # all layers have one, or none, by `join`
     whole.archive = Apart.of(archives) if archives else None
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     whole.carry = None

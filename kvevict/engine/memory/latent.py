@@ -36,7 +36,7 @@ def up_projection(module: Any) -> tuple[Tensor, Tensor] | None:
 class LatentLayer(EvictionLayer):
     """`k` and `v` [rows, W] are the two halves of [latent, rotated part, zeros up to a multiple of 16]."""
 
-    widths: tuple = ()  # (of the latent, of the rotated part)
+    widths: tuple = ()  # (r of the latents, p of the rotated parts)
     decodes_after_prefix = False
 
     def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # the base's is static

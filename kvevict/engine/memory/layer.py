@@ -60,7 +60,7 @@ class EvictionLayer(CacheLayerMixin):
     pool: SlotPool | None = None  # the pool that the slots are in
 
     def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence  # of the cache
+        self.sequence = sequence  # the tokens that the cache has read
         self.is_initialized = False
         self.storage = Storage()
         self.pending_kv: tuple[Tensor, Tensor] | None = None  # new keys and values, until the layer attends
@@ -77,7 +77,7 @@ class EvictionLayer(CacheLayerMixin):
         # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
         self.head_offsets: np.ndarray | None = None
         self.expected = 0  # slots per head that the running read is going to store
-        self.kinds: kv.Kinds | None = None  # of the slots; None: no patched call has attended yet
+        self.kinds: kv.Kinds | None = None  # how the slots are stored; None: no patched call has attended yet
 
     def reset(self) -> None:
         EvictionLayer.__init__(self, self.sequence)
@@ -148,9 +148,11 @@ class EvictionLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.storage = self.storage.crop(count)
-        archived = self.sequence.archived + count - self.sequence.columns  # of the removed tokens
+        archived = self.sequence.archived + count - self.sequence.columns  # how many removed tokens are in the archive
         if self.archive is not None and archived > 0:
-            self.archive = self.archive.as_prefix().crop(archived)  # forks may read it
+            self.archive = self.archive.as_prefix().crop(
+                archived
+            )  # cropped as a fork, since others may read the archive
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
@@ -172,7 +174,9 @@ class EvictionLayer(CacheLayerMixin):
         self.memory = {name: value[at] for name, value in self.memory.items()}
         self.awaited = None if self.awaited is None else self.awaited.rows(rows)
         self.storage = self.storage.rows(rows)
-        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share what was read
+        self.archive = (
+            None if self.archive is None else self.archive.forked().rows(rows)
+        )  # beams share the archive of what was read
         self.carry = of_layer(self.carry, self)
 
     # -- called by eviction -----------------------------------------------------------------------------------------
@@ -281,6 +285,6 @@ class EvictionLayer(CacheLayerMixin):
     def remember(self, row: Tensor, most: int) -> None:
         """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe later."""
         before = self.decode_queries
-        if before is not None and before.shape[3] == row.shape[3]:  # else they are of another policy
+        if before is not None and before.shape[3] == row.shape[3]:  # the rows of another policy are dropped
             row = torch.cat([before, row], 2)
         self.decode_queries = row[:, :, -most:]

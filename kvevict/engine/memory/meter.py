@@ -41,7 +41,7 @@ class Meter:
     def __init__(self, live: Iterable[tuple[int | str, int]] = ()) -> None:
         self.live = dict(live)  # layer -> live KV bytes stored
         self.peak = 0  # the most live bytes at once, chunks in flight included
-        self.seconds: dict[str, float] = defaultdict(float)  # by stage
+        self.seconds: dict[str, float] = defaultdict(float)  # stage -> seconds
         self.replayed = 0  # decoded tokens after the read that were replayed
         # Per layer the slots before a recall, and with all tokens' slots; None: nothing was recalled.
         self.recalls: list[tuple[Positions, Positions]] | None = None

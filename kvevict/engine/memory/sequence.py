@@ -34,9 +34,9 @@ class Sequence:
         self.half_read = False  # a call that changes the cache has not ended
         self.thread: int | None = None  # the thread where the last such call began
         self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns whose padding was moved to the left
-        self.next_position: torch.Tensor | None = None  # [B] int64; None: `seen`
+        self.next_position: torch.Tensor | None = None  # [B] int64 positions of the next tokens; None: `seen`
         self.policy: Any = None  # the Policy of the last read; None: a loaded cache (unknown), or no budget
-        self.run = Run()  # of the last read
+        self.run = Run()  # how the last read was run
 
     @property
     def removable(self) -> int:

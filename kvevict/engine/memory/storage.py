@@ -21,7 +21,7 @@ from .stored import Stored
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
 ROOM_TO_REPLAY = 256  # `ROOM` when slots move under compiled=True, where a move ends the recording
-OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # fields [B, ..]
+OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # the fields with a batch dimension
 Lender = SlotPool | Files  # lends buffers
 Decoded = tuple[Tensor, Tensor, Tensor | None]  # out, lse and probs of `_ops.decode`
 
@@ -66,7 +66,7 @@ class Storage(Stored):
         return _laid_out(flat, counts)._holding(_ops.upload(counts, k.device, torch.int32), counts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        alone = replace(self, pool=None).moved(self.capacity) if self.regions else self  # out of its pool
+        alone = replace(self, pool=None).moved(self.capacity) if self.regions else self  # a copy leaves the pool
         return object.__reduce_ex__(alone, protocol)
 
     def __getstate__(self) -> dict:
@@ -158,14 +158,16 @@ class Storage(Stored):
 
     def forked(self) -> Storage:
         """A fork: it begins with these slots, which may not move from here on. Only slots after a prefix are copied."""
-        twin = replace(self, pool=self._memory)  # later slots of an archive's fork are no archive's
+        twin = replace(self, pool=self._memory)  # a fork of an archive in files grows in memory
         return twin.as_prefix() if self.prefix is None else twin.moved(self.capacity)
 
     def as_prefix(self) -> Storage:
         """An empty storage with these slots as its prefix; this storage if it has a prefix already."""
         if self.prefix is not None:
             return self
-        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())  # this one goes on
+        prefix = replace(
+            self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy()
+        )  # this storage goes on counting
         return self.blank(self.pool, prefix)
 
     def blank(self, pool: Lender | None, prefix: Storage | None = None) -> Storage:
@@ -281,7 +283,7 @@ class Storage(Stored):
         return replace(self, centred=self.centred | counts.any(1))._holding(length, counts)
 
     def _holding(self, length: Tensor, counts: np.ndarray) -> Storage:
-        return replace(self, len=length, counts=counts.copy())  # layers that share a choice count apart
+        return replace(self, len=length, counts=counts.copy())  # layers that share a choice get the same `counts`
 
 
 def _laid_out(storage: Storage, capacity: np.ndarray, start: int = 0) -> Storage:

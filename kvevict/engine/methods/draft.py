@@ -93,7 +93,7 @@ class Drafting(Chooser):
         for number in range(1, step.plan.policy.rows.n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
             final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
-            mask = arguments.mask_for(step.chunk.end, number)  # over all tokens drafted so far
+            mask = arguments.mask_for(step.chunk.end, number)  # for all tokens drafted so far
             inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
             one = Step(
                 plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,

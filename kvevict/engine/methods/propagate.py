@@ -64,11 +64,11 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     most, keep = int(kept.max()), _ops.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
     before = _ops.upload(call.layer.sequence.seen, device, torch.int32)
-    first = slots.protected[0] - before  # first slots in this chunk
+    first = slots.protected[0] - before  # number of first slots that are in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     column = torch.arange(rows, device=device)
     slot = (call.layer.len[..., None] + column).clamp_max(slots.columns - 1)  # slot of each token of a row
-    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # shared scores have one for all heads
+    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # a shared score has one row for all heads
     if slots.bounds.kept is not None:
         pooled = pooled.masked_fill(slots.between, torch.inf)
     by_head = slots.heads.gather(pooled.gather(2, slot))
