@@ -96,9 +96,7 @@ class EvictionCache(DynamicCache):
         """Count one more slot in every head of these layers. room: free rows per head in new buffers."""
         table = self.__dict__.setdefault("table", Table())
         if not table.holds([layer.storage for layer in layers]):
-            ready = [
-                layer for layer in layers if layer.is_represented
-            ]  # a layer that is not, ticks when it is (hook/attention.py)
+            ready = [layer for layer in layers if layer.is_represented]  # others tick in hook/attention.py
             for layer in ready:
                 layer.storage = layer.storage.with_room(layer.expected, room)
             table.take([layer.storage for layer in ready])
@@ -227,9 +225,7 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
             _check_import(layer)
     cache.layers = layers
     sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
-    for index, (kind, layer) in enumerate(
-        zip(kinds, layers, strict=True)
-    ):  # after an error the cache can be adopted again
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # can be repeated after an error
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = copy.copy(layer)
             layers[index].__class__ = SlidingLayer

@@ -152,9 +152,7 @@ def _joined(layers: tuple[EvictionLayer, ...]) -> EvictionLayer:
     starts = [0, *accumulate(len(layer.counts) for layer in layers)]
     awaited = [layer.awaited.moved(at) for layer, at in zip(layers, starts) if layer.awaited is not None]
     whole.awaited = Awaited.joined(awaited) if awaited else None
-    archives = [
-        layer.archive for layer in layers if layer.archive is not None
-    ]  # all layers have one, or none, by `join`
+    archives = [layer.archive for layer in layers if layer.archive is not None]  # of all layers, or of none
     whole.archive = Apart.of(archives) if archives else None
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     whole.carry = None

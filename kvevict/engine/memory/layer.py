@@ -150,9 +150,7 @@ class EvictionLayer(CacheLayerMixin):
         self.storage = self.storage.crop(count)
         archived = self.sequence.archived + count - self.sequence.columns  # how many removed tokens are in the archive
         if self.archive is not None and archived > 0:
-            self.archive = self.archive.as_prefix().crop(
-                archived
-            )  # cropped as a fork, since others may read the archive
+            self.archive = self.archive.as_prefix().crop(archived)  # a fork: others may read the archive
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
@@ -174,9 +172,7 @@ class EvictionLayer(CacheLayerMixin):
         self.memory = {name: value[at] for name, value in self.memory.items()}
         self.awaited = None if self.awaited is None else self.awaited.rows(rows)
         self.storage = self.storage.rows(rows)
-        self.archive = (
-            None if self.archive is None else self.archive.forked().rows(rows)
-        )  # beams share the archive of what was read
+        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share it
         self.carry = of_layer(self.carry, self)
 
     # -- called by eviction -----------------------------------------------------------------------------------------

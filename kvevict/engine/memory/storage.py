@@ -165,9 +165,7 @@ class Storage(Stored):
         """An empty storage with these slots as its prefix; this storage if it has a prefix already."""
         if self.prefix is not None:
             return self
-        prefix = replace(
-            self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy()
-        )  # this storage goes on counting
+        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())  # this one counts on
         return self.blank(self.pool, prefix)
 
     def blank(self, pool: Lender | None, prefix: Storage | None = None) -> Storage:
