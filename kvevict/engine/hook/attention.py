@@ -72,7 +72,7 @@ def _represent(
     the kind of its archive's slots; None: the archive is left alone."""
     chunk = key.shape[2] - step.appended
     first = step.first.clamp_max(chunk)  # at most all columns of the chunk are padding
-    seen = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
+    seen: Any = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
         layer.represent(step.plan.run.kv, *seen)
         if step.decoding:  # `Step.through` has counted the token in the other layers

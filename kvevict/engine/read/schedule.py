@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from ...policy.inputs import Chunk, Policy
-from ...policy.rows import Rows
 
 
 def evicts(policy: Policy, seen: list[int]) -> bool:
@@ -18,7 +17,7 @@ def evicts(policy: Policy, seen: list[int]) -> bool:
     return policy.tsp is not None and any(policy.propagated(n) < n for n in chunks)
 
 
-def chunks(policy: Policy, columns: int, tokens: Iterable[int] = (), observers: Rows | None = None) -> Iterator[Chunk]:
+def chunks(policy: Policy, columns: int, tokens: Iterable[int] = (), observers: Any = None) -> Iterator[Chunk]:
     """Yield the chunks of a prompt of `columns` columns. The first one is the remainder, so that the last one is full;
     after it come chunks without columns that repeat parts of the prompt.
 
@@ -70,6 +69,6 @@ def observes(policy: Policy, order: int, layers: int) -> bool:
     return not follows(policy, order) and (policy.carry != "none" or not waits(policy, order, layers))
 
 
-def overfull(policy: Policy, slots: Any, budget: Any, heads: int = 1) -> Any:
+def overfull(policy: Any, slots: Any, budget: Any, heads: int = 1) -> Any:
     """Whether decoding cuts a layer to its budget. slots, budget: numbers or arrays, sums over `heads` kv heads."""
     return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0
