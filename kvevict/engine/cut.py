@@ -1,8 +1,8 @@
-"""The cut of a layer on one screen: score the alive slots, pool and refine the scores, select the best. Values go in
-and come out: no call, step or layer. The engine takes the stages of `cut` one by one (read/choosers.py), since a layer
-may wait for others between them."""
+"""The cut of a layer: score the alive slots, pool and refine the scores, select the best slots. Functions of values,
+not of calls: the engine runs the stages of `cut` one by one (read/choosers.py), as a layer may wait for others in
+between."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,19 +23,12 @@ from .measure.quantities import measured, of_policy
 from .memory.carried import join, kept
 
 
-class Numbers(NamedTuple):
-    """Numbers of a layer's slots."""
-
-    carried: torch.Tensor | None  # [B, Hkv, C] stored with the slots until the next cut; None: nothing
-    score: torch.Tensor  # [B, Hkv, C], or as `scored` returns it
-
-
 class Choice(NamedTuple):
     """The surviving slots of a layer."""
 
-    index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending; a tuple has a method of that name
+    index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending (a tuple has a method of this name)
     keep: np.ndarray  # [B, Hkv] slot count of each head, on the host
-    all_ranks: np.ndarray  # the same of all ranks' heads
+    all_ranks: np.ndarray  # [B, heads of all ranks] `keep` of all ranks' heads
     carried: torch.Tensor | None = None  # [B, Hkv, K] numbers that the survivors carry; set by `cut`
 
 
@@ -50,10 +43,10 @@ def cut(
     given: Mapping[Need, Any] | None = None,
     bar: np.ndarray | None = None,
 ) -> Choice:
-    """Choose the slots of a layer that stay: keep[b] of batch row b over all heads, or all where it has fewer.
+    """Choose the slots of a layer that stay: keep[b] of batch row b over all heads, or all if it has fewer.
 
-    observation   the rows that observe; None for a policy without (streaming, knorm)
-    order         the layer's number among those that evict: a policy may select otherwise in some
+    observation   the rows that observe; None: the policy needs none (streaming, knorm)
+    order         the layer's number among those that evict, on which the policy's selection may depend
     carried       fp32 [B, Hkv, *] numbers that stored slots carry (`Choice.carried` of the cut before), NaN for none
     given         what quantities need besides slots and rows, by `Need` (measure/inputs.py)
     bar           [B] the least score of a slot that stays; None: the policy has no threshold
@@ -69,12 +62,9 @@ def cut(
     return choice if carried is None else choice._replace(carried=kept(carried, choice.index, torch.nan))
 
 
-# -- score ------------------------------------------------------------------------------------------------------------
-
-
 def completed(observation: Observation, slots: Slots, outputs: bool) -> Observation:
-    """The observers with lse over the slots that they see here, and with their attention outputs if those are wanted.
-    Observers that have both are left as they are."""
+    """The observers with what the quantities read of them: their lse over the slots that they see, and, if `outputs`,
+    their attention outputs. Observers that have these are returned unchanged."""
     return Observation(tuple(_completed(part, slots, outputs) for part in observation.parts))
 
 
@@ -93,33 +83,32 @@ def _completed(part: Observers, slots: Slots, outputs: bool) -> Observers:
 
 
 def scored(policy: Policy, slots: Slots, quantities: list, query_heads: int) -> torch.Tensor:
-    """The policy's score of the alive slots: [B, Hkv, C], [B, 1, C] of a score shared by all heads, [B, query_heads, C]
-    of one per query head."""
+    """The policy's score of alive slots: [B, Hkv, C], [B, 1, C] of all heads, or [B, query_heads, C] of each query
+    head."""
     heads = query_heads if policy.score.per_query_head else 1
     return returned("score", policy.score, policy.score.score(slots, *quantities), slots.shape, (heads,))
 
 
-def joined(policy: Policy, slots: Slots, score: torch.Tensor, carried: torch.Tensor | None, factors: list) -> Numbers:
-    """Join the score with the `carried` numbers of the stored slots (METHODS section 9). factors: what numbers are
-    multiplied by to rank slots, and do not carry."""
-    if policy.carry != "none":  # carry per head, even a score that all heads share
+def joined(
+    policy: Policy, slots: Slots, score: torch.Tensor, carried: torch.Tensor | None, factors: list
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Join the score with the numbers that stored slots carry (METHODS section 9). Returns the numbers that slots carry
+    from now on, or None, and the score to rank slots by: the joined numbers times each of the `factors`."""
+    if policy.carry != "none":  # slots carry a number per head, also of a score that all heads share
         score = score.expand(-1, slots.n.shape[1], -1)
     carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # None only until it is built
     score = score if carried is None else carried
     for factor in factors:
         score = score * factor
-    return Numbers(carried, score)
-
-
-# -- pool and refine --------------------------------------------------------------------------------------------------
+    return carried, score
 
 
 def ranked(policy: Policy, slots: Slots, score: torch.Tensor, order: int = 0) -> torch.Tensor:
-    """Rank values [B, Hkv, C]: scores that are pooled, refined and, if the policy selects runs, of runs. Slots in
-    `bounds.kept` are +inf, slots beyond `bounds.limited` -inf."""
+    """Rank values [B, Hkv, C]: the pooled and refined scores, of whole runs if the policy selects runs. Slots within
+    `bounds.kept` get +inf, slots beyond the limit of `bounds.limited` -inf."""
     refine, select = policy.refine, policy.selection(order)
     pooled = returned("score", policy.score, policy.score.pooled(slots, score), slots.shape, (1,))
-    if refine.refines:  # protected slots take part, by their plain scores
+    if refine.refines:  # protected slots enter the refinement with scores that are not pooled
         pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
     score = returned("refine", refine, refine.refine(slots, pooled), slots.shape, (1,))
     score = score.expand(-1, slots.n.shape[1], -1)
@@ -134,9 +123,6 @@ def ranked(policy: Policy, slots: Slots, score: torch.Tensor, order: int = 0) ->
     return ranks if slots.bounds.kept is None else ranks.masked_fill(slots.between, torch.inf)
 
 
-# -- select -----------------------------------------------------------------------------------------------------------
-
-
 def chosen(
     policy: Policy,
     slots: Slots,
@@ -148,8 +134,8 @@ def chosen(
     bar: np.ndarray | None = None,
     final: bool = True,
 ) -> Choice:
-    """Choose the best keep[b] slots by `ranked` values, dropping any below bar[b]. With final=False keep a few spare,
-    so that a later, smaller choice equals one made from all slots. picks: quantities that the refinement picks by."""
+    """Choose the best keep[b] slots of a row by `ranked` values, except those below bar[b]. With final=False keep a few
+    more, so that a later, smaller choice equals one made from all slots. picks: quantities for `Refinement.pick`."""
     heads, select, keep = policy.heads, policy.selection(order), np.minimum(keep, slots.alive)
     counts = _equal(policy, slots, select, keep) if bar is None else None
     if counts is not None:
@@ -162,7 +148,7 @@ def chosen(
         each = _within(select.trim_to_runs(whole, every, each), whole, every, bar)
     else:
         each = heads.reserve(whole, every, wanted, select.run)
-    counts, least = np.array(torch.stack([each, whole.least]).tolist())  # the host waits for the device once
+    counts, least = np.array(torch.stack([each, whole.least]).tolist())  # the only wait for the device
     _check(policy, counts, least, whole, keep if final else whole.alive)
     return taken(policy, slots, ranks, each, picks, counts)
 
@@ -170,15 +156,15 @@ def chosen(
 def taken(
     policy: Policy, slots: Slots, ranks: torch.Tensor, keep: torch.Tensor, picks: list, counts: np.ndarray | None = None
 ) -> Choice:
-    """The best slots of each head by `ranked` values, keep [B, heads of all ranks] of them; counts: keep on the host,
-    if known there."""
+    """Choose the best keep [B, heads of all ranks] slots of each head by `ranked` values. counts: `keep` on the
+    host."""
     heads = slots.heads.ranks
     counts = np.array(keep.tolist()) if counts is None else counts
     keep, mine = heads.mine(keep).contiguous(), heads.mine(counts)
     if policy.refine.picks:
         ranks = policy.refine.pick(slots, ranks, keep, *picks).contiguous()
     (first, last), n, shape = slots.protected, slots.n, slots.n.shape
-    if slots.prompt is not None:  # heads differ in their first slots: each becomes a batch row
+    if slots.prompt is not None:  # heads protect different numbers of slots: make each a batch row
         ranks, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (ranks, n, keep))
         first, last = slots.first.flatten(), last.repeat_interleave(shape[1])
     index = _ops.select(ranks, n, keep, first, last, int(mine.max()))
@@ -188,7 +174,7 @@ def taken(
 def of_layers(
     policy: Policy, layers: list[Slots], ranks: list[torch.Tensor], keep: np.ndarray, bar: np.ndarray | None = None
 ) -> list[torch.Tensor]:
-    """Slots [B, heads of all ranks] of each layer's heads, keep[b] over all layers, by one ranking of all slots."""
+    """Split keep[b] slots over the heads of all layers by one ranking: for each layer [B, heads of all ranks]."""
     whole = [slots.all_ranks(policy.shared) for slots in layers]
     every = [slots.heads.gather(each, one.columns) for slots, each, one in zip(layers, ranks, whole, strict=True)]
     split = policy.layers.keep(whole, every, _ops.upload(keep, layers[0].device))
@@ -196,9 +182,8 @@ def of_layers(
 
 
 def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray | None:
-    """Slots of each head [B, Hkv], if keep[b] of a layer's counts [B, Hkv] stay and every head just drops its smallest
-    carried numbers, regardless of other heads, so that the carried numbers are `ranked` values; None: `cut` has to say.
-    """
+    """The number of slots [B, Hkv] that each head keeps, keep[b] of counts [B, Hkv] in all, if every head simply drops
+    its smallest carried numbers. None: the policy does more than that, so all stages of `cut` are needed."""
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and not policy.keep_prompt
     equal = _inherits(policy.heads, Equal.keep) and _inherits(policy.select, Selection.rank, Selection.trim_to_runs)
     plain = _inherits(policy.score, Score.pooled) and not policy.score.factors and not policy.refine.refines
@@ -211,8 +196,8 @@ def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray 
 def protected(
     policy: Policy, observers: Rows, order: int, rows: LayerRows, sizes: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, last) [B] int32: number of always kept slots at either end, together at most sizes [B], which is on the
-    host. observers: the `Rows` that observe."""
+    """(first, last) int32 [B]: number of slots at either end that always stay, together at most sizes [B], on the
+    host."""
     first, *lasts = *policy.score.protect(rows), observers.protect(rows), policy.selection(order).unfinished(rows)
     least, spared = policy.keep_first, policy.spared
     if {type(first), *map(type, lasts)} == {int}:
@@ -229,8 +214,8 @@ def protected(
 
 
 def _check(policy: Policy, counts: np.ndarray, least: np.ndarray, slots: Slots, most: np.ndarray) -> None:
-    """Raise ValueError unless a head budget keeps counts [B, Hkv] slots, the `least` protected ones or more, and of a
-    row the `most` [B] or fewer, unless more are protected."""
+    """Raise ValueError unless a head budget's counts [B, Hkv] are at least `least`, the protected slots, at most the
+    alive slots, and sum to most[b] or less, or to the protected slots if these are more."""
     bad = ((counts < least) | (counts > slots.all_counts)).any(1) | (counts.sum(1) > np.maximum(most, least.sum(1)))
     if bad.any():
         b = int(bad.argmax())
@@ -241,7 +226,7 @@ def _check(policy: Policy, counts: np.ndarray, least: np.ndarray, slots: Slots, 
 
 
 def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) -> np.ndarray | None:
-    """Number of slots per head, found on the host, if all heads can keep equally many; None: the device has to say."""
+    """The number of slots [B, heads] if all heads keep equally many, known on the host; None: the device decides."""
     equal = _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(select, Selection.trim_to_runs)
     if not equal or slots.prompt is not None:
         return None
@@ -251,12 +236,12 @@ def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) ->
 
 
 def _within(keep: torch.Tensor, slots: Slots, ranks: torch.Tensor, bar: np.ndarray | None) -> torch.Tensor:
-    """Limit keep [B, Hkv] to the slots that reach the bar [B] of a threshold; bar None: no threshold."""
+    """Limit keep [B, Hkv] to the number of slots whose rank values reach bar [B]; bar None: no threshold."""
     if bar is None:
         return keep
     return torch.minimum(keep, above(slots, ranks, _ops.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
-def _inherits(part: Any, *methods: Any) -> bool:
-    """True if a part of a policy has these methods of a base class, whose results are known without a call."""
+def _inherits(part: object, *methods: Callable) -> bool:
+    """True if a part of a policy does not override these methods of its base class, so that their results are known."""
     return all(getattr(type(part), method.__name__, None) is method for method in methods)

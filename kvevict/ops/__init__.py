@@ -1,1 +1,1 @@
-"""The compiled kernels as functions, their signatures, and products of few rows."""
+"""The compiled kernels as Python functions, and linear layers of few rows."""

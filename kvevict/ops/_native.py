@@ -1,6 +1,5 @@
-"""Loads the compiled part and makes Python functions of its ops. csrc/ops.def lists the arguments and results of every
-op, and `_C.ops()` returns it: calls, their errors, documented shapes and fake tensors follow from it.
-"""
+"""Loads the compiled extension `_C` and makes Python functions of its ops. `_C.ops()` returns csrc/ops.def, the list of
+every op's arguments and results, from which functions, error messages, documented shapes and fake tensors are made."""
 
 import functools
 import re
@@ -29,49 +28,51 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of q, k, v and slots
 Function = TypeVar("Function", bound=Callable)
 
 
-class Row(NamedTuple):
-    """A row of csrc/ops.def: an argument of an op or a result."""
+class Operand(NamedTuple):
+    """An argument or a result of an op: a row of csrc/ops.def."""
 
     kind: str  # tensor, rows, slots, number, flag, integer, count, choice, result
-    type: str  # in the schema
+    type: str  # in the op's schema
     name: str
     dtype: str  # of a tensor; "": the dtype of the op's first argument
-    words: list[str]  # a tensor's sizes, the size that a count equals, or the words of a choice
+    words: list[str]  # names of a tensor's sizes; name of the size that a count equals; the words of a choice
 
     def is_tensor(self) -> bool:
         return self.kind in ("tensor", "rows", "slots")
 
     def dtype_beside(self, first: torch.Tensor) -> torch.dtype:
+        """The dtype of this tensor in a call with the tensor `first` as its first argument."""
         return getattr(torch, self.dtype) if self.dtype else first.dtype
 
 
-OPS: dict[str, list[Row]] = {}
+OPS: dict[str, list[Operand]] = {}
 for _line in _C.ops().splitlines():
     _op, *_row, _words = _line.split("\t")
-    OPS.setdefault(_op, []).append(Row(*_row, words=_words.split(", ")))
-HELD = "held_"  # the prefix of the arguments that are parts of a Held
-PARTS = {row.name.removeprefix(HELD) for rows in OPS.values() for row in rows if row.name.startswith(HELD)}
+    OPS.setdefault(_op, []).append(Operand(*_row, words=_words.split(", ")))
+# The fields of a `Held`, which are arguments held_k, held_v ..
+PARTS = {row.name.removeprefix("held_") for rows in OPS.values() for row in rows if row.name.startswith("held_")}
 
 
-def arguments(op: str) -> list[Row]:
+def arguments(op: str) -> list[Operand]:
+    """The arguments of an op, without its results."""
     return [row for row in OPS[op] if row.kind != "result"]
 
 
 def places(op: str, parameters: Collection[str]) -> list[str]:
-    """How a function with these parameters reads each argument of the op: `q` is a parameter, `held.k` the part of a
-    parameter `held` that the argument `held_k` is."""
+    """The expression of each argument of the op in a function with these parameters: `q` for the parameter q, `held.k`
+    for the argument held_k, if `held` is a parameter."""
     split = [(arg.name, *arg.name.partition("_")[::2]) for arg in arguments(op)]
     return [f"{held}.{part}" if held in parameters and part in PARTS else name for name, held, part in split]
 
 
 def function(op: str, parameters: str = "") -> Callable:
-    """Make a Python function that calls the op, with these parameters; without, with the op's arguments in their order.
-    It is compiled from source text, so that a call costs nothing beside torch's own."""
+    """Make a Python function that calls the op. parameters: those of the function, as text; "": the op's arguments. The
+    function is compiled from source text, so that a call costs nothing besides torch's own."""
     parameters = parameters or ", ".join(arg.name for arg in arguments(op))
     names: dict = dict(call=getattr(torch.ops.kvevict, op).default, explained=explained, note_written=note_written)
     values, written = [], []
     for arg, place in zip(arguments(op), places(op, re.findall(r"\w+", parameters))):
-        if "." in place and arg.type in ("Tensor?", "int"):  # of no Held: None, and the kind 0
+        if "." in place and arg.type in ("Tensor?", "int"):  # held None: pass None, or 0 for a kind
             place = f"{place.split('.')[0]} and {place}{' or 0' * (arg.type == 'int')}"
         values.append(f"{arg.name}_of[{place}]" if arg.kind == "choice" else place)
         names[f"{arg.name}_of"] = {word: i for i, word in enumerate(arg.words)}
@@ -90,8 +91,8 @@ def {op}({parameters}):
 
 
 def op(stub: Function) -> Function:
-    """Make a function with the signature of `stub` that calls the op of that name. Its documentation also has the
-    shapes."""
+    """Make a function with the name, signature and docstring of `stub` that calls this op; shapes join the
+    docstring."""
     code = stub.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     options = names[code.co_argcount :]
@@ -103,7 +104,7 @@ def op(stub: Function) -> Function:
 
 
 def shapes(op: str, parameters: Collection[str]) -> str:
-    """The op's tensors with their shapes and dtypes, a line of arguments and one of results."""
+    """A text of the op's tensors with their shapes and dtypes: arguments, then results."""
     lines, named = [], [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, parameters))]
     for head, rows in ("", [arg for arg in named if arg.is_tensor()]), ("-> ", OPS[op][len(named) :]):
         alike = groupby(rows, lambda row: (row.dtype, row.words, row.type == "Tensor?"))
@@ -116,7 +117,7 @@ def shapes(op: str, parameters: Collection[str]) -> str:
 
 
 def explained(op: str, error: Exception, given: dict) -> Exception:
-    """The exception that says best why a call failed. Called only for a failed one: the checks are not free."""
+    """The exception that says best why a call failed. Only failed calls are checked, since checks take time."""
     named = [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, given))]
     values, packed = [], set()
     for arg in named:
@@ -147,22 +148,22 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
     if isinstance(error, NotImplementedError) and lead.device.type != "cpu":
         kernels = f"this build has no {lead.device.type.upper()} kernels"
         return ValueError(f"kvevict.{op}: {kernels}; move the model and its inputs to the CPU")
-    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the place in csrc
+    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # drop the file and line of csrc
     for arg, shown in zip(arguments(op), named):
         text = re.sub(rf"\b{arg.name}\b", shown.name, text)
-    is_option = re.match(r"[\w.]+ is .*, expected", text)  # errors about tensors were returned above
+    is_option = re.match(r"[\w.]+ is .*, expected", text)  # errors about a tensor were returned above
     return (ValueError if is_option else RuntimeError)(f"kvevict.{op}: {text}")
 
 
 def note_written(*tensors: torch.Tensor) -> None:
-    """Let autograd refuse tensors that an op has overwritten. Costs a microsecond; none where nothing is recorded."""
+    """Tell autograd that an op has overwritten these tensors, so that it refuses a backward pass through them."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
 
 def fake(op: str) -> Callable:
-    """Make a function from the arguments' shapes to empty results, for torch.compile and fake tensors. It also runs for
-    real tensors if one of them is on meta."""
+    """Make a function that returns empty results of the right shapes, for torch.compile and fake tensors. It also runs
+    for real tensors if one of them is on the device "meta"."""
 
     def results(*values: Any) -> Any:
         given = list(zip(arguments(op), values))
@@ -187,15 +188,15 @@ for _op in OPS:
 
 
 def cpu_isa() -> str:
-    """Instruction set that the CPU kernels run with: "amxbf16" or "avx512bf16" (both multiply bf16 as it is), "avx512",
-    "avx2" or "scalar", on ARM "neonbf16" or "neon". KVEVICT_CPU_ISA caps it, and any other name is an error here and in
-    every op; "avx512bf16" is also taken where it is the slower if named."""
+    """The instruction set of the CPU kernels: "amxbf16" or "avx512bf16" (both multiply bf16 without conversion),
+    "avx512", "avx2" or "scalar", on ARM "neonbf16" or "neon". The environment variable KVEVICT_CPU_ISA caps it, or
+    chooses "avx512bf16" where that is not the fastest; any other name is an error here and in every op."""
     return _C.cpu_isa()
 
 
 def build_info() -> dict:
-    """How the compiled part was built: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
+    """The build of the extension: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
     return _C.build_info()
 
 
-DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # types of devices that ops run on
+DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # device types on which ops run

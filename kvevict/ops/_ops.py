@@ -1,20 +1,20 @@
-"""The only interface to csrc: its ops as functions. `help` of an op shows its tensors' shapes and dtypes; they are
-written once, in csrc/ops.def.
+"""The only interface to csrc: its ops as functions. `help` of an op shows the shapes and dtypes of its tensors, which
+csrc/ops.def lists.
 
 Dimensions are those of csrc/kvevict.h: B batch rows, H query heads, Hkv key/value heads, T query rows, R observing
 rows, S new columns, D head dimension (a multiple of 8, at most 512, on a GPU 256); rows: rows of a flat buffer of
-slots, C, K and N: columns of a score, of an index and of a target, K and N of `linear` its inputs and outputs; heads: H
-if group is "none", else Hkv.
+slots; C, K and N: columns of a score, of an index and of a target; K and N of `linear`: its inputs and outputs; heads:
+H if group is "none", else Hkv.
 
-A head's alive slots are [stored | new]: the stored ones are a `Held`, new columns count from first[b] (those before are
-left padding). Without a dtype in its shape a tensor is float32, float16 or bfloat16, as the op's first; q, k, v, o, x
-may have any strides. All tensors of a call are on one device, the CPU or, in a build with CUDA, a GPU, whose current
-stream runs the op. A wrong dtype raises TypeError, a wrong device or option ValueError, anything else (shapes, counts,
-slots outside their buffer) RuntimeError, before any slot is written; on a GPU counts, offsets and indices are not
-looked at, as that would wait for it. Only `kl` has a backward.
+A head's alive slots are [stored | new]: the stored ones are a `Held`, new columns count from first[b] on, after left
+padding. A tensor whose shape shows no dtype is float32, float16 or bfloat16, as the op's first; q, k, v, o and x may
+have any strides. All tensors of a call are on one device: the CPU or, in a build with CUDA, a GPU, whose current stream
+runs the op. A wrong dtype raises TypeError, a wrong device or option ValueError, anything else (shapes, counts, slots
+outside their buffer) RuntimeError, before any slot is written. On a GPU counts, offsets and indices are not checked,
+since that would wait for the GPU. Only `kl` has a backward.
 """
 # mypy: disable-error-code="empty-body"
-# `op` makes the bodies.
+# The functions without a body only declare a signature: `op` makes the real ones.
 
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -29,12 +29,12 @@ Tensor: TypeAlias = torch.Tensor
 @dataclass
 class Held:
     """The stored slots of a layer, in flat buffers that all its heads share: head h of batch row b owns rows
-    offset[b, h] .. offset[b, h] + len[b, h] - 1. No other head owns rows of it in buffers that an op writes. The
-    parts that an op reads are in its documentation; the others may be None.
+    offset[b, h] .. offset[b, h] + len[b, h] - 1, and no two heads own the same row of a buffer that an op writes. The
+    docstring of an op lists the fields that it reads; the others may be None.
 
-    k and v may each be packed, and then are uint8. Their kind says how, a kv_kind of csrc/kvevict.h. `compact` and
-    `decode` pack a row when they store it; from then on it is moved as it is, and every op reads it as the numbers that
-    it stands for (the backward of `kl` on a CPU only).
+    k and v may each be packed as uint8, by a kv_kind of csrc/kvevict.h. `compact` and `decode` pack a row when they
+    store it. Later moves copy its bytes, and every op unpacks the rows that it reads (the backward of `kl` on a CPU
+    only).
     """
 
     k: Tensor = None  # type: ignore[assignment]  # [rows, D], or packed
@@ -42,28 +42,28 @@ class Held:
     pos: Tensor = None  # type: ignore[assignment]  # int32 [rows], the position that each key is rotated for
     offset: Tensor = None  # type: ignore[assignment]  # int64 [B, Hkv]
     len: Tensor = None  # type: ignore[assignment]  # int32 [B, Hkv]
-    centre: Tensor | None = None  # float32 [B, Hkv, D] that packed keys are stored less of; None: 0
-    k_kind: int = 0  # how rows of k are stored; 0: as numbers of the call's dtype
+    centre: Tensor | None = None  # float32 [B, Hkv, D], subtracted from keys before they are packed; None: 0
+    k_kind: int = 0  # kv_kind of the rows of k; 0: not packed, in the call's dtype
     v_kind: int = 0
 
     def of(self, name: str) -> "Held":
-        """The slots with their keys ("k") or values ("v") as `k`, for ops of one array."""
+        """These slots with their keys ("k") or values ("v") as `k`, for ops that read one array."""
         centre, kind = (self.centre, self.k_kind) if name == "k" else (None, self.v_kind)
         return Held(getattr(self, name), offset=self.offset, len=self.len, centre=centre, k_kind=kind)
 
     def within(self, begin: Tensor | int, length: Tensor) -> "Held":
-        """Only the slots begin .. begin + length - 1 [B, Hkv], to be read."""
+        """The slots begin .. begin + length - 1 [B, Hkv] of each head, to be read only."""
         return replace(self, offset=self.offset + begin, len=length)
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
-    """The logits that the ops make of q . k * scale, where attention is computed without an op."""
+    """Softcap logits q . k * scale, as the ops do. softcap 0: none."""
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def upload(numbers: Any, device: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Put numbers of the host on a device, without waiting for it. Reading one from a GPU tensor waits for all of the
-    GPU's queued work, so the counts that decide launches are kept on the host too, as NumPy arrays."""
+def upload(numbers: object, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy numbers of the host to a device, without waiting for it. (Reading a number from a GPU tensor waits for all
+    of the GPU's queued work, so the counts that decide launches are kept on the host, too, as NumPy arrays.)"""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
@@ -143,14 +143,14 @@ def kl(
     first: Tensor | None = None, stop: Tensor | None = None, sinks: Tensor | None = None, *, scale: float | None = None,
     softcap: float = 0.0, causal: bool = True, columns: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """How far the attention of the rows of q to the first N alive slots is from a target (LookaheadKV eq. 5): the mean
-    over batch and heads of KL(target / its sum || p / its sum), p being the mean of the attention weights of rows
-    row_first[b] <= r < R; a row's softmax spans all columns that it sees. A p below 1e-30 counts as 1e-30.
+    """The divergence of attention weights on the first N alive slots from a target (LookaheadKV eq. 5): the mean over
+    batch rows and heads of KL(target / its sum || p / its sum). p is the mean of the attention weights of the rows
+    row_first[b] <= r < R of q, whose softmax spans all columns that a row sees; a p below 1e-30 counts as 1e-30.
     Differentiable in q and k (the new keys); stored keys are constants.
 
     q [B,H,R,D]  k [B,Hkv,S,D]  target float32 [B,H,N] >= 0; rows, slots and causal are those of `score` (None: all
-    rows, no stored slots, all of k); scale None: D ** -0.5; columns >= the largest number of alive slots, None: that
-    -> a float32 scalar; no attention matrix exists at any time; [B,H,columns] is kept for the backward.
+    rows, no stored slots, all of k); scale None: D ** -0.5; columns >= the largest number of alive slots, None: equal
+    to it -> a float32 scalar. No attention matrix exists at any time; [B,H,columns] is kept for the backward.
     """
     if k.ndim != 4:
         raise RuntimeError(f"kvevict.kl: k has shape {list(k.shape)}, expected [B, Hkv, S, D]")
@@ -218,11 +218,11 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, held: Held, sinks: Tensor | None = None, prefix: Held | None = None,
     *, scale: float, softcap: float = 0.0, columns: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One decode step: write the new row after each head's slots, then attend over len + 1 of them. The caller has made
-    room, and adds 1 to len afterwards. A prefix is slots in other buffers that come before these and are only read:
-    columns are [prefix | stored | new]; it is packed as they are, around the same centre. A packed new row is read as
-    it was stored. probs: the row's attention weights averaged over the group, 0 past the new
-    slot, in `columns` C: more than the largest len, or 0 for none.
+    """Decode one token: write its row after each head's slots, then attend to these len + 1 slots. The caller has made
+    room, and adds 1 to len afterwards. `prefix` has slots in other buffers, read only, that come first: columns are
+    [prefix | stored | new], packed alike around one centre. A packed new row is read as it was stored. probs: the row's
+    attention weights averaged over the group, 0 past the new slot, in C = `columns` columns: more than the largest len,
+    or 0 for none.
     """
 
 

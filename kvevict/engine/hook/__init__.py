@@ -1,1 +1,1 @@
-"""The way of a model's calls into the engine and out of it: replacements for its forwards and its attention."""
+"""Hooks in a model: stand-ins for its forwards and its attention function, and the arguments of its calls."""

@@ -1,4 +1,4 @@
-"""The arguments of a decoder's call: checked before the cache changes, and cut to chunks."""
+"""The arguments of one call of the decoder: checked before the cache changes, and cut to chunks."""
 
 import threading
 from typing import Any
@@ -18,6 +18,7 @@ from ..watch.diagnostics import Diagnostics
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask, padding_of
 
+Mask = torch.Tensor | dict[str, torch.Tensor] | None  # 2D: padding; 4D, or a 4D one for each kind of layer: expanded
 OF_ANOTHER_THREAD = (
     "another thread is reading into past_key_values, or an error left it half read there: give each thread a fork "
     "(cache.fork()), or read the prompt into a new one"
@@ -25,48 +26,48 @@ OF_ANOTHER_THREAD = (
 
 
 class Arguments:
-    """The arguments of a call: ids or embeddings [B, N], mask, positions and the cache before them.
+    """The arguments of a call: ids or embeddings [B, N], mask, positions, and the cache, which holds earlier tokens.
 
     Raises ValueError, before the cache changes, for arguments that eviction does not support.
     """
 
-    def __init__(self, decoder: Any, plan: Plan, kwargs: dict) -> None:
-        kwargs = dict(kwargs)
+    def __init__(self, decoder: Any, plan: Plan, kwargs: dict[str, Any]) -> None:
         self.decoder, self.plan, self.policy = decoder, plan, plan.policy
         self.watchers = context().watchers + ((Diagnostics(),) if plan.run.diagnose else ())
-        ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
-        mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
-        self.return_dict = kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
-        cache = kwargs.pop(CACHE, None)
-        kwargs.pop("use_cache", None)
         self.outer = context().outer or OuterCall(None, None, 0)
-        self.top = self.outer.model
-        self.wanted = self.outer.wanted  # number of last hidden states that the caller will use; 0: all
+        self.top, self.wanted = self.outer.model, self.outer.wanted
+        kwargs = dict(kwargs)
+        self.return_dict = kwargs.pop("return_dict", getattr(decoder.config, "return_dict", True))
+        kwargs.pop("use_cache", None)
+        ids, embeds, mask, position_ids, cache = (
+            kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE)
+        )
         if (ids is None) == (embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         inputs = Inputs(decoder, ids, embeds, kwargs)
-        self.batch, self.tokens = inputs.tokens.shape[0], inputs.tokens.shape[1]
-        self.device = inputs.tokens.device
+        (self.batch, self.tokens), self.device = inputs.tokens.shape[:2], inputs.tokens.device
         check_tokens(self.tokens, cache)
         self.cache, self.own_cache = DynamicCache(config=decoder.config) if cache is None else cache, cache is None
         self.columns = columns_of(self.cache, self.batch)
-        mask = plain_mask(mask, self.outer, self.tokens)
-        check_mask(mask, self.batch, self.columns, self.tokens)
+        mask = checked_mask(plain_mask(mask, self.outer, self.tokens), self.batch, self.columns, self.tokens)
         new = None if mask is None else mask[:, self.columns :]
         self.packing = packing = Packing(new, self.batch, self.device)
         self.first, self.padding = packing.first, packing.padding
         self.places = Positions(decoder, position_ids, packing, mask, self.columns, self.tokens)
         self._mask = None if mask is None else torch.cat([mask[:, : self.columns], packing.pack(new)], 1)
         self.given = inputs.packed(packing)
-        self.ids, self.tokens_at, self.embedded = self.given.ids, self.given.at, self.given.embedded
-        self.positions = self.places.tokens  # of the new tokens
+        self.ids: Any = self.given.ids
+        self.tokens_at, self.embedded = self.given.at, self.given.embedded
+        self.positions = self.places.tokens  # a function that returns [B, N]
         if self.asks("output_attentions"):
             raise ValueError(
                 "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
                 "call kvevict.unpatch"
             )
+        self.rolls_back = getattr(self.cache, "record_past", False)
+        check_roll_back(self)
         if isinstance(self.cache, EvictionCache):
-            one_by_one = self.tokens == 1 or (self.cache.record_past and self.wanted == self.tokens)  # or candidates
+            one_by_one = self.tokens == 1 or (self.rolls_back and self.wanted == self.tokens)  # or candidates
             self.cache.check_owner(decoder, plan.kinds, thorough=not one_by_one)
         make_ours(self.cache, plan, decoder.config, mask, self.columns)
         if not self.columns or self.cache.owner.model() is not decoder:
@@ -74,16 +75,15 @@ class Arguments:
         self.layers = [self.cache.layers[index] for index in plan.order]  # the layers that evict
         if self.cache.sequence.next_position is not None:
             self.places.follow(self.cache.sequence.next_position)
-        self.rolls_back = self.cache.record_past
-        check_roll_back(self)
 
     @property
     def seen(self) -> list[int]:
-        """Number of tokens [B] that each row read before, without padding."""
+        """Number of tokens that each batch row has read before this call, without padding."""
         seen = self.cache.sequence.seen
         return [0] * self.batch if seen is None else seen.tolist()
 
     def asks(self, flag: str) -> bool:
+        """Whether the call or the model's config sets a flag, such as "output_attentions"."""
         return bool(self.given.more.get(flag, getattr(self.decoder.config, flag, False)))
 
     def inputs(self, start: int, end: int, appended: AppendedRows | None = None) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class Arguments:
         return self.given.chunk(start, end, appended, self.wanted) | cached
 
     def mask_for(self, end: int, appended: int = 0) -> torch.Tensor | None:
-        """The mask that Transformers makes its masks of, for the columns up to `end` and `appended` rows. Our layers
-        read no mask; if all layers are ours, a ready-made 4D mask keeps Transformers from building one."""
+        """The 2D mask for the columns up to `end` and `appended` rows, of which Transformers makes those of sliding
+        layers. Evicting layers read no mask: if all layers evict, a 4D one keeps Transformers from making any."""
         if self.plan.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
@@ -103,7 +103,7 @@ class Arguments:
         return torch.cat([mask, mask.new_ones(self.batch, appended)], 1) if appended else mask
 
 
-def check_tokens(tokens: int, cache: Any) -> None:
+def check_tokens(tokens: int, cache: Cache | None) -> None:
     """Raise ValueError for a call without tokens."""
     if tokens == 0:
         held = cache.get_seq_length() if cache is not None else 0
@@ -115,8 +115,9 @@ def check_tokens(tokens: int, cache: Any) -> None:
         )
 
 
-def columns_of(cache: Any, batch: int) -> int:
-    """Number of columns that a cache has seen. Raises ValueError if `batch` rows cannot continue from it."""
+def columns_of(cache: Cache, batch: int) -> int:
+    """Number of columns, padding included, that a cache has seen. Raises ValueError if `batch` rows cannot continue
+    it."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
         advice = "drop cache_implementation and offloading" if isinstance(cache, Cache) else "give one, or none"
         raise ValueError(
@@ -140,13 +141,13 @@ def columns_of(cache: Any, batch: int) -> int:
     return columns
 
 
-def plain_mask(mask: Any, called: OuterCall, tokens: int) -> Any:
-    """Return the 2D padding mask; where the outer model has expanded it to a mask per kind of layer, the mask before.
+def plain_mask(mask: Mask, outer: OuterCall, tokens: int) -> Mask:
+    """Return the decoder's mask, or, if the outer model has expanded the caller's 2D mask to 4D ones, the caller's.
     Raises ValueError if an expanded mask lets a token see a later one (Gemma 3's pictures)."""
-    given = called.mask
-    made = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
-    plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
-    if not (made and plain and called.model is not None):
+    given = outer.mask
+    is_expanded = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+    is_plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
+    if not (is_expanded and is_plain and outer.model is not None):
         return mask
     for kind, each in (mask if isinstance(mask, dict) else {"full_attention": mask}).items():
         if not (isinstance(each, torch.Tensor) and each.ndim == 4 and each.shape[2] == tokens):
@@ -162,10 +163,10 @@ def plain_mask(mask: Any, called: OuterCall, tokens: int) -> Any:
     return given
 
 
-def check_mask(mask: Any, batch: int, columns: int, tokens: int) -> None:
-    """Raise ValueError unless a mask covers the columns seen and the new tokens."""
+def checked_mask(mask: Mask, batch: int, columns: int, tokens: int) -> torch.Tensor | None:
+    """Return a mask. Raises ValueError unless it is None, or 2D and covers the columns seen and the new tokens."""
     if mask is None:
-        return
+        return None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         raise ValueError(
             "attention_mask must be a 2D tensor [batch, tokens] of zeros and ones; prepared 4D masks and mask "
@@ -177,10 +178,11 @@ def check_mask(mask: Any, batch: int, columns: int, tokens: int) -> None:
             f"attention_mask has shape {tuple(mask.shape)}, expected {wanted}: it must cover the {columns} "
             f"tokens seen and the {tokens} new ones"
         )
+    return mask
 
 
-def make_ours(cache: Any, plan: Plan, config: Any, mask: torch.Tensor | None, columns: int) -> None:
-    """Adopt a cache that is not ours yet. Raises ValueError if eviction from it is impossible."""
+def make_ours(cache: DynamicCache, plan: Plan, config: Any, mask: torch.Tensor | None, columns: int) -> None:
+    """Make a cache an `EvictionCache`, unless it is one. Raises ValueError if eviction from it is impossible."""
     layers, first = cache.layers, None
     ours = len(layers) == len(plan.kinds) and all(isinstance(layers[index], EvictionLayer) for index in plan.order)
     if ours and isinstance(cache, EvictionCache):
@@ -196,7 +198,7 @@ def make_ours(cache: Any, plan: Plan, config: Any, mask: torch.Tensor | None, co
 
 
 def check_roll_back(arguments: Arguments) -> None:
-    """Raise ValueError if the caller may roll tokens back and the model or the policy cannot."""
+    """Raise ValueError if the caller may roll tokens back and the model or the policy does not allow that."""
     policy = arguments.policy
     if arguments.rolls_back and arguments.plan.keeps_state:
         raise ValueError(

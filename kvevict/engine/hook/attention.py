@@ -1,7 +1,6 @@
-"""The attention function of patched layers: attend over [stored | new], then let the step's chooser evict slots."""
+"""The attention function of patched layers: attend to [stored | new] slots, then let the step's chooser evict some."""
 
 import copy
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +11,13 @@ from ...context import context, current
 from ...models import compat, families
 from ..measure import unseen
 from ..memory import archive
-from ..memory.layer import fit
+from ..memory.layer import EvictionLayer, fit
 from ..read.layer import LayerCall, attend, decide
-from ..read.step import paused
+from ..read.step import Step, paused
+from .standin import UNTRACED, untraced
 
 NAME = "kvevict"
-ORIGINAL = "_kvevict_original"  # attribute of our copy of a module's config: the original config
+ORIGINAL = "_kvevict_original"  # a module's original config, as an attribute of the changed copy
 
 
 def attention(
@@ -25,7 +25,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -33,7 +33,7 @@ def attention(
 ) -> tuple[torch.Tensor, Any]:
     """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
 
-    The model's original function runs outside a call of the patched decoder with a cache (training, use_cache=False).
+    Without a running `Step` (training, use_cache=False) it calls the model's original function.
     """
     here = context()
     if here.step is None:
@@ -56,9 +56,9 @@ def attention(
         )
     query, key, value = _stored_form(layer, query, key, value)
     new = (key, value) if new is None else new
-    archives = step.plan.run.archive_kv is not None and not step.decoding
-    if archives or not layer.is_represented:
-        _represent(step, layer, archives, query, key, value, options)
+    archive_kv = None if step.decoding else step.plan.run.archive_kv
+    if archive_kv is not None or not layer.is_represented:
+        _represent(step, layer, archive_kv, query, key, value, options)
     call = LayerCall(step, module, query, key, value, new, options, hidden)
     attend(call)
     decide(call)
@@ -66,31 +66,33 @@ def attention(
 
 
 def _represent(
-    step: Any, layer: Any, archives: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
-) -> None:
-    """Before a layer attends: choose how what it has not stored before is stored. archives: in an archive, too."""
-    run, chunk = step.plan.run, key.shape[2] - step.appended
-    first = step.first.clamp_max(chunk)  # a row of padding alone
-    seen = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
+    step: Step, layer: EvictionLayer, archive_kv: str | None, query: torch.Tensor, key: torch.Tensor,
+    value: torch.Tensor, options: dict,
+) -> None:  # fmt: skip
+    """Choose how a layer packs the keys and values that it stores for the first time, before it attends. archive_kv:
+    the kind of its archive's slots; None: the archive is left alone."""
+    chunk = key.shape[2] - step.appended
+    first = step.first.clamp_max(chunk)  # at most all columns of the chunk are padding
+    seen: Any = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
-        layer.represent(run.kv, *seen)
-        if step.decoding:  # `Step.through` has counted the token in the others
+        layer.represent(step.plan.run.kv, *seen)
+        if step.decoding:  # `Step.through` has counted the token in the other layers
             layer.tick()
-    if archives:
-        archive.represent(layer, run.archive_kv, *seen)
+    if archive_kv is not None:
+        archive.represent(layer, archive_kv, *seen)
 
 
-def _stored_form(layer: Any, *tensors: Any) -> list:
-    """Cast query, keys and values to the dtype of the layer's first keys (autocast may change it), and pad them to one
+def _stored_form(layer: EvictionLayer, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Cast tensors to the dtype of the layer's first keys, which autocast may change later, and pad them to one
     width."""
-    return fit(*(x if x.dtype == layer.dtype else x.to(layer.dtype) for x in tensors))
+    return fit(*(x.to(layer.dtype) for x in tensors))
 
 
 def _read(
-    step: Any, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
+    step: Step, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
 ) -> torch.Tensor:
-    """Attention of a layer over another layer's slots and new rows. query [B, H, T, D]: of the call's last T rows;
-    key and value [B, Hkv, S, D]."""
+    """Attend to the slots of another layer, the producer, and to its new keys and values [B, Hkv, S, D], with a query
+    [B, H, T, D] of the call's last T rows. After the producer's last reader its slots are chosen."""
     producer = step.plan.readers[module.layer_idx]
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
@@ -104,16 +106,19 @@ def _read(
 
 
 class _WithConfig:
-    """A module with its original config, as the model's original attention function reads it."""
+    """Stands for a module, with its original config, before the model's original attention function."""
 
-    def __init__(self, module: torch.nn.Module, config: Any) -> None:
+    def __init__(self, module: torch.nn.Module, config: object) -> None:
         self.__dict__.update(module=module, config=config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
-def _unpatched(module: Any, query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> tuple:
+def _unpatched(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *more: object, **options: object
+) -> tuple:
+    """Call the model's original attention function."""
     note = context().note
     if note is not None:
         note(module, query, key)
@@ -123,19 +128,18 @@ def _unpatched(module: Any, query: torch.Tensor, key: torch.Tensor, *more: Any, 
 
 
 def note_inputs(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHandle]:
-    """Hooks that put the input of a layer's attention block into `Step.hidden`, where a policy needs it; the layer's
-    call takes it from there."""
+    """Add hooks that put the input of each layer's attention block into `Step.hidden`, if the policy needs it."""
     return [m.register_forward_pre_hook(_note, with_kwargs=True) for m in families.attentions(decoder, order)]
 
 
-def _note(module: Any, args: Any, kwargs: Any = None) -> None:
+def _note(module: Any, args: tuple, kwargs: Any = None) -> None:
     step = current()
     if step is not None and step.plan.wants_hidden:
         step.hidden[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 
 def divert(module: Any, name: str = NAME) -> None:
-    """Have an attention module call `attention`, or another function by its name, by a changed copy of its config."""
+    """Make an attention module call the registered function `name`, by a changed copy of the module's config."""
     config = copy.copy(module.config)
     config.__dict__[ORIGINAL] = module.config
     config._attn_implementation_internal = name
@@ -143,22 +147,20 @@ def divert(module: Any, name: str = NAME) -> None:
 
 
 def original(module: Any) -> Any:
-    """The config of a module before `divert`; a call may have begun before it."""
+    """The config of a module before `divert`; of a module that is not diverted, its config."""
     return module.config.__dict__.get(ORIGINAL, module.config)
 
 
 def restore(module: Any) -> None:
+    """Undo `divert`."""
     module.config = original(module)
 
 
 def register() -> None:
-    """Make the name known to Transformers; patching does, importing does not."""
-    from transformers import AttentionInterface  # it imports the dependencies of all models, so not on top
+    """Make `attention` known to Transformers by its name; called when a model is patched, not on import."""
+    from transformers import AttentionInterface  # here, since it imports the dependencies of all models
 
-    AttentionInterface.register(NAME, _untraced())
+    AttentionInterface.register(NAME, untraced(attention))
 
 
-@functools.cache
-def _untraced() -> Any:
-    """`attention`, left out of torch.compile's graphs. A decorator would import Dynamo with the package."""
-    return torch.compiler.disable(attention)
+UNTRACED[attention] = True

@@ -1,15 +1,15 @@
-"""Replacements for the forwards of the text decoder and of the model around it; their installation and removal. Each
-call runs in a new context (contextvars), so its notes there are gone however it ends."""
+"""Stand-ins for the forwards of the text decoder and of the model around it; their installation and removal. A call of
+the decoder runs in a copy of the context (contextvars), so that its changes there end with it, also after an error."""
 
 import contextvars
 import functools
 import inspect
-import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from ... import cautions
 from ...context import context, current, enter, within
@@ -18,59 +18,11 @@ from ...models.compat import STATE
 from ...models.families import find_decoder
 from ...ops import few_rows
 from ..memory.cache import EvictionCache
+from ..read.plan import Plan
 from ..read.spans import Spans
 from ..read.step import OuterCall, Step
 from .arguments import Arguments
-
-WRAPPED = "_kvevict_forward"  # module attribute: the StandIn of its forward
-NO_RECORD = (
-    "torch.export and torch.jit.trace record the operations of one call, and a patched model's differ from call to "
-    "call: record it after kvevict.unpatch(model), or use torch.compile"
-)
-
-
-class StandIn:
-    """A function in place of a module's method. A copy or pickle of the module gets a separate one.
-
-    before   the module's previous attribute of that name; None: the class's method
-    """
-
-    def __init__(self, function: Any, module: torch.nn.Module, name: str, before: Any = None) -> None:
-        self.function, self.module, self.name, self.before = _untraced(function), module, name, before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self.function
-        if function is None or (function is few_rows.forward and torch.compiler.is_compiling()):
-            # Unpatched, but a wrapper made earlier still calls it; or traced, by what does not take `own`.
-            return self.before(*args, **kwargs) if self.before else self._of_class(self.module, *args, **kwargs)
-        if torch.compiler.is_exporting():
-            raise ValueError(NO_RECORD)
-        return function(self.module, self.own, *args, **kwargs)
-
-    def __getstate__(self) -> dict:
-        """State with the plain function: a wrapper cannot be pickled."""
-        return self.__dict__ | dict(function=self.function and inspect.unwrap(self.function))
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self.function = _untraced(self.function)
-
-    @property
-    def own(self) -> Callable[..., Any]:
-        """The original method."""
-        return self.before or types.MethodType(self._of_class, self.module)
-
-    @property
-    def _of_class(self) -> Callable[..., Any]:
-        return getattr(type(self.module), self.name.removeprefix("_old_"))
-
-    @property
-    def __signature__(self) -> Any:
-        return inspect.signature(self.own)
-
-    @property
-    def __code__(self) -> Any:
-        return self.own.__code__  # torch.export looks at it
+from .standin import NO_RECORD, UNTRACED, WRAPPED, StandIn, replace, restore
 
 
 def install(decoder: torch.nn.Module) -> None:
@@ -81,8 +33,8 @@ def install(decoder: torch.nn.Module) -> None:
 
 
 def install_around(top: torch.nn.Module) -> None:
-    """Replace the forward of the model around a decoder, of its `few_rows` modules and some of its methods, unless
-    already replaced."""
+    """Replace the forward of the model around a decoder, its methods in `STAND_INS`, and the forwards of its linear
+    layers that `few_rows` computes, unless already replaced."""
     if WRAPPED not in top.__dict__:
         replace(top, _top_forward)
         for module in filter(few_rows.is_product, top.modules()):
@@ -110,40 +62,8 @@ def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
                 top.__dict__.update({} if standin.before is None else {name: standin.before})
 
 
-def replace(module: torch.nn.Module, function: Callable[..., Any]) -> None:
-    """Put a stand-in in place of forward; in a module that accelerate has hooked, of `_old_forward`."""
-    name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-    standin = StandIn(function, module, name, module.__dict__.get(name))
-    object.__setattr__(module, WRAPPED, standin)
-    setattr(module, name, standin)
-
-
-def restore(module: torch.nn.Module) -> None:
-    standin = getattr(module, WRAPPED)
-    object.__delattr__(module, WRAPPED)
-    standin.function = None
-    name = standin.name
-    if module.__dict__.get("_old_forward") is standin:  # accelerate may have hooked us after patching
-        name = "_old_forward"
-    if module.__dict__.get(name) is standin:
-        setattr(module, name, standin.own)
-        if standin.before is None and name == "forward":
-            del module.__dict__[name]
-
-
-def _untraced(function: Any) -> Any:
-    """Tell torch.compile to leave a stand-in out of its graphs: `forward` with all that it calls, `_top_forward` alone.
-    Decorators would import Dynamo with the package."""
-    return _disabled(function) if function in (forward, _top_forward) else function
-
-
-@functools.cache
-def _disabled(function: Any) -> Any:
-    return torch.compiler.disable(function, recursive=function is forward)
-
-
-def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands in for the model's `generate`: one policy holds from its first token to its last."""
+def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for the model's `generate`, which uses one policy from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
     plan = None if installed is None else installed.chosen()
@@ -153,7 +73,7 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
     cache = kwargs.get(compat.CACHE)
     try:
         if isinstance(cache, EvictionCache) and cache.sequence.columns and not cache.sequence.half_read:
-            cache.record_past = False  # an earlier call's assistant cannot take its tokens back any more
+            cache.record_past = False  # tokens of earlier calls cannot be taken back any more
             _check_after(cache.sequence.columns, *args, **kwargs)
         with within(plans={**context().plans, installed: plan}):
             output = run(*args, **kwargs)
@@ -165,10 +85,14 @@ def _generate(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> tor
 
 
 def _check_after(
-    held: int, inputs: Any = None, *_: object, input_ids: Any = None, attention_mask: Any = None, **others: object
+    held: int,
+    inputs: object = None,
+    *_: object,
+    input_ids: object = None,
+    attention_mask: torch.Tensor | None = None,
+    **others: object,
 ) -> None:
-    """Raise ValueError for a prompt of a `generate` that has nothing after the `held` tokens of its cache: Transformers
-    would read it after these."""
+    """Raise ValueError if the prompt of a `generate` is not longer than the `held` tokens of its cache."""
     ids, mask = input_ids if inputs is None else inputs, attention_mask
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] > held:
         return
@@ -180,23 +104,23 @@ def _check_after(
         )
 
 
-def _top_forward(self: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the forward of the model around the decoder."""
-    if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # not so remote code
+def _top_forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for the forward of the model around the decoder."""
+    if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # remote code may not take it
         kwargs = compat.named(kwargs)
     wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(self, kwargs.get("attention_mask"), wanted)
     with within(outer=call, few_rows=few_rows.has_few(self, ids, kwargs.get("inputs_embeds"))):
         output = run(*args, **kwargs)
-    spans, call.spans = call.spans, None  # no cycle keeps the cache's memory
+    spans, call.spans = call.spans, None  # without this, a cycle would keep the cache's memory alive
     if spans is not None:
         spans.settle()
     return output
 
 
-def forward(self: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `run`, the decoder's forward; same arguments, same result."""
+def forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `run`, the decoder's forward, with its arguments and its result."""
     ready = context().ready
     if ready is not None and ready[0] is self:
         return ready[1]
@@ -210,7 +134,8 @@ def forward(self: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         installed.leave(self)
 
 
-def _forward(self: Any, run: Any, plan: Any, args: tuple, kwargs: dict) -> Any:
+def _forward(self: torch.nn.Module, run: Callable, plan: Plan, args: tuple, kwargs: dict) -> Any:
+    """Call the decoder with a policy, or its original forward while it trains or has no cache."""
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
@@ -231,11 +156,14 @@ def _forward(self: Any, run: Any, plan: Any, args: tuple, kwargs: dict) -> Any:
     with torch.no_grad():
         arguments, output = contextvars.copy_context().run(_read, self, run, plan, kwargs)
     if torch.is_grad_enabled():
-        _refuse_backward(self, kwargs.get("inputs_embeds"), output)
+        anchors = kwargs.get("inputs_embeds"), *self.parameters()
+        if any(each is not None and each.requires_grad for each in anchors):
+            output.last_hidden_state.requires_grad_().register_hook(_refuse_backward)
     return output if arguments.return_dict is not False else output.to_tuple()
 
 
-def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
+def _read(decoder: torch.nn.Module, run: Callable, plan: Plan, kwargs: dict) -> tuple[Arguments, Any]:
+    """Read all tokens of a call; returns its `Arguments` and the decoder's output."""
     arguments = Arguments(decoder, plan, kwargs)
     spans = Spans(arguments, run)
     for _ in spans.steps():
@@ -244,18 +172,17 @@ def _read(decoder: torch.nn.Module, run: Any, plan: Any, kwargs: dict) -> tuple:
     if arguments.top is None:
         spans.settle()
     else:
-        arguments.outer.spans = spans  # settled once the model's call has ended
+        arguments.outer.spans = spans  # `_top_forward` settles them once the model's call has ended
     return arguments, spans.output
 
 
-def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[Step, None, Any]:
-    """Read a prompt's ids [B, N] into a cache, as a call of the model does, but for a driver that decides between the
-    chunks: yields each `Step` but the last once it is done. Returns the model's output, with logits of the last token.
-    No gradients."""
+def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Cache | None) -> Generator[Step, None, Any]:
+    """Read a prompt's ids [B, N] into a cache, as `top(ids)` does: yield each `Step` but the last after it has run, so
+    that the caller can work between chunks. Returns the model's output, with logits of the last token. No gradients."""
     decoder, inside = find_decoder(top), contextvars.copy_context()
     given = {"input_ids": ids, compat.CACHE: cache, "use_cache": True, "return_dict": True}
 
-    def begin() -> Any:
+    def begin() -> Spans:
         enter(outer=OuterCall(top, None, 1))
         return Spans(Arguments(decoder, decoder.__dict__[STATE].chosen(), given), decoder.__dict__[WRAPPED].own)
 
@@ -272,9 +199,10 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Any) -> Generator[St
 
 
 def _rotary_forward(
-    self: Any, run: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+    self: torch.nn.Module, run: Callable, x: torch.Tensor, position_ids: torch.Tensor, *args: object, **kwargs: object
 ) -> tuple:
-    """Rotary frequencies of the full prompt for each chunk: the prompt's last position is appended, then dropped."""
+    """Stand in for a rotary embedding's forward, so that each chunk gets the frequencies of the full prompt: append the
+    prompt's last position, and drop its cos and sin from the result."""
     step = current()
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
@@ -283,34 +211,24 @@ def _rotary_forward(
     return cos[:, :-1], sin[:, :-1]
 
 
-class _NoBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor) -> Any:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        raise RuntimeError(
-            "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
-            "kvevict.unpatch(model) before training"
-        )
+def _refuse_backward(grad: torch.Tensor) -> None:
+    """Raise RuntimeError as a backward hook: without it the decoder's gradients would silently be missing."""
+    raise RuntimeError(
+        "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
+        "kvevict.unpatch(model) before training"
+    )
 
 
-def _refuse_backward(decoder: torch.nn.Module, embeds: torch.Tensor | None, output: Any) -> None:
-    """Make a result's backward pass an error; it would silently lack the decoder's gradients."""
-    inputs = [] if embeds is None else [embeds]
-    anchor = next((p for p in (*inputs, *decoder.parameters()) if p.requires_grad), None)
-    if anchor is not None:
-        output.last_hidden_state = _NoBackward.apply(output.last_hidden_state, anchor)
-
-
-def _when_patched(function: Any, model: torch.nn.Module, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a stand-in for a method of the model if the caller has a policy."""
+def _when_patched(function: Callable, model: torch.nn.Module, run: Callable, *args: object, **kwargs: object) -> Any:
+    """Call `function`, a stand-in for a method of the model, if the caller has a policy, else the method `run`."""
     installed = find_decoder(model).__dict__.get(STATE)
     patched = installed is not None and installed.chosen() is not None
     return function(model, run, *args, **kwargs) if patched else run(*args, **kwargs)
 
 
-# Stand-ins for methods of the model around the decoder, by name.
-STAND_INS: dict = {name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()}
+UNTRACED.update({forward: True, _top_forward: False})
+# Stand-ins for methods of the model around the decoder, by name
+STAND_INS: dict[str, Callable] = {
+    name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()
+}
 STAND_INS["generate"] = _generate

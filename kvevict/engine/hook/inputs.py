@@ -14,13 +14,13 @@ PICTURES = "visual_pos_masks"
 class Inputs:
     """The decoder's arguments for the new tokens [B, N] of a call.
 
-    ids, embeds   [B, N] or [B, N, E]; one of them is None
+    ids, embeds   [B, N] and [B, N, E]; one of them is None
     more          the other arguments by name; a chunk gets its part of per-layer inputs and pictures, all of the rest
     """
 
-    def __init__(self, decoder: Any, ids: Any, embeds: Any, more: dict) -> None:
+    def __init__(self, decoder: Any, ids: torch.Tensor | None, embeds: torch.Tensor | None, more: dict) -> None:
         self.decoder, self.ids, self.embeds, self.more = decoder, ids, embeds, more
-        self.tokens = ids if ids is not None else embeds
+        self.tokens: torch.Tensor = ids if ids is not None else embeds  # type: ignore[assignment]  # not both None
 
     def packed(self, packing: Packing) -> "Inputs":
         """A copy with every row's padding at the left."""
@@ -32,15 +32,15 @@ class Inputs:
         return Inputs(self.decoder, packing.pack(self.ids), packing.pack(self.embeds), more)
 
     def at(self, columns: torch.Tensor) -> torch.Tensor:
-        """Ids or embeddings at columns [B, p]."""
+        """The tokens at columns [B, p]: ids or embeddings."""
         return _rows(self.tokens, columns)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [B, p] in the form of the call's tokens: ids or embeddings."""
+        """Ids [B, p], as embeddings if the call's tokens are embeddings."""
         return ids if self.embeds is None else self.decoder.get_input_embeddings()(ids)
 
     def unsplittable(self) -> str | None:
-        """The name of an argument that cannot be cut into chunks, if there is one."""
+        """The name of an argument that cannot be cut into chunks; None if all can."""
         for name, value in self.more.items():
             split = name in (PICTURES, PER_LAYER) or not isinstance(value, torch.Tensor)
             if not split and value.ndim > 1 and self.tokens.shape[1] in value.shape:
@@ -50,8 +50,7 @@ class Inputs:
     def chunk(self, start: int, end: int, appended: AppendedRows | None = None, wanted: int = 0) -> dict[str, Any]:
         """The arguments for columns start..end-1 and, after them, the appended rows.
 
-        appended   the `kvevict.policy.rows.AppendedRows` of this chunk, None without such rows
-        wanted     the caller will use the logits of this many last rows of the chunk; 0: all
+        wanted   number of last rows of the chunk whose logits the caller will use; 0: all
         """
         ids, embeds = (None if t is None else t[:, start:end] for t in (self.ids, self.embeds))
         rows = 0 if appended is None else appended.tokens.shape[1]
@@ -59,15 +58,15 @@ class Inputs:
             ids, embeds = None, self.decoder.get_input_embeddings()(ids)
         if rows:
             ids, embeds = (None if t is None else torch.cat([t, appended.tokens], 1) for t in (ids, embeds))
-        inputs = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
-        if isinstance(self.more.get("logits_to_keep"), int):  # of these rows; 0: all
+        inputs: dict[str, Any] = dict(input_ids=ids) if embeds is None else dict(inputs_embeds=embeds)
+        if isinstance(self.more.get("logits_to_keep"), int):  # the decoder counts appended rows, too; 0: all
             inputs["logits_to_keep"] = wanted and wanted + rows
         inputs |= _per_layer(self.more.get(PER_LAYER), start, end, appended)
         return self.more | inputs | _pictures(self.more, start, end, appended)
 
 
 def _per_layer(value: Any, start: int, end: int, appended: AppendedRows | None) -> dict:
-    """Gemma 3n's and 4's extra input to every layer for each token: [B, N, layers, width]."""
+    """The chunk's part of the input that every layer of Gemma 3n and 4 gets for each token: [B, N, layers, width]."""
     if value is None:
         return {}
     parts = [value[:, start:end]]
@@ -82,8 +81,8 @@ def _per_layer(value: Any, start: int, end: int, appended: AppendedRows | None) 
 
 
 def _pictures(more: dict, start: int, end: int, appended: AppendedRows | None) -> dict:
-    """Qwen3-VL's additions to the hidden states of picture tokens after its first layers: visual_pos_masks [B, N] of
-    those tokens, and a tensor per layer with a row for each."""
+    """The chunk's part of what Qwen3-VL adds to the hidden states of picture tokens after its first layers: a mask
+    [B, N] of these tokens, and per layer a tensor with a row for each of them."""
     mask = more.get(PICTURES)
     if mask is None:
         return {}

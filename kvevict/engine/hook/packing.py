@@ -1,4 +1,4 @@
-"""Padding and positions of a batch's tokens. Rows are read with their padding at the left."""
+"""Padding and positions of a batch's tokens. The engine reads every row with its padding at the left."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,14 +10,15 @@ from ...models import families, rotary
 
 
 class Packing:
-    """Padding of the new tokens [B, N] of a call, by their part of the attention mask (None: no padding).
+    """Moves the padding of a call's new tokens [B, N] to the left. mask: these tokens' part of the attention mask;
+    None: no padding.
 
-    first     [B] int32 number of padding columns of each row, moved to its left
-    padding   the same on the host
-    place     [B, N] new place of every column; None: padding was at the left already
+    first     int32 [B] number of padding columns of each row
+    padding   `first` on the host
+    place     [B, N] the column that each column is moved to; None: padding is at the left already
     """
 
-    def __init__(self, mask: Any, batch: int, device: torch.device) -> None:
+    def __init__(self, mask: torch.Tensor | None, batch: int, device: torch.device) -> None:
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
         self.padding, self.place = np.zeros(batch, np.int64), None
         if mask is None:
@@ -25,15 +26,15 @@ class Packing:
         mask = mask.bool()
         self.first, self.padding, holes = padding_of(mask)
         if holes:
-            self.order = mask.int().argsort(dim=1, stable=True)  # padding first, then the tokens in their order
+            self.order = mask.int().argsort(dim=1, stable=True)  # each row's padding, then its tokens in order
             self.place = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
-    def pack(self, x: torch.Tensor | None, dim: int = 1) -> Any:
-        """Put the columns [B, N] of x, dimension `dim`, in reading order; None for None."""
+    def pack(self, x: Any, dim: int = 1) -> Any:
+        """Move the padding among the columns of a tensor x, its dimension `dim`, to the left; None for None."""
         return x if x is None or self.place is None else _take(x, self.order, dim)
 
     def unpack(self, output: Any) -> None:
-        """Put output rows back in the caller's columns; padding after a token gets that token's row."""
+        """Move the rows of an output back to the caller's columns; padding after a token gets that token's row."""
         if self.place is None:
             return
         for name in ("last_hidden_state", "logits"):
@@ -44,7 +45,7 @@ class Packing:
 
 
 def padding_of(mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray, bool]:
-    """[B] int32 number of zeros of a 2D mask, the same on the host, and True if a zero comes after a one."""
+    """(int32 [B] number of zeros in each row of a 2D mask; these numbers on the host; whether a zero follows a one)."""
     mask = mask.bool()
     zeros = (~mask).sum(1)
     *padding, holes = torch.cat([zeros, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
@@ -52,14 +53,14 @@ def padding_of(mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray, bool]:
 
 
 def packed_mask(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """A mask [B, columns] in reading order: the padding of each (start, stop) span of columns at its left."""
+    """Move the padding within each (start, stop) span of columns of a mask [B, columns] to the span's left."""
     for start, stop in spans:
         mask = torch.cat([mask[:, :start], mask[:, start:stop].sort(1).values, mask[:, stop:]], 1)
     return mask
 
 
-def _take(x: Any, columns: Any, dim: int) -> Any:
-    """Put the columns of x in the order `columns` [B, N]. Columns are dimension `dim`, batch rows the one before."""
+def _take(x: torch.Tensor, columns: torch.Tensor, dim: int) -> torch.Tensor:
+    """Put the columns of x in the order `columns` [B, N]: dimension `dim`, which follows that of the batch rows."""
     rest = x.ndim - 1 if dim == -1 else 1
     index = columns.to(x.device)
     index = index.view(*(1,) * (rest - 1), *index.shape, *(1,) * (x.ndim - rest - 1))
@@ -67,16 +68,16 @@ def _take(x: Any, columns: Any, dim: int) -> Any:
 
 
 class Positions:
-    """Positions of the new tokens [B, N] of a call: `ids` [1 or B, N], or several axes of them, as the decoder takes.
+    """Positions of the new tokens [B, N] of a call, as `ids` that the decoder takes: [1 or B, N], or [axes, 1 or B, N].
 
-    Raises ValueError for ids of another shape.
+    ids None: tokens are counted from `columns`, the number that the cache has seen, or, if the decoder does so, by the
+    mask [B, columns + N]. Raises ValueError for ids of another shape.
     """
 
     def __init__(
-        self, decoder: torch.nn.Module, ids: Any, packing: Packing, mask: Any, columns: int, tokens: int
-    ) -> None:
-        """ids None: tokens are counted from `columns`, the number that the cache has seen, or by the mask
-        [B, columns + N] if the decoder does so."""
+        self, decoder: Any, ids: torch.Tensor | None, packing: Packing, mask: torch.Tensor | None, columns: int,
+        tokens: int,
+    ) -> None:  # fmt: skip
         device, batch = packing.first.device, len(packing.first)
         if ids is None and mask is not None and families.counts_tokens(decoder):
             ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, columns:]
@@ -90,7 +91,7 @@ class Positions:
             raise ValueError("position_ids must be [batch, tokens]")
 
     def tokens(self) -> torch.Tensor:
-        """[B, N], never decreasing. Of several axes (pictures) the largest counts."""
+        """Positions [B, N], non-decreasing; with several axes (pictures) the largest of a token's positions."""
         batch = len(self.packing.first)
         if self.ids.ndim == 2:
             return self.ids.expand(batch, -1)
@@ -98,14 +99,15 @@ class Positions:
         return self.ids[-self.axes :].amax(0).masked_fill(padding, 0).cummax(1).values
 
     def follow(self, next_position: torch.Tensor) -> None:
-        """Continue each row at next_position [B]: generate counts from the last column, possibly padding."""
+        """Begin each row at next_position [B] or later: `generate` counts from the last column, maybe of padding."""
         batch, tokens = len(self.packing.first), self.ids.shape[-1]
         first = self.packing.first.long().clamp_max(tokens - 1)[:, None]
         late = (next_position[:, None] - self.tokens().gather(1, first)).clamp_min(0)
         self.ids = self.ids.expand(*self.ids.shape[:-2], batch, -1) + late
 
     def chunk(self, start: int, end: int, positions: torch.Tensor) -> torch.Tensor:
-        """The decoder's position_ids for columns start..end-1 and the rows after them, at positions [B, S] in all."""
+        """The position_ids for columns start..end-1 and the rows appended after them, all of which have positions [B,
+        T]."""
         if self.ids.ndim == 2:
             return positions
         own = self.ids[..., start:end].expand(-1, len(positions), -1)

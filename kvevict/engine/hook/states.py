@@ -1,12 +1,12 @@
 """Layers that keep a state beside or in place of keys and values: a convolution's last inputs, linear attention's sums.
 
-A state runs through all tokens of a prompt, from chunk to chunk. Rows appended to a chunk must not enter it, nor must
-left padding; Transformers keeps only a first call's padding out. So the module that updates the state runs on the
-chunk, then on the appended rows; the state after those is thrown away.
+A state takes in all tokens of a prompt, chunk by chunk. Neither rows appended to a chunk nor left padding may enter it,
+and Transformers keeps only a first call's padding out. So the module that updates the state, the mixer, runs on the
+chunk, then on the appended rows, whose effect on the state is undone.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,23 @@ import torch
 from ...context import current
 from ...models import families
 from ..methods.propagate import cut
-from . import forward
+from ..read.step import Step
+from .standin import replace, restore
 
 
 def install(decoder: torch.nn.Module, kinds: Sequence[str]) -> None:
+    """Replace the mixers' forwards. kinds: of the decoder's layers."""
     for mixer in _mixers(decoder, kinds):
-        forward.replace(mixer, _forward)
+        replace(mixer, _forward)
 
 
 def remove(decoder: torch.nn.Module, kinds: Sequence[str]) -> None:
+    """Undo `install`."""
     for mixer in _mixers(decoder, kinds):
-        forward.restore(mixer)
+        restore(mixer)
 
 
-def _mixers(decoder: torch.nn.Module, kinds: Any) -> Iterator[Any]:
+def _mixers(decoder: torch.nn.Module, kinds: Sequence[str]) -> Iterator[Any]:
     for layer, kind in zip(families.layers_of(decoder), kinds, strict=True):
         if kind in (families.STATE, families.FULL_ATTENTION_AND_STATE):
             mixer = families.mixer_of(layer)
@@ -35,9 +38,9 @@ def _mixers(decoder: torch.nn.Module, kinds: Any) -> Iterator[Any]:
                 yield mixer
 
 
-def _forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `run`, the forward of a module that updates a state."""
-    step = current()
+def _forward(self: Any, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `run`, the forward of a mixer."""
+    step: Step | None = current()
     if step is None or not (step.appended or step.padding.any()):
         return run(*args, **kwargs)
     kwargs = _by_name(self, args, kwargs)
@@ -52,7 +55,7 @@ def _forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     appended = run(**_part(kwargs, step, stop, rows, rows))
     for held, values in before:
         held.update(values)
-    if chunk is None:  # rows that come after the whole prompt
+    if chunk is None:  # all rows are appended: they repeat tokens after the whole prompt
         return appended
     if isinstance(chunk, tuple):
         return torch.cat([chunk[0], appended[0]], 1), *chunk[1:]
@@ -60,14 +63,14 @@ def _forward(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_name(module: torch.nn.Module, args: tuple, kwargs: dict) -> dict:
-    """The arguments by name, the hidden states first."""
+    """The arguments of a module's forward by name, the hidden states first."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     return named | bound.get("kwargs", {})
 
 
-def _part(kwargs: dict, step: Any, start: int, stop: int, rows: int) -> dict:
-    """The arguments of rows start..stop-1: tensors with a value per row are cut, the mask marks these rows' padding."""
+def _part(kwargs: dict, step: Step, start: int, stop: int, rows: int) -> dict:
+    """The arguments for rows start..stop-1: tensors with a value per row are cut, and the mask is made anew."""
     part = {name: cut(value, rows, lambda x: x[:, start:stop]) for name, value in kwargs.items()}
     if "attention_mask" in part:
         part["attention_mask"] = None

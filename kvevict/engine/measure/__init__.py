@@ -1,1 +1,1 @@
-"""Numbers of a layer's slots: pure functions of values."""
+"""Measurements of a layer's slots: quantities that scores are made of, and their inputs."""

@@ -1,5 +1,5 @@
-"""Trained gates (METHODS section 9): functions from the input of a layer's attention block to the future worth of each
-kv head's slots, and the folder that holds them."""
+"""Trained gates (METHODS section 9): they predict, from the input of a layer's attention block, how much each kv head
+will need a token's slot. A folder holds them."""
 
 import os
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from ...models import families
 from ...policy.checks import parsed
 from ...store import sealed
+from ..memory.ranks import Ranks
 from .moments import other_model
 
 FORMAT, VERSION = "kvevict gates", 1
 WEIGHTS, CONFIG = "gates.safetensors", "config.json"
 BESIDE = "kvevict_gates"  # the folder of a model's gates, inside the model's folder
 AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
-KINDS = {"linear": 1, "mlp": 2}  # affine maps of a layer
+KINDS = {"linear": 1, "mlp": 2}  # kind of gate -> number of affine maps in a layer
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
-_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the last folder named by a policy
+_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the folder that a policy last named
 
 
 @dataclass
@@ -29,31 +30,29 @@ class Gates:
     """Gates of a model, by decoder layer.
 
     layers   {layer: ((weight [outputs, inputs], bias [outputs]), ..)} fp32: one affine map ("linear"), or two with GELU
-             between them ("mlp"). The last one's outputs are logarithms, one per kv head
-    about    entries of config.json: `kind`, the base model, how they were trained, and measurements
+             between them ("mlp"). The last one's outputs are logarithms of scores, one per kv head
+    about    entries of config.json: `kind`, the base model, how the gates were trained, and measurements
     """
 
     layers: dict
     about: dict
 
-    def logs(self, layer: int, x: torch.Tensor) -> Any:
-        """Logarithms [B, T, heads] fp32 of the tokens' numbers, from the inputs x [B, T, E] of a layer's attention."""
-        x = x.float()
+    def logs(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Logarithms of the tokens' scores, fp32 [B, T, heads], from the inputs x [B, T, E] of a layer's attention."""
         first, *rest = self.layers[layer]
-        x = F.linear(x, *first)
+        x = F.linear(x.float(), *first)
         for affine in rest:
             x = F.linear(F.gelu(x), *affine)
         return x
 
-    def numbers(self, layer: int, ranks: Any, x: torch.Tensor) -> torch.Tensor:
-        """The tokens' numbers, fp32 [B, Hkv, T], from the inputs x [B, T, E] of a layer's attention, for the kv heads
-        of this one of `kvevict.engine.memory.ranks.Ranks`. The layer's gates move to x's device."""
+    def numbers(self, layer: int, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
+        """The tokens' scores in this rank's kv heads, fp32 [B, Hkv, T], from the inputs x [B, T, E] of a layer's
+        attention. The layer's gates move to x's device."""
         self.layers[layer] = tuple(tuple(each.to(x.device) for each in affine) for affine in self.layers[layer])
         return ranks.mine(self.logs(layer, x).exp().transpose(1, 2))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write gates.safetensors and config.json to a folder, as `sealed.write_pair`. Raises OSError if they cannot
-        be written."""
+        """Write gates.safetensors and config.json to a folder. Raises OSError if they cannot be written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
@@ -68,44 +67,7 @@ class Gates:
 def load(folder: str | Path, model: Any) -> Gates:
     """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
     ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
-    return _read(folder, families.find_decoder(model))
-
-
-def loaded(folder: Any, decoder: Any, anew: bool = False) -> Gates:
-    """Load gates once per decoder, or anew: the folder may hold others now. folder None: the one that `own` finds;
-    after a named folder, `own` finds that."""
-    known = None if anew else _loaded.get(decoder)
-    if known is None or known[0] != folder:
-        found = own(decoder) if folder is None else folder
-        if found is None:
-            raise ValueError(
-                "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
-                f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
-            )
-        known = _loaded[decoder] = folder, _read(found, decoder)
-        if folder is not None:
-            _named[decoder] = folder
-    return known[1]
-
-
-def own(decoder: Any) -> Path | None:
-    """The folder of a model's gates: the last named one, or else the one in the model's folder; None: not found."""
-    named = _named.get(decoder)
-    if named is not None and (Path(named) / CONFIG).is_file():
-        return Path(named)
-    name = getattr(decoder.config, "_name_or_path", "")
-    return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
-
-
-def fit(decoder: torch.nn.Module) -> bool:
-    """Whether `own` finds gates that are of these weights, and not of those without an adapter. Raises ValueError for a
-    damaged folder."""
-    folder = own(decoder)
-    return folder is not None and not other_model(_config(folder, repr(os.fspath(folder)))["base"], decoder)
-
-
-def _read(folder: str | Path, decoder: Any) -> Any:
-    name = repr(os.fspath(folder))
+    decoder, name = families.find_decoder(model), repr(os.fspath(folder))
     config = _config(Path(folder), name)
     if other := other_model(config["base"], decoder):
         raise ValueError(f"gates: {name} is of another model: {other}; {AGAIN}")
@@ -128,9 +90,43 @@ def _read(folder: str | Path, decoder: Any) -> Any:
     return Gates(layers, {key: value for key, value in config.items() if key not in ("format", "version", sealed.NAME)})
 
 
-def _config(folder: str | Path, name: str) -> Any:
+def loaded(folder: str | None, decoder: torch.nn.Module, anew: bool = False) -> Gates:
+    """`load` gates once for a decoder, or anew, since the folder may hold others now. folder None: the one that `own`
+    finds, which is the last one named here, if any was."""
+    known = None if anew else _loaded.get(decoder)
+    if known is None or known[0] != folder:
+        found = own(decoder) if folder is None else folder
+        if found is None:
+            raise ValueError(
+                "gates is missing: the folder of gates that were trained on this model, which `kvevict train --kind "
+                f"gates` makes; it may also lie in the model's folder, as {BESIDE}"
+            )
+        known = _loaded[decoder] = folder, load(found, decoder)
+        if folder is not None:
+            _named[decoder] = folder
+    return known[1]
+
+
+def own(decoder: Any) -> Path | None:
+    """The folder of a model's gates: the last one named by a policy, or the one in the model's folder; None: no
+    folder."""
+    named = _named.get(decoder)
+    if named is not None and (Path(named) / CONFIG).is_file():
+        return Path(named)
+    name = getattr(decoder.config, "_name_or_path", "")
+    return Path(name) / BESIDE if name and (Path(name) / BESIDE / CONFIG).is_file() else None
+
+
+def fit(decoder: torch.nn.Module) -> bool:
+    """Whether `own` finds gates trained on the decoder's present weights. Raises ValueError for a damaged folder."""
+    folder = own(decoder)
+    return folder is not None and not other_model(_config(folder, repr(os.fspath(folder)))["base"], decoder)
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    """The checked content of a folder's config.json. name: the folder in error messages."""
     try:
-        config = parsed((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+        config = parsed((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"gates: {name} is not a folder of gates ({error}); {AGAIN}") from None
     if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:

@@ -1,7 +1,5 @@
-"""The values beside keys, values and observing rows that quantities are computed from, by the names in their `needs`.
-
-A quantity that needs one gets it after the `Slots` and the `Observation`; only the inputs that are named are made.
-"""
+"""Inputs of quantities besides `Slots` and `Observation`, by the names in their `needs`; only named ones are
+computed."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -19,23 +17,24 @@ INPUTS = Registry("input of a quantity", listed=True)
 
 
 def given(at: Any, quantities: Iterable[Any]) -> dict[Need, Any]:
-    """The inputs that quantities need, at a kvevict.engine.read.layer.LayerCall."""
+    """The inputs that quantities need, of a layer's `kvevict.engine.read.layer.LayerCall`."""
     needs = dict.fromkeys(each for quantity in quantities for each in as_needs(quantity.needs))
     return {each: INPUTS[each.name](at, **dict(each.options)) for each in needs}
 
 
 def rope_of(step: Any, module: Any) -> Rope:
+    """The `Rope` of an attention module in a step."""
     return Rope(step.decoder, module, step.plan.rotates.get(module.layer_idx))
 
 
 INPUTS.update({
     "rope": lambda at: rope_of(at.step, at.module),  # the layer's `Rope`
-    "hidden": lambda at: at.hidden,  # [B, T, E] the input of the layer's attention block, all rows
-    # k, v [B, heads, p, D] of the rows that are read with the call and not stored
+    "hidden": lambda at: at.hidden,  # [B, T, E] the input of the layer's attention block
+    # k, v [B, heads, p, D] of the appended rows, which are not stored
     "appended": lambda at: (at.k[:, :, at.columns :], at.v[:, :, at.columns :]),
-    # `Gates.numbers` of the layer, by the trained gates in a folder; None: the model's own.
+    # `Gates.numbers` of the layer, as a function of `hidden`; folder None: the model's own gates
     "gates": lambda at, folder: partial(gates.loaded(folder, at.step.decoder).numbers, at.index, at.step.plan.ranks),
-    # The last result of `accumulate` in this layer under that name (`Quantity.remembers`); None: there is none.
+    # the layer's last result of `accumulate` under the name `of` (`Quantity.remembers`); None: there is none
     "memory": lambda at, of: at.layer.memory.get(of),
     # fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does
     "carried": lambda at: at.layer.carry,
@@ -44,22 +43,22 @@ INPUTS.update({
 
 
 @INPUTS.add("output_weight")
-def _output_weight(at: Any) -> Any:
-    """[H, Dv, E] the weights of the projection after attention, of this rank's query heads."""
+def _output_weight(at: Any) -> torch.Tensor:
+    """The weights of the projection after attention, of this rank's query heads: [H, Dv, E]."""
     weight = families.output_weight(at.module, at.k.dtype, at.step.plan.ranks.size > 1)
     return weight.T.unflatten(0, (at.step.plan.local_heads[0], -1))
 
 
 @INPUTS.add("output_gram")
-def _output_gram(at: Any) -> Any:
-    """fp32 [H, D, D] the products W_O,h^T W_O,h of this rank's query heads."""
+def _output_gram(at: Any) -> torch.Tensor:
+    """The products W_O,h^T W_O,h of this rank's query heads: fp32 [H, D, D]."""
     return projection.gram(_output_weight(at), at.k)
 
 
 @INPUTS.add("moments")
-def _moments(at: Any, stats: Any = None) -> tuple:
-    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation: those that were read
-    into the cache, or a file's."""
+def _moments(at: Any, stats: str | None = None) -> tuple[torch.Tensor, ...]:
+    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation, from the file `stats`;
+    None: of the queries read into the cache."""
     plan, like = at.step.plan, at.k
     batch, heads, width = like.shape[0], plan.local_heads[0], like.shape[3]
     if stats is None:
@@ -75,9 +74,9 @@ def _moments(at: Any, stats: Any = None) -> tuple:
 
 
 @INPUTS.add("last_position")
-def _last_position(at: Any) -> Any:
-    """int64 [B] the position of the last token that was read."""
+def _last_position(at: Any) -> torch.Tensor:
+    """The position of the last token that was read: int64 [B]."""
     step = at.step
     tokens = step.positions.shape[1] - step.appended
-    # A call of repeated rows alone has no new token: the rows begin right after the prompt's last one.
+    # Without new tokens the rows repeat the prompt, from the position after its last token on.
     return (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()

@@ -1,5 +1,5 @@
-"""Mean, covariance and sizes of a layer's queries before rotation: of the text read so far, or of other text, from a
-file. Rotation acts on pairs of dimensions, the complex halves: a dimension's size is sqrt(x^2 + y^2) of its pair."""
+"""Mean, covariance and sizes of a layer's queries before rotation, of the text read so far or, from a file, of other
+text. Rotation acts on pairs (x, y) of dimensions; the size of either dimension is sqrt(x^2 + y^2)."""
 
 import json
 import os
@@ -13,28 +13,31 @@ from ...models import families
 from ...models.weights import differ, fingerprint
 from ...policy.checks import parsed
 from ...store import sealed
+from .rope import Rope
 
 FORMAT = "kvevict-queries-3"
 NAMES = ("mean", "covariance", "size")
-BLOCK = 1024  # rows at once: bounds the copies in fp32
+BLOCK = 1024  # rows that are converted to fp32 at once
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: its contents}
 
 
 def sizes(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-    """The rotation-invariant sizes of x [..., D]: fp32, |x_f| of each dimension's pair f, or |x| without a pair."""
+    """The size of each dimension of x [..., D], which rotation leaves: sqrt(x^2 + y^2) with its `Rope.partners` y, or
+    |x| of a dimension that is its own partner."""
     alone = partner == torch.arange(len(partner), device=partner.device)
     return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())
 
 
-def added(past: Any, queries: torch.Tensor, counts: Any, size: torch.Tensor | None = None) -> torch.Tensor:
-    """Moments with more rows: [B, H, 1 + D, 1 + D] fp32 that hold the number of rows at [0, 0], their mean in the rest
-    of row 0, their mean size in the rest of column 0, and elsewhere the sum of products of their distances from the
-    mean.
+def added(
+    past: torch.Tensor | None, queries: torch.Tensor, counts: torch.Tensor, size: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add rows to moments: fp32 [B, H, 1 + D, 1 + D] with the number of rows at [0, 0], their mean in the rest of row
+    0, their mean size in the rest of column 0, and elsewhere the sum of products of their distances from the mean.
 
-    past      moments of earlier rows, or None
+    past      moments of earlier rows; None: of no rows
     queries   fp32 [B, H, T, D]
-    counts    bool [B, T] True for rows that count
-    size      [B, H, T, D] of `sizes`; None: 0
+    counts    bool [B, T] the rows to add
+    size      [B, H, T, D] result of `sizes`; None: 0
     """
     one, rest, inside = slice(0, 1), slice(1, None), counts[:, None, :, None]
     new = queries.new_zeros(*queries.shape[:2], 1 + queries.shape[3], 1 + queries.shape[3])
@@ -54,27 +57,26 @@ def added(past: Any, queries: torch.Tensor, counts: Any, size: torch.Tensor | No
     return new
 
 
-def accumulated(past: Any, rope: Any, queries: torch.Tensor, positions: torch.Tensor, counts: Any) -> torch.Tensor:
-    """`added`, in blocks, for queries [B, H, T, D] as attention has them, at positions [B, T]; rope: the layer's."""
+def accumulated(
+    past: torch.Tensor | None, rope: Rope, queries: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Add rotated queries [B, H, T, D] at positions [B, T] to moments, as `added`, block by block."""
     partner = rope.partners(queries.shape[3], queries.device)
     for start in range(0, queries.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
         block = rope.unrotated(queries[:, :, rows], positions[:, rows])
         past = added(past, block, counts[:, rows], sizes(block, partner))
-    return past
+    return past  # type: ignore[return-value]  # there are rows
 
 
-def summed(moments: torch.Tensor) -> tuple:
-    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]), 0 where no row counted."""
+def summed(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of moments; 0 if no row was added."""
     number = moments[..., :1, :1].clamp_min(1)
     return moments[..., 0, 1:], moments[..., 1:, 1:] / number, moments[..., 1:, 0]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 def model_of(decoder: Any) -> dict:
-    """The facts of a model that determine its queries, as a file has them."""
+    """The facts of a model that determine its queries, as they are written to files."""
     config = decoder.config
     rope = getattr(config, "rope_parameters", None)
     facts = dict(
@@ -85,7 +87,7 @@ def model_of(decoder: Any) -> dict:
 
 
 def other_model(facts: dict, decoder: Any) -> str:
-    """The first difference between facts of `model_of` and this model's, as text; "" if there is none."""
+    """A text on the first difference between facts from a file and `model_of` this decoder; "" if they are equal."""
     for name, value in model_of(decoder).items():
         known = facts.get(name)
         if differ(known, value) if name == "weights" else known != value:
@@ -94,7 +96,7 @@ def other_model(facts: dict, decoder: Any) -> str:
 
 
 def save(path: str | os.PathLike, decoder: Any, moments: dict, **about: Any) -> None:
-    """Write moments {layer: [H, 1 + D, 1 + D]} of a decoder; about: further facts for the file."""
+    """Write a decoder's moments {layer: [H, 1 + D, 1 + D]} to a file. about: further facts for it."""
     facts = model_of(decoder) | about
     tensors = {}
     for index, each in moments.items():
@@ -102,8 +104,8 @@ def save(path: str | os.PathLike, decoder: Any, moments: dict, **about: Any) -> 
     sealed.write(path, tensors, dict(format=FORMAT, config=json.dumps(facts)))
 
 
-def load(path: str | Path, decoder: Any) -> dict:
-    """{layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers that evict, from a file. Raises
+def load(path: str | Path, decoder: Any) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Read {layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers that evict from a file. Raises
     ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
     if not Path(path).is_file():
@@ -129,8 +131,8 @@ def load(path: str | Path, decoder: Any) -> dict:
     return found
 
 
-def loaded(path: str | Path, decoder: Any, anew: bool = False) -> dict:
-    """`load`, once for a decoder, or anew: the decoder's files may have changed."""
+def loaded(path: str | Path, decoder: Any, anew: bool = False) -> dict[int, tuple[torch.Tensor, ...]]:
+    """`load` a file once for a decoder, or anew, since the file may have changed."""
     if anew:
         _loaded.pop(decoder, None)
     known = _loaded.setdefault(decoder, {})

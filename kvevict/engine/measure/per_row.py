@@ -1,5 +1,6 @@
-"""Attention of decoded rows that may have lost their slots: a policy with given rows does not protect these slots."""
+"""Ops on the queries of decoded tokens whose own slots may be evicted, since the policy's rows do not protect them."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,25 +11,25 @@ from ...policy.seen.slots import REDUCE
 
 
 def observed(
-    op: Any,
+    op: Callable,
     slots: Slots,
     part: Observers,
-    new: Any,
-    more: Any,
+    new: Sequence[torch.Tensor],
+    more: Sequence[torch.Tensor],
     *,
     reduce: str = "sum",
     group: str = "mean",
     weight: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """`quantities.observed` for remembered queries [B, H, R, D]. Causal rows of an op belong to the last R alive slots;
-    here each query is a non-causal batch row and sees the slots up to its position."""
+    """Call an op as `quantities.observed` does, for remembered queries [B, H, R, D]. The op's causal rows would belong
+    to the last R alive slots; so each query becomes a batch row that sees the slots up to the query's position."""
     B, _, R, _ = part.q.shape
     stored = slots.kv.stored
     position = slots.positions[:, None]
     until = part.until - torch.arange(R - 1, -1, -1, device=slots.device)  # [B, R]
     sees = ((position >= 0) & (position <= until[..., None, None])).sum(-1).flatten(0, 1).to(torch.int32)
-    sees = sees.expand(-1, stored.len.shape[1]).contiguous()  # all heads share latents
+    sees = sees.expand(-1, stored.len.shape[1]).contiguous()  # all heads share the slots of latents
     each = lambda x: x.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # noqa: E731  [B, H, R, ..] -> [B * R, H, 1, ..]
     if op is _ops.peak:
         more = [torch.minimum(end.repeat_interleave(R, 0), sees) for end in more]

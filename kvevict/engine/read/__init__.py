@@ -1,1 +1,1 @@
-"""The order of reading a prompt, and the choice of slots to evict."""
+"""Reading prompts and tokens: the chunks, the layers' attention, and the choice of slots to evict."""

@@ -1,5 +1,5 @@
-"""Recall's second choice: an answer's first tokens attend to the slots of all tokens, and then their rows, and the
-prompt's last ones, choose among these (`Policy.recall_after`, METHODS section 13)."""
+"""Recall's second choice (`Policy.recall_after`, METHODS section 13): an answer's first tokens attend to the slots of
+all tokens. Then the rows of these tokens, and the prompt's last rows, choose the slots that stay."""
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ from .layer import LayerCall
 from .plan import Plan
 from .step import Step
 
-ROWS = 16  # the prompt's last rows that choose with the answer's
+ROWS = 16  # number of the prompt's last rows that choose, beside the answer's
 
 
 class Asking(Chooser):
-    """At a prompt's end `chooser` cuts the layers. Then, by `put_aside`, the answer attends to all slots."""
+    """Cuts the layers at a prompt's end as `chooser` does, and notes what the answer's first tokens will need."""
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors = chooser, chooser.errors
-        self.asked: list = []  # of each layer (itself, the fields of `Awaited` from `protected` on)
+        self.asked: list[tuple] = []  # of each layer: itself, and the fields of its `Awaited` from `protected` on
 
     held = property(lambda self: self.chooser.held)
 
@@ -37,18 +37,19 @@ class Asking(Chooser):
         self.chooser.end(step, hidden)
 
     def put_aside(self, plan: Plan) -> None:
+        """Put each layer's chosen slots aside, so that the answer attends to the slots of all tokens."""
         for layer, *rest in self.asked:
             archive.put_aside(layer, Awaited([*range(len(layer.counts))], plan.ranks.counts(layer).sum(1), *rest))
 
 
 class Answered(Chooser):
-    """A token of an answer that attends to all slots. After the first `Policy.answered` tokens, its rows choose
-    as many as the prompt's did, and those of the answer stay."""
+    """The chooser of an answer's token that attends to the slots of all tokens. After the answer's token number
+    `Policy.answered`, its rows choose as many slots of the prompt as were kept before; the answer's slots stay."""
 
     looks = False
 
     def __init__(self) -> None:
-        self.calls: list[LayerCall] = []  # of the layers
+        self.calls: list[LayerCall] = []
 
     def takes(self, call: LayerCall) -> bool:
         call.layer.awaited = call.layer.awaited.with_row(q=call.q, out=call.out, lse=call.lse)
@@ -66,7 +67,7 @@ class Answered(Chooser):
                 "some rows of the cache have chosen their slots, and others are about to: write the answers with "
                 "kvevict.answer, or step through the rows apart with kvevict.answering.batch.Batch"
             )
-        floor = sequence.floor  # no token of the answer is lost, so all of them may be taken back
+        floor = sequence.floor  # restored below: no token of the answer is lost, so crop() may take all of them back
         away = [call.layer for call in self.calls if call.layer.awaited.chosen is None]
         for layer in away:
             archive.append_last(layer)
@@ -75,20 +76,20 @@ class Answered(Chooser):
         coming = iter(away)
         _come(next(coming, None))
         while self.calls:
-            _come(next(coming, None))  # while this layer chooses
+            _come(next(coming, None))  # the next layer's slots arrive while this layer chooses
             _choose(self.calls.pop(0), since)
         sequence.floor, sequence.since = floor, None
         host.wait()
 
 
 def _come(layer: EvictionLayer | None) -> None:
-    """Begin to copy the slots of all tokens from the host's memory."""
+    """Start to copy the slots of all tokens of a layer from the host's memory."""
     if layer is not None:
         archive.recall(layer, np.ones(len(layer.counts), bool))
 
 
 def _choose(call: LayerCall, since: np.ndarray) -> None:
-    """Cut a layer, which has the slots of all tokens, after the first tokens, since [B], of an answer."""
+    """Cut a layer that has the slots of all tokens. since: int [B] number of an answer's tokens that choose."""
     layer, plan = call.layer, call.step.plan
     awaited, layer.awaited = layer.awaited, None
     with call.step.meter.clock("evict"), layer.storage.here():

@@ -1,4 +1,4 @@
-"""How many slots every layer may keep, chunk by chunk (METHODS section 4)."""
+"""The number of slots that each layer may keep after each chunk (METHODS section 4)."""
 
 from __future__ import annotations
 
@@ -11,42 +11,46 @@ from ...policy.checks import PLENTY
 from ...policy.inputs import Policy
 from ...policy.layers import layer_slots
 from . import schedule
-from .decisions import Cascade, Decisions, Pooled
+from .decisions import Cascade, Decisions, RankedTogether
 
-if TYPE_CHECKING:  # these import Transformers, which counts do without
+if TYPE_CHECKING:  # `kvevict plan` counts without Transformers, which these import
     from ..memory.cache import EvictionCache
     from ..memory.layer import EvictionLayer
     from ..memory.ranks import Ranks
 
 
 class Budgets:
-    """Slots of layers of `heads` kv heads, chunk by chunk of a read of `seen` tokens [B]. narrow: of `schedule.narrow`,
-    for each layer."""
+    """The slots that the layers may keep, chunk by chunk of one prompt.
 
-    def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list) -> None:
+    narrow   result of `schedule.narrow`: one entry for each evicting layer
+    heads    kv heads of a layer, of all ranks
+    seen     of each batch row the tokens read, this prompt included
+    """
+
+    def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list[int]) -> None:
         self.policy, self.narrow, self.heads, self.seen = policy, narrow, heads, seen
         self.layers = layers = len(narrow)
-        self.spared = np.zeros(len(seen), bool)  # [B] rows that are not cut
-        self.most = np.zeros((layers, len(seen)), np.int64)  # slots that each layer may keep of such a row
+        self.spared = np.zeros(len(seen), bool)  # [B] rows that recall does not cut, since all their tokens fit
+        self.most = np.zeros((layers, len(seen)), np.int64)  # slots that each layer may keep of spared rows
         self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
-        self.budgets: Any = None  # like `targets`; for a batch row that is not cut now, the later limit
-        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after that chunk
+        self.budgets: Any = None  # `targets`; of a batch row that is not cut now, its later limit
+        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after the last decided chunk
         self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
         self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
 
     def recall(self) -> None:
-        """From here on cut to `recall_slots` those rows whose tokens do not fit the budget."""
+        """From now on, cut rows whose tokens exceed the budget to `recall_slots`, and spare the others."""
         if self.policy.recall_slots is not None:
             self.spared = np.array([n <= self.policy.slots(n) for n in self.seen])
             self.most = self.split(None, self.mean_errors())
             self.policy = self.policy.recalling
 
     def decide(self, chunk: schedule.Chunk, tokens: np.ndarray, stored: np.ndarray, observed: np.ndarray) -> Decisions:
-        """Decisions for the layers after a chunk that adds tokens [B] to stored [layers, B] slots. observed: bool [B]
-        batch rows with observing tokens."""
+        """The `Decisions` for the layers after a chunk. tokens: [B] that it adds; stored: [layers, B] slots before it;
+        observed: bool [B] rows with observing tokens."""
         policy = self.policy
         if not chunk.last and policy.schedule != "chunk":
-            return Decisions(policy, self.layers, lambda layer, alive: None)
+            return Decisions(policy, self.layers, None)
         observed = observed & ~self.spared
         alive = stored + self.heads * schedule.read(policy, self.narrow, tokens)
         total = np.array([policy.slots(n) for n in self.seen]) * self.heads * self.layers
@@ -60,41 +64,41 @@ class Budgets:
         if self.cuts.any() and policy.layers.cascades:
             return Cascade(policy, self.layers, self.heads, lambda asked: self._shared(alive, asked), self.cuts)
         if self.cuts.any() and policy.layers.pools:
-            return Pooled(policy, self.layers, targets, over, bar)
+            return RankedTogether(policy, self.layers, targets, over, bar)
         most = targets.copy()
         if policy.warmup_layers is not None and not chunk.last:  # TAKE eq. 8
             most[: policy.waiting_layers(self.layers)] = [policy.warmup_slots(n) * self.heads for n in self.seen]
         return Decisions(policy, self.layers, lambda layer, alive: most[layer], observed, bar)
 
     def split(self, alive: np.ndarray | None, measured: list) -> np.ndarray:
-        """Slots int [layers, B] that each layer may keep, by `layer_slots`."""
+        """Split the budget among the layers by `layer_slots`: int [layers, B]."""
         return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
 
     def _shared(self, alive: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """Split the budget by the preferences [layers, B] that the layers have asked for so far."""
         slots = self.split(alive, asked.T.tolist())
         self.budgets = np.where(self.cuts, slots, self.budgets)
         return slots
 
     def note(self, errors: np.ndarray) -> None:
-        """Add the errors measured in a chunk: fp64 [layers, B]."""
+        """Add the layers' errors in a chunk, fp64 [layers, B]."""
         self.errors += errors * self.cuts
         self.measurements += self.cuts
 
     def mean_errors(self) -> list:
-        """Per row the layers' mean errors over the chunks so far; None for an unmeasured row."""
+        """Of each batch row the layers' mean errors over the chunks so far; None for a row without measurements."""
         means = (self.errors / self.measurements.clip(1)).T.tolist()
         return [row if n else None for row, n in zip(means, self.measurements, strict=True)]
 
     def learn(self) -> None:
-        """At the read's end, learn from every measured row as one context of its task."""
+        """Let the layer budget learn from every measured batch row, at the prompt's end."""
         measured = [row for row in self.mean_errors() if row is not None]
         if measured:
             self.policy.layers.learn(measured)
 
 
 def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], ranks: Ranks) -> None:
-    """Raise ValueError unless layers (or heads) that share a choice hold the same slots. They do in a cache read under
-    this policy."""
+    """Raise ValueError unless layers, or heads, that share a choice hold the same slots, as this policy leaves them."""
     if layers[0].len is None or cache.sequence.policy is policy:
         return
     for group in policy.groups(len(layers)):
@@ -110,13 +114,13 @@ def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[Eviction
 
 
 def places(layer: EvictionLayer, shared: bool) -> list[list[list[int]]] | None:
-    """Positions of a layer's slots as numbers, by row and head; None if heads that must be alike differ."""
+    """Positions of a layer's slots, by batch row and head; None if `shared` heads, which must be equal, differ."""
     heads = [[head.tolist() for head in row] for row in layer.positions()]
     return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
 
 def renew(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], heads: int, ranks: Ranks) -> None:
-    """Give new budgets to a cache that was read under another policy, or without one."""
+    """Give the layers new budgets, for decoding, if another policy, or none, has read the cache."""
     sequence = cache.sequence
     if sequence.policy is policy:
         return
@@ -128,7 +132,7 @@ def renew(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer],
         if not (loaded or sequence.policy == policy) or layer.budget.min() < least:
             layer.budget = np.minimum(budget.numpy(), PLENTY)
         if not loaded and sequence.policy != policy:
-            layer.decode_queries = None  # another policy's rows, or rows with a gap after them
+            layer.decode_queries = None  # they belong to another policy, or a gap follows them
             if policy.carry == "none":
                 layer.carry = None
     sequence.policy = policy

@@ -1,6 +1,5 @@
-"""Choosers carry out the eviction of a call's slots: they hand a layer's values to the stages of `kvevict.engine.cut`,
-and store what these choose. A call has one chooser, and it sees the layers in order. The chooser for drafting is in
-draft.py, those of an answer that attends to all slots are in answering.py."""
+"""Choosers carry out evictions: they hand a layer's values to the stages of `kvevict.engine.cut`, and store the slots
+that these choose. A step's chooser sees the layers in order. methods/draft.py and answering.py have others."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,62 +9,63 @@ import torch
 
 from ...ops import _ops
 from ...policy.inputs import as_needs
-from ..cut import Choice, Numbers, by_sums, chosen, cut, joined, of_layers, protected, ranked, scored, taken
+from ..cut import Choice, by_sums, chosen, cut, joined, of_layers, protected, ranked, scored, taken
 from ..measure import quantities
 from ..measure.inputs import given
 from ..memory import archive
 from ..memory.carried import join, kept, of_layer
 from ..methods import propagate
 from ..methods.residual import Errors
-from .decisions import Cut
+from .decisions import Cut, Decisions
 from .layer import LayerCall
 from .schedule import observes
 from .step import Step
 
 
 class Chooser:
-    """Keeps all slots (assisted decoding's candidates may be taken back)."""
+    """Keeps all slots, as for assisted decoding's candidates, which may be taken back."""
 
-    errors: Errors | None = None  # that the call measures
-    onward: propagate.Onward | None = None  # tokens of the call that upper layers read
+    errors: Errors | None = None  # measured in this step
+    onward: propagate.Onward | None = None  # rows of this step that layers after `tsp` read
     held = 0  # number of waiting layers with new slots
-    looks = True  # at slots, after a decoded token: they are to lie in one place
+    looks = True  # whether it reads slots after a decoded token, so that a fork's slots must lie in one buffer
 
     def takes(self, call: LayerCall) -> bool:
-        """True if `layer` is to be called after a decoded token. Else the layer keeps all slots."""
+        """Whether `layer` is to be called after a decoded token; if not, the layer keeps all slots."""
         return False
 
     def layer(self, call: LayerCall) -> None:
-        """The end of one layer's attention."""
+        """Evict slots of a layer that has attended, or let it wait; here all slots are stored."""
         of_tokens = call.step.plan.of_tokens is not None
-        store(call, carried=numbers(call).carried if of_tokens else call.layer.carry)
+        store(call, carried=numbers(call)[0] if of_tokens else call.layer.carry)
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
-        """The end of a step. hidden: [B, 1, E] of its last row."""
+        """End a step. hidden: [B, 1, E] the last row's hidden state after the last layer."""
 
 
 class Pending(NamedTuple):
-    """A layer that was read and may be cut."""
+    """A layer that was read and waits for its cut."""
 
     call: LayerCall
     carried: torch.Tensor | None
-    ranks: torch.Tensor | None  # `cut.ranked`; None: another layer chooses
+    ranks: Any  # [B, Hkv, C] result of `cut.ranked`; None: another layer chooses
 
 
 class Deciding(Chooser):
-    """Carries out `kvevict.engine.read.decisions.Decisions`."""
+    """Carries out the `Decisions` of a call."""
 
-    def __init__(self, decisions: Any, errors: Errors | None = None) -> None:
+    def __init__(self, decisions: Decisions, errors: Errors | None = None) -> None:
         self.decisions, self.errors = decisions, errors
-        self.pending: dict = {}  # layer's number -> Pending
-        self.choices: dict[int, Choice | None] = {}  # by a layer's number; None: it kept everything
+        self.pending: dict[int, Pending] = {}  # by the layer's number among those that evict
+        self.choices: dict[int, Choice | None] = {}  # by the same number; None: the layer kept all slots
 
     @property
     def held(self) -> int:  # type: ignore[override]  # the base class has a constant
         return sum(each.call.columns > 0 for each in self.pending.values())
 
     def takes(self, call: LayerCall) -> bool:
-        """Only layers that are due are scored. Every layer remembers the row, or adds up its attention."""
+        """Whether the layer is over its budget. First, note the decoded row or its attention weights, as the policy
+        needs."""
         step, layer, policy = call.step, call.layer, call.step.plan.policy
         order = step.plan.order[call.module.layer_idx]
         observing = observes(policy, order, len(step.plan.order))
@@ -83,17 +83,18 @@ class Deciding(Chooser):
         return slots is not None or (policy.carry == "sum" and observing)
 
     def _slots(self, call: LayerCall) -> np.ndarray | None:
-        """Slots [B] that a decoded token leaves to a layer; None: all of them."""
+        """The number of slots [B] that a layer keeps after a decoded token; None: all."""
         return self.decisions.kept(call.order, call.step.plan.ranks.counts(call.layer).sum(1))
 
     def recall(self, call: LayerCall) -> None:
-        """Before `layer`, after a decoded token: in rows that lose slots, all tokens' slots take part."""
+        """Recall the slots of all tokens in batch rows that lose slots after a decoded token; `layer` then chooses."""
         layer, slots = call.layer, self._slots(call)
         if slots is not None and call.policy.recall and layer.archive is not None:
             archive.recall(layer, slots < call.step.plan.ranks.counts(layer).sum(1))
-            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)  # these are of fewer slots
+            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)  # these are results over fewer slots
 
     def layer(self, call: LayerCall) -> None:
+        """Score the layer, and carry out the cuts that its `Decision` lists; without a cut of its own it waits."""
         policy, order, chunk = call.policy, call.order, call.step.chunk
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.plan.order))
@@ -126,8 +127,8 @@ class Deciding(Chooser):
             with self.pending[each.layer].call.layer.storage.here():
                 self._carry_out(each, keep.get(each.layer))
 
-    def _pool(self, cuts: tuple) -> dict:
-        """Number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""
+    def _pool(self, cuts: tuple) -> dict[int, torch.Tensor]:
+        """The number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""
         waiting = [self.pending[each.layer] for each in cuts]
         first, layers, ranks = waiting[0].call, [each.call.slots for each in waiting], [each.ranks for each in waiting]
         slots = sum(np.minimum(each.slots, one.alive) for each, one in zip(cuts, layers, strict=True))
@@ -136,7 +137,7 @@ class Deciding(Chooser):
         return {each.layer: one for each, one in zip(cuts, keep, strict=True)}
 
     def _carry_out(self, decided: Cut, keep: torch.Tensor | None = None) -> None:
-        """Store or cut a layer. After a cut that is not final it stays pending, with its survivors' rank values."""
+        """Cut a pending layer, to `keep` slots per head if given. It stays pending if a later layer cuts it again."""
         call, carried, ranks = self.pending.pop(decided.layer)
         if decided.by == decided.layer:
             self.choices[decided.layer] = self._chosen(call, ranks, decided, keep)
@@ -148,7 +149,7 @@ class Deciding(Chooser):
             self.pending[decided.layer] = Pending(call.stored(), None, ranks)
 
     def _chosen(self, call: LayerCall, ranks: torch.Tensor, decided: Cut, keep: torch.Tensor | None) -> Choice | None:
-        """The slots that stay of a layer that chooses for itself; None: all. keep: how many of each head, if known."""
+        """The slots that stay in a layer that chooses for itself; None: all."""
         policy, slots, most, bar = call.policy, call.slots, decided.slots, self.decisions.bar
         with call.step.meter.clock("select"):
             if keep is not None:
@@ -159,44 +160,44 @@ class Deciding(Chooser):
             return chosen(policy, slots, ranks, most, picks, order=decided.layer, bar=bar, final=decided.final)
 
 
-def numbers(call: LayerCall) -> Numbers:
-    """The policy's score of the alive slots, joined with the stored slots' carried numbers (METHODS section 9)."""
+def numbers(call: LayerCall) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(the numbers that the alive slots carry from now on, or None; the scores to rank them by), as `cut.joined`."""
     policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
         score = scored(policy, call.slots, measured(call, policy.score.needs), call.rows.q.shape[1])
         if chunk is not None and chunk.again is not None:
-            parts, index = call.step.read.numbers, call.index  # the largest over the parts so far; NaN: none yet
+            parts, index = call.step.read.numbers, call.index  # the largest score over the parts so far; NaN: none
             score = parts[index] = torch.fmax(parts[index], score) if index in parts else score
             if not chunk.last:
-                return Numbers(call.layer.carry, score)
+                return call.layer.carry, score
             del parts[index]
         return joined(policy, call.slots, score, call.layer.carry, measured(call, policy.score.factors))
 
 
-def measured(call: LayerCall, needs: Any) -> list:
-    """The quantities that a part of the policy needs, each measured once."""
+def measured(call: LayerCall, needs: tuple) -> list:
+    """The quantities that a part of the policy needs; those measured for another part are in `call.known`."""
     wanted = [quantities.quantity(each) for each in as_needs(needs) if each not in call.known]
     observation = call.observation if any(each.observes for each in wanted) else None
     return quantities.measured(needs, call.slots, observation, given(call, wanted), call.known)
 
 
 def choose(call: LayerCall, slots: np.ndarray) -> Choice:
-    """The whole cut to slots [B] of a layer for which no other waits, and which waits for none."""
+    """Choose slots [B] of a layer by all stages of a cut, where no other layer waits for this one's choice."""
     carried, inputs = call.layer.carry, given(call, call.step.plan.needed)
     return cut(call.policy, call.slots, call.observation, slots, order=call.order, carried=carried, given=inputs)
 
 
 def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor | None = None) -> None:
-    """Put the surviving slots into the layer: those of a `Choice`, or all."""
+    """Store the surviving slots in the layer, and what they carry. choice None: all slots survive."""
     layer, slots = call.layer, call.slots
     if choice is not None:
         for watcher in call.step.watchers:
             watcher.cut(call, choice)
     with call.step.meter.clock("compact"):
         if choice is not None:
-            index = choice.index.to(slots.device)  # another layer may have chosen, on its device
+            index = choice.index.to(slots.device)  # another layer, on another device, may have chosen
             layer.keep(index, choice.keep, *call.to_store, slots.pos, slots.kv.first)
-            layer.prompt = slots.prompt  # the prompt was kept
+            layer.prompt = slots.prompt  # no slot of the prompt was cut
             slots.heads.ranks.note(layer, choice.all_ranks)
             carried = None if carried is None else kept(carried, index, torch.nan)
         elif call.columns:
@@ -211,8 +212,8 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
 
 
 def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
-    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of its slots, with the result of a chooser's
-    way but sooner. False, and nothing is done, unless each head drops its smallest sums regardless of other heads."""
+    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of attention weights, as `layer` would but
+    faster. Returns False, and does nothing, unless each head simply drops its smallest sums."""
     step, layer, policy = call.step, call.layer, call.policy
     counts = layer.counts
     keep = by_sums(policy, counts, slots) if step.plan.ranks.size == 1 else None
@@ -223,6 +224,6 @@ def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
-        level = keep.min() == keep.max()  # the index has no -1
+        level = keep.min() == keep.max()  # all heads keep as many slots, so that no index is -1
         layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
     return True

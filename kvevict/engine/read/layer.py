@@ -1,7 +1,8 @@
-"""One layer in a step: its attention over [stored | new], and then the input of its cut."""
+"""One layer in a step: it attends to [stored | new] slots, and then its cut chooses among them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...policy.inputs import Need
 from ...policy.seen.rows import LayerRows, Observation, Observers, rolled
 from ...policy.seen.slots import KV, Bounds, Heads, Slots
 from ..cut import completed, protected
@@ -18,62 +20,58 @@ from ..memory import archive
 from ..memory.carried import carry_newest
 from ..memory.stored import Later
 from .schedule import observes
+from .step import Step
 
 
 @dataclass(eq=False)
 class LayerCall:
-    """A layer in a step: it attends with the step's T rows, and then slots may be evicted from it. A chunk's rows are
+    """One layer in a step: it attends with the step's T rows, and then slots may be evicted from it. A chunk's rows are
     stored once the slots are chosen; a decoded token's row is stored by the op that attends."""
 
-    step: Any  # the kvevict.engine.read.step.Step
+    step: Step
     module: Any  # the layer's attention module
-    q: Any  # [B, H, T, D]; of a call that waits, the rows that are watched
+    q: Any  # [B, H, T, D]; of a call that waits, the rows that a watcher needs
     k: torch.Tensor  # [B, heads, T, D]
     v: torch.Tensor
-    new: Any  # k, v [B, Hkv, T, W] as they are stored
-    options: dict  # scale, softcap, sinks of attention
-    hidden: Any = None  # [B, T, E] the attention block's input; None: no quantity needs it
-    out: Any = None  # [B, T, H, D]
-    lse: Any = None  # [B, H, T]
+    new: Sequence[torch.Tensor]  # k, v [B, Hkv, T, W] as they are stored
+    options: dict[str, Any]  # scale, softcap, sinks of attention
+    hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input; None: no quantity needs it
+    out: Any = None  # [B, T, H, D] attention's output
+    lse: Any = None  # [B, H, T] log-sum-exp of the logits
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group; None: nothing needs them
-    held: Any = None  # the result of `EvictionLayer.slots`, if attention has read it
-    known: dict = field(default_factory=dict)  # quantities measured so far
+    held: Any = None  # result of `EvictionLayer.slots`; None: attention has not read it
+    known: dict[Need, Any] = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number
     layer = property(lambda self: self.step.cache.layers[self.module.layer_idx])  # the EvictionLayer
     policy = property(lambda self: self.step.plan.policy)
     order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # its number among those that evict
+    # On the host, int [B] number of columns of padding among the S = `columns` rows that the cut stores
+    padding = property(lambda self: np.minimum(self.step.padding, self.columns))
+    tokens = property(lambda self: self.columns - self.padding)  # int [B] number of these rows without padding
+    to_store = property(lambda self: [x[:, :, : self.columns] for x in self.new])  # k, v [B, Hkv, S, W] of these rows
 
     @cached_property
     def columns(self) -> int:
-        """S, how many rows the cut stores."""
+        """S, the number of rows that the cut stores."""
         return min(self.step.columns, self.k.shape[2])
-
-    padding = property(lambda self: np.minimum(self.step.padding, self.columns))  # int [B] of the S rows, on the host
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """int [B] how many of the S rows are no padding, on the host."""
-        return self.columns - self.padding
-
-    # k, v [B, Hkv, S, W] of the rows that the cut stores
-    to_store = property(lambda self: [x[:, :, : self.columns] for x in self.new])
 
     @cached_property
     def rows(self) -> LayerRows:
-        """Its rows, as the policy sees them."""
+        """The step's rows in this layer, as the policy sees them."""
         step, budget = self.step, self.layer.budget
         each = 0 * step.padding if budget is None else budget // step.plan.kv_heads
         return LayerRows(step, each, rope_of(step, self.module), self.q, self.out, self.lse)
 
     @cached_property
     def slots(self) -> Slots:
-        """Its slots, the new ones included."""
+        """The layer's slots, the new ones included, as the policy sees them."""
         observers, counts = self.step.rows, self.step.plan.ranks.counts(self.layer) + self.tokens[:, None]
         ends = protected(self.policy, observers, self.order, self.rows, counts.max(1))
         return self.slots_of(counts, ends, observers.bounds(self.rows))
 
-    def slots_of(self, counts: np.ndarray, ends: tuple, bounds: Bounds) -> Slots:
+    def slots_of(self, counts: np.ndarray, ends: tuple[torch.Tensor, torch.Tensor], bounds: Bounds) -> Slots:
+        """Make `slots`, with these `Slots.all_counts`, `protected` and `bounds`."""
         step, layer, columns = self.step, self.layer, self.columns
         held = layer.slots(self.module) if self.held is None else self.held
         k, v, first = self.k[:, :, :columns], self.v[:, :, :columns], step.first.clamp_max(columns)
@@ -84,15 +82,15 @@ class LayerCall:
 
     @cached_property
     def observation(self) -> Observation:
-        """The rows that observe its slots, with their outputs if those are wanted."""
+        """The rows that observe the layer's slots, with their attention outputs if the policy needs these."""
         step = self.step
         seen = self._decoded() if step.decoding else step.rows.observe(self.rows, step.read.memory.get(self.index))
-        if self.columns < self.rows.columns:  # the rows' own slots are stored already
+        if self.columns < self.rows.columns:  # the observing rows' own slots are not new any more
             seen = Observation(tuple(replace(part, stop=part.stop.clamp_max(self.columns)) for part in seen.parts))
         return completed(seen, self.slots, step.plan.wants_outputs)
 
     def _decoded(self) -> Observation:
-        """While decoding: the newest row, or the remembered ones, with their outputs if those are wanted."""
+        """The rows that observe after a decoded token: its row, or the last rows that the layer remembers."""
         rows, none = self.rows, 0 * self.rows.first
         if self.policy.rows.newest or self.policy.carry == "sum":
             return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, self.probs),))
@@ -101,22 +99,22 @@ class LayerCall:
         if q.shape[3] > rows.q.shape[3]:
             q, out = q.split(rows.q.shape[3], 3)
             out = out.transpose(1, 2)
-        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # some rows' slots may be gone
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # rows without protected slots, which may be evicted
         until = self.step.positions[:, -1:] if gone else None
         return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
 
     def waiting(self) -> LayerCall:
-        """A smaller copy of this call, to wait for another layer's choice: keys, values and the watched rows."""
+        """A smaller copy of this call, which waits for another layer's choice: with keys, values and watched rows."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         q = self.watched(watched).clone() if watched and not self.step.decoding else None
         return self._reduced(q, replace(self.rows, q=None, out=None, lse=None, drafted=None))
 
     def drafting(self, rows: int) -> LayerCall:
-        """A smaller copy of this call, to wait while tokens are drafted: keys, values and the last rows."""
+        """A smaller copy of this call, which waits while tokens are drafted: with keys, values and the last rows."""
         return self._reduced(None, self.rows.stored_rows(rows, self.step.plan.wants_outputs))
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:
-        """A copy of this call with these rows, and without keys and values that it has expanded from latents."""
+        """A copy of this call with these rows. Keys and values of every head, expanded from latents, are dropped."""
         call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None, known={})
         layer, module, stored = self.layer, self.module, self.slots.stored
         if layer.storage.far:
@@ -129,7 +127,7 @@ class LayerCall:
         return call
 
     def stored(self) -> LayerCall:
-        """This call once its survivors are in the layer: the same slots are protected, and there are no new slots."""
+        """This call after its survivors were stored: the same slots are protected, and none is new."""
         k, v, *new = (x[:, :, :0] for x in (self.k, self.v, *self.new))
         call = LayerCall(self.step, self.module, None, k, v, new, self.options)
         counts = self.step.plan.ranks.counts(self.layer)
@@ -137,8 +135,8 @@ class LayerCall:
         return call
 
     def watched(self, count: int) -> torch.Tensor:
-        """[B, H, R, D] the call's last `count` rows. If a batch row's repetition ends earlier, the last rows of that
-        repetition."""
+        """The queries [B, H, count, D] of the call's last `count` rows; in a batch row that repeats fewer tokens than
+        others, of its last repeated ones."""
         rows, policy, q = self.rows, self.policy.rows, self.rows.q
         if q is None:
             return self.q[:, :, -count:]
@@ -149,11 +147,11 @@ class LayerCall:
 
 
 def attend(call: LayerCall) -> None:
-    """Set the results of the layer's attention. A decoded token is stored."""
+    """Compute the layer's attention, and store the row of a decoded token."""
     step, module, plan, layer = call.step, call.module, call.step.plan, call.layer
     if step.decoding:
         columns = 0
-        if plan.wants_probs:  # a recorded token's columns are those of the next ones, too
+        if plan.wants_probs:  # recorded calls are replayed for later tokens, with more slots
             columns = layer.longest() if step.attended is None else int(layer.storage.capacity.max())
         with step.meter.clock("decode"):
             call.out, call.lse, probs = layer.decode(
@@ -163,17 +161,17 @@ def attend(call: LayerCall) -> None:
         return
     _fetch(call)
     if layer.storage.prefix is not None and layer.storage.counts.any() and not layer.storage.far:
-        layer.storage = layer.storage.whole()  # the cut and the ops want one place
+        layer.storage = layer.storage.whole()  # the cut and the ops read one buffer
     call.held = layer.slots(module)
     with step.meter.clock("attend"):
         call.out, call.lse = unseen.attend(step, call.q, call.k, call.v, call.held, layer.longest(), call.options)
     if layer.sequence.coming[0] != call.columns:
-        layer.sequence.fix()  # slots are fewer than columns
+        layer.sequence.fix()  # fewer rows than columns get slots, so that crop() cannot count
 
 
 def _fetch(call: LayerCall) -> None:
-    """Begin to copy a layer's slots from the host's memory, if they lie there, and those of the next layer, which come
-    while this one computes. Layers that wait are to be copied once more, each beside this one: then the next is not."""
+    """Start to copy slots that lie in the host's memory: the layer's, and the next layer's, which arrive while this one
+    computes. While layers wait, the next one's are left: the device also has to hold those of a waiting layer."""
     step, order = call.step, call.order
     following = order + (1 if step.chooser.held else 2)
     for index in [*step.plan.order][order:following]:
@@ -181,11 +179,11 @@ def _fetch(call: LayerCall) -> None:
 
 
 def decide(call: LayerCall) -> None:
-    """Let the step's chooser evict slots of a layer that has attended. If other layers read its slots, the choice waits
-    for the last of them."""
+    """Let the step's chooser evict slots of a layer that has attended; if other layers read these slots, after the last
+    of them has. A recorded token's layers are only noted."""
     step = call.step
     if step.attended is not None:
-        step.attended.append(replace(call, step=None))
+        step.attended.append(replace(call, step=None))  # type: ignore[arg-type]  # `decide_later` sets it
     elif _is_due(call):
         if call.index in step.plan.last_reader:
             step.unread[call.index] = call
@@ -193,13 +191,13 @@ def decide(call: LayerCall) -> None:
             _choose(call)
 
 
-def decide_later(step: Any, attended: list) -> None:
-    """The same after all layers have attended with a decoded token's row. The next token overwrites `attended`."""
+def decide_later(step: Step, attended: list[LayerCall]) -> None:
+    """Let the step's chooser evict slots of all layers after a recorded token. The next token overwrites `attended`."""
     for call in attended:
         layer, q, probs = step.cache.layers[call.index], call.q, call.probs
         if probs is not None:
             probs = probs[..., : layer.longest()]
-            probs = probs.clone() if layer.carry is None else probs  # else they are joined in new memory
+            probs = probs.clone() if layer.carry is None else probs  # else `carry` copies them
         q = q.clone() if layer.decode_queries is None else q
         call = replace(call, step=step, q=q, probs=probs, known={})
         if _is_due(call):
@@ -207,7 +205,7 @@ def decide_later(step: Any, attended: list) -> None:
 
 
 def _is_due(call: LayerCall) -> bool:
-    """Whether slots of the layer may be evicted. A decoded token is noted."""
+    """Whether slots of the layer may be evicted. A decoded token enters the archive, and carries its number, first."""
     step, layer, plan = call.step, call.layer, call.step.plan
     if step.decoding:
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
@@ -221,6 +219,7 @@ def _is_due(call: LayerCall) -> bool:
 
 
 def _choose(call: LayerCall) -> None:
+    """Evict slots of the layer."""
     if call.step.decoding:
         call.step.chooser.recall(call)
     storage = call.layer.storage

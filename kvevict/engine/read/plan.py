@@ -1,4 +1,4 @@
-"""The plan of a model's reads: a policy for one model, and how it is run."""
+"""The plan of a model's reads: what a policy needs of this model, and how it is run."""
 
 import asyncio
 import threading
@@ -10,64 +10,68 @@ from ...policy.inputs import Policy
 from ...policy.run import Run
 from ..measure import quantities
 from ..memory.meter import Meter
+from ..memory.ranks import Ranks
 
 
 class Plan:
-    """A policy for one model: the layers that evict, and each caller's last read. It does not refer to the model, so
-    that copies of the model stay independent."""
+    """A policy for one model: the layers that evict, and the `Meter` of each caller's last read. It does not refer to
+    the model, so that copies of the model stay independent.
 
-    def __init__(self, policy: Policy, run: Run, decoder: Any, ranks: Any, question: Any = None) -> None:
+    question   the kvevict.asking.question.Finder that finds a prompt's question; None: the policy's rows observe
+    """
+
+    def __init__(self, policy: Policy, run: Run, decoder: Any, ranks: Ranks, question: Any = None) -> None:
         self.policy, self.run, self.ranks, self.question = policy, run, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder.config)
-        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # of queries and of keys, of this rank
-        self.kv_heads = families.slot_heads(decoder.config)  # of all ranks
+        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # query heads and kv heads of this rank
+        self.kv_heads = families.slot_heads(decoder.config)  # kv heads of all ranks that choose slots
+        # decoder layer -> its number among the layers that evict
         self.order = {index: order for order, index in enumerate(families.evicting(decoder.config))}
         self.readers = families.readers(decoder.config)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, as far as the policy needs them
+        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, if the policy needs them
         policy.check_layers(len(self.order))
-        policy.waiting_layers(len(self.order))  # or an error
+        policy.waiting_layers(len(self.order))  # raises an error for too many
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
-        # The last layer that reads all tokens; None: all do.
         self.tsp = tsp_of(policy, self.all_full_attention, len(kinds))
         self.wants_probs = policy.carry == "sum" or (policy.decode and policy.rows.newest)
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
-        # A score of one such quantity alone is that quantity, and decoded tokens carry it from the start.
+        # The quantity that is the score and that a token's hidden state determines: decoded tokens carry it at once.
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
-        self.watches = 0  # how often that was to be found out
+        self.watches = 0  # number of caches that were watched to find that out
         self._forget()
 
     def _forget(self) -> None:
-        self.meters = WeakKeyDictionary()  # thread or task -> Meter of its last read
-        self.last_meter = Meter()  # of the last read of all
-        self.unhooked: int | None = None  # this process' hooks when none would be called by a decoded token
+        """Set what a copy does not share."""
+        self.meters: WeakKeyDictionary[asyncio.Task | threading.Thread, Meter] = WeakKeyDictionary()  # last reads'
+        self.last_meter = Meter()  # of the last read by any caller
+        self.unhooked: int | None = None  # number of hooks made in this process when the model last had none to call
 
-    def __getstate__(self) -> Any:
-        here = "meters", "last_meter", "unhooked"
-        return {name: value for name, value in self.__dict__.items() if name not in here}
+    def __getstate__(self) -> dict:
+        return {name: x for name, x in self.__dict__.items() if name not in ("meters", "last_meter", "unhooked")}
 
-    def __setstate__(self, state: Any) -> None:
-        """Restore a copy, possibly in another process: it has not read anything yet."""
+    def __setstate__(self, state: dict) -> None:
+        """Restore a copy, possibly in another process, that has not read anything yet."""
         self.__dict__.update(state)
         self._forget()
 
     def keep(self, meter: Meter) -> None:
-        """Store a read's meter as the caller's last."""
+        """Note the meter of the caller's last read."""
         self.meters[caller()] = self.last_meter = meter
 
     def meter(self) -> Meter:
-        """The meter of the caller's last read; of the last read of any caller if this one has not read."""
+        """The meter of the caller's last read, or, if this caller has not read, of the last read by any."""
         return self.meters.get(caller(), self.last_meter)
 
 
 def caller() -> asyncio.Task | threading.Thread:
-    """The running asyncio task, or else the thread."""
+    """The running asyncio task; without one, the running thread."""
     try:
         return asyncio.current_task() or threading.current_thread()
     except RuntimeError:  # no event loop runs
@@ -75,11 +79,8 @@ def caller() -> asyncio.Task | threading.Thread:
 
 
 def tsp_of(policy: Policy, all_full_attention: bool, layers: int) -> int | None:
-    """The last of `layers` decoder layers that reads every token; None: all do.
-
-    all_full_attention: no layer has a sliding window or a state. Raises ValueError if the layers after it cannot read
-    fewer tokens.
-    """
+    """The last of `layers` decoder layers that reads every token; None: all layers do. all_full_attention: no layer has
+    a sliding window or a state. Raises ValueError if the layers after it cannot read fewer tokens."""
     tsp: Any = policy.tsp
     if tsp == "half":
         tsp = layers // 2 - 1 if layers > 1 else None

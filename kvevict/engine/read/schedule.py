@@ -1,4 +1,4 @@
-"""The chunks that a prompt is read in: `Spans` reads them, and `kvevict plan` prices them. Free of torch."""
+"""The chunks that a prompt is read in. The engine reads them, and `kvevict plan` prices them; free of torch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,8 +9,8 @@ from ...policy.inputs import Chunk, Policy
 
 
 def evicts(policy: Policy, seen: list[int]) -> bool:
-    """True if this read drops slots, drops tokens at the tsp layer, or uses scores that need every row from the start.
-    seen: token count of each batch row after the read."""
+    """True if reading a prompt drops slots, drops tokens at the tsp layer, or needs the scores of every chunk. seen: of
+    each batch row the tokens read, this prompt included."""
     if policy.carry != "none" or policy.threshold is not None or any(n > policy.slots(n) for n in seen):
         return True
     chunks = [min(n, policy.chunk_size or n) for n in seen]
@@ -18,9 +18,12 @@ def evicts(policy: Policy, seen: list[int]) -> bool:
 
 
 def chunks(policy: Policy, columns: int, tokens: Iterable[int] = (), observers: Any = None) -> Iterator[Chunk]:
-    """The chunks of a prompt of `columns` columns, the remainder first, so that the last chunk is full; then chunks
-    without columns that repeat its parts. tokens: token count of each batch row, given if the read `evicts`;
-    `observers` (None: the policy's rows) are then appended to the chunks."""
+    """Yield the chunks of a prompt of `columns` columns. The first one is the remainder, so that the last one is full;
+    after it come chunks without columns that repeat parts of the prompt.
+
+    tokens      token count of each batch row if the read `evicts`, else (): then no rows are appended
+    observers   the rows to append to the chunks; None: those of the policy
+    """
     observers = observers or policy.rows
     size, parts = policy.chunk_size or columns, repeated(policy, max(tokens, default=0))
     for end in range((columns - 1) % size + 1, columns + 1, size):
@@ -33,8 +36,7 @@ def chunks(policy: Policy, columns: int, tokens: Iterable[int] = (), observers: 
 
 
 def repeated(policy: Policy, tokens: int) -> list[range]:
-    """Token ranges to read a second time after a prompt of `tokens` tokens. Only scores merged by maximum can be split
-    into several ranges; others get one."""
+    """Token ranges to read again after a prompt of `tokens` tokens: several if the score is the largest over ranges."""
     if not policy.rows.repeats or policy.schedule == "chunk":
         return []
     part = policy.rows.part if policy.score.largest else max(tokens, 1)
@@ -42,12 +44,13 @@ def repeated(policy: Policy, tokens: int) -> list[range]:
 
 
 def narrow(order: Iterable[int], tsp: int | None) -> tuple[bool, ...]:
-    """Per evicting layer, True if it reads only a chunk's best tokens; order: the decoder layers that evict."""
+    """Whether each of the evicting decoder layers, `order`, comes after `tsp` and so reads only a chunk's best
+    tokens."""
     return tuple(tsp is not None and layer > tsp for layer in order)
 
 
 def read(policy: Policy, narrow: tuple[bool, ...], tokens: np.ndarray) -> np.ndarray:
-    """Number of a chunk's tokens [B] that each evicting layer reads, int [layers, B]."""
+    """The number of a chunk's tokens [B] that each evicting layer reads: int [layers, B]."""
     return np.where(np.array(narrow)[:, None], policy.propagated(tokens), tokens)
 
 
@@ -62,10 +65,10 @@ def follows(policy: Policy, order: int) -> bool:
 
 
 def observes(policy: Policy, order: int, layers: int) -> bool:
-    """True if an evicting layer's rows observe: the layer chooses slots, or its slots carry scores."""
+    """True if an evicting layer needs scores: it chooses slots, or its slots carry scores."""
     return not follows(policy, order) and (policy.carry != "none" or not waits(policy, order, layers))
 
 
 def overfull(policy: Any, slots: Any, budget: Any, heads: int = 1) -> Any:
-    """True if decoding cuts a layer back to its budget. slots, budget: sums over its heads, numbers or arrays."""
+    """Whether decoding cuts a layer to its budget. slots, budget: numbers or arrays, sums over `heads` kv heads."""
     return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0

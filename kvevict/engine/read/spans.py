@@ -1,9 +1,9 @@
-"""The loop around the text decoder: the tokens of one call, span by span. A prompt is read chunk by chunk, each as
-[chunk | appended rows], and after each the slots are chosen; tokens after a prompt are one span."""
+"""The loop around the text decoder: it reads the tokens of one call span by span. A prompt is read in chunks, each as
+[chunk | appended rows], and slots are evicted after each; tokens after a prompt are one span."""
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,28 +27,28 @@ from .decisions import while_decoding
 from .plan import Plan
 from .step import Read, Step, span
 
-OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # outputs of every token: a chunk has only a part
+OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # flags of outputs that have a row for every token
 
 
 class Spans:
-    """The tokens of one call on their way through the decoder, a `Step` for each span of them: a chunk, a decoded
-    token, or tokens that crop() may take back.
+    """Reads the tokens of one call, with a `Step` for each span of them: a chunk, a decoded token, or candidates, which
+    crop() may take back.
 
     arguments  the call's `kvevict.engine.hook.arguments.Arguments`
     run        the decoder's original forward
-    output     the decoder's output for all tokens, once all are read, with the last hidden states that the caller wants
+    output     the decoder's output after the last step, with the last hidden states that the caller wants
     """
 
     output: Any = None
 
-    def __init__(self, arguments: Any, run: Any) -> None:
+    def __init__(self, arguments: Any, run: Callable) -> None:
         self.arguments, self.run, self.plan, self.policy = arguments, run, arguments.plan, arguments.policy
         self.cache, self.layers = arguments.cache, arguments.layers
 
     def steps(self) -> Iterator[Step]:
-        """Step through the call; yields each step once it is done."""
+        """Run the steps of the call; yields each step after it has run."""
         arguments, hidden, wanted = self.arguments, [], self.arguments.wanted
-        candidates = arguments.rolls_back and wanted == arguments.tokens  # that crop() may take back
+        candidates = arguments.rolls_back and wanted == arguments.tokens  # whether the tokens are candidates
         follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
         for step in self._following() if follows else self._prompt():
             output = self._through(step)
@@ -60,7 +60,7 @@ class Spans:
         self.output = output
 
     def settle(self) -> None:
-        """End the model's call: note the rows' next positions; the cache is whole again."""
+        """End the model's call: note the batch rows' next positions, and that the cache is no longer half read."""
         arguments, sequence = self.arguments, self.cache.sequence
         packed, before = arguments.packing.place is not None, sequence.next_position
         if packed:
@@ -72,12 +72,12 @@ class Spans:
         sequence.half_read = False
 
     def _begin(self) -> None:
-        """Mark the cache as half read: from here on it changes, until `settle`."""
+        """Mark the cache as half read: it changes from now on, until `settle`."""
         sequence = self.cache.sequence
         sequence.half_read, sequence.thread = True, threading.get_ident()
 
     def _through(self, step: Step) -> Any:
-        """The decoder's output for a step."""
+        """Run the decoder for a step, and let its chooser end the step. Returns the decoder's output."""
         compiled = step.decoding and self.plan.run.compiled
         output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
         if self.policy.decode or not step.decoding:
@@ -85,11 +85,11 @@ class Spans:
         if step.chooser is not None:
             step.chooser.end(step, output.last_hidden_state[:, -1:])
         if self.policy.decode or not step.decoding:
-            host.wait()  # between steps the host may read and move what was archived
+            host.wait()  # for copies to archives, which the host may read and move between steps
         return output
 
     def _following(self) -> Iterator[Step]:
-        """Yield the step after a prompt: one decoded token, or candidates, which are all stored."""
+        """Yield the one step of tokens after a prompt: a decoded token, or candidates, which are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         sequence, decodes = self.cache.sequence, arguments.tokens == 1
         chooser: Chooser | None = Chooser()
@@ -97,10 +97,10 @@ class Spans:
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self._begin()
         answers = decodes and sequence.awaits and not arguments.rolls_back
-        answers = answers and sequence.policy == policy  # the prompt's
+        answers = answers and sequence.policy == policy  # the policy that read the prompt
         if not answers:
             archive.settle(sequence, layers)
-        if not decodes or (policy.decode and sequence.policy is not policy):  # slots may be evicted
+        if not decodes or (policy.decode and sequence.policy is not policy):  # the step may evict slots
             archive.begin(sequence, layers, policy.recall, plan.run)
         if decodes:
             budgets.renew(policy, self.cache, layers, plan.kv_heads, plan.ranks)
@@ -112,47 +112,47 @@ class Spans:
         yield span(self.arguments, 0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
     def _most(self, order: int) -> np.ndarray:
-        """[B] slots over all heads that a layer is cut to while decoding."""
+        """The number of slots [B] over all heads that decoding cuts a layer to."""
         layer = self.layers[order]
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
     def _prompt(self) -> Iterator[Step]:
-        """The steps of a prompt's chunks, and of the tokens after them."""
+        """Yield the steps of a prompt's chunks, and of the candidates after it."""
         held = zip(self.plan.order, self.layers, strict=True)
         meter = Meter((index, layer.chosen.live_bytes()) for index, layer in held)
         with meter.clock("read"):
-            prompt = Prompt(self.arguments, self.run, meter)
+            prompt = Prefill(self.arguments, self.run, meter)
             self._begin()
             prompt.begin()
             for chunk, ahead, chooser in prompt.chunks():
                 yield span(self.arguments, chunk.start, chunk.end, meter, chooser, prompt.read, chunk, ahead)
-        with meter.clock("read"):  # the report waits for a GPU to have done the rest
+        with meter.clock("read"):  # the report waits until a GPU has done the rest of the reading
             prompt.report()
-        if prompt.drafted:  # not of the prompt, nor of its report
+        if prompt.candidates:  # the report is of the prompt alone
             yield span(self.arguments, prompt.columns, self.arguments.tokens, meter, Chooser())
         prompt.end(chooser)
 
 
-class Prompt:
-    """A call's prompt of `columns` columns: its chunks, the chooser of each, and the report. The `drafted` tokens after
-    it are candidates, which may be taken back. Raises ValueError if the prompt cannot be read."""
+class Prefill:
+    """The reading of a prompt, the call's first `columns` columns; the `candidates` after it may be taken back. Raises
+    ValueError if the prompt cannot be read."""
 
-    def __init__(self, arguments: Any, run: Any, meter: Meter) -> None:
+    def __init__(self, arguments: Any, run: Callable, meter: Meter) -> None:
         self.arguments, self.run, self.meter, self.policy = arguments, run, meter, arguments.plan.policy
         self.plan, self.cache, self.layers = plan, cache, layers = arguments.plan, arguments.cache, arguments.layers
         policy, wanted = plan.policy, arguments.wanted
-        self.drafted = wanted - 1 if arguments.rolls_back and wanted > 1 else 0
-        self.columns = prompt = arguments.tokens - self.drafted
+        self.candidates = wanted - 1 if arguments.rolls_back and wanted > 1 else 0
+        self.columns = prompt = arguments.tokens - self.candidates
         tokens = np.maximum(prompt - arguments.padding, 0)
-        seen = (tokens if cache.sequence.seen is None else tokens + cache.sequence.seen).tolist()
+        seen = (tokens + arguments.seen).tolist()
         evicts = schedule.evicts(policy, seen)
         self.narrow, rows = schedule.narrow(plan.order, plan.tsp), policy.rows
         if question := context().question or plan.question:
             rows = question.rows(arguments, prompt)
         self.parts = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
-        self._check(len(self.parts) + bool(self.drafted) + (self.parts[-1].appended > 0))
+        self._check(len(self.parts) + bool(self.candidates) + (self.parts[-1].appended > 0))
         budgets.check_groups(policy, cache, layers, plan.ranks)
-        scores = arguments.top is not None and wanted != 1 and arguments.tokens > 1  # a text, not a prompt
+        scores = arguments.top is not None and wanted != 1 and arguments.tokens > 1  # a text whose logits are scored
         if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(self.parts) == 1):
             cautions.of_scores(prompt)
         cautions.of_prompt(policy, cache, arguments.decoder.config, seen)
@@ -162,24 +162,24 @@ class Prompt:
             self.read = replace(self.read, prepared=rows.prepare(arguments, self.read))
 
     def begin(self) -> None:
-        """Prepare the cache, which changes from here on."""
+        """Prepare the cache, which changes from now on."""
         policy, read = self.policy, self.read
         archive.begin(self.cache.sequence, self.layers, policy.recall, self.plan.run)
         self.cache.sequence.policy = policy
         most = schedule.read(policy, self.narrow, np.array([part.rows for part in self.parts])).sum(1).tolist()
         for order, layer in enumerate(self.layers):
-            layer.decode_queries = None  # the queries' slots are no longer the last ones
+            layer.decode_queries = None  # the slots of decoded queries are no longer the last ones
             if policy.schedule == "prompt" and len(self.parts) > 1 and not (policy.recall and read.evicts):
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         note_prompts(self.plan, self.layers)
         self.prompts = [layer.prompt for layer in self.layers]
 
     def chunks(self) -> Iterator[tuple[schedule.Chunk, int, Chooser]]:
-        """(a chunk, the rows of the prompt after it, its chooser); each is to be read before the next is asked for."""
+        """Yield (a chunk, the number of rows read after it, its chooser). Read each before asking for the next one."""
         plan, policy, read = self.plan, self.policy, self.read
         ahead = sum(each.rows + each.appended for each in self.parts)
         going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
-        asks = policy.answered and context().asks and not self.arguments.rolls_back  # an answer's tokens choose, too
+        asks = policy.answered and context().asks and not self.arguments.rolls_back  # the answer's tokens choose, too
         for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
             if (chunk.last or policy.schedule == "prompt") and not going_on.any():
                 archive.recall_all(self.layers, self.meter, policy.schedule == "prompt" and read.evicts)
@@ -199,14 +199,14 @@ class Prompt:
                 layer.prompt = held if before is None else np.where(going_on[:, None], before, held)
 
     def report(self) -> None:
-        """Write the report of the chunks."""
+        """Write the meter's report."""
         own = [index in self.plan.order for index in range(len(self.cache.layers))]
         self.meter.write([layer if ours else None for layer, ours in zip(self.cache.layers, own)], self.plan.run.kv)
         for watcher in self.read.watchers:
             self.meter.report |= watcher.report(len(self.read.seen), own)
 
     def end(self, chooser: Chooser) -> None:
-        """End the reading, once all tokens are read. chooser: the last chunk's."""
+        """End the reading, after the call's last step. chooser: the last chunk's."""
         self.cache.meter = self.meter
         self.plan.keep(self.meter)
         if isinstance(chooser, Asking):
@@ -216,14 +216,14 @@ class Prompt:
             self.read.budgets.learn()
 
     def _check(self, calls: int) -> None:
-        """Raise ValueError if the prompt cannot be read in `calls` calls: an argument cannot be split, outputs of every
-        token are asked for, or rows that layers after `tsp` do not read."""
+        """Raise ValueError if the prompt cannot be read in `calls` calls of the decoder: an argument cannot be split,
+        or the caller wants outputs of every token, or rows that layers after `tsp` do not read."""
         arguments, prompt = self.arguments, self.columns
         flags = [flag for flag in OF_EVERY_TOKEN if arguments.asks(flag)]
         if flags and arguments.packing.place is not None:
             raise ValueError(f"{flags[0]}=True needs a batch padded at the left: set tokenizer.padding_side='left'")
         longest = min(self.policy.chunk_size or prompt, prompt - int(arguments.padding.min()))
-        propagate.check(self.plan, longest, arguments.wanted - self.drafted, flags)
+        propagate.check(self.plan, longest, arguments.wanted - self.candidates, flags)
         name = arguments.given.unsplittable() if calls > 1 else None
         if name is not None:
             raise ValueError(f"{name} cannot be split into chunks; read the prompt in one pass with chunk_size=None")
@@ -231,7 +231,7 @@ class Prompt:
             raise ValueError(f"{flags[0]}=True needs the prompt in one pass: schedule='prompt' and no chunk_size")
 
     def _chooser(self, chunk: schedule.Chunk) -> Chooser:
-        """The chooser of a chunk. The layers get the decided budgets."""
+        """Decide how many slots each layer keeps after a chunk, and make the chooser that carries the decisions out."""
         policy, planned, stored = self.policy, self.read.budgets, self._stored()
         tokens = chunk.end - np.clip(self.arguments.padding, chunk.start, chunk.end)
         observed = (tokens if chunk.again is None else self.read.tokens) > 0
@@ -244,13 +244,12 @@ class Prompt:
         return Drafting(chooser, self.arguments, self.run) if drafts else chooser
 
     def _stored(self) -> np.ndarray:
-        """[layers, B] slots over all heads."""
+        """The number of stored slots over all heads: int [layers, B]."""
         none, counts = 0 * self.read.tokens, self.plan.ranks.counts
         return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
 
     def _decoded(self, stored: np.ndarray) -> np.ndarray:
-        """bool [B] rows with one new token after stored [B] slots that decoding would not evict from. Such a row is
-        decoded beside a row with more tokens."""
+        """bool [B] rows that decode one token beside other rows' prompts, and whose stored [B] slots fit the budget."""
         policy, read = self.policy, self.read
         seen, each = np.array(read.seen), self.plan.kv_heads * len(self.layers)
         budget = np.array([policy.slots(n) for n in read.seen]) * each
@@ -260,13 +259,14 @@ class Prompt:
         return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
 
     def _set_budgets(self) -> None:
+        """Hand the layers their budgets."""
         if self.read.budgets.budgets is not None:
             for layer, slots in zip(self.layers, self.read.budgets.budgets, strict=True):
                 layer.budget = slots
 
 
 def note_prompts(plan: Plan, layers: list) -> None:
-    """If only decoded slots may be cut: a layer without a known prompt counts all its slots so far as prompt."""
+    """Count all slots so far as prompt, in layers that have not noted one, if the policy has `keep_prompt`."""
     for layer in layers if plan.policy.keep_prompt else ():
         if layer.prompt is None and layer.counts is not None:
             layer.prompt = plan.ranks.counts(layer).copy()

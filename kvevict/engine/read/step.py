@@ -1,4 +1,4 @@
-"""The running call, as the decoder wrapper describes it to the attention function."""
+"""What the attention function knows of a running call of the decoder: the `Read` of a prompt, the `Step` of a chunk."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ from ...context import enter
 from ...models import rotary
 from ...policy.rows import AppendedRows, Rows
 from ...policy.seen.rows import CallRows, Chunk
+from ..memory.layer import EvictionLayer
 from ..memory.meter import Meter
 from ..memory.storage import ROOM, ROOM_TO_REPLAY
 from . import schedule
 from .budgets import Budgets
 from .plan import Plan
 
-
-class _Thread(threading.local):
-    paused = False  # a driver's `pause` runs: tokens may be decoded, and no prompt read inside another's forward
-
-
-_thread = _Thread()
+_thread = threading.local()  # `_thread.paused`: a driver's `pause` runs in this thread
 
 
 def paused(pause: Callable[[], None]) -> None:
-    """Let the driver go on with others' tokens, before a layer."""
+    """Call `pause` before a layer of a prompt's chunk: it may decode tokens of other caches, and read no prompt."""
     _thread.paused = True
     try:
         pause()
@@ -43,78 +39,77 @@ def paused(pause: Callable[[], None]) -> None:
 class OuterCall:
     """A call of the model around the decoder."""
 
-    model: Any
+    model: Any  # None: the decoder is called by itself
     mask: Any  # the caller's attention_mask
-    wanted: int  # number of last tokens with logits; 0: all
-    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call in it, to be settled
+    wanted: int  # number of last tokens whose logits, or hidden states, the caller uses; 0: all
+    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call, which the model's call settles
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One reading of a prompt."""
+    """The reading of one prompt, in chunks."""
 
     prompt: int  # columns of the prompt, padding included
-    tokens: np.ndarray  # [B] valid tokens of the prompt
-    rows: Rows  # the policy's rows, or those for tokens chosen by the caller
-    budgets: Budgets  # of its layers
+    tokens: np.ndarray  # [B] number of the prompt's tokens, without padding
+    rows: Rows  # the policy's rows, or rows made of them for the question that was found
+    budgets: Budgets
     prepared: Any = None  # result of `Rows.prepare` for the prompt
-    watchers: tuple = ()  # of kvevict.engine.watch.watcher
-    memory: dict = field(default_factory=dict)  # layer -> memory of its rows from chunk to chunk
-    numbers: dict = field(default_factory=dict)  # layer -> its slots' numbers by the parts repeated so far
+    watchers: tuple = ()  # kvevict.engine.watch.watcher.Watcher objects
+    memory: dict[int, Any] = field(default_factory=dict)  # layer -> last result of `Rows.accumulate`
+    numbers: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its scores by the parts repeated so far
 
     policy = property(lambda self: self.budgets.policy)
-    seen = property(lambda self: self.budgets.seen)  # per row token count after the read, over all prompts
+    seen = property(lambda self: self.budgets.seen)  # of each batch row the tokens read, this prompt included
     evicts = property(lambda self: schedule.evicts(self.policy, self.seen))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step(CallRows):
-    """One call of the decoder: a chunk, tokens after a prompt, or a decoded token."""
+    """One pass through the decoder's layers: of a chunk, of tokens after a prompt, or of a decoded token."""
 
     plan: Plan
     decoder: Any  # the text decoder that runs
-    cache: Any
+    cache: Any  # the EvictionCache
     meter: Meter
-    inputs: dict  # of the decoder's forward
-    chooser: Any = None  # the kvevict.engine.read.choosers.Chooser of survivors; None: all slots stay
-    extra: AppendedRows | None = None  # the rows that are read with the chunk and not stored
+    inputs: dict[str, Any]  # of the decoder's forward
+    chooser: Any = None  # the kvevict.engine.read.choosers.Chooser that evicts; None: all slots stay
+    extra: AppendedRows | None = None  # rows that are read with the chunk and not stored
     ahead: int = 0  # rows of the prompt's later chunks, appended ones included
-    final_position: int | None = None  # the prompt's largest position, for rotary frequencies that depend on it
-    hidden: dict = field(default_factory=dict)  # layer -> input of its attention block, if wanted
-    unread: dict = field(default_factory=dict)  # layer -> its LayerCall, while other layers still read its slots
-    attended: list | None = None  # of a token that is recorded: the LayerCalls to decide later; None: at once
+    final_position: int | None = None  # the prompt's largest position, if rotary frequencies depend on it
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> input of its attention block, if wanted
+    unread: dict[int, Any] = field(default_factory=dict)  # layer -> its LayerCall, while other layers read its slots
+    attended: list | None = None  # LayerCalls of a recorded token, whose cuts come after the step; None: cut at once
 
-    unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # by the extra rows
-    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # `Rows` that observe
+    unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # positions hidden from `extra`
+    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # whose rows observe
     watchers = property(lambda self: () if self.read is None else self.read.watchers)  # none while decoding
 
     @cached_property
     def unseen_columns(self) -> torch.Tensor:
-        """int32 [2, B] how many of the chunk's columns have positions before `unseen`'s start, and before its stop."""
+        """int32 [2, B] number of the chunk's columns with positions before `unseen`'s start, and before its stop."""
         chunk = self.positions.shape[1] - self.appended
         valid = torch.arange(chunk, device=self.first.device) >= self.first[:, None]
         return ((self.positions[:, :chunk] < self.unseen.T[..., None]) & valid).sum(-1, dtype=torch.int32)
 
     def on(self, device: torch.device) -> Step:
-        """This step for layers that compute on `device`, with `positions` and `first` there."""
+        """This step with `positions`, `first` and `unseen` on `device`, for layers that compute there."""
         if self.positions.device == device:
             return self
         if device not in self._elsewhere:
-            there: dict[str, Any] = dict(positions=self.positions.to(device), first=self.first.to(device))
-            if self.extra is not None and self.extra.unseen is not None:
-                there["extra"] = replace(self.extra, unseen=self.extra.unseen.to(device))
-            self._elsewhere[device] = replace(self, **there)
+            extra = self.extra
+            if extra is not None and extra.unseen is not None:
+                extra = replace(extra, unseen=extra.unseen.to(device))
+            positions, first = self.positions.to(device), self.first.to(device)
+            self._elsewhere[device] = replace(self, positions=positions, first=first, extra=extra)
         return self._elsewhere[device]
 
     @cached_property
-    def _elsewhere(self) -> dict:
-        """Results of `on`."""
+    def _elsewhere(self) -> dict[torch.device, Step]:
         return {}
 
     def through(self, run: Callable[..., Any]) -> Any:
-        """The decoder's output, of its forward `run`, for this step without the extra rows; its columns then count as
-        read."""
-        assert self.decoding or not _thread.paused, "a prompt is read inside another's forward"
+        """Run the decoder's forward `run`, and count the columns as read. The output is without the rows of `extra`."""
+        assert self.decoding or not getattr(_thread, "paused", False), "a prompt is read inside another's forward"
         enter(step=self)
         self._ready()
         columns = self.positions.shape[1] - self.appended
@@ -127,18 +122,18 @@ class Step(CallRows):
         return output
 
     def _ready(self) -> None:
-        """Forks that this step may not read in place get slots of their own, and a decoded token is counted."""
+        """Copy the slots of forks that this step cannot read in place, and count a decoded token."""
         layers = [self.cache.layers[index] for index in self.plan.order]
         for layer in layers:
-            if layer.storage.prefix is not None and self._needs_whole(layer):
+            if layer.storage.prefix is not None and self._needs_copy(layer):
                 layer.storage = layer.storage.whole()
         if self.decoding:
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.run.compiled else ROOM)
 
-    def _needs_whole(self, layer: Any) -> bool:
-        """True if the step needs all slots of a fork in one place that no other fork reads. A chooser and layers that
-        read another layer's slots look at the columns appended to a fork; CAKE's layers do so within the call of a
-        chunk. Else a chunk's layers get them as they attend, one after the other."""
+    def _needs_copy(self, layer: EvictionLayer) -> bool:
+        """True if this step needs all slots of a forked layer in one buffer from the start: choosers, layers that read
+        another layer's slots, and CAKE's layers, which are cut again and again, see only the slots appended to a fork.
+        Otherwise `attend` copies the slots of a chunk's layers one layer at a time."""
         if self.plan.readers or (self.plan.policy.layers.cascades and not self.decoding):
             return True
         looks = self.chooser is not None and self.chooser.looks
@@ -149,8 +144,7 @@ def span(
     arguments: Any, start: int, end: int, meter: Meter, chooser: Any, read: Read | None = None,
     chunk: Chunk | None = None, ahead: int = 0,
 ) -> Step:  # fmt: skip
-    """The `Step` of columns start .. end-1 of a call, by its `kvevict.engine.hook.arguments.Arguments`, with the rows
-    that are appended to a chunk."""
+    """The `Step` of columns start .. end-1 of a call's `Arguments`, and of the rows appended to the chunk."""
     extra = None
     if read is not None and chunk is not None and chunk.appended:
         extra = read.rows.rows_for(chunk, arguments, read)

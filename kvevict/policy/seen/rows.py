@@ -130,7 +130,7 @@ class LayerRows:
     def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
         """Queries [B, H, p, D] rotated by the model's rotary angle between two positions [B]. Only for rows with
         `rotates = True`."""
-        return self.rope.turned(queries, position_from, position_to)
+        return self.rope.rotated(queries, position_from, position_to)
 
     def stored_from(self, column: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position). Past the end

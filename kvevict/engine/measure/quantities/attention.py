@@ -10,8 +10,8 @@ from . import QUANTITIES, Quantity, observed
 
 @QUANTITIES.add("attention")
 @dataclass(frozen=True)
-class Attention(Quantity):
-    """Attention weights a_ij of the observers, reduced over rows, then over the heads of a group.
+class AttentionWeight(Quantity):
+    """Attention weights of the observing rows, reduced over rows, then over the heads of a group: [B, Hkv, C].
 
     reduce   over rows: "sum", "mean", "max"
     group    over the query heads of a kv head: "mean", "sum", "max"; "none": [B, H, C]
@@ -28,10 +28,10 @@ class Attention(Quantity):
             if parts[0].probs is not None and self.group == "mean" and self.term == "a":
                 return parts[0].probs
             return self._of(slots, parts[0], reduce, group)
-        if reduce == "max":  # over all rows before it is over heads
+        if reduce == "max":  # first over the rows of all parts, then over heads
             each = [self._of(slots, part, "max", "max" if group == "max" else "none") for part in parts]
             return slots.heads.reduce(torch.stack(each).amax(0), "none" if group == "max" else group)
-        # Only sums over rows may be taken part by part.
+        # Sums over rows are added up part by part, before a maximum over heads.
         inner = group if group != "max" else "none"
         total: Any = sum(self._of(slots, part, "sum", inner) for part in parts)
         total = total / observation.row_count[:, None, None] if reduce == "mean" else total
@@ -44,11 +44,11 @@ class Attention(Quantity):
 @QUANTITIES.add("moments")
 @dataclass(frozen=True)
 class Moments(Quantity):
-    """(mean, sample variance), [B, H, C] each, of the attention weights, over the observers; a single row's variance is
-    0."""
+    """(mean, sample variance) over the observing rows of the attention weights, [B, H, C] each; variance 0 of one
+    row."""
 
     def measure(self, slots: Slots, observation: Observation) -> tuple[torch.Tensor, torch.Tensor]:
         rows = observation.row_count.float()[:, None, None]
-        mean, square = (Attention("mean", "none", term).measure(slots, observation) for term in ("a", "square"))
+        mean, square = (AttentionWeight("mean", "none", term).measure(slots, observation) for term in ("a", "square"))
         variance = (square - mean**2).clamp_min(0) * rows / (rows - 1)
         return mean, variance.masked_fill(rows <= 1, 0)

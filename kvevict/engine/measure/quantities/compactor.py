@@ -1,5 +1,5 @@
-"""Compactor's quantities (Chari & Van Durme 2025), from a chunk's keys, values and queries. Slots with earlier numbers
-are not computed again: they carry these (carry="keep")."""
+"""Compactor's quantities (Chari & Van Durme 2025), from a chunk's keys, values and queries. They are computed for fresh
+slots only: other slots carry the numbers of earlier cuts (carry="keep")."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,30 +9,31 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ....policy.inputs import Observation, Slots
+from ....policy.inputs import Need, Observation, Slots
 from ....policy.seen.slots import Heads
 from ..rope import Rope
 from . import QUANTITIES, Quantity
 
 RIDGE = 0.01  # on the diagonal of X^T X
-SKETCH, SEED = 48, 0  # columns of the Gaussian sketch of keys, as in kvpress; the seed of its numbers
+SKETCH, SEED = 48, 0  # columns and seed of the Gaussian sketch of keys, as in kvpress
 BLOCK = 256  # rows and slots of a block of attention, as in kvpress
 
 
 class Fresh(NamedTuple):
-    """The slots of one batch row without numbers so far, L in each head: those decoded since the last chunk, and the
-    new ones after the first `sink` of the text."""
+    """The slots of one batch row that carry no number, L in each head: those decoded since the last chunk, then the new
+    ones, without the text's first `sink`."""
 
     row: int
-    columns: Any  # [H, L] their columns among the head's alive slots
-    k: torch.Tensor  # [H, L, D]
+    columns: torch.Tensor  # [H, L] their columns among the head's alive slots
+    k: torch.Tensor  # fp32 [H, L, D]
     pos: torch.Tensor  # [L]
-    decoded: int  # how many of them were decoded
-    counted: int  # how many of the first ones enter the statistics
+    decoded: int  # number of slots that were decoded: the first ones
+    counted: int  # number of slots that means and deviations are taken over: the first ones
 
 
 def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, ends: bool) -> Iterator[Fresh]:
-    """Yields the `Fresh` slots of every batch row. Statistics exclude a prompt's last `recent` slots."""
+    """Yield the `Fresh` slots of every batch row. ends: the prompt ends, and its last `recent` slots are not
+    counted."""
     kv, stored = slots.kv, slots.kv.stored
     for b, first in enumerate(slots.padding.tolist()):
         first += int((slots.pos[b, first:] < sink).sum())
@@ -49,7 +50,7 @@ def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, e
 
 
 def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
-    """How many of a row's last stored slots carry no number."""
+    """The number of a batch row's last stored slots that carry no number."""
     if carried is None:
         return int(stored.counts[row].min())
     there = torch.arange(carried.shape[-1], device=carried.device) < stored.len[row, :, None]
@@ -57,7 +58,7 @@ def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
 
 
 def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
-    """Standardise x [H, L] by mean and deviation of the first `counted` slots of all ranks' heads."""
+    """Standardise x [H, L] by the mean and the deviation of the first `counted` slots of all ranks' heads."""
     part = x[:, :counted].double()
     number = max(part.numel() * heads.ranks.size, 1)
     mean = heads.sum(part.sum()) / number
@@ -67,11 +68,11 @@ def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class OfFresh(Quantity):
-    """Numbers [B, Hkv, C] of the slots without numbers so far; 0 elsewhere, also for the first `sink` (always kept)."""
+    """A quantity [B, Hkv, C] of the `Fresh` slots; other slots, also the text's first `sink`, get 0."""
 
     sink: int = 8
     recent: int = 4
-    needs: ClassVar[tuple[Any, ...]] = ("carried", "ends_prompt")
+    needs: ClassVar[tuple[str | Need, ...]] = ("carried", "ends_prompt")
 
     def measure(
         self, slots: Slots, observation: Observation, carried: torch.Tensor | None, ends_prompt: bool, *more: Any
@@ -82,7 +83,7 @@ class OfFresh(Quantity):
         return slots.heads.merge(out)
 
     def _of(self, slots: Slots, fresh: Fresh, observation: Any, *more: Any) -> torch.Tensor:
-        """The numbers [H, L] of one row's slots."""
+        """The quantity [H, L] of one batch row's fresh slots."""
         raise NotImplementedError
 
 
@@ -93,10 +94,10 @@ class Leverage(OfFresh):
     sketch that all heads share; in standard deviations over the row's heads and slots."""
 
     observes: ClassVar[bool] = False
-    needs: ClassVar[tuple[Any, ...]] = (*OfFresh.needs, "rope")
+    needs: ClassVar[tuple[str | Need, ...]] = (*OfFresh.needs, "rope")
 
     def _of(self, slots: Slots, fresh: Fresh, observation: Observation, rope: Rope) -> torch.Tensor:
-        keys = _unrotated(rope, fresh)
+        keys = rope.unrotated(fresh.k[None], fresh.pos[None])[0] if len(fresh.pos) else fresh.k
         counted = keys[:, : fresh.counted]
         mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
         # In fp64: the rounding error of (X^T X)^-1 grows with the spread of its eigenvalues.
@@ -132,14 +133,6 @@ class BlockAttention(OfFresh):
 
 
 def sketch(width: int) -> torch.Tensor:
-    """The Gaussian sketch [width, SKETCH], its entries' variance 1 / SKETCH: the same on every device."""
+    """A Gaussian sketch [width, SKETCH] with entries of variance 1 / SKETCH, equal on every device."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randn(width, SKETCH, generator=generator) / SKETCH**0.5
-
-
-def _unrotated(rope: Rope, fresh: Fresh) -> torch.Tensor:
-    """Keys [H, L, D] as they were before positions."""
-    if not len(fresh.pos):
-        return fresh.k
-    keys = fresh.k.transpose(0, 1)[:, :, None]  # each slot by its position
-    return rope.turned(keys, fresh.pos, 0 * fresh.pos)[:, :, 0].transpose(0, 1)

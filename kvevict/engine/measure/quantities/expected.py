@@ -1,22 +1,23 @@
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import LayerRows, Observation, Slots, need
+from ....policy.inputs import LayerRows, Need, Observation, Slots, need
 from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, Quantity
 
-SPAN = 512  # positions after the last token that later queries may have
+QueryMoments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # result of `moments.summed`
+SPAN = 512  # number of positions after the last token that later queries are expected at
 
 
 @dataclass(frozen=True)
 class OfQueries(Quantity):
-    """A quantity made of the moments of queries before rotation (engine/measure/moments.py).
+    """A quantity of the moments of queries before rotation (engine/measure/moments.py).
 
-    sink    rows at first positions do not count
+    sink    number of first positions whose queries do not count
     stats   file with the moments (`kvevict statistics`); None: moments of all prompts read into the cache
     """
 
@@ -25,27 +26,26 @@ class OfQueries(Quantity):
     observes: ClassVar[bool] = False
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> tuple[str | Need, ...]:
         return "rope", need("moments", stats=self.stats), "last_position"
 
     @property
     def remembers(self) -> str:
         return "moments" if self.stats is None else ""
 
-    def ready(self, decoder: Any, modules: Any) -> None:
+    def ready(self, decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         if self.stats is not None:
             moments.loaded(self.stats, decoder, anew=True)
 
-    def accumulate(self, rows: LayerRows, past: Any) -> Any:
+    def accumulate(self, rows: LayerRows, past: torch.Tensor | None) -> torch.Tensor | None:
         at = rows.positions[:, : rows.columns]
         counts = (at >= self.sink) & (torch.arange(rows.columns, device=at.device) >= rows.first[:, None])
         return moments.accumulated(past, rows.rope, rows.q[:, :, : rows.columns], at, counts)
 
 
-def turned(rope: Rope, last: torch.Tensor, x: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-    """Queries x [B, H, p, D] before rotation, rotated to the positions ahead [n] of the last token: the mean over
-    these."""
-    return rope.turned(x, 0 * last, last[:, None] + ahead.to(last.device))
+def rotated_ahead(rope: Rope, last: torch.Tensor, x: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+    """Rotate x [B, H, p, D] from position 0 to the positions last[b] + ahead[i], and take the mean over i."""
+    return rope.rotated(x, 0 * last, last[:, None] + ahead.to(last.device))
 
 
 @QUANTITIES.add("expected_attention")
@@ -59,12 +59,7 @@ class ExpectedAttention(OfQueries):
     """
 
     def measure(
-        self,
-        slots: Slots,
-        observation: Observation,
-        rope: Rope,
-        of_queries: tuple[torch.Tensor, ...],
-        last: torch.Tensor,
+        self, slots: Slots, observation: Observation, rope: Rope, of_queries: QueryMoments, last: torch.Tensor
     ) -> torch.Tensor:
         kv = slots.kv
         mean, covariance = self._later(rope, of_queries, last)
@@ -75,12 +70,12 @@ class ExpectedAttention(OfQueries):
         others = (column < self.sink) | (column >= slots.n.repeat_interleave(heads, 1)[..., None])
         return slots.heads.reduce(power.masked_fill(others, -torch.inf).softmax(-1).masked_fill(others, 0), "mean")
 
-    def _later(self, rope: Rope, of_queries: tuple[torch.Tensor, ...], last: torch.Tensor) -> tuple[Any, ...]:
-        """(mean [B, H, D], covariance [B, H, D, D]) of queries at the next `SPAN` positions."""
+    def _later(self, rope: Rope, of_queries: QueryMoments, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The (mean [B, H, D], covariance [B, H, D, D]) of queries rotated to the next `SPAN` positions."""
         mean, covariance, _ = of_queries
         if not rope.rotates:
             return mean, covariance
         ahead = 1 + torch.arange(SPAN)
         both = torch.cat([mean[:, :, None], covariance], 2)
-        both = turned(rope, last, both, ahead)  # rows are R mu and those of S R^T
-        return both[:, :, 0], turned(rope, last, both[:, :, 1:].mT, ahead)
+        both = rotated_ahead(rope, last, both, ahead)  # the rows R mu, and those of S R^T
+        return both[:, :, 0], rotated_ahead(rope, last, both[:, :, 1:].mT, ahead)

@@ -1,20 +1,23 @@
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ....policy.inputs import Observation, Slots, need
+from ....policy.inputs import Need, Observation, Slots, need
 from .. import gates
 from . import QUANTITIES, Quantity
+
+NumbersOf = Callable[[torch.Tensor], torch.Tensor]  # hidden [B, T, E] -> fp32 [B, Hkv, T]
 
 
 @QUANTITIES.add("gate")
 @dataclass(frozen=True)
-class Gate(Quantity):
-    """The slots' worth as predicted by trained gates (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
+class GateOutput(Quantity):
+    """What trained gates predict for the new slots (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
 
-    A token has its numbers from the moment that it is read, and its slots carry them (carry="keep"). Slots stored
-    earlier get the mean of the head's new numbers. It is used only if a slot carries no number.
+    Slots carry their numbers (carry="keep") from the moment that their tokens are read. A slot that was stored earlier
+    gets the mean of its head's new numbers here, which counts only if it carries none.
     """
 
     gates: str | None = None
@@ -22,20 +25,22 @@ class Gate(Quantity):
     of_tokens: ClassVar[bool] = True
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> tuple[str | Need, ...]:
         return "hidden", need("gates", folder=self.gates)
 
-    def ready(self, decoder: Any, modules: Any) -> None:
+    def ready(self, decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         gates.loaded(self.gates, decoder, anew=True)
 
-    def tokens(self, hidden: torch.Tensor, numbers_of: Any) -> torch.Tensor:
+    def tokens(self, hidden: torch.Tensor, numbers_of: NumbersOf) -> torch.Tensor:
         return numbers_of(hidden)
 
-    def measure(self, slots: Slots, observation: Observation, hidden: torch.Tensor, numbers_of: Any) -> torch.Tensor:
+    def measure(
+        self, slots: Slots, observation: Observation, hidden: torch.Tensor, numbers_of: NumbersOf
+    ) -> torch.Tensor:
         kv, new = slots.kv, slots.kv.k.shape[2]
         if not new:
             return torch.ones(*slots.n.shape, slots.columns, device=slots.device)
-        # The new column of each alive slot; less than the row's padding for slots stored before.
+        # The new column of each alive slot; it is less than the row's padding if the slot was stored earlier.
         columns = torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()
         numbers = numbers_of(hidden[:, :new])
         padding = torch.arange(new, device=slots.device) < kv.first[:, None, None]

@@ -10,14 +10,14 @@ from . import QUANTITIES, Quantity, each_head
 @QUANTITIES.add("lag")
 @dataclass(frozen=True)
 class Lag(Quantity):
-    """A slot's rank in its part, from 0 to 1 - 1 / part, by how its key and value deviate, seen from the part of the
-    text that follows (LagKV, eq. 4-9): [B, Hkv, C].
+    """A slot's rank within its part of the text, from 0 to 1 - 1 / part, by how much its key and value deviate when
+    scaled by the part that follows (LagKV, eq. 4-9): [B, Hkv, C].
 
     part    tokens of a part; parts follow each other from position `sink` on
 
-    A part is scaled by its successor's minimum and maximum per channel. Ranks are those of the softmax over the part of
-    the standard deviation across channels, mean of keys' and values'. NaN (no number) for slots of an incomplete part,
-    or of a part with an incomplete successor.
+    Each channel of a part is scaled by its minimum and maximum in the next part. The deviation of a key or value is the
+    standard deviation across channels, as softmax over the part; keys' and values' are averaged. Slots get NaN (no
+    number) if their part, or the next one, is incomplete.
     """
 
     part: int = 128
@@ -28,7 +28,7 @@ class Lag(Quantity):
         heads = slots.kv.stored.len.shape[1]
         out = torch.full((slots.n.shape[0], heads, slots.columns), torch.nan, device=slots.device)
         places = (slots.positions.long() - self.sink).expand(-1, heads, -1)
-        column = torch.arange(min(self.part, slots.columns), device=slots.device)  # a longer part is never whole
+        column = torch.arange(min(self.part, slots.columns), device=slots.device)
         for b, h, *kv in each_head(slots, "kv"):
             place = places[b, h, : len(kv[0])].contiguous()
             number = place.div(self.part, rounding_mode="floor")[place >= 0]
@@ -41,8 +41,8 @@ class Lag(Quantity):
 
 
 def _deviations(x: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """[P, part] deviations of parts x [P, part, D], scaled by the parts that follow. A channel without variation in the
-    following part has no scale, and is left out."""
+    """Deviations [P, part] of parts x [P, part, D] scaled by the next ones, without channels that are constant
+    there."""
     low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)
     scale = high - low
     varies = (scale > 0).expand_as(x)

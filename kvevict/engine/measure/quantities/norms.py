@@ -1,7 +1,7 @@
-"""Norms and cosines of every alive slot's key or value. For latents they are the mean over the heads."""
+"""Norms and cosines of every alive slot's key or value; for latents, their mean over the heads."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from . import QUANTITIES, Quantity, per_head
 
 @dataclass(frozen=True)
 class Norm(Quantity):
+    """The p-norm of every alive slot's key or value."""
+
     p: int = 2  # 1 or 2
     of: ClassVar[str]  # "k" or "v"
     observes: ClassVar[bool] = False
@@ -52,7 +54,7 @@ class KeyCosine(Quantity):
     observes: ClassVar[bool] = False
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
-        def one(keys: torch.Tensor) -> Any:
+        def one(keys: torch.Tensor) -> torch.Tensor:
             keys = keys.float()
             mean = (F.normalize(keys, dim=-1) if self.unit else keys).mean(0, keepdim=True)
             return torch.cosine_similarity(keys, mean, dim=-1)

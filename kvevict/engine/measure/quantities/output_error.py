@@ -11,15 +11,15 @@ from . import QUANTITIES, Quantity, observed
 @QUANTITIES.add("output_error")
 @dataclass(frozen=True)
 class OutputError(Quantity):
-    """How far the observers' attention outputs move when one slot is removed, summed over rows: the kinds are those of
+    """How far the observing rows' attention outputs move when one slot is removed, summed over rows, as defined by
     `kvevict.ops._ops.error`.
 
     kind     "edie" (EDIE eq. 9-11), "l1" (eq. 7), "l2" (CAOTE eq. 6)
     alpha    keeps the denominator 1 + alpha - a of "edie" from vanishing
-    weight   c_j of row j (EDIE eq. 10, table 3): its largest attention weight over the slots at positions
-             w <= i < T - 2w ("middle"), all ("all"), i < T - 2w ("i<=t-2w"), w <= i ("i>w"), or 1 ("none"); w is the
-             number of observers, T the tokens seen
-    group    over the query heads of a kv head
+    weight   c_j of row j (EDIE eq. 10, table 3): 1 ("none"), or the largest attention weight of the row over the slots
+             at all positions ("all"), w <= i < T - 2w ("middle"), i < T - 2w ("i<=t-2w"), w <= i ("i>w"); w is the
+             number of observing rows, T the tokens seen
+    group    reduction over the query heads of a kv head: "sum", "mean", "max" or "none"
     """
 
     kind: str
@@ -40,8 +40,8 @@ class OutputError(Quantity):
         return total
 
     def row_weights(self, slots: Slots, observation: Observation) -> torch.Tensor | None:
-        """c_j [B, H, R], or None for 1. A head without a slot in the range takes the slots outside the window, or 1 if
-        it has none of these either."""
+        """The weights c_j [B, H, R]; None: all are 1. A head without a slot in the range takes the slots before the
+        observing rows' own, or, without any of these, 1."""
         if self.weight == "none":
             return None
         rows, n = observation.row_count[:, None], slots.n
@@ -61,7 +61,7 @@ class OutputError(Quantity):
 
 
 def _unseen(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """bool [B, Hkv]: the observers see none of the slots lo <= i < hi [B, Hkv]."""
+    """Whether the observers see none of the slots lo <= i < hi [B, Hkv]: bool [B, Hkv]."""
     if part.unseen is None:
         return hi <= lo
     start, stop = slots.around(part.unseen)
@@ -76,7 +76,9 @@ def peak(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> t
         ends = tuple((x if x.shape[1] == heads else x.expand(-1, heads)).int().contiguous() for x in ends)
         return observed(_ops.peak, slots, part, (torch.minimum(*ends), ends[1]))
 
-    hi = torch.minimum(hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None])  # unseen: 0
+    hi = torch.minimum(
+        hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None]
+    )  # without new slots that the observers do not see
     if part.unseen is None:
         return largest(lo, hi)
     start, stop = slots.around(part.unseen)

@@ -8,15 +8,15 @@ from ....policy.inputs import Observation, Slots
 from . import QUANTITIES, Quantity, per_head
 from .worst_attention import logits
 
-ALIKE = 0.5  # cosine above which two keys are copies, as in R-KV's source
-BLOCK = 512  # rows of a head's cosines that exist at once
+ALIKE = 0.5  # cosine above which two keys count as copies, as in R-KV's source
+BLOCK = 512  # rows of a head's matrix of cosines that exist at once
 
 
 @QUANTITIES.add("redundancy")
 @dataclass(frozen=True)
 class Redundancy(Quantity):
-    """Redundancy of a key (R-KV, 2505.24133): softmax over a head's alive slots of the mean cosine to its other keys.
-    The newest of each key's copies, cosine above `ALIKE`, counts 0 in the mean: [B, Hkv, C]."""
+    """Redundancy of a key (R-KV, 2505.24133): the mean cosine to the head's other keys, as softmax over its alive
+    slots: [B, Hkv, C]. In each key's cosines to others, the newest of its copies (cosine above `ALIKE`) counts 0."""
 
     observes: ClassVar[bool] = False
 
@@ -37,15 +37,18 @@ class Redundancy(Quantity):
 @QUANTITIES.add("group_attention")
 @dataclass(frozen=True)
 class GroupAttention(Quantity):
-    """Softmax of each row's largest logits of a group, over all slots but the last protected ones; mean over rows
-    (R-KV's importance, 2505.24133): [B, Hkv, C]."""
+    """R-KV's importance (2505.24133): the softmax, over all slots but the last protected ones, of a row's largest
+    logits in a group of query heads; mean over rows: [B, Hkv, C]."""
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads, best = slots.kv.stored.len.shape[1], {}
         out = torch.zeros(*slots.n.shape, slots.columns, device=slots.device)
         for part in observation.parts:
             for b, h, x, _ in logits(slots, part):
-                at, x = (b, h * slots.n.shape[1] // heads), x.amax(0)[int(part.skip[b]) :]  # latents: all heads
+                at, x = (
+                    (b, h * slots.n.shape[1] // heads),
+                    x.amax(0)[int(part.skip[b]) :],
+                )  # latents: head 0
                 best[at] = torch.maximum(best[at], x) if at in best else x
             for (b, g), x in best.items():
                 end = int(slots.counts[b, g]) - int(slots.protected[1][b])

@@ -1,30 +1,32 @@
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import Observation, Observers, Slots
+from ....policy.inputs import Need, Observation, Observers, Slots
 from ....policy.seen.rows import rolled
 from ....policy.seen.slots import KV
 from .. import projection
 from . import QUANTITIES, Quantity, observed
 
+Appended = tuple[torch.Tensor, torch.Tensor]  # k, v [B, heads, p, D] of the appended rows
+
 
 @QUANTITIES.add("repetition")
 @dataclass(frozen=True)
-class Repetition(Quantity):
-    """The largest attention weight, over repeated rows (rows="repeat") and the heads of a group. The softmax spans a
-    head's first `sink` slots, the chunk, and the visible part of the repetition (KVzip, section 3.2).
+class RepeatedAttention(Quantity):
+    """The largest attention weight that repeated rows (rows="repeat") and the heads of a group give to a slot (KVzip,
+    section 3.2): [B, Hkv, C]. The softmax spans a head's first `sink` slots, the chunk, and the repeated rows so far.
 
-    A slot outside this span is scored as if it were inside, capped at 1. If the prompt is repeated in parts, slots of
-    the other parts get NaN.
+    The weight of a slot outside this span is exp(logit - lse) as for a slot inside, capped at 1. If the prompt is
+    repeated in parts, slots of the other parts get NaN.
     """
 
     sink: int = 4
-    needs: ClassVar[tuple[Any, ...]] = ("appended",)
+    needs: ClassVar[tuple[str | Need, ...]] = ("appended",)
 
-    def measure(self, slots: Slots, observation: Observation, appended: tuple[Any, ...]) -> torch.Tensor:
+    def measure(self, slots: Slots, observation: Observation, appended: Appended) -> torch.Tensor:
         (part,), kv, stored = observation.parts, slots.kv, slots.kv.stored
         part = self.spanning(slots, part, appended)
         if part.of is None:
@@ -40,8 +42,8 @@ class Repetition(Quantity):
                 found = _placed(found, own, begin[:, : own.shape[1]], length[:, : own.shape[1]])
         return found
 
-    def spanning(self, slots: Slots, part: Observers, appended: tuple[Any, ...]) -> Observers:
-        """Observers with lse over the slots of their softmax."""
+    def spanning(self, slots: Slots, part: Observers, appended: Appended) -> Observers:
+        """The observers with lse over the span of their softmax."""
         kv, stored = slots.kv, slots.kv.stored
         if part.of is None:
             return self._spanning(part, kv, appended, 0 * stored.len, stored.len.clamp_max(self.sink))
@@ -49,14 +51,14 @@ class Repetition(Quantity):
         return self._spanning(part, kv, appended, stored.len - prompt + start, count)
 
     def _spanning(
-        self, part: Observers, kv: KV, appended: tuple[Any, ...], begin: torch.Tensor, count: torch.Tensor
+        self, part: Observers, kv: KV, appended: Appended, begin: torch.Tensor, count: torch.Tensor
     ) -> Observers:
-        """The observers, with the log-sum-exp over stored slots begin .. begin + count - 1 [B, heads], the chunk, the
-        repetition, and the first `sink` slots as far as they come earlier."""
+        """The observers with lse over the stored slots begin .. begin + count - 1 [B, heads], the first `sink` slots if
+        these come before them, the chunk and the repeated rows."""
         within, options = kv.within(begin, count).stored, kv.options
         k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), appended, strict=True))
         moved = bool(part.skip.any())
-        q = rolled(part.q, -part.skip) if moved else part.q  # in the order of their keys
+        q = rolled(part.q, -part.skip) if moved else part.q  # in the order of the appended keys
         _, lse = _ops.attend(q, within, k, v, kv.first, **options)
         sinks = begin.clamp_max(self.sink).contiguous()
         if bool(sinks.any()):
@@ -67,6 +69,7 @@ class Repetition(Quantity):
 
 
 def _largest(slots: Slots, part: Observers, columns: int) -> torch.Tensor:
+    """The largest attention weight on each of the first `columns` slots, at most 1: [B, Hkv, columns]."""
     return observed(_ops.score, slots, part, reduce="max", group="max", columns=columns).clamp_max(1)
 
 
@@ -79,22 +82,17 @@ def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: 
 
 @QUANTITIES.add("repeated_output")
 @dataclass(frozen=True)
-class RepeatedOutput(Repetition):
+class RepeatedOutput(RepeatedAttention):
     """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
-    and Jeblick 2026, section 2.2): slot i's contribution at row j, relative to the attention block's input there."""
+    and Jeblick 2026, section 2.2): slot i's contribution to row j, relative to the attention block's input x_j."""
 
-    needs: ClassVar[tuple[Any, ...]] = ("appended", "hidden", "output_gram")
+    needs: ClassVar[tuple[str | Need, ...]] = ("appended", "hidden", "output_gram")
 
-    def ready(self, decoder: Any, modules: Any) -> None:
+    def ready(self, decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> None:
         projection.check(modules)
 
     def measure(
-        self,
-        slots: Slots,
-        observation: Observation,
-        appended: tuple[Any, ...],
-        hidden: torch.Tensor,
-        gram: torch.Tensor,
+        self, slots: Slots, observation: Observation, appended: Appended, hidden: torch.Tensor, gram: torch.Tensor
     ) -> torch.Tensor:
         (part,) = observation.parts
         part = self.spanning(slots, part, appended)

@@ -6,9 +6,9 @@ from ....policy.inputs import Observation, Slots
 from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, each_head
-from .expected import OfQueries, turned
+from .expected import OfQueries, QueryMoments, rotated_ahead
 
-AHEAD = tuple(1 << n for n in range(17))  # 1 .. 65,536
+AHEAD = tuple(1 << n for n in range(17))  # distances from the last token: 1 .. 65,536
 
 
 @QUANTITIES.add("trigonometric")
@@ -16,26 +16,21 @@ AHEAD = tuple(1 << n for n in range(17))  # 1 .. 65,536
 class Trigonometric(OfQueries):
     """TriAttention's score (2604.04921): [B, Hkv, C].
 
-    Of each query head, with q_f the complex halves of queries before rotation, k_f those of a key, w_f their
-    frequencies and phi_f the angle between E q_f and k_f after the last row: sum_f (|E q_f| |k_f| mean_D cos(w_f D +
-    phi_f) + (E|q_f| - |E q_f|) |k_f|) over distances D = 1, 2, 4 .. 65536. It is scaled to mean 0 and variance 1 over
-    the slots that compete; then the largest of a group. A dimension without rotation is one half alone.
+    Rotation acts on pairs f of dimensions, here complex numbers: q_f of a query before rotation, k_f of a key, with
+    frequency w_f and the angle phi_f between E q_f and k_f after the last row. The score of a query head is sum_f
+    (|E q_f| |k_f| mean_D cos(w_f D + phi_f) + (E|q_f| - |E q_f|) |k_f|), D = 1, 2, 4 .. 65536. It is scaled to mean 0
+    and variance 1 over the slots that compete; the largest of a group counts. A dimension without rotation is alone.
     """
 
     def measure(
-        self,
-        slots: Slots,
-        observation: Observation,
-        rope: Rope,
-        of_queries: tuple[torch.Tensor, ...],
-        last: torch.Tensor,
+        self, slots: Slots, observation: Observation, rope: Rope, of_queries: QueryMoments, last: torch.Tensor
     ) -> torch.Tensor:
         stored, width = slots.kv.stored, slots.kv.k.shape[3]
         mean, _, size = of_queries
         partner = rope.partners(width, mean.device)
         alone = partner == torch.arange(width, device=mean.device)
-        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # a pair is two dimensions
-        later = turned(rope, last, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
+        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # a pair counts in two dimensions
+        later = rotated_ahead(rope, last, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
         heads, group = stored.len.shape[1], mean.shape[1] // stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
         for b, h, keys in each_head(slots, "k"):

@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,9 @@ from . import QUANTITIES, Quantity, each_head
 @QUANTITIES.add("worst_attention")
 @dataclass(frozen=True)
 class WorstAttention(Quantity):
-    """The largest attention weight over rows and the heads of a group, each row's weights averaged over `kernel`
-    neighbouring slots that compete and rescaled to the sum that they had (DefensiveKV): [B, Hkv, C], 0 for slots that
-    do not compete.
-
-    The matrix of all rows' weights exists for one head at a time, as no op pools them.
+    """The largest attention weight over rows and the heads of a group (DefensiveKV): [B, Hkv, C], 0 for slots that do
+    not compete. Each row's weights are first averaged over `kernel` neighbouring slots that compete, and rescaled to
+    their sum before; no op does that, so that one head's matrix of all rows' weights exists at a time.
     """
 
     kernel: int = 5
@@ -27,8 +24,10 @@ class WorstAttention(Quantity):
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
         first, last = slots.first.tolist(), slots.protected[1].tolist()
         for part in observation.parts:
-            for b, h, a in weights(slots, part):
-                start = first[b][min(h, len(first[b]) - 1)]  # latents have one
+            skip = part.skip.tolist()
+            for b, h, x, lse in logits(slots, part):
+                a = (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
+                start = first[b][min(h, len(first[b]) - 1)]  # latents have one number for all heads
                 inside = slice(start, max(a.shape[-1] - last[b], start))
                 a = a[..., inside]
                 if a.numel():
@@ -38,20 +37,13 @@ class WorstAttention(Quantity):
         return slots.heads.reduce(out, "max")
 
 
-def weights(slots: Slots, part: Observers) -> Iterator[Any]:
-    """Yields (b, h, a [G, R, n]), the attention weights of the counting observers over the alive slots of each kv head,
-    in fp32; the rows, slots and lse are those of `kvevict.ops._ops.score`."""
-    skip = part.skip.tolist()
-    for b, h, x, lse in logits(slots, part):
-        yield b, h, (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
-
-
-def logits(slots: Slots, part: Observers) -> Iterator[Any]:
-    """Yields (b, h, x [G, R, n], lse [G, R]) of all observers, in fp32; x is -inf at slots unseen by a row."""
+def logits(slots: Slots, part: Observers) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """Yield (b, h, x [G, R, n], lse [G, R]) of each kv head: the observers' logits, fp32, -inf at slots unseen by a
+    row."""
     kv, stored = slots.kv, slots.kv.stored
     group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
     softcap, sinks = kv.options["softcap"], kv.options["sinks"]
-    stop = (kv.k.shape[2] - part.stop).tolist()  # new columns that are not seen
+    stop = (kv.k.shape[2] - part.stop).tolist()  # number of new columns that are not seen
     rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
     for b, h, k in each_head(slots, "k"):
         mine, column = slice(h * group, (h + 1) * group), torch.arange(len(k), device=slots.device)
