@@ -21,7 +21,7 @@ from .policy.heads import HeadBudget as HeadBudget
 from .policy.inputs import need as need
 from .policy.layers import LAYERS as LAYERS
 from .policy.layers import LayerBudget as LayerBudget
-from .policy.layers.tada import history as history
+from .policy.history import history as history
 from .policy.policy import Policy as Policy
 from .policy.presets import PRESETS as PRESETS
 from .policy.refinements import REFINEMENTS as REFINEMENTS

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ..ops import _ops
-from ..policy.heads import HEADS, above
-from ..policy.heads.equal import Equal, shares
+from ..policy.heads import HEADS, Equal, above, shares
 from ..policy.inputs import LayerRows, Need, Observation, Observers, Policy, Slots
 from ..policy.parts import returned
 from ..policy.rows import Rows

@@ -8,19 +8,24 @@ from .seen.rows import Chunk as Chunk
 from .seen.rows import LayerRows as LayerRows
 from .seen.rows import Observation as Observation
 from .seen.rows import Observers as Observers
+from .seen.rows import PromptCall as PromptCall
+from .seen.rows import PromptRead as PromptRead
 from .seen.slots import Slots as Slots
 
 if TYPE_CHECKING:
     from .policy import Policy as Policy
 else:
-    Policy = Any  # its parts are imported first
+    Policy = Any  # policy.py imports the parts first
 
 
 class Need(NamedTuple):
     """A quantity of `kvevict.QUANTITIES` by its name, with options."""
 
     name: str
-    options: tuple[Any, ...] = ()  # (option, value), sorted
+    options: tuple[tuple[str, Any], ...] = ()  # (option, value), sorted
+
+
+Needs = tuple[str | Need, ...]  # quantities that a part of a policy gets, by name, those with options as `Need`
 
 
 def need(name: str, **options: Any) -> Need:
@@ -28,6 +33,6 @@ def need(name: str, **options: Any) -> Need:
 
 
 @functools.cache
-def as_needs(needs: Any) -> tuple[Any, ...]:
-    """Return a part's `needs`, names and `Need`s, as `Need`s."""
+def as_needs(needs: Needs) -> tuple[Need, ...]:
+    """Return a part's `needs` as `Need`s."""
     return tuple(Need(each) if isinstance(each, str) else each for each in needs)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .heads.flat import Flat
+from .heads import Flat
 from .inputs import Policy, as_needs
 from .parts import PARTS, written
 from .rows.window import All, NoRows

@@ -99,7 +99,7 @@ def test_decode_with_eviction(name, interval=3):
 
 
 @pytest.mark.parametrize("more", [
-    dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
+    dict(layers="pyramid"), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
     dict(select="chunk", c=3, per_head=True, heads="flat"), dict(refine="fastcaote"),
     dict(warmup_layers=3), dict(n_reuse=2),
 ], ids=str)  # fmt: skip

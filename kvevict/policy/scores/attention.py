@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ..checks import one_of
-from ..inputs import Policy, Slots, need
+from ..checks import flag, one_of
+from ..inputs import Needs, Policy, Slots, need
 from ..rows.drafted import Drafted
 from ..rows.given import Given
 from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
-from ..rows.window import Window
-from . import SCORES, Attention
+from ..rows.window import Last, Window
+from . import SCORES, Attention, Pooled, Score
+
+GAMMA = 200.0  # CAKE's weight of the variance
+MIX = 0.1  # R-KV's lambda, the weight of the importance
 
 
 @SCORES.add("snapkv")
@@ -26,6 +29,14 @@ class SnapKV(Attention):
     def check(self, policy: Policy) -> None:
         super().check(policy)
         one_of("reduce", self.reduce, ("sum", "mean", "max"))
+
+
+@SCORES.add("paasvn")
+@dataclass(frozen=True)
+class PAASVN(Attention):
+    """PAASVN (EDIE eq. 4), EDIE's baseline: SnapKV's sums times the 1-norm of the value, pooled."""
+
+    factors: ClassVar[tuple[str, ...]] = ("value_norm",)
 
 
 @SCORES.add("take")
@@ -89,7 +100,7 @@ class FastKV(Attention):
     per_query_head: ClassVar[bool] = True
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return (need("attention", reduce=self.reduce, group="none"),)
 
     def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
@@ -102,3 +113,65 @@ class FastKV(Attention):
 def _heads(slots: Slots, score: torch.Tensor) -> Sequence[torch.Tensor]:
     """Split scores [B, H, C] into each kv head's first, second, .. query head: [B, Hkv, C] each."""
     return score.unflatten(1, (slots.n.shape[1], -1)).unbind(2)
+
+
+@SCORES.add("cake")
+@dataclass(frozen=True)
+class Cake(Pooled):
+    """CAKE (Qin et al. 2025): mean and 200 times variance of the observers' attention over rows, per query head,
+    mean over the group; average pooling."""
+
+    kernel: int = 5
+    pool: str = "avg"
+    needs: ClassVar[Needs] = ("moments",)
+
+    def score(self, slots: Slots, moments: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        mean, variance = moments
+        return (mean + GAMMA * variance).unflatten(1, (slots.n.shape[1], -1)).mean(2)
+
+
+@SCORES.add("rkv")
+@dataclass(frozen=True)
+class RKV(Pooled):
+    """R-KV (2505.24133): attention of the last 8 rows less what other keys repeat of a slot's, for long answers.
+
+    The score is 0.1 times the importance less 0.9 times the redundancy. The importance alone is pooled.
+    """
+
+    rows: ClassVar = Window(8)
+    continues: ClassVar[bool] = True
+    ordinal: ClassVar[bool] = True
+    own_interval: ClassVar[int] = 128
+    needs: ClassVar[Needs] = ("group_attention", "redundancy")
+
+    def score(self, slots: Slots, importance: torch.Tensor, redundancy: torch.Tensor) -> torch.Tensor:
+        pooled = super().pooled(slots, importance).masked_fill(~slots.competing, 0)
+        return MIX * pooled - (1 - MIX) * redundancy
+
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
+        return score
+
+
+@SCORES.add("tova")
+@dataclass(frozen=True)
+class TOVA(Score):
+    """TOVA (Oren et al. 2024): attention of the last row, mean over all heads, one selection for the layer.
+
+    `per_head=True` lets every kv head choose for itself (CAOTE's reading).
+    """
+
+    per_head: bool = False
+    rows: ClassVar = Last()
+    needs: ClassVar[Needs] = ("attention",)
+    continues: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+
+    @property
+    def shared(self) -> bool:
+        return not self.per_head
+
+    def check(self, policy: Policy) -> None:
+        flag("per_head", self.per_head)
+
+    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
+        return attention if self.per_head else slots.heads.gather(attention).mean(1, keepdim=True)

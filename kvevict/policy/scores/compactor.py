@@ -1,12 +1,14 @@
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ..checks import at_least_0, count
-from ..inputs import Policy, Slots, need
+from ..checks import count
+from ..inputs import Needs, Policy, Slots, need
 from ..rows.window import All
 from . import SCORES, Score
+
+BLEND = 0.35  # weight of the leverage at any budget, since scores of several chunks compete (kvpress: the ratio removed)
 
 
 @SCORES.add("compactor")
@@ -14,12 +16,12 @@ from . import SCORES, Score
 class Compactor(Score):
     """Compactor (Chari & Van Durme 2025): outlying keys, and attention both ways in blocks; for later questions.
 
-    blend    weight of the keys' statistical leverage beside attention, both in standard deviations
     sink     first slots that are always kept
     recent   last slots that are always kept
+
+    The score is 0.35 times the keys' statistical leverage plus the attention, both in standard deviations.
     """
 
-    blend: float = 0.35
     sink: int = 8
     recent: int = 4
     rows: ClassVar = All()
@@ -27,18 +29,17 @@ class Compactor(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self) -> Any:
+    def protected(self) -> tuple[int, int]:
         return self.sink, self.recent
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
-        at_least_0("blend", self.blend)
         count("recent", self.recent, 0)
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         ends = dict(sink=self.sink, recent=self.recent)
         return need("leverage", **ends), need("block_attention", **ends)
 
     def score(self, slots: Slots, leverage: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-        return self.blend * leverage + attention
+        return BLEND * leverage + attention

@@ -1,13 +1,27 @@
-"""Cheap controls that look at keys or positions only."""
+"""Scores of keys or positions alone."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ..checks import count, flag
-from ..inputs import Policy, Slots, need
+from ..inputs import Needs, Policy, Slots, need
 from . import SCORES, Score
+
+
+@SCORES.add("streaming")
+@dataclass(frozen=True)
+class Streaming(Score):
+    """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones."""
+
+    sink: int = 4
+    continues: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+    ordinal: ClassVar[bool] = True
+
+    def score(self, slots: Slots) -> torch.Tensor:
+        return torch.arange(slots.columns, dtype=torch.float32, device=slots.device).expand(*slots.n.shape, -1)
 
 
 @SCORES.add("knorm")
@@ -16,7 +30,7 @@ class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
     ordinal: ClassVar[bool] = True
-    needs: ClassVar[tuple[Any, ...]] = ("key_norm",)
+    needs: ClassVar[Needs] = ("key_norm",)
 
     def score(self, slots: Slots, norm: torch.Tensor) -> torch.Tensor:
         return -norm
@@ -37,7 +51,7 @@ class KeyDiff(Score):
         flag("unit", self.unit)
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return (need("key_cosine", unit=self.unit),)
 
     def score(self, slots: Slots, cosine: torch.Tensor) -> torch.Tensor:
@@ -61,7 +75,7 @@ class Random(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self) -> Any:
+    def protected(self) -> tuple[int, int]:
         return 0, (64 if self.redraw else 0) if self.recent is None else self.recent
 
     @property
@@ -77,7 +91,7 @@ class Random(Score):
     def score(self, slots: Slots) -> torch.Tensor:
         head = slots.heads.numbers(slots.device)[:, None]
         x = slots.positions.long() * 0x9E3779B1 + head * 0x85EBCA77 + slots.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
-        if self.redraw:  # the last slot is the newest token's; one number for all heads of a row
+        if self.redraw:  # the last position is the newest token's: all heads of a row add one number
             x = x + (slots.positions.amax((1, 2), keepdim=True).long() + 1) * 0x165667B1
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
             x = x & 0xFFFFFFFF

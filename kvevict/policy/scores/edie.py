@@ -1,8 +1,8 @@
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..checks import at_least_0, one_of
-from ..inputs import Policy, need
+from ..inputs import Needs, Policy, need
 from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
@@ -29,7 +29,7 @@ class Edie(Pooled):
         at_least_0("alpha", self.alpha)
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return (need("output_error", kind=self.kind, alpha=self.alpha, weight=self.weight),)
 
 

@@ -1,8 +1,10 @@
+"""Scores that sum the attention of every row."""
+
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..checks import count
-from ..inputs import LayerRows, Policy
+from ..inputs import LayerRows, Needs, Policy
 from ..rows.window import All
 from . import SCORES, Score
 
@@ -19,19 +21,29 @@ class H2O(Score):
     recent: int | None = None
     sink: ClassVar[int] = 0
     rows: ClassVar = All()
-    needs: ClassVar[tuple[Any, ...]] = ("attention",)
+    needs: ClassVar[Needs] = ("attention",)
     carry: ClassVar[str] = "sum"
     continues: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
 
     @property
-    def protected(self) -> Any:  # half of the smallest budget holds the sinks, so that the other half can be recent
+    def protected(self) -> tuple[int, int]:  # half of the smallest budget has the sinks, so the other half is as large
         return self.sink, self.sink if self.recent is None else self.recent
 
-    def protect(self, call: LayerRows) -> Any:
+    def protect(self, call: LayerRows) -> tuple:
         return self.sink, (call.budget // 2 if self.recent is None else self.recent)
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
         if self.recent is not None:
             count("recent", self.recent, 0)
+
+
+@SCORES.add("vatp")
+@dataclass(frozen=True)
+class VATP(H2O):
+    """VATP (Guo et al. 2024): H2O's sums times the 1-norm of the value; the first `sink` slots are kept."""
+
+    sink: int = 20
+    decodes: ClassVar[bool] = False
+    factors: ClassVar[tuple[str, ...]] = ("value_norm",)

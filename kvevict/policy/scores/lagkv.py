@@ -1,7 +1,9 @@
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ..inputs import LayerRows, need
+import torch
+
+from ..inputs import LayerRows, Needs, need
 from . import SCORES, Score
 
 
@@ -12,8 +14,8 @@ class LagKV(Score):
 
     sink   first slots that are always kept; parts begin after them
 
-    A part has 128 tokens. A slot's number is its rank in its part, so that every part keeps as many. The last whole
-    part and all tokens after it are kept, until the next part is there.
+    A part has 128 tokens. A slot's score is its rank in its part, so that all parts keep equally many slots. The last
+    whole part and all tokens after it are kept until the next part is whole.
     """
 
     sink: int = 4
@@ -22,12 +24,12 @@ class LagKV(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self) -> Any:
+    def protected(self) -> tuple[int, int]:
         return self.sink, 2 * self.lag - 1
 
-    def protect(self, call: LayerRows) -> Any:
+    def protect(self, call: LayerRows) -> tuple[int, torch.Tensor]:
         return self.sink, self.lag + (call.next_position - self.sink) % self.lag
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return (need("lag", part=self.lag, sink=self.sink),)
