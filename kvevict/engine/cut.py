@@ -12,8 +12,9 @@ import torch
 
 from ..ops import _ops
 from ..policy.heads import HEADS, Equal, above, shares
-from ..policy.inputs import LayerRows, Need, Observation, Observers, Policy, Slots
+from ..policy.inputs import LayerRows, Need, Observation, Observers, Slots
 from ..policy.parts import returned
+from ..policy.policy import Policy
 from ..policy.rows import Rows
 from ..policy.scores import Score
 from ..policy.selections import Selection

@@ -13,7 +13,7 @@ import torch
 
 from .apportion import apportion
 from .checks import fraction, one_of
-from .inputs import Policy, Slots
+from .inputs import OwnPolicy, Slots
 from .registry import Part, Registry
 
 HEADS: Registry = Registry("head budget")
@@ -65,7 +65,7 @@ class Ada(HeadBudget):
     f: float = 0.2
     floor: str = "mix"
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         fraction("f", self.f)
         one_of("floor", self.floor, ("mix", "max", "all"))
 

@@ -1,7 +1,7 @@
-"""The inputs of a policy's parts: what a policy sees of a read, and quantities of slots by name."""
+"""The inputs of a policy's parts: what a policy sees of a read, quantities of slots by name, and the policy itself."""
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .seen.rows import CallRows as CallRows
 from .seen.rows import Chunk as Chunk
@@ -12,10 +12,20 @@ from .seen.rows import PromptCall as PromptCall
 from .seen.rows import PromptRead as PromptRead
 from .seen.slots import Slots as Slots
 
-if TYPE_CHECKING:
-    from .policy import Policy as Policy
-else:
-    Policy = Any  # policy.py imports the parts first
+
+class OwnPolicy(Protocol):
+    """What a part reads of the `kvevict.Policy` that it belongs to."""
+
+    @property
+    def chunk_size(self) -> int | None: ...
+    @property
+    def layers(self) -> Any: ...  # the `LayerBudget`
+    @property
+    def protected(self) -> int: ...
+    @property
+    def shared(self) -> bool: ...
+    def slots(self, tokens: int) -> int: ...
+    def groups(self, layers: int) -> list[list[int]]: ...
 
 
 class Need(NamedTuple):

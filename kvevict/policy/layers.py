@@ -14,7 +14,7 @@ from .apportion import apportion
 from .checks import PLENTY, count, flag, one_of
 from .heads import LOWEST, best, order, winners
 from .history import history
-from .inputs import Needs, Policy, Slots, need
+from .inputs import Needs, OwnPolicy, Slots, need
 from .registry import Part, Registry
 
 LAYERS: Registry = Registry("layer budget")
@@ -33,7 +33,7 @@ class LayerBudget(Part):
     pools: ClassVar[bool] = False  # one ranking of all layers' slots, by `keep`, once the last layer was read
     residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
 
-    def shares(self, policy: Policy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
+    def shares(self, policy: OwnPolicy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
         """Return each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured:
         the layers' mean errors over the row's earlier chunks, if there were any; for a cascade the layers'
         preferences, 0 for a layer that was not read yet."""
@@ -62,7 +62,7 @@ class Pyramid(LayerBudget):
     keeps somewhat more than b per layer; here the layers' sum is exact.
     """
 
-    def shares(self, policy: Policy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
+    def shares(self, policy: OwnPolicy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
         protected = policy.protected
         mean = policy.slots(tokens) - protected
         if tokens < 2 * mean or layers == 1:
@@ -86,10 +86,12 @@ class CakeBudget(LayerBudget):
     cascades: ClassVar[bool] = True
     needs: ClassVar[Needs] = (need("attention", reduce="sum", group="sum", term="entropy"), "moments")
 
-    def shares(self, policy: Policy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
+    def shares(self, policy: OwnPolicy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
         return measured or [1.0] * layers
 
-    def preference(self, slots: Slots, entropy: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def preference(
+        self, slots: Slots, entropy: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         protected = ~slots.competing
         entropy = entropy.masked_fill(protected, 0)
         variance = moments[1].unflatten(1, (protected.shape[1], -1)).masked_fill(protected[:, :, None], 0)
@@ -111,7 +113,7 @@ class Pool(LayerBudget):
     least: int = 4
     pools: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("least", self.least, 0)
 
     def keep(self, layers: list[Slots], scores: list[torch.Tensor], wanted: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -154,13 +156,13 @@ class Tada(LayerBudget):
     def residual(self) -> str:
         return self.cd
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         if not isinstance(self.task, str) or not self.task:
             raise TypeError(f"task must be the name of a task, got {self.task!r}")
         one_of("cd", self.cd, ("attention", "layer", "off"))
         flag("own", self.own)
 
-    def shares(self, policy: Policy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
+    def shares(self, policy: OwnPolicy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
         past = history(self.task)
         if past.contexts and len(past.errors) != layers:
             raise ValueError(
@@ -176,7 +178,7 @@ class Tada(LayerBudget):
 
 
 def layer_slots(
-    policy: Policy, layers: int, kv_heads: int, tokens: list[int], alive: torch.Tensor | np.ndarray | None = None,
+    policy: OwnPolicy, layers: int, kv_heads: int, tokens: list[int], alive: torch.Tensor | np.ndarray | None = None,
     measured: list[list[float] | None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Count the slots of every evicting layer, summed over its kv heads: int64 [layers, B]. Each row's layers sum to C,

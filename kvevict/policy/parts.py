@@ -10,6 +10,7 @@ from . import peers
 from .checks import builtin, unknown
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
+from .peers import FIXED
 from .refinements import REFINEMENTS, Refinement
 from .registry import Registry
 from .rows import ROWS, Rows
@@ -56,11 +57,12 @@ def from_plain(value: object, kind: str) -> Any:
     if kind not in PARTS or not isinstance(value.get("name"), str):
         wanted = "an object must have a name" if kind in PARTS else "cannot be an object"
         raise ValueError(f"{kind} of a policy in JSON: {wanted}, got {value!r}")
-    part, options = PARTS[kind][0].find(value["name"]), {}
-    for name, option in value.items():
-        if name != "name" and (name in option_names(part) or (name, option) not in peers.FIXED.items()):
-            check_option(name, option_names(part), f"option of {value['name']}")
-            options[name] = from_plain(option, name)
+    part = PARTS[kind][0].find(value["name"])
+    known = option_names(part)
+    given = {name: option for name, option in value.items() if name in known or (name, option) not in FIXED.items()}
+    options = {name: from_plain(option, name) for name, option in given.items() if name != "name"}
+    for name in options:
+        check_option(name, known, f"option of {value['name']}")
     return part(**options)
 
 

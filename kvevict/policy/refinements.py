@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..ops import _ops
 from .heads import best, order
 from .inputs import Slots
 from .registry import Part, Registry
@@ -45,7 +46,9 @@ class Caote(Refinement):
     refines: ClassVar[bool] = True
 
     def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        return slots.removal_error(score, self.fast)
+        kv, heads = slots.kv, slots.kv.stored.len.shape[1]
+        weights = score if score.shape[1] == heads else score.expand(-1, heads, -1)
+        return slots.heads.merge(_ops.refine(kv.stored, kv.v, kv.first, kv.end, weights.contiguous(), fast=self.fast))
 
 
 @REFINEMENTS.add("fastcaote")

@@ -1,19 +1,22 @@
 """The choices that exclude each other, and the reasons: one table (METHODS sections 1, 4 and 5)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .heads import Flat
-from .inputs import Policy, as_needs
+from .inputs import as_needs
 from .parts import PARTS, written
 from .rows.window import All, NoRows
 from .run import Run
 
+if TYPE_CHECKING:
+    from .policy import Policy
 
-def _waits(policy: Policy) -> bool:
+
+def _waits(policy: "Policy") -> bool:
     return policy.warmup_layers not in (None, 1)
 
 
-def _needs(policy: Policy) -> Any:
+def _needs(policy: "Policy") -> Any:
     return [each.name for each in as_needs(policy.score.needs)]
 
 
@@ -135,7 +138,7 @@ RULES_OF_RUNS = (
 )  # fmt: skip
 
 
-def check(policy: Policy, *run: Run) -> None:
+def check(policy: "Policy", *run: Run) -> None:
     """Raise ValueError, with the reason, for choices that cannot go together: a policy's, or those of a run of it."""
     for excluded, reason in RULES_OF_RUNS if run else RULES:
         if excluded(policy, *run):

@@ -11,7 +11,7 @@ import torch
 
 from .checks import count, flag
 from .heads import LOWEST, order
-from .inputs import LayerRows, Policy, Slots
+from .inputs import LayerRows, OwnPolicy, Slots
 from .registry import Part, Registry
 
 SELECTIONS: Registry = Registry("selection")
@@ -69,7 +69,7 @@ class Runs(Selection):
     def run(self) -> int:
         return self.c
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("c", self.c, 1)
         flag("per_head", self.per_head)
         flag("exact", self.exact)

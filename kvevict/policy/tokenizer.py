@@ -8,7 +8,7 @@ import torch
 
 from ..asking.prompts import ids_of
 from ..models.families import base_model
-from .inputs import Policy
+from .policy import Policy
 from .scores import DIGITS
 
 NUMBER = "3141592653589793238462643383279"
@@ -50,4 +50,5 @@ def told(policy: Policy, tokenizer: Any) -> Policy:
         return policy
     tokens = len(ids_of(tokenizer, NUMBER)) / len(NUMBER) * DIGITS
     kernel = 2 * round((tokens - 1) / 2) + 1
-    return dataclasses.replace(policy, score=dataclasses.replace(policy.score, kernel=kernel))
+    score: Any = policy.score
+    return dataclasses.replace(policy, score=dataclasses.replace(score, kernel=kernel))

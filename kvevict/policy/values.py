@@ -3,16 +3,18 @@
 import numbers
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .checks import byte_count, count, finite, flag, one_of
-from .inputs import Policy
 from .parts import as_part
+
+if TYPE_CHECKING:
+    from .policy import Policy
 
 AFTER = 16  # first tokens of an answer that attend to all slots
 
 
-def check(policy: Policy) -> None:
+def check(policy: "Policy") -> None:
     """Raise TypeError or ValueError for a field of a wrong value, and for one that means nothing without another."""
     if policy.threshold is not None:
         finite("threshold", policy.threshold)
@@ -38,6 +40,7 @@ def check(policy: Policy) -> None:
                 f"{name}={getattr(policy, name)} is about evicting while decoding, which this policy does not: give "
                 f"decode=True too, or leave {name} out"
             )
+    one_of("carry", policy.carry, ("none", "sum", "keep", "max"))
     one_of("schedule", policy.schedule, ("prompt", "chunk"))
     if policy.schedule == "chunk" and policy.chunk_size is None:
         raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
@@ -50,7 +53,7 @@ def check(policy: Policy) -> None:
         raise ValueError(f"tsp_len={policy.tsp_len} is not a share in (0, 1); pass an int for a number of tokens")
 
 
-def _check_budget(policy: Policy) -> None:
+def _check_budget(policy: "Policy") -> None:
     budget = policy.budget
     if isinstance(budget, str):
         if "/" in budget or "%" in budget:
@@ -78,24 +81,26 @@ def _check_budget(policy: Policy) -> None:
         )
 
 
-def check_recall_slots(policy: Policy) -> None:
-    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy."""
-    slots = policy.recall_slots
-    if not policy.recall:
-        raise ValueError(f"recall_slots={slots} is about recall: give recall=True too, or leave it out")
+def check_recall(policy: "Policy") -> None:
+    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy, and for `recall_after` where
+    the policy cannot have it."""
+    for name in ("recall_slots", "recall_after"):
+        if getattr(policy, name) and not policy.recall:
+            raise ValueError(f"{name}={getattr(policy, name)} is about recall: give recall=True too, or leave it out")
     try:
-        if isinstance(slots, str):
+        if isinstance(policy.recall_slots, str):
             raise TypeError("bytes are for budget alone: give a number of slots or a fraction")
-        assert policy.recalling  # made here, with the checks of a budget
+        _ = policy.recalling  # a policy, with the checks of its budget
     except (ValueError, TypeError) as error:
         raise type(error)(f"recall_slots: {error}") from None
+    if policy.recall_after is not None:
+        count("recall_after", policy.recall_after, 0)
+    _ = policy.answered
 
 
-def answered(policy: Policy) -> int:
-    """Return `recall_after`, or its default. Raises TypeError or ValueError where the policy cannot have it."""
+def answered(policy: "Policy") -> int:
+    """Return `recall_after`, or its default. Raises ValueError where the policy cannot have it."""
     given = policy.recall_after
-    if given is not None and count("recall_after", given, 0) and not policy.recall:
-        raise ValueError(f"recall_after={given} is about recall: give recall=True too, or leave it out")
     if given == 0 or not policy.recall:
         return 0
     reason = _never_chooses_again(policy)
@@ -104,7 +109,7 @@ def answered(policy: Policy) -> int:
     return 0 if reason else AFTER if given is None else given
 
 
-def _never_chooses_again(policy: Policy) -> str | None:
+def _never_chooses_again(policy: "Policy") -> str | None:
     """Why the rows of an answer cannot choose among all slots; None: they can."""
     if policy.rows.needs_full_prompt or policy.rows.repeats:
         return "this policy drafts, or repeats the prompt, and an answer's rows would choose instead"

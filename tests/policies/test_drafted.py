@@ -231,7 +231,7 @@ def test_a_draft_model_by_name(tmp_path):
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
     assert kept[0] == kept[1]
-    with pytest.raises(ValueError, match=r"JSON cannot hold a LlamaForCausalLM.*draft_model='"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not JSON.*draft_model='"):
         build("speckv", budget=16, window=3, draft_model=draft).to_json()
 
 

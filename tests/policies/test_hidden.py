@@ -58,7 +58,7 @@ def test_parts_in_other_families(family):
 
 
 @pytest.mark.parametrize("family, name", [
-    ("gemma3", "kvzip, told"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
+    ("gemma3", "kvzip, few first slots"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
 ])  # fmt: skip
 def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""

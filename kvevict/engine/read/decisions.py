@@ -1,14 +1,18 @@
 """When each layer is cut, and to how many slots. The engine carries the decisions out, and `kvevict plan` counts by
 them. Free of tensors: NumPy numbers, per row of the batch, over all kv heads of a layer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...policy.checks import PLENTY
-from ...policy.inputs import Policy
 from .schedule import follows, overfull, waits
+
+if TYPE_CHECKING:
+    from ...policy.policy import Policy
 
 
 class Cut(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 
 from ...models import families
 from ..checks import count
-from ..inputs import CallRows, Chunk, LayerRows, Observation, Policy, PromptCall, PromptRead
+from ..inputs import CallRows, Chunk, LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
 from . import ROWS, AppendedRows, Rows
 
 
@@ -29,7 +29,7 @@ class Repeat(Rows):
     newest: ClassVar[bool] = True
     repeats: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("part", self.part, 1)
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:

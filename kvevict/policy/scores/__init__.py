@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, one_of
-from ..inputs import LayerRows, Needs, Policy, Slots, need
+from ..inputs import LayerRows, Needs, OwnPolicy, Slots, need
 from ..registry import Part, Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
@@ -53,7 +53,7 @@ class Score(Part):
         """Whether a row adds its attention weights, mean over the group, to the score."""
         return tuple(self.needs) == ("attention",) and not self.shared
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         if hasattr(self, "sink"):
             count("sink", self.sink, 0)
 
@@ -88,7 +88,7 @@ class Pooled(Score):
     pool: str = "max"
     rows: ClassVar[Rows] = Window()
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         one_of("pool", self.pool, ("max", "avg", "none"))
         if self.kernel != "digits":

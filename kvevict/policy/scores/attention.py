@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from ..checks import flag, one_of
-from ..inputs import Needs, Policy, Slots, need
+from ..inputs import Needs, OwnPolicy, Slots, need
 from ..rows.drafted import Drafted
 from ..rows.given import Given
 from ..rows.lookahead import Lookahead
@@ -26,7 +26,7 @@ class SnapKV(Attention):
 
     reduce: str = "sum"
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         one_of("reduce", self.reduce, ("sum", "mean", "max"))
 
@@ -170,7 +170,7 @@ class TOVA(Score):
     def shared(self) -> bool:
         return not self.per_head
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         flag("per_head", self.per_head)
 
     def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:

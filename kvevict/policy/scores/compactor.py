@@ -4,11 +4,13 @@ from typing import ClassVar
 import torch
 
 from ..checks import count
-from ..inputs import Needs, Policy, Slots, need
+from ..inputs import Needs, OwnPolicy, Slots, need
 from ..rows.window import All
 from . import SCORES, Score
 
-BLEND = 0.35  # weight of the leverage at any budget, since scores of several chunks compete (kvpress: the ratio removed)
+BLEND = (
+    0.35  # weight of the leverage at any budget, since scores of several chunks compete (kvpress: the ratio removed)
+)
 
 
 @SCORES.add("compactor")
@@ -32,7 +34,7 @@ class Compactor(Score):
     def protected(self) -> tuple[int, int]:
         return self.sink, self.recent
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         count("recent", self.recent, 0)
 

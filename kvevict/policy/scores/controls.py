@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from ..checks import count, flag
-from ..inputs import Needs, Policy, Slots, need
+from ..inputs import Needs, OwnPolicy, Slots, need
 from . import SCORES, Score
 
 
@@ -47,7 +47,7 @@ class KeyDiff(Score):
     unit: bool = False
     ordinal: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         flag("unit", self.unit)
 
     @property
@@ -82,7 +82,7 @@ class Random(Score):
     def own_interval(self) -> int:
         return 64 if self.redraw else 16
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("seed", self.seed, 0)
         flag("redraw", self.redraw)
         if self.recent is not None:

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import torch
 
-from ..inputs import Needs, Policy, Slots, need
+from ..inputs import Needs, OwnPolicy, Slots, need
 from ..rows.window import Window
 from . import SCORES, Score, check_kernel
 
@@ -27,7 +27,7 @@ class Defensive(Score):
     ordinal: ClassVar[bool] = True
     comparable: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         check_kernel(self.kernel)
 

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import at_least_0, one_of
-from ..inputs import Needs, Policy, need
+from ..inputs import Needs, OwnPolicy, need
 from . import SCORES, Pooled
 
 WEIGHTS = ("middle", "none", "all", "i<=t-2w", "i>w")
@@ -23,7 +23,7 @@ class Edie(Pooled):
     weight: str = "middle"
     kind: ClassVar[str] = "edie"
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         one_of("weight", self.weight, WEIGHTS)
         at_least_0("alpha", self.alpha)

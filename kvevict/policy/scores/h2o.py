@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ..checks import count
-from ..inputs import LayerRows, Needs, Policy
+from ..inputs import LayerRows, Needs, OwnPolicy
 from ..rows.window import All
 from . import SCORES, Score
 
@@ -30,10 +32,10 @@ class H2O(Score):
     def protected(self) -> tuple[int, int]:  # half of the smallest budget has the sinks, so the other half is as large
         return self.sink, self.sink if self.recent is None else self.recent
 
-    def protect(self, call: LayerRows) -> tuple:
+    def protect(self, call: LayerRows) -> tuple[int, int | torch.Tensor]:
         return self.sink, (call.budget // 2 if self.recent is None else self.recent)
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         if self.recent is not None:
             count("recent", self.recent, 0)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..checks import count, hold_text
-from ..inputs import Needs, Policy, need
+from ..inputs import Needs, OwnPolicy, need
 from ..rows.repeat import Repeat
 from . import SCORES, Score
 
@@ -68,7 +68,7 @@ class Gate(Score):
     def protected(self) -> tuple[int, int]:
         return self.sink, self.recent
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         count("recent", self.recent, 0)
 

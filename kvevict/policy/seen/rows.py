@@ -21,12 +21,12 @@ class Observers:
     skip: torch.Tensor  # [B] rows before this one do not count
     stop: torch.Tensor  # [B] new columns from this one on are not seen
     causal: bool  # True: query r belongs to the r-th of the last R alive slots, sees no later one; False: all see all
-    lse: torch.Tensor | None = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
+    lse: Any = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
     out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
     own: Tensors | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
-    until: torch.Tensor | None = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
-    unseen: torch.Tensor | None = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
+    until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
+    unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
     # (tokens of the prompt, all stored; first repeated token; number repeated), int32 [B] each
     of: Tensors | None = None
 
@@ -129,9 +129,9 @@ class LayerRows:
     rows: CallRows
     host_budget: np.ndarray  # [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts
     rope: Any  # the layer's kvevict.engine.measure.rope.Rope
-    q: torch.Tensor  # [B, H, T, D]
-    out: torch.Tensor  # [B, T, H, D]
-    lse: torch.Tensor  # [B, H, T]
+    q: Any  # [B, H, T, D]; None, as out and lse, in a copy whose layer waits for another layer's choice
+    out: Any  # [B, T, H, D]
+    lse: Any  # [B, H, T]
     drafted: Tensors | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of n rows drafted after the prompt
 
     positions = property(lambda self: self.rows.positions)
@@ -204,7 +204,7 @@ class LayerRows:
 
     def drafted_rows(self, own: bool) -> Observation:
         """Observe by the rows drafted after the prompt. own: their softmax spans the drafted slots, too."""
-        q, k, v = self.drafted  # type: ignore[misc]
+        q, k, v = self.drafted
         return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
     def later(
@@ -225,5 +225,5 @@ class LayerRows:
         """Copy the last `count` of the stored rows."""
         end = self.q.shape[2] - self.appended
         own = slice(max(end - count, 0), end)
-        out: Any = self.out[:, own].clone() if outputs else None
+        out = self.out[:, own].clone() if outputs else None
         return replace(self, q=self.q[:, :, own].clone(), lse=self.lse[:, :, own].clone(), out=out)
