@@ -15,20 +15,21 @@ from .selections import SELECTIONS
 PRESETS: Registry = Registry("policy", gone=GONE)
 
 
+_remarks: dict[str, str] = {}
+
+
 def preset(name: str, remark: str = "", **choices: Any) -> None:
-    """Register a combination: fields of `Policy`, and one line about it unless its score's docstring has it."""
+    """Register fields of `Policy` under a name. remark: one line about the preset; by default its score's first."""
     PRESETS.add(name)(choices)
-    if remark:
-        _remarks[name] = remark
+    _remarks[name] = remark or inspect.getdoc(type(choices["score"])).splitlines()[0]
 
 
 def describe(name: str) -> str:
     """Return a preset's meaning and source, in one line."""
-    choices = PRESETS.find(name)
-    return _remarks.get(name) or inspect.getdoc(type(choices["score"])).splitlines()[0]
+    PRESETS.find(name)  # or an error that names presets
+    return _remarks[name]
 
 
-_remarks = {}
 _Z = 4096  # chunk size of the methods that evict chunk by chunk
 _KVZIP = dict(score=SCORES["kvzip"](), heads=HEADS["flat"](), layers=LAYERS["pool"]())
 

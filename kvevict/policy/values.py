@@ -11,11 +11,12 @@ from .parts import as_part
 if TYPE_CHECKING:
     from .policy import Policy
 
-AFTER = 16  # first tokens of an answer that attend to all slots
+AFTER = 16  # default of `recall_after`
 
 
 def check(policy: "Policy") -> None:
-    """Raise TypeError or ValueError for a field of a wrong value, and for one that means nothing without another."""
+    """Raise TypeError or ValueError for a field of a wrong value, and for a field that means nothing without another
+    one."""
     if policy.threshold is not None:
         finite("threshold", policy.threshold)
     count("keep_last", policy.keep_last, 0)
@@ -110,7 +111,7 @@ def answered(policy: "Policy") -> int:
 
 
 def _never_chooses_again(policy: "Policy") -> str | None:
-    """Why the rows of an answer cannot choose among all slots; None: they can."""
+    """Return why the rows of an answer cannot choose among all slots; None: they can."""
     if policy.rows.needs_full_prompt or policy.rows.repeats:
         return "this policy drafts, or repeats the prompt, and an answer's rows would choose instead"
     if policy.n_reuse > 1 or policy.warmup_layers not in (None, 1):
@@ -124,7 +125,7 @@ def _never_chooses_again(policy: "Policy") -> str | None:
     return None
 
 
-def as_ranges(entries: Any) -> tuple[Any, ...]:
+def as_ranges(entries: Any) -> tuple[tuple[int, int | None, Any], ...]:
     """Check `select_by_layer` and return its ranges; no layer may be in two."""
     if not isinstance(entries, (tuple, list)):
         raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {entries!r}")
@@ -135,7 +136,7 @@ def as_ranges(entries: Any) -> tuple[Any, ...]:
     return ranges
 
 
-def _as_range(entry: Any) -> tuple[Any, ...]:
+def _as_range(entry: Any) -> tuple[int, int | None, Any]:
     """Check one range of `select_by_layer` and return (start, stop, selection)."""
     try:
         start, stop, select = entry

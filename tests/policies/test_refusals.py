@@ -47,8 +47,8 @@ REFUSED = [  # (text, reason); a budget of 64 where it names none
     ("compactor:decode=true", "decode=False"), ("expected:rows=drafted", "rows='none'"),
     ("gate:rows=drafted,budget=80", "a draft comes once"), ("gate:rows=repeat,budget=80", "rows='none'"),
     # layers
-    ("snapkv:layers=tada,n_reuse=2", "every layer's error"),
-    ("take:layers=tada,warmup_layers=3", "every layer's error"), ("knorm:layers=tada", "only rank"),
+    ("snapkv:layers=tada,n_reuse=2", "measures every layer"),
+    ("take:layers=tada,warmup_layers=3", "measures every layer"), ("knorm:layers=tada", "only rank"),
     ("knorm:layers=tada", "score='knorm', refine='none', layers='tada'"),
     ("take:n_reuse=2", "another layer's slots"), ("fastkv:n_reuse=2", "n_reuse=1 or tsp=None"),
     ("cake:n_reuse=2", "n_reuse=1"), ("cake:warmup_layers=2,chunk_size=40", "warmup_layers=None"),

@@ -133,7 +133,7 @@ class Rows(Part):
 
     def observing(self, rows: CallRows) -> np.ndarray:
         """Count a call's last rows that observe, appended rows included: int [B]."""
-        raise NotImplementedError
+        return rows.tokens if self.most is None else np.minimum(self.most, rows.tokens)
 
     def protect(self, call: LayerRows) -> Any:
         """Count the last alive slots that are the rows' own and always kept: a number or int32 [B]."""

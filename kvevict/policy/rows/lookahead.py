@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from ...models import families
 from ...models.adapter import CONFIG, Adapter, base_of, bundled, config_of, load
 from ...models.weights import differ, fingerprint
 from ..checks import count, hold_text
-from ..inputs import CallRows, LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
+from ..inputs import LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
 from . import ROWS, AppendedRows, Rows
 from .probe import Probe
 
@@ -96,9 +95,6 @@ class Lookahead(Rows):
 
     def observe(self, call: LayerRows, past: object) -> Observation:
         return call.appended_rows(count=self.most)
-
-    def observing(self, rows: CallRows) -> np.ndarray:
-        return np.full(len(rows.tokens), self.most)
 
 
 @functools.lru_cache

@@ -36,9 +36,6 @@ class Last(Rows):
     def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(1)
 
-    def observing(self, rows: CallRows) -> np.ndarray:
-        return np.minimum(1, rows.tokens)
-
 
 @ROWS.add("all")
 @dataclass(frozen=True)
@@ -50,9 +47,6 @@ class All(Rows):
 
     def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk()
-
-    def observing(self, rows: CallRows) -> np.ndarray:
-        return rows.tokens
 
 
 @ROWS.add("window")
@@ -73,9 +67,6 @@ class Window(Rows):
 
     def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(self.window)
-
-    def observing(self, rows: CallRows) -> np.ndarray:
-        return np.minimum(self.window, rows.tokens)
 
     def protect(self, call: LayerRows) -> int | torch.Tensor:
         return self.window

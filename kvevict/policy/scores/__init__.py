@@ -37,7 +37,7 @@ class Score(Part):
     @property
     def protected(self) -> tuple[int, int]:
         """How many first and last slots `protect` keeps at the smallest budget, beside the rows' slots."""
-        return getattr(self, "sink", 0), 0
+        return getattr(self, "sink", 0), getattr(self, "recent", 0)
 
     def protect(self, call: LayerRows) -> tuple[int, int | torch.Tensor]:
         """Count the first and the last alive slots that are always kept; of the last ones a number, or one per row."""
@@ -54,8 +54,9 @@ class Score(Part):
         return tuple(self.needs) == ("attention",) and not self.shared
 
     def check(self, policy: OwnPolicy) -> None:
-        if hasattr(self, "sink"):
-            count("sink", self.sink, 0)
+        for name in ("sink", "recent"):
+            if (value := getattr(self, name, None)) is not None:
+                count(name, value, 0)
 
     def score(self, slots: Slots, *quantities: Any) -> torch.Tensor:
         """Return the importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: as in `needs`;

@@ -1,4 +1,4 @@
-"""Scores of the observers' attention. The methods differ in their rows, reduction and pooling."""
+"""Scores of the observers' attention. The methods differ in their rows, in how they reduce and in what they pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from ..checks import flag, one_of
+from ..checks import at_least_0, flag, one_of
 from ..inputs import Needs, OwnPolicy, Slots, need
-from ..rows.drafted import Drafted
-from ..rows.given import Given
+from ..rows.drafted import Drafted, Given
 from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
 from ..rows.window import Last, Window
@@ -175,3 +174,37 @@ class TOVA(Score):
 
     def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
         return attention if self.per_head else slots.heads.gather(attention).mean(1, keepdim=True)
+
+
+@SCORES.add("edie")
+@dataclass(frozen=True)
+class Edie(Pooled):
+    """EDIE (eq. 9-11): how far removing a slot may move the observers' outputs in the 1-norm; a bound where alpha is 0.
+
+    alpha    keeps the denominator 1 + alpha - a from vanishing (table 2: 0.05, 0.1, 0.2)
+    weight   c_j, the largest attention of row j over the slots at positions w <= i < T - 2w ("middle"), over all
+             ("all"), over i < T - 2w ("i<=t-2w"), over w <= i ("i>w"), or 1 ("none") (table 3); w is the number of
+             observers
+    """
+
+    alpha: float = 0.1
+    weight: str = "middle"
+    kind: ClassVar[str] = "edie"
+
+    def check(self, policy: OwnPolicy) -> None:
+        super().check(policy)
+        one_of("weight", self.weight, ("middle", "none", "all", "i<=t-2w", "i>w"))
+        at_least_0("alpha", self.alpha)
+
+    @property
+    def needs(self) -> Needs:
+        return (need("output_error", kind=self.kind, alpha=self.alpha, weight=self.weight),)
+
+
+@SCORES.add("edie-exact")
+@dataclass(frozen=True)
+class EdieExact(Edie):
+    """EDIE without its triangle inequality (eq. 7): the exact 1-norm error of removing one slot, weighted by row."""
+
+    alpha: ClassVar[float] = 0.0
+    kind: ClassVar[str] = "l1"

@@ -1,4 +1,4 @@
-"""Scores of keys or positions alone."""
+"""Scores of keys, values or positions alone, without attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from ..checks import count, flag
-from ..inputs import Needs, OwnPolicy, Slots, need
+from ..inputs import LayerRows, Needs, OwnPolicy, Slots, need
 from . import SCORES, Score
 
 
@@ -83,10 +83,9 @@ class Random(Score):
         return 64 if self.redraw else 16
 
     def check(self, policy: OwnPolicy) -> None:
+        super().check(policy)
         count("seed", self.seed, 0)
         flag("redraw", self.redraw)
-        if self.recent is not None:
-            count("recent", self.recent, 0)
 
     def score(self, slots: Slots) -> torch.Tensor:
         head = slots.heads.numbers(slots.device)[:, None]
@@ -97,3 +96,31 @@ class Random(Score):
             x = x & 0xFFFFFFFF
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
         return ((x ^ (x >> 16)) >> 8).float()
+
+
+@SCORES.add("lagkv")
+@dataclass(frozen=True)
+class LagKV(Score):
+    """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
+
+    sink   first slots that are always kept; parts begin after them
+
+    A part has 128 tokens. A slot's score is its rank in its part, so that all parts keep equally many slots. The last
+    whole part and all tokens after it are kept until the next part is whole.
+    """
+
+    sink: int = 4
+    lag: ClassVar[int] = 128  # the paper's
+    carry: ClassVar[str] = "keep"
+    ordinal: ClassVar[bool] = True
+
+    @property
+    def protected(self) -> tuple[int, int]:
+        return self.sink, 2 * self.lag - 1
+
+    def protect(self, call: LayerRows) -> tuple[int, torch.Tensor]:
+        return self.sink, self.lag + (call.next_position - self.sink) % self.lag
+
+    @property
+    def needs(self) -> Needs:
+        return (need("lag", part=self.lag, sink=self.sink),)

@@ -5,8 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from ..checks import count
-from ..inputs import LayerRows, Needs, OwnPolicy
+from ..inputs import LayerRows, Needs
 from ..rows.window import All
 from . import SCORES, Score
 
@@ -34,11 +33,6 @@ class H2O(Score):
 
     def protect(self, call: LayerRows) -> tuple[int, int | torch.Tensor]:
         return self.sink, (call.budget // 2 if self.recent is None else self.recent)
-
-    def check(self, policy: OwnPolicy) -> None:
-        super().check(policy)
-        if self.recent is not None:
-            count("recent", self.recent, 0)
 
 
 @SCORES.add("vatp")

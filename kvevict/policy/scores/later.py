@@ -1,12 +1,20 @@
-"""KVzip's scores, for later questions: measured as a chunk is read again, or predicted by gates."""
+"""Scores for questions that come later: KVzip's, measured as a chunk is read again or predicted by gates, and
+Compactor's."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import count, hold_text
-from ..inputs import Needs, OwnPolicy, need
+import torch
+
+from ..checks import hold_text
+from ..inputs import Needs, Slots, need
 from ..rows.repeat import Repeat
+from ..rows.window import All
 from . import SCORES, Score
+
+BLEND = (
+    0.35  # Compactor's weight of the leverage at any budget, as scores of several chunks compete (kvpress: the ratio)
+)
 
 
 @SCORES.add("kvzip")
@@ -65,13 +73,31 @@ class Gate(Score):
         hold_text(self, "gates", "the folder that `kvevict train --kind gates` wrote")
 
     @property
-    def protected(self) -> tuple[int, int]:
-        return self.sink, self.recent
+    def needs(self) -> Needs:
+        return (need("gate", gates=self.gates),)
 
-    def check(self, policy: OwnPolicy) -> None:
-        super().check(policy)
-        count("recent", self.recent, 0)
+
+@SCORES.add("compactor")
+@dataclass(frozen=True)
+class Compactor(Score):
+    """Compactor (Chari & Van Durme 2025): outlying keys, and attention both ways in blocks; for later questions.
+
+    sink     first slots that are always kept
+    recent   last slots that are always kept
+
+    The score is 0.35 times the keys' statistical leverage plus the attention, both in standard deviations.
+    """
+
+    sink: int = 8
+    recent: int = 4
+    rows: ClassVar = All()
+    carry: ClassVar[str] = "keep"
+    ordinal: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return (need("gate", gates=self.gates),)
+        ends = dict(sink=self.sink, recent=self.recent)
+        return need("leverage", **ends), need("block_attention", **ends)
+
+    def score(self, slots: Slots, leverage: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        return BLEND * leverage + attention
