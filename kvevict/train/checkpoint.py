@@ -10,7 +10,7 @@ from ..store.files import write
 
 
 def save(path: Path, about: dict, **state: object) -> None:
-    """Write a checkpoint, completely or not at all. about: the settings and data that determine the training's result."""
+    """Write a checkpoint, completely or not at all. about: settings and data that determine the training's result."""
     buffer = io.BytesIO()
     torch.save(dict(state, about=about), buffer)
     write(path, buffer.getvalue())

@@ -1,5 +1,5 @@
 """The two passes of LookaheadKV's training (eq. 5, METHODS section 6). The first pass reads prompt and response without
-an autograd graph: it gives the true scores and the prompt's keys and values. In the second pass the lookahead rows alone
+an autograd graph: it gives the true scores and the prompt's keys and values. In the second pass only the lookahead rows
 go through the decoder, attend to these keys and values, and get gradients. No attention matrix outlives its layer;
 memory grows with the prompt's length."""
 
@@ -36,8 +36,7 @@ class Truth:
 
 @torch.no_grad()
 def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
-    """Make the first pass over the ids of a prompt [N] and of a response [R], which may be empty: then there are no true
-    scores."""
+    """Make the first pass over the ids of a prompt [N] and of a response [R]. An empty response gives no true scores."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
