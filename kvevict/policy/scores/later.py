@@ -12,9 +12,7 @@ from ..rows.repeat import Repeat
 from ..rows.window import All
 from . import SCORES, Score
 
-BLEND = (
-    0.35  # Compactor's weight of the leverage at any budget, as scores of several chunks compete (kvpress: the ratio)
-)
+BLEND = 0.35  # Compactor's weight of the leverage, for any budget, since scores of several chunks compete
 
 
 @SCORES.add("kvzip")

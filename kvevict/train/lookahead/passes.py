@@ -36,7 +36,7 @@ class Truth:
 
 @torch.no_grad()
 def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
-    """Make the first pass over the ids of a prompt [N] and of a response [R]. An empty response gives no true scores."""
+    """Make the first pass over ids [N] of a prompt and [R] of a response. An empty response gives no true scores."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
