@@ -102,7 +102,7 @@ class CakeBudget(LayerBudget):
 
 @LAYERS.add("pool")
 @dataclass(frozen=True)
-class Pool(LayerBudget):
+class PoolBudget(LayerBudget):
     """One ranking of all slots of all layers and heads: the best C stay (KVzip's non-uniform budget).
 
     least   slots that every head keeps besides its protected ones, where the budget has that many

@@ -51,10 +51,8 @@ preset("take", score=SCORES["take"](), chunk_size=_Z, warmup_layers="half")
 preset("oracle", score=SCORES["oracle"]())
 preset("lookahead", score=SCORES["lookahead"]())
 preset("laq", score=SCORES["laq"]())
-preset(
-    "speckv", "SpecKV (Galim et al. 2025): a smaller model's draft and the prompt's last 32 rows observe.",
-    score=SCORES["speckv"](), rows=ROWS["drafted"](n_d=9, window=32, draft_model=None),  # 8 drafts, and one more row
-)  # fmt: skip
+# 8 drafted tokens, and one more row
+preset("speckv", score=SCORES["speckv"](), rows=ROWS["drafted"](n_d=9, window=32, draft_model=None))
 preset(
     "adakv", "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
     score=SCORES["snapkv"](), heads=HEADS["ada"](),

@@ -25,8 +25,8 @@ class Run:
     archive     where the archive of a policy with recall=True lies. True: in the memory of the model's device.
                 "memory": in the host's memory, pinned for a model on a GPU, which copies it one layer at a time; on a
                 CPU as True. A folder's path: in files there, mapped into the host's memory ("./memory" is a folder)
-    archive_kv  with recall=True: how the archive's slots are represented, as in `kv`, while kv="model" for the slots
-                that are attended to; None: as in `kv`
+    archive_kv  with recall=True: how the archive's slots are represented, a word as for `kv`, which is "model" then:
+                slots that a turn chooses are unpacked. None: as in `kv`
     compiled    decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot be
                 recorded is decoded as without it, with one warning that says why
     progress    show a progress bar while a prompt is read

@@ -19,14 +19,16 @@ def check(policy: "Policy") -> None:
     one."""
     if policy.threshold is not None:
         finite("threshold", policy.threshold)
-    count("keep_last", policy.keep_last, 0)
-    count("keep_first", policy.keep_first, 0)
+    for name, least in (("keep_last", 0), ("keep_first", 0), ("n_reuse", 1)):
+        count(name, getattr(policy, name), least)
     if policy.budget is not None:
         _check_budget(policy)
     for name in ("chunk_size", "warmup_budget", "interval"):
         if getattr(policy, name) is not None:
             count(name, getattr(policy, name), 1)
-    count("n_reuse", policy.n_reuse, 1)
+    for name, least in (("warmup_layers", 1), ("tsp", 0)):
+        if getattr(policy, name) not in (None, "half"):
+            count(name, getattr(policy, name), least)
     if not isinstance(policy.decode, bool):
         raise TypeError(f"decode must be True, False or None, got {policy.decode!r}")
     flag("keep_prompt", policy.keep_prompt)
@@ -45,9 +47,6 @@ def check(policy: "Policy") -> None:
     one_of("schedule", policy.schedule, ("prompt", "chunk"))
     if policy.schedule == "chunk" and policy.chunk_size is None:
         raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
-    for name, least in (("warmup_layers", 1), ("tsp", 0)):
-        if getattr(policy, name) not in (None, "half"):
-            count(name, getattr(policy, name), least)
     if not isinstance(policy.tsp_len, float):
         count("tsp_len", policy.tsp_len, policy.fewest_propagated)
     elif not 0 < policy.tsp_len < 1:
@@ -126,23 +125,20 @@ def _never_chooses_again(policy: "Policy") -> str | None:
 
 
 def as_ranges(entries: Any) -> tuple[tuple[int, int | None, Any], ...]:
-    """Check `select_by_layer` and return its ranges; no layer may be in two."""
+    """Check `select_by_layer` and return its ranges (start, stop, selection); no layer may be in two."""
     if not isinstance(entries, (tuple, list)):
         raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {entries!r}")
-    ranges = tuple(map(_as_range, entries))
+    ranges = []
+    for entry in entries:
+        try:
+            start, stop, select = entry
+        except (TypeError, ValueError):
+            raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
+        count("select_by_layer: start", start, 0)
+        if stop is not None:
+            count("select_by_layer: stop", stop, start + 1)
+        ranges.append((start, stop, as_part("select", select)))
     for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
         if stop is None or b < stop:
             raise ValueError(f"select_by_layer has layer {b} in two ranges, from {a} on and from {b} on; part them")
-    return ranges
-
-
-def _as_range(entry: Any) -> tuple[int, int | None, Any]:
-    """Check one range of `select_by_layer` and return (start, stop, selection)."""
-    try:
-        start, stop, select = entry
-    except (TypeError, ValueError):
-        raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
-    count("select_by_layer: start", start, 0)
-    if stop is not None:
-        count("select_by_layer: stop", stop, start + 1)
-    return start, stop, as_part("select", select)
+    return tuple(ranges)

@@ -80,7 +80,7 @@ class Laq(Attention):
 @SCORES.add("speckv")
 @dataclass(frozen=True)
 class SpecKV(Attention):
-    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model are appended to every chunk and score it."""
+    """SpecKV (Galim et al. 2025): a smaller model's draft after every chunk, and the prompt's last rows, observe."""
 
     reduce: ClassVar[str] = "max"
     group: ClassVar[str] = "max"
