@@ -2,7 +2,7 @@
 
 import torch
 
-SMALLEST = 5e-324  # fp64 above 0
+SMALLEST = 5e-324  # the smallest fp64 number above 0
 
 
 def apportion(
@@ -54,7 +54,7 @@ def _fill(
         left = total - (weights * x).masked_fill(free, 0).sum(1)
         mine = share.masked_fill(~free, 0)
         mine = torch.where((mine.sum(1) > 0)[:, None], mine, free.double())
-        mine = mine / mine.amax(1, keepdim=True).clamp_min(SMALLEST)  # sums of tiny shares would lose digits
+        mine = mine / mine.amax(1, keepdim=True).clamp_min(SMALLEST)  # sums of tiny shares lose digits
         whole = (weights * mine).sum(1).clamp_min(SMALLEST)
         x = torch.where(free, mine * left[:, None] / whole[:, None], x)
         inside = x.clamp(least, most)

@@ -64,16 +64,16 @@ def build(policy: Any, **options: Any) -> Policy:
             )
     elif isinstance(policy, Policy):
         if budget is None and chunk_size is None and not options:
-            return policy  # the same object: a cache knows the policy that read it
+            return policy  # not a copy: a cache recognises the policy that read it
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-        if "score" in options:  # the old score's defaults go with it
+        if "score" in options:  # a new score brings its own defaults
             old = policy.score
             own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
             choices |= {name: None for name, own in own_choices.items() if choices[name] == own}
     else:
         hint = f"; write budget={policy}" if isinstance(policy, (int, float)) else ""
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}{hint}")
-    if options.get("decode") is False:  # the options of decoding go with it
+    if options.get("decode") is False:  # then no option of evicting while decoding applies
         choices["interval"], choices["keep_prompt"] = None, False
     if budget is not None:
         choices["budget"] = budget

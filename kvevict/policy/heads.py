@@ -77,12 +77,12 @@ class Ada(HeadBudget):
             mixed = (1 - self.f) * winners(key, wanted).double() + even[:, None]
             return (least + apportion(mixed, wanted, torch.zeros_like(least), slots.n - least)).to(torch.int32)
         own = even if self.floor == "max" else self.f * total.double() / heads - least.amax(1)
-        own = (own + 1e-9).clamp_min(0).long()  # f * b may be whole but for a rounding error
+        own = (own + 1e-9).clamp_min(0).long()  # a rounding error may keep a product just below a whole number
         mine = best(key, own) & (key > LOWEST)
         return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
 
     def reserve(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
-        """Reserve the winners too, since the average may take slots from them; one more each, for rounding."""
+        """Count what a head wins if that is more, since with fewer slots the average takes less; and one slot for rounding."""
         won = slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))
         return torch.minimum(torch.maximum(won, self.keep(slots, score, wanted, run) + 1), slots.n).to(torch.int32)
 

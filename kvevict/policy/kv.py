@@ -44,7 +44,7 @@ class RowKind(NamedTuple):
     """How a row of numbers is stored. Its index in ROW_KINDS is its kind, as in `kv_kind` of csrc/kvevict.h."""
 
     name: str
-    bits: int | None  # of a number; None: the model's dtype, and no other field
+    bits: int | None  # bits of a number; None: rows are in the model's dtype, and the other fields have no meaning
     word: int | None  # the kind's name in cache files
     wider: int  # the kind to use instead for rows beyond `most`, and for keys with too large an error
     most: float  # largest norm of a row: then no number of the rotated row, nor its scale, overflows
@@ -58,9 +58,9 @@ ROW_KINDS = (
     RowKind("int4", 4, 4, 1, torch.finfo(torch.float16).max, _numbers_int4, _steps_int4),
 )
 MODEL, INT8, INT4 = range(len(ROW_KINDS))
-Kinds = tuple[int, int]  # of a layer's keys and of its values
+Kinds = tuple[int, int]  # the kinds of a layer's keys and of its values
 
-# What a policy's kv stands for.
+# the kinds that a policy's `kv` names
 KINDS: dict[str, Kinds] = {"model": (MODEL, MODEL), "int8": (INT8, INT8), "k8v4": (INT8, INT4), "int4": (INT4, INT4)}
 
 
@@ -113,7 +113,7 @@ def expected_errors(
     count
     """
 
-    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # of every head
+    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # per head, over counting rows
         apart = max(1, x.shape[2] // ROWS)
         numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
         return numbers.transpose(0, 1).flatten(1).nanmedian(1).values

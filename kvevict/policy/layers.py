@@ -26,7 +26,7 @@ BETA = 20  # PyramidKV's: the last layer gets 1/20 of the average
 class LayerBudget(Part):
     """Every layer gets B."""
 
-    needs: ClassVar[Needs] = ()  # quantities that `preference` gets, as a score's
+    needs: ClassVar[Needs] = ()  # quantities that `preference` gets, as a score's `needs`
     measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
     beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
@@ -192,8 +192,8 @@ def layer_slots(
     groups = policy.groups(layers)
     measured = measured or [None] * len(tokens)
     rows = [policy.layers.shares(policy, layers, n, m) for n, m in zip(tokens, measured, strict=True)]
-    shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # whatever torch's default is
-    given = not any(measured)  # a measured error may be NaN
+    shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # torch's default device may be another
+    given = not any(measured)  # measured errors may be NaN
     if shares.shape[1:] != (layers,) or (given and not bool(((shares >= 0) & shares.isfinite()).all())):
         name = LAYERS.name_or_class(policy.layers)
         raise ValueError(f"layer budget {name} returned the shares {rows[0]}: return {layers} finite numbers >= 0")

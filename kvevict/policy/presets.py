@@ -26,7 +26,7 @@ def preset(name: str, remark: str = "", **choices: Any) -> None:
 
 def describe(name: str) -> str:
     """Return a preset's meaning and source, in one line."""
-    PRESETS.find(name)  # or an error that names presets
+    PRESETS.find(name)  # raises ValueError for an unknown name
     return _remarks[name]
 
 

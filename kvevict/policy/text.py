@@ -18,7 +18,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     Raises ValueError for an option without a value."""
     name, colon, rest = text.partition(":")
     rest = rest.translate(str.maketrans("()", "[]"))
-    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
+    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # at commas outside of brackets
     return name, dict(_option(part) for part in parts)
 
 

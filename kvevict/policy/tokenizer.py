@@ -31,7 +31,7 @@ def of_model(model: Any) -> Any:
     config = base_model(model).config
     try:
         return _loaded(config.name_or_path, getattr(config, "_commit_hash", None)) if config.name_or_path else None
-    except Exception:  # of whatever reads its files: the model works without it
+    except Exception:  # reading its files may raise anything, and a model works without a tokenizer
         return None
 
 

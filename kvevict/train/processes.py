@@ -21,7 +21,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-        self.group = None  # torch's default group
+        self.group = None  # None: torch's default group
 
     def join(self) -> "Processes":
         """Make torch's process group, if there are several processes and no group yet, and return self. The group

@@ -143,7 +143,7 @@ class Probe(Rows):
         if not self.append:
             return call.chunk(self.most, lengths)
         queries = past[0].to(call.q.dtype)
-        unseen = lengths if call.ends_prompt and not self.span else 0  # the chunk ends with the probe
+        unseen = lengths if call.ends_prompt and not self.span else 0  # the last chunk ends with the probe's own slots
         return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
 
     def observing(self, rows: CallRows) -> np.ndarray:

@@ -21,7 +21,7 @@ class NoRows(Rows):
     def observe(self, call: LayerRows, past: object) -> Observation:
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
-    def observing(self, rows: CallRows) -> np.ndarray:  # by diagnostics
+    def observing(self, rows: CallRows) -> np.ndarray:  # diagnostics' rows
         return rows.tokens
 
 

@@ -110,7 +110,7 @@ class LagKV(Score):
     """
 
     sink: int = 4
-    lag: ClassVar[int] = 128  # the paper's
+    lag: ClassVar[int] = 128  # tokens of a part, as in the paper
     carry: ClassVar[str] = "keep"
     ordinal: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ class Observers:
     skip: torch.Tensor  # [B] rows before this one do not count
     stop: torch.Tensor  # [B] new columns from this one on are not seen
     causal: bool  # True: query r belongs to the r-th of the last R alive slots, sees no later one; False: all see all
-    lse: Any = None  # [B, H, R] of the rows' full softmax; None: over the slots that are seen here
+    lse: Any = None  # [B, H, R] log-sum-exp of the rows' logits; None: over the slots that are seen here
     out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
     probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
     own: Tensors | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
@@ -77,7 +77,7 @@ class PromptCall(Protocol):
     policy: Any
     ids: torch.Tensor | None  # [B, N]; None: the call has embeddings
     first: torch.Tensor  # [B] columns of left padding
-    columns: int  # of the cache before this call
+    columns: int  # number of columns in the cache before this call
     batch: int
     device: torch.device
     tokens_at: Callable[[torch.Tensor], torch.Tensor]  # columns [B, p] -> ids [B, p] or embeddings [B, p, E]
@@ -104,7 +104,7 @@ class CallRows:
     first: torch.Tensor  # [B] int32 columns of left padding
     padding: np.ndarray  # `first` on the host
     read: Any = None  # the `PromptRead` of the prompt; None: the call's tokens come after a prompt
-    chunk: Chunk | None = None  # of the read
+    chunk: Chunk | None = None  # the part of the prompt that this call reads
 
     decoding = property(lambda self: self.read is None and self.positions.shape[1] == 1)  # a decoded token
     appended = property(lambda self: 0 if self.chunk is None else self.chunk.appended)  # the last rows, not stored
@@ -140,12 +140,14 @@ class LayerRows:
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
     read = property(lambda self: self.rows.read)
-    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call's
+    left = property(
+        lambda self: self.read.prompt - self.rows.chunk.end
+    )  # number of the prompt's columns after this call
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
     next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B], after the last stored row
     has_tokens = property(lambda self: self.first < self.columns)  # bool [B]: not all stored rows are padding
     budget = property(lambda self: self.upload(self.host_budget))  # int32 [B] on the layer's device
-    end = property(lambda self: self.columns + 0 * self.first)  # [B] the new columns' end, if all of them count
+    end = property(lambda self: self.columns + 0 * self.first)  # [B] number of new columns, if all of them count
 
     @cached_property
     def first(self) -> torch.Tensor:

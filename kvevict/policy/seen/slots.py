@@ -66,7 +66,7 @@ class KV:
     first: torch.Tensor  # [B] int32 columns of left padding
     options: dict[str, Any]  # scale, softcap, sinks of attention
 
-    end = property(lambda self: self.k.shape[2] + 0 * self.first)  # [B] the new columns' end
+    end = property(lambda self: self.k.shape[2] + 0 * self.first)  # [B] number of new columns
 
     def within(self, begin: torch.Tensor, count: torch.Tensor) -> "KV":
         """Return a copy with only the stored slots begin .. begin + count - 1 [B, heads]."""

@@ -194,7 +194,7 @@ def _call(*tensors: object, **options: object) -> tuple:
 
 @contextlib.contextmanager
 def _attention(decoder: Module, function: Callable[..., tuple]) -> Iterator[None]:
-    """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
+    """Let every layer of the decoder call `function` for attention, inside the context and in this thread alone."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]
     try:

@@ -246,7 +246,7 @@ def check_installed(held_out: int) -> None:
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, no weight of the model requires a gradient, and the model is in eval mode."""
+    """Keep the model in eval mode, with no weight that requires a gradient, inside the context."""
     wanted, training = [p for p in model.parameters() if p.requires_grad], model.training
     model.eval()
     for weight in wanted:
