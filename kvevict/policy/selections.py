@@ -100,9 +100,7 @@ class Runs(Selection):
         runs = self._runs(slots).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
         wanted = (keep - slots.least).long()[..., None]
         lost = wanted < slots.competing.sum(-1, keepdim=True)
-        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(
-            ~lost, -1
-        )  # run of the best slot that is lost
+        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)  # run of the best lost slot
         taken = torch.arange(slots.columns, device=slots.device) < wanted
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
         return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # a head never gets empty

@@ -140,9 +140,7 @@ class LayerRows:
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
     read = property(lambda self: self.rows.read)
-    left = property(
-        lambda self: self.read.prompt - self.rows.chunk.end
-    )  # number of the prompt's columns after this call
+    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call
     last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
     next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B], after the last stored row
     has_tokens = property(lambda self: self.first < self.columns)  # bool [B]: not all stored rows are padding

@@ -62,8 +62,9 @@ def _first(text: object, tokenizer: Tokenizer | None) -> torch.Tensor:
 def each_layer(
     model: torch.nn.Module, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Read a piece, and then once more after itself. Calls take(layer, x [T, E], y [T, heads] fp32) for every layer, with
-    the inputs of its attention block and the logarithms of its scores, of the piece's tokens after the first `SKIP`."""
+    """Read a piece, and then once more after itself. Calls take(layer, x [T, E], y [T, heads] fp32) for every layer:
+    x are the inputs of its attention block, y the logarithms of its scores, of the piece's tokens after the first
+    `SKIP`."""
     decoder = families.find_decoder(model)
     inputs: dict = {}
 
