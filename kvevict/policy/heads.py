@@ -82,7 +82,7 @@ class Ada(HeadBudget):
         return (least + winners(key.masked_fill(mine, -LOWEST - 1), wanted)).to(torch.int32)
 
     def reserve(self, slots: Slots, score: torch.Tensor, wanted: torch.Tensor, run: int = 1) -> torch.Tensor:
-        """Reserve at least the slots that a head wins, of which `keep` may give some to others; one more, for rounding."""
+        """Reserve at least the slots that a head wins, some of which `keep` may give away; one more, for rounding."""
         won = slots.least + winners(order(slots, score, run), wanted - slots.least.sum(1))
         return torch.minimum(torch.maximum(won, self.keep(slots, score, wanted, run) + 1), slots.n).to(torch.int32)
 
