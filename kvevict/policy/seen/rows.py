@@ -1,6 +1,5 @@
 """A call's rows in one layer, and the rows (of the call, or other queries) that observe the layer's slots."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -75,25 +74,31 @@ class PromptCall(Protocol):
     decoder: Any
     top: Any  # the model that called the decoder, or None
     policy: Any
-    ids: torch.Tensor | None  # [B, N]; None: the call has embeddings
-    first: torch.Tensor  # [B] columns of left padding
+    ids: Any  # [B, N]; None: the call has embeddings
+    first: Any  # [B] columns of left padding
     columns: int  # number of columns in the cache before this call
     batch: int
-    device: torch.device
-    tokens_at: Callable[[torch.Tensor], torch.Tensor]  # columns [B, p] -> ids [B, p] or embeddings [B, p, E]
-    embedded: Callable[[torch.Tensor], torch.Tensor]  # ids [B, p] -> ids or embeddings, as the call's tokens are
-    positions: Callable[[], torch.Tensor]  # [B, N] of the call's tokens
+    device: Any
+    tokens_at: Any  # function of columns [B, p]: ids [B, p] or embeddings [B, p, E]
+    embedded: Any  # function of ids [B, p]: ids or embeddings, as the call's tokens are
+    positions: Any  # function without arguments: [B, N] of the call's tokens
 
 
 class PromptRead(Protocol):
     """What rows read of a prompt's read, a `kvevict.engine.read.step.Read`."""
 
-    prompt: int  # columns of the prompt, padding included
-    tokens: np.ndarray  # [B] tokens of the prompt
-    prepared: Any  # result of `Rows.prepare`
-    policy: Any
-    seen: Any  # [B] tokens that the cache has after the prompt
-    evicts: bool
+    @property
+    def prompt(self) -> int: ...  # columns of the prompt, padding included
+    @property
+    def tokens(self) -> np.ndarray: ...  # [B] tokens of the prompt
+    @property
+    def prepared(self) -> Any: ...  # result of `Rows.prepare`
+    @property
+    def policy(self) -> Any: ...
+    @property
+    def seen(self) -> Any: ...  # [B] tokens that the cache has after the prompt
+    @property
+    def evicts(self) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
