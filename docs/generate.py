@@ -161,7 +161,6 @@ SHARED = {
     "recent": "last slots that are always kept; None: half the budget",
     "seed": "of the hash",
     "per_head": "True: every kv head chooses for itself",
-    "beta": "how steep: the last layer's share is 1 / beta of the average",
     "window": "number of last rows that observe",
 }
 

@@ -222,18 +222,13 @@ def _patched(
     return evicting(model, chosen._replace(policy=told(chosen.policy, tokenizer)), tokenizer=False)
 
 
-def room_of(policy: Policy) -> int:
-    """Return the number of positions after a prompt that a policy needs to repeat the prompt in its shortest chunks."""
-    return SHORTEST + len(policy.rows.instruction)  # a text's characters are at least as many as its tokens
-
-
 def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     """Return the policy with chunks (or parts of a prompt that was read before) short enough for their repetition to
     fit the model's positions. It is unchanged if that needs chunks under `SHORTEST` tokens."""
     context: Any = families.context_of(config)
     if not policy.rows.repeats or context is None:
         return policy
-    room = context - tokens - room_of(policy) + SHORTEST
+    room = context - tokens
     name, size = ("chunk_size", policy.chunk_size) if policy.schedule == "chunk" else ("part", policy.rows.part)
     return build(policy, **{name: room}) if SHORTEST <= room < size else policy
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ..ops import _ops
-from ..policy.heads import HEADS, above
-from ..policy.heads.equal import Equal, shares
-from ..policy.inputs import LayerRows, Need, Observation, Observers, Policy, Slots
+from ..policy.heads import HEADS, Equal, above, shares
+from ..policy.inputs import LayerRows, Need, Observation, Observers, Slots
 from ..policy.parts import returned
+from ..policy.policy import Policy
 from ..policy.rows import Rows
 from ..policy.scores import Score
 from ..policy.selections import Selection

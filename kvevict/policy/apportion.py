@@ -2,7 +2,7 @@
 
 import torch
 
-SMALLEST = 5e-324  # fp64 above 0
+SMALLEST = 5e-324  # the smallest fp64 number above 0
 
 
 def apportion(
@@ -12,12 +12,13 @@ def apportion(
     most: torch.Tensor,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int64 x [R, P] in proportion to share [R, P], least <= x <= most, with sum(weight * x) = total [R].
+    """Split total [R] into P parts: int64 x [R, P] in proportion to share [R, P], with least <= x <= most [R, P] and
+    sum(weight * x) = total.
 
-    A part at a bound stays there, and the others go on by their shares, until nothing changes; then the largest
-    remainders are rounded up (ties: the lower index). Shares below 0 or NaN count as 0; parts of which none has a share
-    are alike. weight [P]: how many times a part counts (layers that keep the same slots); then rounding up goes on
-    while anything fits, and what is left, less than the weight of any part with room, stays unused. A total outside the
+    A part at a bound stays there, and the other parts go on by their shares, until nothing changes; then the largest
+    remainders are rounded up (of equal ones the lower index). Shares below 0 or NaN count as 0; if all are 0 they count
+    as equal. weight [P]: how many times a part counts (layers that keep the same slots); then rounding up goes on
+    while any part fits, and a rest smaller than the weight of every part with room stays unused. A total outside the
     bounds' sums is moved to them.
     """
     weights = torch.ones_like(least[0]) if weight is None else weight
@@ -25,7 +26,7 @@ def apportion(
     least = torch.minimum(least.long(), most)
     total = torch.minimum(torch.maximum(total.long(), (weights * least).sum(1)), (weights * most).sum(1))
     exact = _fill(share.double().nan_to_num(0.0, posinf=1e100).clamp(0, 1e100), total, least, most, weights)
-    # Quantised, so that shares equal but for rounding errors tie.
+    # remainders in steps of 1e-9, so that those that differ by rounding errors are equal
     x = torch.minimum((exact + 1e-9).floor().long(), most)
     rest = ((exact - x) * 1e9).round().masked_fill(x >= most, -1)
     left = total - (weights * x).sum(1)
@@ -46,14 +47,14 @@ def apportion(
 def _fill(
     share: torch.Tensor, total: torch.Tensor, least: torch.Tensor, most: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Apportion in real numbers. Each round fixes the parts beyond one of their bounds: those below if raising them
-    costs more than capping the others frees, else those above."""
+    """Apportion in real numbers: fp64 [R, P]. Each round fixes parts that are beyond one of their bounds: those below
+    their least if raising them costs more than capping the others frees, else those above their most."""
     x, free = torch.zeros_like(share), torch.ones_like(least, dtype=torch.bool)
     while True:
         left = total - (weights * x).masked_fill(free, 0).sum(1)
         mine = share.masked_fill(~free, 0)
         mine = torch.where((mine.sum(1) > 0)[:, None], mine, free.double())
-        mine = mine / mine.amax(1, keepdim=True).clamp_min(SMALLEST)  # sums of tiny shares would lose digits
+        mine = mine / mine.amax(1, keepdim=True).clamp_min(SMALLEST)  # sums of tiny shares lose digits
         whole = (weights * mine).sum(1).clamp_min(SMALLEST)
         x = torch.where(free, mine * left[:, None] / whole[:, None], x)
         inside = x.clamp(least, most)

@@ -1,4 +1,4 @@
-"""A policy of a preset's or another policy's choices, with options by keyword, and how it is run."""
+"""Makes a policy from a preset or another policy and options by keyword, and the run that goes with it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from .presets import PRESETS
 from .run import OPTIONS, Run, apart
 from .text import parse_policy
 
-BOUNDS = ("budget", "chunk_size")  # options of `patch` by name: None leaves what a text says
+BOUNDS = ("budget", "chunk_size")  # options of `patch` that, where they are None, leave a text's value
 
 
 class Chosen(NamedTuple):
@@ -21,7 +21,7 @@ class Chosen(NamedTuple):
 
 
 def choose(policy: Any, **options: Any) -> Chosen:
-    """Make what `patch` and others take: as `build`, with the options of a `Run` too. policy may be a `Chosen`."""
+    """Make a policy and its run, from all that `build` takes, a `Chosen`, and the options of a `Run`."""
     run = Run()
     if isinstance(policy, Chosen):
         policy, run = policy
@@ -33,7 +33,7 @@ def choose(policy: Any, **options: Any) -> Chosen:
 
 
 def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a text's name, and its options with others that win; any other policy as it is."""
+    """Parse a policy that is a text: return its name and its options, over which `options` win."""
     if not (isinstance(policy, str) and ":" in policy):
         return policy, options
     name, own = parse_policy(policy)
@@ -41,7 +41,7 @@ def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def build(policy: Any, **options: Any) -> Policy:
-    """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,... or another policy, with options by keyword.
+    """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,.. or another policy, with options by keyword.
 
     Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
     an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
@@ -64,16 +64,16 @@ def build(policy: Any, **options: Any) -> Policy:
             )
     elif isinstance(policy, Policy):
         if budget is None and chunk_size is None and not options:
-            return policy  # the same object: a cache knows the policy that read it
+            return policy  # not a copy: a cache recognises the policy that read it
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-        if "score" in options:  # the old score's defaults go with it
+        if "score" in options:  # a new score brings its own defaults
             old = policy.score
             own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
             choices |= {name: None for name, own in own_choices.items() if choices[name] == own}
     else:
         hint = f"; write budget={policy}" if isinstance(policy, (int, float)) else ""
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}{hint}")
-    if options.get("decode") is False:  # the options of decoding go with it
+    if options.get("decode") is False:  # then no option of evicting while decoding applies
         choices["interval"], choices["keep_prompt"] = None, False
     if budget is not None:
         choices["budget"] = budget

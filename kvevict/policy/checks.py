@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 PLENTY = 2**31 - 1  # more slots or tokens than any cache has; positions are int32
-DEEPEST = 64  # levels of nested objects and lists in any JSON that is read here
+DEEPEST = 64  # levels of nested objects and lists that JSON may have
 
 
 def parsed(text: str | bytes) -> Any:
@@ -30,8 +30,9 @@ def parsed(text: str | bytes) -> Any:
     return value
 
 
-def unknown(kind: str, name: Any, known: Iterable[Any], listed: bool = False) -> str:
-    """Write the error of an unknown name, with the nearest known names, or with all of them; with both if `listed`."""
+def unknown(kind: str, name: object, known: Iterable[Any], listed: bool = False) -> str:
+    """Write the error of an unknown name. It has the nearest known names, or all of them if none is near; with `listed`
+    both."""
     written = {str(each).lower(): each for each in known}
     near = [written[each] for each in difflib.get_close_matches(str(name).lower(), list(written), n=3)]
     hints = [f"did you mean {' or '.join(map(repr, near))}?"] if near else []
@@ -46,22 +47,22 @@ def one_of(kind: str, name: Any, known: Iterable[Any]) -> None:
 
 
 def installed(extra: str, what: str, *modules: str) -> None:
-    """Raise ValueError, which names the command that installs the extra, where one of its modules is missing."""
+    """Raise ValueError if one of an extra's modules is missing; it names the command that installs the extra."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise ValueError(f"{what} needs {' and '.join(missing)}; run: pip install 'kvevict[{extra}]'")
 
 
 def builtin(value: object) -> Any:
-    """Return numbers of other types, such as numpy's, as Python's own, and anything else as it is."""
+    """Convert numbers of other types, such as numpy's, to Python's own; anything else stays as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def hold_text(part: object, name: str, only: str = "") -> None:
-    """Replace a path in a field of a frozen part by its text, which JSON can hold. only: what a path is of, where the
-    field takes nothing else but None; then raises TypeError for other values."""
+    """Replace a path in a field of a frozen part by its text, which JSON can hold. only: what the path is of, for a
+    field that takes a path or None alone: other values raise TypeError."""
     if isinstance(path := getattr(part, name), os.PathLike):
         object.__setattr__(part, name, os.fspath(path))
     elif only and not isinstance(path, (str, type(None))):

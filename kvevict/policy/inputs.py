@@ -1,26 +1,41 @@
-"""The inputs of a policy's parts: what a policy sees of a read, and quantities of slots by name."""
+"""The inputs of a policy's parts: what a policy sees of a read, quantities of slots by name, and the policy itself."""
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .seen.rows import CallRows as CallRows
 from .seen.rows import Chunk as Chunk
 from .seen.rows import LayerRows as LayerRows
 from .seen.rows import Observation as Observation
 from .seen.rows import Observers as Observers
+from .seen.rows import PromptCall as PromptCall
+from .seen.rows import PromptRead as PromptRead
 from .seen.slots import Slots as Slots
 
-if TYPE_CHECKING:
-    from .policy import Policy as Policy
-else:
-    Policy = Any  # its parts are imported first
+
+class OwnPolicy(Protocol):
+    """What a part reads of the `kvevict.Policy` that it belongs to."""
+
+    @property
+    def chunk_size(self) -> int | None: ...
+    @property
+    def layers(self) -> Any: ...  # the `LayerBudget`
+    @property
+    def protected(self) -> int: ...
+    @property
+    def shared(self) -> bool: ...
+    def slots(self, tokens: int) -> int: ...
+    def groups(self, layers: int) -> list[list[int]]: ...
 
 
 class Need(NamedTuple):
     """A quantity of `kvevict.QUANTITIES` by its name, with options."""
 
     name: str
-    options: tuple[Any, ...] = ()  # (option, value), sorted
+    options: tuple[tuple[str, Any], ...] = ()  # (option, value), sorted
+
+
+Needs = tuple[str | Need, ...]  # quantities that a part of a policy gets, by name, those with options as `Need`
 
 
 def need(name: str, **options: Any) -> Need:
@@ -28,6 +43,6 @@ def need(name: str, **options: Any) -> Need:
 
 
 @functools.cache
-def as_needs(needs: Any) -> tuple[Any, ...]:
-    """Return a part's `needs`, names and `Need`s, as `Need`s."""
+def as_needs(needs: Needs) -> tuple[Need, ...]:
+    """Return a part's `needs` as `Need`s."""
     return tuple(Need(each) if isinstance(each, str) else each for each in needs)

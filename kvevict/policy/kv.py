@@ -1,17 +1,17 @@
-"""Representation of stored slots (methods.md section 11): in the model's dtype, or packed in rows of 8 and 4 bits a
-number (csrc/kvevict.h)."""
+"""The representation of stored slots (methods.md section 11): keys and values in the model's dtype, or packed with 8 or
+4 bits a number (csrc/kvevict.h)."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MOST = 1.0  # expected error of a logit above which keys take more bits
-FEW = 16  # keys of a head, or more, lie about as far from their centre as later ones; of fewer it counts as 0
+FEW = 16  # number of a head's keys below which their centre counts as 0: later keys may lie far from it
 POSITION = 4  # bytes of a slot's position
-ROWS = 128  # of a chunk's queries and keys, at least, that choose the centre and the kind
+ROWS = 128  # number of a chunk's last queries, and least number of its keys, that choose the centre and the kind
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ class RowKind(NamedTuple):
     """How a row of numbers is stored. Its index in ROW_KINDS is its kind, as in `kv_kind` of csrc/kvevict.h."""
 
     name: str
-    bits: int | None  # of a number; None: the model's dtype, and no other field
-    word: Any  # for it in cache files
+    bits: int | None  # bits of a number; None: rows are in the model's dtype, and the other fields have no meaning
+    word: int | None  # the kind's name in cache files
     wider: int  # the kind to use instead for rows beyond `most`, and for keys with too large an error
-    most: float  # norm of a row that it holds: no number of the rotated row, nor a scale, is larger
+    most: float  # largest norm of a row: then no number of the rotated row, nor its scale, overflows
     numbers: Callable[[Tensor, int], Tensor]  # rows [n, *] and dim -> fp32 [n, dim], without the centre
     steps: Callable[[Tensor], Tensor]  # rows [.., d] -> fp32 [..] between two numbers that a packed row can hold
 
@@ -58,9 +58,9 @@ ROW_KINDS = (
     RowKind("int4", 4, 4, 1, torch.finfo(torch.float16).max, _numbers_int4, _steps_int4),
 )
 MODEL, INT8, INT4 = range(len(ROW_KINDS))
-Kinds = tuple[int, int]  # of a layer's keys and of its values
+Kinds = tuple[int, int]  # the kinds of a layer's keys and of its values
 
-# What a policy's kv stands for.
+# the kinds that a policy's `kv` names
 KINDS: dict[str, Kinds] = {"model": (MODEL, MODEL), "int8": (INT8, INT8), "k8v4": (INT8, INT4), "int4": (INT4, INT4)}
 
 
@@ -76,7 +76,7 @@ def slot_bytes(kv: str, dim: int, element: int) -> int:
 
 
 def is_wider(kinds: Kinds, kv: str) -> bool:
-    """Return True if keys of such a kind take more bits than the policy's."""
+    """Return whether keys of these kinds take more bits than those of a policy's `kv`."""
     asked, bits = ROW_KINDS[KINDS[kv][0]].bits, ROW_KINDS[kinds[0]].bits
     return asked is not None and (bits is None or bits > asked)
 
@@ -97,8 +97,8 @@ def numbers(rows: Tensor, kind: int, dim: int, centre: Tensor | None = None) -> 
 
 
 def centre(keys: Tensor, weights: Tensor) -> Tensor:
-    """Average keys [B, Hkv, S, D] with attention weights [B, Hkv, S] (0: the key does not count): fp32 [B, Hkv, D], the
-    c that makes the sum of a_i |k_i - c|^2 least. 0 where the mean is not finite."""
+    """Average keys [B, Hkv, S, D] by attention weights [B, Hkv, S], where a key of weight 0 does not count: fp32
+    [B, Hkv, D], the c with the least sum of a_i |k_i - c|^2. It is 0 where the mean is not finite."""
     total = torch.einsum("bhs,bhsd->bhd", weights, keys.float().masked_fill(weights[..., None] == 0, 0))
     return (total / weights.sum(2)[..., None]).nan_to_num(0, 0, 0)
 
@@ -106,14 +106,14 @@ def centre(keys: Tensor, weights: Tensor) -> Tensor:
 def expected_errors(
     query: Tensor, seen: Tensor, key: Tensor, held: Tensor, centre: Tensor, scale: float, kind: int
 ) -> Tensor:
-    """Return the expected error of a logit of each query head with keys of a packed kind: fp32 [H]. A number is rounded
-    by s / sqrt(12), s the step of its row, and so q . k by |q| s / sqrt(12). The medians of |q| and of s count.
+    """Return the expected error of a logit of each query head with keys of a packed kind: fp32 [H]. Rounding moves a
+    number by s / sqrt(12), s being the step of its row, and q . k by |q| s / sqrt(12). Medians of |q| and s are taken.
 
     query [B, H, T, D], key [B, Hkv, S, D], centre fp32 [B, Hkv, D]; seen, held: bool [B, heads or 1, *] the rows that
     count
     """
 
-    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # of every head
+    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # per head, over counting rows
         apart = max(1, x.shape[2] // ROWS)
         numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
         return numbers.transpose(0, 1).flatten(1).nanmedian(1).values
@@ -130,9 +130,9 @@ def norms(rows: Tensor) -> Tensor:
 
 
 def chosen(kv: str, error: Callable[[int], float], norm: Sequence[float]) -> Kinds:
-    """Choose the kinds of a layer's keys and values, of a policy's `kv`. They take the wider kind as long as a row is
-    not held, and keys as long as their error is too large; error: kind -> the mean of `expected_errors`; norm: of the
-    largest key, from its centre, and of the largest value."""
+    """Choose the kinds of a layer's keys and values, by a policy's `kv`. Rows too large for a kind take its wider one,
+    and so do keys with too large an error. error: kind -> the mean of `expected_errors`; norm: of the key farthest from
+    its centre, and of the largest value."""
     keys, values = KINDS[kv]
     while keys != MODEL and not (norm[0] <= ROW_KINDS[keys].most and error(keys) <= MOST):
         keys = ROW_KINDS[keys].wider

@@ -10,13 +10,14 @@ from . import peers
 from .checks import builtin, unknown
 from .heads import HEADS, HeadBudget
 from .layers import LAYERS, LayerBudget
+from .peers import FIXED
 from .refinements import REFINEMENTS, Refinement
 from .registry import Registry
 from .rows import ROWS, Rows
 from .scores import SCORES, Score
 from .selections import SELECTIONS, Selection
 
-# `per_head` is an option of two parts: it goes to both, and means the same.
+# `per_head` is an option of two parts, a score and a selection: it goes to both.
 PARTS: dict[str, tuple[Registry, type[Any]]] = {
     "rows": (ROWS, Rows),
     "score": (SCORES, Score),
@@ -47,8 +48,8 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(value: object, kind: str) -> Any:
-    """Return the field that `to_plain` wrote; an object in the field is a part of that kind. Raises ValueError for
-    unknown names, and for an object where `kind` is none of PARTS."""
+    """Return the field that `to_plain` wrote; an object in the field is a part of that kind. Options that are constants
+    now are dropped. Raises ValueError for unknown names, and for an object where `kind` is none of PARTS."""
     if isinstance(value, list):
         return tuple(from_plain(item, kind) for item in value)
     if not isinstance(value, dict):
@@ -57,9 +58,11 @@ def from_plain(value: object, kind: str) -> Any:
         wanted = "an object must have a name" if kind in PARTS else "cannot be an object"
         raise ValueError(f"{kind} of a policy in JSON: {wanted}, got {value!r}")
     part = PARTS[kind][0].find(value["name"])
-    options = {name: from_plain(option, name) for name, option in value.items() if name != "name"}
+    known = option_names(part)
+    given = {name: option for name, option in value.items() if name in known or (name, option) not in FIXED.items()}
+    options = {name: from_plain(option, name) for name, option in given.items() if name != "name"}
     for name in options:
-        check_option(name, option_names(part), f"option of {value['name']}")
+        check_option(name, known, f"option of {value['name']}")
     return part(**options)
 
 
@@ -75,8 +78,8 @@ def written(kind: str, part: Any) -> str:
 def returned(
     kind: str, part: object, x: object, shape: Sequence[int], heads: Iterable[int] = (), dtype: object = torch.float32
 ) -> torch.Tensor:
-    """Return the tensor x that a part returned. Raises TypeError or ValueError unless it is of the dtype and of a shape
-    [B, Hkv, ..], with any of `heads` in the place of Hkv. No number is looked at, so no device is waited for."""
+    """Return x, which a part returned. Raises TypeError or ValueError unless x is a tensor of the dtype and the shape,
+    [B, Hkv, ..], or one with any of `heads` in the place of Hkv. No number is read, so no device is waited for."""
     allowed = [[shape[0], each, *shape[2:]] for each in (shape[1], *heads)]
     if isinstance(x, torch.Tensor) and x.dtype == dtype and list(x.shape) in allowed:
         return x
@@ -88,7 +91,7 @@ def returned(
 
 def check_option(name: str, known: Collection[str], kind: str = "option", parts: dict[str, Any] | None = None) -> None:
     """Raise ValueError for an option that is not `known`. The error says what to write instead of an option that is
-    gone. For another part's option it says which options the policy's part has; parts: the policy's, by kind."""
+    gone, and of another part's option, which options the policy's own part has. parts: the policy's, by kind."""
     if name in known:
         return
     if name in peers.OPTIONS:

@@ -1,7 +1,7 @@
 """Names of other libraries (kvpress, KVCache-Factory, AdaKV), and names that are gone, with what to write instead.
 docs/migrating.md has them, too."""
 
-from typing import Any
+from collections.abc import Iterable
 
 BUDGET = "budget=, the slots kept per kv head (int)"
 SINKS = "sink= of streaming, keep_first= of every policy"
@@ -19,7 +19,6 @@ NAMES = {
     **dict.fromkeys(("n_sink", "num_sinks", "start_size"), SINKS),
     **dict.fromkeys(("chunk_length", "block_size"), "chunk_size=, the tokens that are read at once"),
     **dict.fromkeys(("alpha_safeguard", "floor_alpha"), "f="),
-    "epsilon": "eps=",
 }
 KVPRESS = "window=64,kernel=5,pool=avg,reduce=mean"
 DRAFTS = "n_d=32,window=32,draft_keys=true"
@@ -43,9 +42,13 @@ PRESETS = {  # name: the text that does the same
     "defensive/pool": "defensive:heads=flat,layers=pool",
     "edie+tada/chunked": "edie+tada:own=true,chunk_size=4096",
 }
-OPTIONS = {  # that no part has any more, or not every part that had it
+OPTIONS = {  # options that no part has any more, or only some of the parts that had them
+    "beta": "it is 20, as in the source: the last layer gets a twentieth of the average",
+    "blend": "it is 0.35",
     "ema_space": "the accumulated probe is always rotated; ema_alpha=0.0 takes each chunk's probe alone",
+    "eps": "it is 0.01",
     "group": "each method has its own: speckv the largest, fastkv the sum, the others the mean",
+    "instruction": "nothing stands between a chunk and its repetition",
     "lag": "a part has 128 tokens",
     "most": "all of a chunk is repeated",
     "reduce": "each method has its own; score='snapkv' has the option, with any rows",
@@ -55,8 +58,11 @@ OPTIONS = {  # that no part has any more, or not every part that had it
 }
 
 
-def check(names: Any) -> None:
-    """Raise ValueError, with our name, for an option of another library."""
+FIXED = {"beta": 20, "blend": 0.35, "eps": 0.01, "instruction": []}  # constants now; saved policies hold them
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise ValueError, with the name that it has here, for an option of another library."""
     for name in names:
         if name in NAMES:
             raise ValueError(

@@ -1,20 +1,24 @@
 """The choices that exclude each other, and the reasons: one table (METHODS sections 1, 4 and 5)."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .heads.flat import Flat
-from .inputs import Policy, as_needs
+from .heads import Flat
+from .inputs import as_needs
 from .parts import PARTS, written
 from .rows.window import All, NoRows
 from .run import Run
 
+if TYPE_CHECKING:
+    from .policy import Policy
 
-def _waits(policy: Policy) -> bool:
+
+def _waits(policy: "Policy") -> bool:
     return policy.warmup_layers not in (None, 1)
 
 
-def _needs(policy: Policy) -> Any:
-    return [each.name for each in as_needs(policy.score.needs)]
+def _needs(policy: "Policy", *quantities: str) -> bool:
+    """Return whether the policy's score needs one of these quantities."""
+    return any(each.name in quantities for each in as_needs(policy.score.needs))
 
 
 RULES = (
@@ -23,24 +27,19 @@ RULES = (
      "others"),
     (lambda p: p.shared and p.heads.ragged,
      "one selection shared by a layer's heads needs heads='equal'; or let each choose for itself: per_head=True"),
-    (lambda p: p.layers.measures and p.n_reuse > 1,
-     "this layer budget needs every layer's error, and with n_reuse > 1 only a group's first layer scores: n_reuse=1"),
-    (lambda p: p.layers.measures and _waits(p),
-     "this layer budget needs every layer's error, and layers that wait do not score: warmup_layers=None"),
-    (lambda p: p.layers.cascades and p.n_reuse > 1,
-     "this layer budget measures every layer's attention, and with n_reuse > 1 only a group's first layer scores: "
-     "n_reuse=1"),
-    (lambda p: p.layers.cascades and _waits(p),
-     "this layer budget measures every layer's attention, and layers that wait do not score: warmup_layers=None"),
+    (lambda p: (p.layers.measures or p.layers.cascades) and p.n_reuse > 1,
+     "this layer budget measures every layer, and with n_reuse > 1 only a group's first layer scores: n_reuse=1"),
+    (lambda p: (p.layers.measures or p.layers.cascades) and _waits(p),
+     "this layer budget measures every layer, and layers that wait do not score: warmup_layers=None"),
     (lambda p: p.layers.cascades and (p.rows.most in (0, 1) or p.carry != "none" or p.score.ordinal),
      "this layer budget measures how attention varies over the observing rows, which this score or its rows do not "
      "show: take snapkv, cake, edie or another score of attention with 2 rows or more"),
     (lambda p: p.layers.measures and p.score.ordinal,
      "this layer budget sums scores to an error, and these only rank slots: take a score of attention"),
-    (lambda p: p.refine.refines and p.score.ordinal,
-     "an output error takes scores as weights, and these only rank slots: take a score of attention"),
-    (lambda p: p.refine.refines and p.score.shared,
-     "an output error differs by head, and this score is one for the layer: per_head=True"),
+    (lambda p: (p.refine.refines or p.refine.picks) and p.score.ordinal,
+     "a refinement takes scores as weights, and these only rank slots: take a score of attention"),
+    (lambda p: (p.refine.refines or p.refine.picks) and p.score.shared,
+     "a refinement differs by head, and this score is one for the layer: per_head=True"),
     (lambda p: p.carry in ("sum", "max") and p.score.ordinal,
      "these scores only rank the slots of one chunk, so those of two chunks cannot be summed or compared: "
      "carry='none'"),
@@ -62,8 +61,8 @@ RULES = (
      "one ranking of all layers takes slots one by one: select='token'"),
     (lambda p: p.layers.pools and p.refine.refines,
      "one ranking of all layers needs scores that compare between them, and output errors do not: refine='none'"),
-    (lambda p: p.layers.pools and (p.n_reuse > 1 or _waits(p)),
-     "one ranking of all layers needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
+    (lambda p: (p.layers.pools or p.threshold is not None) and (p.n_reuse > 1 or _waits(p)),
+     "a threshold, or one ranking of all layers, needs every layer's own scores: n_reuse=1 and warmup_layers=None"),
     (lambda p: p.layers.pools and p.decode and not p.keep_prompt,
      "while decoding layers are cut one by one, and one ranking needs them all: decode=False, layers='uniform', or "
      "keep_prompt=True, which cuts what was decoded alone"),
@@ -72,12 +71,10 @@ RULES = (
      "expected, or a budget"),
     (lambda p: p.threshold is not None and not p.heads.ragged,
      "heads keep as many slots as score above a threshold, which differ from head to head: heads='flat' or 'ada'"),
-    (lambda p: p.threshold is not None and any(select.run > 1 for select in p.selections),
-     "a threshold takes slots one by one, so runs would not stay whole: select='token'"),
+    (lambda p: (p.threshold is not None or p.refine.picks) and any(select.run > 1 for select in p.selections),
+     "a threshold, or refine='critical', takes slots one by one, so runs would not stay whole: select='token'"),
     (lambda p: p.threshold is not None and (p.refine.refines or p.refine.picks),
      "a threshold is one of scores, and refined ones are others: refine='none'"),
-    (lambda p: p.threshold is not None and (p.n_reuse > 1 or _waits(p)),
-     "with a threshold every layer keeps by its own scores: n_reuse=1 and warmup_layers=None"),
     (lambda p: p.threshold is not None and (p.layers.cascades or p.layers.measures),
      "this layer budget splits a number of slots, and a threshold leaves that to the text: layers='uniform' or 'pool'"),
     (lambda p: p.threshold is not None and p.decode,
@@ -87,30 +84,24 @@ RULES = (
      "or layers='uniform'"),
     (lambda p: p.rows.repeats and (p.tsp is not None or p.layers.measures),
      "the rows that repeat a chunk are not its last tokens, which these need: tsp=None, and another layer budget"),
-    (lambda p: {"repetition", "repeated_output"} & {*_needs(p)} and not p.rows.repeats,
+    (lambda p: _needs(p, "repetition", "repeated_output") and not p.rows.repeats,
      "this score is of rows that repeat the chunk: rows='repeat'"),
-    (lambda p: {"repetition", "repeated_output"} & {*_needs(p)} and p.decode,
+    (lambda p: _needs(p, "repetition", "repeated_output") and p.decode,
      "decoded tokens are not read again, so their worth is not known: decode=False"),
-    (lambda p: {"expected_attention", "trigonometric"} & {*_needs(p)} and p.rows.needs_full_prompt,
+    (lambda p: _needs(p, "expected_attention", "trigonometric") and p.rows.needs_full_prompt,
      "a draft comes after all layers, and these statistics are of every row when its layer is read: rows='none'"),
-    (lambda p: "gate" in _needs(p) and p.rows.repeats,
+    (lambda p: _needs(p, "gate") and p.rows.repeats,
      "a token has its number when it is first read, so nothing is to be read again: rows='none'"),
-    (lambda p: "gate" in _needs(p) and p.carry != "keep",
+    (lambda p: _needs(p, "gate") and p.carry != "keep",
      "a token's number is made when it is read, and its slots carry it: carry='keep'"),
-    (lambda p: {"lag", "leverage"} & {*_needs(p)} and p.carry != "keep",
+    (lambda p: _needs(p, "lag", "leverage") and p.carry != "keep",
      "these numbers are of a text's parts as they were read, and a part that was cut is none: carry='keep'"),
-    (lambda p: "lag" in _needs(p) and p.tsp is not None,
+    (lambda p: _needs(p, "lag") and p.tsp is not None,
      "layers after tsp do not read all tokens, so their parts are never whole: tsp=None"),
-    (lambda p: "block_attention" in _needs(p) and type(p.rows) is not All,
+    (lambda p: _needs(p, "block_attention") and type(p.rows) is not All,
      "attention in blocks is that of the chunk's own rows: rows='all'"),
-    (lambda p: "block_attention" in _needs(p) and p.decode,
+    (lambda p: _needs(p, "block_attention") and p.decode,
      "decoded tokens do not make a block, so their worth is not known before the next prompt: decode=False"),
-    (lambda p: p.refine.picks and p.score.ordinal,
-     "half of the slots are taken by score times a norm, and these scores only rank slots: take a score of attention"),
-    (lambda p: p.refine.picks and p.score.shared,
-     "norms of values differ by head, and this score is one for the layer: per_head=True"),
-    (lambda p: p.refine.picks and any(select.run > 1 for select in p.selections),
-     "slots are taken one by one in two stages, so runs would not stay whole: select='token'"),
     (lambda p: p.recall and type(p.rows) is NoRows,
      "recall=True: a turn's observing rows choose the slots, and rows='none' has none: take take+edie or snapkv"),
     (lambda p: p.recall and p.carry != "none",
@@ -135,7 +126,7 @@ RULES_OF_RUNS = (
 )  # fmt: skip
 
 
-def check(policy: Policy, *run: Run) -> None:
+def check(policy: "Policy", *run: Run) -> None:
     """Raise ValueError, with the reason, for choices that cannot go together: a policy's, or those of a run of it."""
     for excluded, reason in RULES_OF_RUNS if run else RULES:
         if excluded(policy, *run):

@@ -8,7 +8,7 @@ from typing import Any
 from .checks import flag, one_of
 from .kv import KINDS
 
-# Options of `patch` and others -> fields of `Run`. `recall` is the policy's, too.
+# Options of `patch` and others: fields of `Run`. `recall` is also a field of `Policy`.
 OPTIONS = {
     "kv": "kv", "recall": "archive", "recall_kv": "archive_kv", "compiled": "compiled", "progress": "progress",
     "diagnose": "diagnose",
@@ -22,11 +22,11 @@ class Run:
     kv          how stored slots are represented (methods.md section 11): "model": in the model's dtype; "int8": in 8
                 bits a number, "k8v4": keys in 8, values in 4, "int4": in 4. A layer whose logits have an expected
                 error above 1 takes more bits for its keys
-    archive     where the archive of a policy that recalls lies. True: in the memory of the model's device. "memory": in
-                the host's, pinned for a model on a GPU, to which it comes one layer at a time; on a CPU as True. A
-                folder's path: in files there, mapped into the host's memory ("./memory" is a folder of that name)
-    archive_kv  with recall=True: how the archive's slots are represented, as in `kv`, where the others are as computed
-                (kv="model"); those that a turn chooses become so again. None: as in `kv`
+    archive     where the archive of a policy with recall=True lies. True: in the memory of the model's device.
+                "memory": in the host's memory, pinned for a model on a GPU, which copies it one layer at a time; on a
+                CPU as True. A folder's path: in files there, mapped into the host's memory ("./memory" is a folder)
+    archive_kv  with recall=True: how the archive's slots are represented, a word as for `kv`, which is "model" then:
+                slots that a turn chooses are unpacked. None: as in `kv`
     compiled    decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot be
                 recorded is decoded as without it, with one warning that says why
     progress    show a progress bar while a prompt is read
@@ -56,7 +56,8 @@ class Run:
 
 
 def apart(options: dict[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:
-    """Part options of `patch`, or the fields of an older policy in JSON, into those of a policy and fields of `Run`."""
+    """Split options of `patch`, or the fields of an older policy in JSON, into options of a policy and fields of a
+    `Run`."""
     policy = {name: value for name, value in options.items() if name not in OPTIONS}
     run = {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
     if "archive" in run:
@@ -67,7 +68,7 @@ def apart(options: dict[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:
 
 
 def differences(run: Run) -> dict[str, object]:
-    """Return what a run does not have by default, by options."""
+    """Return a run's values that are not the defaults, by the names of options."""
     return {name: getattr(run, each) for name, each in OPTIONS.items() if getattr(run, each) != getattr(Run, each)}
 
 
@@ -76,6 +77,6 @@ def refuse(names: Iterable[str]) -> None:
     for name in names:
         if name in OPTIONS and name != "recall":
             raise TypeError(
-                f"{name} is no part of a Policy, but says how a machine runs it: give it beside the policy, as in "
+                f"{name} is not part of a Policy but of how a machine runs it: give it beside the policy, as in "
                 f"kvevict.patch(model, policy, {name}=...)"
             )

@@ -12,24 +12,24 @@ DEFAULT = "take+edie"  # where no policy is named: the best measured for a promp
 PYTHON = {"None": None, "True": True, "False": False}
 
 
-def parse_policy(text: str) -> tuple[Any, ...]:
-    """Parse a policy's text: (preset's name, options). A value is JSON (a number, true, null, [0, 32], which may be
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse a policy's text into (preset's name, options). A value is JSON (a number, true, null, [0, 32], which may be
     written as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None.
     Raises ValueError for an option without a value."""
     name, colon, rest = text.partition(":")
     rest = rest.translate(str.maketrans("()", "[]"))
-    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # no comma inside of brackets
+    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # at commas outside of brackets
     return name, dict(_option(part) for part in parts)
 
 
-def _option(text: str) -> tuple[Any, ...]:
+def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"policy option {text!r}: write {FORM}")
     name = name.strip().replace("-", "_")
     if value in PYTHON or (value == "none" and name in _options("None")):
         return name, PYTHON.get(value)
-    if name not in _options("str"):  # task=7 is text
+    if name not in _options("str"):  # such as `task`, where 7 is a name
         with contextlib.suppress(ValueError):
             value = parsed(value)
     return name, tuple(value) if isinstance(value, list) else value

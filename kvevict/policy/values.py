@@ -3,27 +3,32 @@
 import numbers
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .checks import byte_count, count, finite, flag, one_of
-from .inputs import Policy
 from .parts import as_part
 
-AFTER = 16  # first tokens of an answer that attend to all slots
+if TYPE_CHECKING:
+    from .policy import Policy
+
+AFTER = 16  # default of `recall_after`
 
 
-def check(policy: Policy) -> None:
-    """Raise TypeError or ValueError for a field of a wrong value, and for one that means nothing without another."""
+def check(policy: "Policy") -> None:
+    """Raise TypeError or ValueError for a field of a wrong value, and for a field that means nothing without another
+    one."""
     if policy.threshold is not None:
         finite("threshold", policy.threshold)
-    count("keep_last", policy.keep_last, 0)
-    count("keep_first", policy.keep_first, 0)
+    for name, least in (("keep_last", 0), ("keep_first", 0), ("n_reuse", 1)):
+        count(name, getattr(policy, name), least)
     if policy.budget is not None:
         _check_budget(policy)
     for name in ("chunk_size", "warmup_budget", "interval"):
         if getattr(policy, name) is not None:
             count(name, getattr(policy, name), 1)
-    count("n_reuse", policy.n_reuse, 1)
+    for name, least in (("warmup_layers", 1), ("tsp", 0)):
+        if getattr(policy, name) not in (None, "half"):
+            count(name, getattr(policy, name), least)
     if not isinstance(policy.decode, bool):
         raise TypeError(f"decode must be True, False or None, got {policy.decode!r}")
     flag("keep_prompt", policy.keep_prompt)
@@ -38,19 +43,17 @@ def check(policy: Policy) -> None:
                 f"{name}={getattr(policy, name)} is about evicting while decoding, which this policy does not: give "
                 f"decode=True too, or leave {name} out"
             )
+    one_of("carry", policy.carry, ("none", "sum", "keep", "max"))
     one_of("schedule", policy.schedule, ("prompt", "chunk"))
     if policy.schedule == "chunk" and policy.chunk_size is None:
         raise ValueError("schedule='chunk' needs a chunk_size (tokens); e.g. chunk_size=4096")
-    for name, least in (("warmup_layers", 1), ("tsp", 0)):
-        if getattr(policy, name) not in (None, "half"):
-            count(name, getattr(policy, name), least)
     if not isinstance(policy.tsp_len, float):
         count("tsp_len", policy.tsp_len, policy.fewest_propagated)
     elif not 0 < policy.tsp_len < 1:
         raise ValueError(f"tsp_len={policy.tsp_len} is not a share in (0, 1); pass an int for a number of tokens")
 
 
-def _check_budget(policy: Policy) -> None:
+def _check_budget(policy: "Policy") -> None:
     budget = policy.budget
     if isinstance(budget, str):
         if "/" in budget or "%" in budget:
@@ -78,24 +81,26 @@ def _check_budget(policy: Policy) -> None:
         )
 
 
-def check_recall_slots(policy: Policy) -> None:
-    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy."""
-    slots = policy.recall_slots
-    if not policy.recall:
-        raise ValueError(f"recall_slots={slots} is about recall: give recall=True too, or leave it out")
+def check_recall(policy: "Policy") -> None:
+    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy, and for `recall_after` where
+    the policy cannot have it."""
+    for name in ("recall_slots", "recall_after"):
+        if getattr(policy, name) and not policy.recall:
+            raise ValueError(f"{name}={getattr(policy, name)} is about recall: give recall=True too, or leave it out")
     try:
-        if isinstance(slots, str):
+        if isinstance(policy.recall_slots, str):
             raise TypeError("bytes are for budget alone: give a number of slots or a fraction")
-        assert policy.recalling  # made here, with the checks of a budget
+        _ = policy.recalling  # a policy, with the checks of its budget
     except (ValueError, TypeError) as error:
         raise type(error)(f"recall_slots: {error}") from None
+    if policy.recall_after is not None:
+        count("recall_after", policy.recall_after, 0)
+    _ = policy.answered
 
 
-def answered(policy: Policy) -> int:
-    """Return `recall_after`, or its default. Raises TypeError or ValueError where the policy cannot have it."""
+def answered(policy: "Policy") -> int:
+    """Return `recall_after`, or its default. Raises ValueError where the policy cannot have it."""
     given = policy.recall_after
-    if given is not None and count("recall_after", given, 0) and not policy.recall:
-        raise ValueError(f"recall_after={given} is about recall: give recall=True too, or leave it out")
     if given == 0 or not policy.recall:
         return 0
     reason = _never_chooses_again(policy)
@@ -104,8 +109,8 @@ def answered(policy: Policy) -> int:
     return 0 if reason else AFTER if given is None else given
 
 
-def _never_chooses_again(policy: Policy) -> str | None:
-    """Why the rows of an answer cannot choose among all slots; None: they can."""
+def _never_chooses_again(policy: "Policy") -> str | None:
+    """Return why the rows of an answer cannot choose among all slots; None: they can."""
     if policy.rows.needs_full_prompt or policy.rows.repeats:
         return "this policy drafts, or repeats the prompt, and an answer's rows would choose instead"
     if policy.n_reuse > 1 or policy.warmup_layers not in (None, 1):
@@ -119,24 +124,21 @@ def _never_chooses_again(policy: Policy) -> str | None:
     return None
 
 
-def as_ranges(entries: Any) -> tuple[Any, ...]:
-    """Check `select_by_layer` and return its ranges; no layer may be in two."""
+def as_ranges(entries: Any) -> tuple[tuple[int, int | None, Any], ...]:
+    """Check `select_by_layer` and return its ranges (start, stop, selection); no layer may be in two."""
     if not isinstance(entries, (tuple, list)):
         raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {entries!r}")
-    ranges = tuple(map(_as_range, entries))
+    ranges = []
+    for entry in entries:
+        try:
+            start, stop, select = entry
+        except (TypeError, ValueError):
+            raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
+        count("select_by_layer: start", start, 0)
+        if stop is not None:
+            count("select_by_layer: stop", stop, start + 1)
+        ranges.append((start, stop, as_part("select", select)))
     for (a, stop, _), (b, _, _) in pairwise(sorted(ranges, key=lambda entry: entry[0])):
         if stop is None or b < stop:
             raise ValueError(f"select_by_layer has layer {b} in two ranges, from {a} on and from {b} on; part them")
-    return ranges
-
-
-def _as_range(entry: Any) -> tuple[Any, ...]:
-    """Check one range of `select_by_layer` and return (start, stop, selection)."""
-    try:
-        start, stop, select = entry
-    except (TypeError, ValueError):
-        raise ValueError(f"select_by_layer must hold (start, stop, select), got {entry!r}") from None
-    count("select_by_layer: start", start, 0)
-    if stop is not None:
-        count("select_by_layer: stop", stop, start + 1)
-    return start, stop, as_part("select", select)
+    return tuple(ranges)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..answering.answer import room_of, within_positions
+from ..answering.answer import SHORTEST as SHORTEST_CHUNK
+from ..answering.answer import within_positions
 from ..answering.batch import Pools
 from ..asking.question import Asked, LastTurn
 from ..context import current, within
@@ -187,11 +188,11 @@ class Reader:
         """Change a policy to fit a prompt of `tokens` tokens. Raises Refused where too few positions are left to repeat
         the prompt."""
         if policy.rows.repeats and self.context and (policy.threshold is not None or policy.slots(tokens) < tokens):
-            if self.context - tokens < room_of(policy):
+            if self.context - tokens < SHORTEST_CHUNK:
                 raise Refused(
                     400,
                     f"after {tokens} tokens too few of the model's {self.context} positions are left to repeat them, "
-                    f"which needs {room_of(policy)}: shorten the prompt, or give a kvevict.policy that reads once",
+                    f"which needs {SHORTEST_CHUNK}: shorten the prompt, or give a kvevict.policy that reads once",
                     "context_length_exceeded",
                 )
             policy = within_positions(policy, self.config, tokens)

@@ -10,15 +10,15 @@ from ..store.files import write
 
 
 def save(path: Path, about: dict, **state: object) -> None:
-    """Write a checkpoint, completely or not at all. `about` names all that determines the training's result."""
+    """Write a checkpoint, completely or not at all. about: settings and data that determine the training's result."""
     buffer = io.BytesIO()
     torch.save(dict(state, about=about), buffer)
     write(path, buffer.getvalue())
 
 
 def load(path: Path, about: dict, device: torch.device) -> dict[str, Any]:
-    """Read a checkpoint's state; {} without one. Raises ValueError for a damaged checkpoint, and for one of another
-    `about`, except that a training that has made all of its `steps` may continue with more of them."""
+    """Read a checkpoint's state, or return {} if there is no file. Raises ValueError for a damaged checkpoint and for
+    one with another `about`; only `steps` may be more than the checkpoint's, once these have been made."""
     if not path.exists():
         return {}
     try:

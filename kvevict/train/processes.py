@@ -1,5 +1,5 @@
 """Processes that share work, started by torchrun or by `accelerate launch -m kvevict eval` (or `train --kind gates`).
-The first one collects all results, so machines need no common disk. Launchers put a process's number into its
+The first process collects all results, so machines need no common disk. Launchers put a process's number into its
 environment."""
 
 import itertools
@@ -16,12 +16,12 @@ Line = TypeVar("Line")
 
 
 class Processes:
-    """All processes of this launch, of which this one is number `rank` of `size`. A process that no launcher started is
-    alone. All processes `join` before anything else, and call the methods in one order."""
+    """The `size` processes of this launch, of which this one is number `rank`. A process that no launcher started is
+    alone. Every process calls `join` first, and all call the other methods in the same order."""
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-        self.group = None  # torch's default group
+        self.group = None  # None: torch's default group
 
     def join(self) -> "Processes":
         """Make torch's process group, if there are several processes and no group yet, and return self. The group

@@ -15,7 +15,7 @@ from ..models.refusals import check_model
 from ..patch import is_patched
 from ..policy.checks import count
 
-SINK = 4  # rows at a part's first positions, which are not measured
+SINK = 4  # first rows of a part, whose queries are not measured
 
 
 def measure_queries(
@@ -26,7 +26,7 @@ def measure_queries(
 
     model    loaded model, unpatched, in one process
     ids      token ids of a text, 1-D
-    length   tokens of a part that is read at once; its first 4 rows are not measured
+    length   number of tokens that are read at once; the first 4 of them are not measured
 
     Raises ValueError or TypeError for ids or a model that cannot be measured, OSError if the file cannot be written.
     """

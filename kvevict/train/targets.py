@@ -1,4 +1,4 @@
-"""Computes KVzip's numbers of a text that is read twice: the targets of training gates and lookahead rows."""
+"""Computes KVzip's scores of a text by reading it twice: what gates and lookahead rows learn to predict."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,6 @@ from ..policy.building import build
 from ..policy.checks import PLENTY
 
 LABELS = ("kvzip", "kvzip+")
-
-
 Take = Callable[[int, torch.Tensor], None]  # take(layer, numbers fp32 [kv heads, N])
 
 
@@ -29,8 +27,8 @@ class _Numbers(Watcher):
 
 
 def numbers(model: torch.nn.Module, label: str, ids: torch.Tensor, take: Take) -> None:
-    """Read the tokens ids [N] of one text and then once more after themselves, without an autograd graph. Calls `take`
-    for every layer that evicts, in order, with the numbers by which the policy `label` ranks slots."""
+    """Read the ids [N] of a text, and then once more after themselves, without an autograd graph. Calls `take` for
+    every layer that evicts, in order, with the scores by which the policy `label` ranks slots."""
     decoder = families.find_decoder(model)
     policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
     with evicting(model, policy), torch.no_grad(), within(watchers=(_Numbers(take),)):

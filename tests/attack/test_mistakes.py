@@ -245,7 +245,6 @@ NUMBERS = dict(
     h2o=("interval", "recent", "budget", "chunk_size"), vatp=("sink",),
     snapkv=("window", "kernel", "warmup_layers", "n_reuse"),
     take=("probe", "warmup_budget"), random=("seed",), fastkv=("tsp", "tsp_len"), laq=("n_d",), chunkkv=("c",),
-    pyramidkv=("beta",),
 )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_mistakes_in_policies(text):
 def test_options_read_back():
     """The printed options of a policy make the same policy again."""
     chosen = choose(
-        "take", budget=70, probe=(3, 9), ema_alpha=0.3, warmup_layers=2, layers="pyramid", beta=7, kv="int8",
+        "take", budget=70, probe=(3, 9), ema_alpha=0.3, warmup_layers=2, layers="pyramid", kv="int8",
         recall="memory",
     )  # fmt: skip
     policy = chosen.policy

@@ -199,7 +199,7 @@ MORE = {
     "adakv": dict(window=4),
     "edie": dict(window=4),
     "chunkkv": dict(window=4, c=4, n_reuse=2),
-    "pyramidkv": dict(window=4, beta=3),
+    "pyramidkv": dict(window=4),
     "take": dict(probe=5, heads="flat"),
 }
 

@@ -22,7 +22,7 @@ LAYERS = (  # files and rooms; of several that fit a file the longest counts
 )
 ROOMS = ("memory", "measure", "cut", "read record methods", "watch", "hook")  # of engine/; cut.py is a room
 CIRCLES = {  # files that import one another, by one of them: the list may only shrink
-    "policy/policy": 13,
+    "policy/policy": 3,
 }
 MOST_ANY = 1132  # names `Any` in the package
 MOST_MODULES = 10  # at the top level

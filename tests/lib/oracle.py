@@ -27,7 +27,7 @@ from kvevict.policy.text import parse_policy
 
 DEFAULTS = dict(chunk_size=None, schedule="prompt", decode=False, interval=16, warmup_layers=None, warmup_budget=None)
 DEFAULTS |= dict(keep_prompt=False, keep_first=0)
-DEFAULTS |= dict(layers="uniform", beta=20, errors=None, heads="equal", f=0.2, floor="mix")
+DEFAULTS |= dict(layers="uniform", errors=None, heads="equal", f=0.2, floor="mix")
 DEFAULTS |= dict(least=4, threshold=None, keep_last=128)
 DEFAULTS |= dict(select="token", c=10, per_head=False, exact=True, select_by_layer=(), n_reuse=1)
 DEFAULTS |= oracle_scores.DEFAULTS
@@ -222,7 +222,7 @@ class Row:
             return [Fraction(x) for x in self.o["errors"]]
         if self.o["layers"] in ("uniform", "cake", "pool") or tokens < 2 * b or L == 1:
             return [Fraction(1)] * L
-        low = b // self.o["beta"]
+        low = b // 20
         high = min(2 * b - low, tokens - self.always)
         low = 2 * b - high
         return [self.always + high - Fraction(i * (high - low), L - 1) for i in range(L)]

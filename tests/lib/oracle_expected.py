@@ -14,7 +14,7 @@ def note(row, seen):
 
 
 def scores(row, seen, g, end):
-    """(mean_g zn_i + eps) ||v_i||_2 of kv head g, zn summing to 1 over the slots after the sinks."""
+    """(mean_g zn_i + 0.01) ||v_i||_2 of kv head g, zn summing to 1 over the slots after the sinks."""
     o, slots, layer, scale = row.o, seen.layer.alive[g], seen.layer, seen.logit[0]
     k, v = layer.k[g, slots], layer.v[g, slots]
     units = torch.eye(k.shape[1], dtype=torch.double)
@@ -27,7 +27,7 @@ def scores(row, seen, g, end):
         covariance = R @ (away.T @ away / len(away)) @ R.T
         power = k @ (R @ mean) * scale + torch.einsum("id,de,ie->i", k, covariance, k) * scale**2 / 2
         total[o["sink"] :] += power[o["sink"] :].softmax(0)
-    return ((total / row.group + o["eps"]) * v.norm(dim=1)).tolist()
+    return ((total / row.group + 0.01) * v.norm(dim=1)).tolist()
 
 
 def _mean_turn(row, units):

@@ -16,7 +16,7 @@ OPTIONS = {
     "window": dict(window=32),
     "probe": dict(probe=32, ema_alpha=0.2, append=True, ending=None, ends=False, request=(), before=None),
     "given": dict(ids=()),
-    "repeat": dict(instruction=(), part=2048),
+    "repeat": dict(part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
 }
 
@@ -139,7 +139,7 @@ def parts(row, tokens):
 
 def again(row, tokens):
     """The ids that repeat some of the row's tokens."""
-    return [*row.o["instruction"], *(row.prompt[t] for t in tokens)]
+    return [row.prompt[t] for t in tokens]
 
 
 def end_of_attention(row, seen):

@@ -35,7 +35,7 @@ SCORES = {
     "cake": _POOLED | dict(kernel=5, pool="avg"),
     "kvzip": dict(sink=4, carry="keep"),
     "kvzip+": dict(sink=4, carry="keep"),
-    "expected": dict(eps=0.01, sink=4),
+    "expected": dict(sink=4),
     "gate": dict(gates=None, sink=4, recent=64, carry="keep"),
     "edie": _EDIE,
     "edie-exact": _EDIE,

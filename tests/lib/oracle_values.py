@@ -9,7 +9,7 @@ from oracle_rows import observers
 
 SCORES = {
     "lagkv": dict(lag=128, sink=4),
-    "compactor": dict(blend=0.35, sink=8, recent=4),
+    "compactor": dict(sink=8, recent=4),
     "defensive": dict(kernel=5),
 }
 ROWS = dict(lagkv="none", compactor="all")
@@ -77,7 +77,7 @@ def note_compactor(row, seen):
         carry |= dict.fromkeys(range(row.seen, min(o["sink"], row.chunk_end)), 0.0)
     if not tokens:
         return
-    numbers = o["blend"] * standard(_leverage(row, seen, tokens, counted), counted)
+    numbers = 0.35 * standard(_leverage(row, seen, tokens, counted), counted)
     if new:
         column_sums, inside = _both_ways(row, seen, new, counted - len(decoded))
         numbers[:, len(decoded) :] += standard(column_sums, inside)

@@ -413,7 +413,7 @@ AXES = dict(
 )  # fmt: skip
 REASONS = (
     "needs|measures|only rank|one for the layer|layers after tsp|after tsp=0|has no queries|every chunk|"
-    "after all layers|one ranking|repeat|not read again|two stages|in blocks|make a block"
+    "after all layers|one ranking|repeat|not read again|slots one by one|in blocks|make a block"
 )
 RANKS = ("streaming", "knorm", "keydiff", "random", "lagkv", "defensive", "compactor", "tri", "rkv")
 REPEATED = ("kvzip", "kvzip+")

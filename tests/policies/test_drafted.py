@@ -99,7 +99,7 @@ def test_decode_with_eviction(name, interval=3):
 
 
 @pytest.mark.parametrize("more", [
-    dict(layers="pyramid", beta=2), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
+    dict(layers="pyramid"), dict(heads="ada"), dict(heads="flat", layers="pyramid"), dict(refine="caote"),
     dict(select="chunk", c=3, per_head=True, heads="flat"), dict(refine="fastcaote"),
     dict(warmup_layers=3), dict(n_reuse=2),
 ], ids=str)  # fmt: skip
@@ -231,7 +231,7 @@ def test_a_draft_model_by_name(tmp_path):
             made(ids)
             kept.append(kvevict.report(made, positions=True)["positions"])
     assert kept[0] == kept[1]
-    with pytest.raises(ValueError, match=r"JSON cannot hold a LlamaForCausalLM.*draft_model='"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not JSON.*draft_model='"):
         build("speckv", budget=16, window=3, draft_model=draft).to_json()
 
 

@@ -12,14 +12,13 @@ from choices import CHUNKED, options
 from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, model, tokens
 
 import kvevict
-from kvevict.answering.answer import room_of, within_positions
-from kvevict.asking.prompts import ids_of
+from kvevict.answering.answer import SHORTEST, within_positions
 from kvevict.engine.memory.carried import join
 from kvevict.policy.building import build
 
 WHOLE = {
     "kvzip": dict(part=20),
-    "kvzip, told": dict(instruction=(5, 9), sink=2, part=25),
+    "kvzip, few first slots": dict(sink=2, part=25),
     "kvzip, anew": dict(carry="none", part=30),
     "kvzip, largest": dict(carry="max", part=20),
     "kvzip, one part": {},
@@ -59,7 +58,7 @@ def test_parts_in_other_families(family):
 
 
 @pytest.mark.parametrize("family, name", [
-    ("gemma3", "kvzip, told"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
+    ("gemma3", "kvzip, few first slots"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
 ])  # fmt: skip
 def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
@@ -196,9 +195,9 @@ def test_the_plan_counts_a_whole_prompt_and_its_parts():
     """All of the prompt is held until the last part was repeated."""
     from kvevict.lab.analysis.slots import Layers
 
-    policy = build("kvzip", budget=BUDGET, chunk_size=CHUNK, schedule="prompt", part=25, instruction=(3, 4))
+    policy = build("kvzip", budget=BUDGET, chunk_size=CHUNK, schedule="prompt", part=25)
     taken = list(Layers(policy, 60, 4, 2).chunks())
-    assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 27), (0, 27), (0, 12)]
+    assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 25), (0, 25), (0, 10)]
     assert [sum(each.kept) for each in taken[-3:]] == [4 * 60, 4 * 60, 4 * BUDGET] and taken[-1].peak == 4 * 60
 
 
@@ -211,19 +210,6 @@ def test_the_plan_counts_one_ranking():
     assert {sum(each.kept) for each in taken[1:]} == {4 * BUDGET}
 
 
-def test_an_instruction_as_text():
-    """Where there is a tokenizer it is that text's ids; else it is refused before the model is changed."""
-    made, tokenizer = model(), tiny.byte_tokenizer()
-    options, text = dict(budget=16, chunk_size=12), "nobody knows where the lantern of the harbour was"
-    cache = kvevict.read(made, tokenizer, text, "kvzip", instruction="again", **options)
-    same = kvevict.read(made, tokenizer, text, "kvzip", instruction=tuple(ids_of(tokenizer, "again")), **options)
-    other = kvevict.read(made, tokenizer, text, "kvzip", **options)
-    assert kept(cache) == kept(same) != kept(other)
-    with pytest.raises(ValueError, match="there is no tokenizer here"):
-        kvevict.patch(made, "kvzip", instruction="again", **options)
-    assert not hasattr(made.model, "_kvevict_forward")
-
-
 @pytest.mark.parametrize("chosen", [dict(chunk_size=40), dict(schedule="prompt"), dict(schedule="prompt", part=20)])
 def test_a_repetition_beyond_the_model_s_positions(chosen):
     made, ids = tiny.model(vocab_size=VOCAB, max_position_embeddings=64), tokens([[50]], 0)[0][0][None]
@@ -234,23 +220,15 @@ def test_a_repetition_beyond_the_model_s_positions(chosen):
 
 
 @pytest.mark.parametrize("chosen", [
-    dict(chunk_size=40), dict(chunk_size=40, instruction=(4, 5, 6)), dict(schedule="prompt", part=20),
+    dict(chunk_size=40), dict(schedule="prompt", part=20),
 ], ids=str)  # fmt: skip
 def test_chunks_that_are_repeated_within_the_model_s_positions(chosen):
     made, ids = tiny.model(vocab_size=VOCAB, max_position_embeddings=64), tokens([[50]], 0)[0][0][None]
     policy = build("kvzip", budget=16, **chosen)
-    room = room_of(policy)
-    assert within_positions(policy, made.config, 64 - room - 30) == policy
-    for tokens_ in (64 - room, 64 - room - 2):
+    assert within_positions(policy, made.config, 64 - SHORTEST - 30) == policy
+    for tokens_ in (64 - SHORTEST, 64 - SHORTEST - 2):
         fitted = within_positions(policy, made.config, tokens_)
         assert fitted != policy
         with kvevict.evicting(made, fitted), torch.no_grad():
             assert made(ids[:, :tokens_]).logits.shape[1] == tokens_
-    assert within_positions(policy, made.config, 64 - room + 1) == policy
-
-
-def test_an_instruction_of_unknown_tokens_is_refused_before_anything_is_read():
-    made = model()
-    refused = pytest.raises(ValueError, match="token id 400, and the model knows ids below 400")
-    with kvevict.evicting(made, "kvzip", budget=16, instruction=(400,)), torch.no_grad(), refused:
-        made(torch.arange(3, 60)[None])
+    assert within_positions(policy, made.config, 64 - SHORTEST + 1) == policy

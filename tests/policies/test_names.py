@@ -69,6 +69,18 @@ def test_what_is_gone_says_what_to_write():
         Policy.from_json('{"score": {"name": "snapkv", "sink": 4}}')
 
 
+def test_saved_policies_may_name_constants():
+    """JSON from when they were options is read if it has their values."""
+    old = {"beta": 20, "blend": 0.35, "eps": 0.01, "instruction": []}
+    assert old == peers.FIXED
+    for kind, name, option in (("layers", "pyramid", "beta"), ("score", "compactor", "blend"),
+                               ("score", "expected", "eps"), ("rows", "repeat", "instruction")):  # fmt: skip
+        made = Policy.from_json(json.dumps({kind: {"name": name, option: old[option]}}))
+        assert type(getattr(made, kind)) is PARTS[kind][0][name]
+        with pytest.raises(ValueError, match=f"unknown option of {name} '{option}'"):
+            Policy.from_json(json.dumps({kind: {"name": name, option: 7}}))
+
+
 def test_a_text_is_a_policy():
     """Keywords win over it."""
     text = "snapkv:window=8,budget=64,layers=pyramid"
@@ -107,10 +119,10 @@ def test_no_option_has_two_meanings():
     policy = {f.name for f in fields(Policy)}
     assert {name for name, kinds in seen.items() if len(kinds) > 1 or name in policy} == {"per_head"}
     made = build(
-        "snapkv", budget=64, window=8, layers="pyramid", beta=5, heads="ada", floor="max", select="chunk", c=3,
+        "snapkv", budget=64, window=8, layers="tada", task="named", heads="ada", floor="max", select="chunk", c=3,
         per_head=True,
     )  # fmt: skip
-    assert (made.rows.window, made.layers.beta, made.heads.floor, made.select.c) == (8, 5, "max", 3)
+    assert (made.rows.window, made.layers.task, made.heads.floor, made.select.c) == (8, "named", "max", 3)
 
 
 def test_rows_of_one_s_own():

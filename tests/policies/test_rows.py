@@ -21,7 +21,7 @@ ROWS = {
     "probe, span": dict(probe=(-9, -5)),
     "probe, chunk": dict(probe=5, append=False),
     "given": dict(ids=(7, 11, 13)),
-    "repeat": dict(instruction=(7, 11)),
+    "repeat": {},
     "drafted": dict(n_d=3, window=3),
     "drafted, keys": dict(n_d=3, window=2, draft_keys=True),
     "drafted, no window": dict(n_d=4, window=0),

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...policy.checks import PLENTY
-from ...policy.inputs import Policy
 from ...policy.layers import layer_slots
 from . import schedule
 from .decisions import Cascade, Decisions, RankedTogether
 
-if TYPE_CHECKING:  # `kvevict plan` counts without Transformers, which these import
+if TYPE_CHECKING:  # these import Transformers, which counts do without
+    from ...policy.policy import Policy
     from ..memory.cache import EvictionCache
     from ..memory.layer import EvictionLayer
     from ..memory.ranks import Ranks

@@ -1,14 +1,18 @@
 """Decisions when each layer is cut, and to how many slots. The engine carries them out, and `kvevict plan` counts by
 them. They are free of tensors: NumPy numbers of slots [B], sums over all kv heads of a layer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...policy.checks import PLENTY
-from ...policy.inputs import Policy
 from .schedule import follows, overfull, waits
+
+if TYPE_CHECKING:
+    from ...policy.policy import Policy
 
 Limit = Callable[[int, np.ndarray], np.ndarray | None]
 

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...models import families
-from ...policy.inputs import Policy
+from ...policy.policy import Policy
 from ...policy.run import Run
 from ..measure import quantities
 from ..memory.meter import Meter
@@ -32,7 +32,6 @@ class Plan:
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
         self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, if the policy needs them
         policy.check_layers(len(self.order))
-        policy.waiting_layers(len(self.order))  # raises an error for too many
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
         self.tsp = tsp_of(policy, self.all_full_attention, len(kinds))

@@ -1,11 +1,16 @@
 """The chunks that a prompt is read in. The engine reads them, and `kvevict plan` prices them; free of torch."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...policy.inputs import Chunk, Policy
+from ...policy.inputs import Chunk
+
+if TYPE_CHECKING:
+    from ...policy.policy import Policy
 
 
 def evicts(policy: Policy, seen: list[int]) -> bool:

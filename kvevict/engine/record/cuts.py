@@ -8,7 +8,8 @@ from operator import is_
 import numpy as np
 import torch
 
-from ...policy.inputs import Policy, as_needs
+from ...policy.inputs import as_needs
+from ...policy.policy import Policy
 from ..read.layer import LayerCall, decide_later
 from ..read.step import Step
 from .calls import Calls

@@ -1,6 +1,10 @@
+"""Tokens after the prompt that observe it: given ones, or drafts."""
+
 import functools
+import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -9,22 +13,75 @@ from ...models import families
 from ...models.compat import CACHE, cache_of
 from ...models.loading import pretrained
 from ..checks import count, flag
-from ..inputs import CallRows, LayerRows, Observation, Policy
-from . import ROWS, Rows
-from .given import after
+from ..inputs import CallRows, LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
+from . import ROWS, AppendedRows, Rows
+
+
+@ROWS.add("given")
+@dataclass(frozen=True)
+class Given(Rows):
+    """Tokens that will follow the prompt, as LookaheadKV's eq. 2 observes with the true response.
+
+    ids   token ids, the same for every row of a batch; they are appended to every chunk, at the positions after the
+          prompt, causal among themselves, and are not stored
+    """
+
+    ids: tuple[int, ...] = ()
+    needs_question: ClassVar[bool] = True
+
+    @property
+    def most(self) -> int:
+        return len(self.ids)
+
+    decoded = most
+
+    def ready(self, decoder: Any) -> None:
+        if not self.ids:
+            raise ValueError(
+                "rows='given' needs ids=(...), token ids that will follow the prompt (for oracle: the response)"
+            )
+
+    def check(self, policy: OwnPolicy) -> None:
+        ids = self.ids
+        if not isinstance(ids, tuple) or not all(isinstance(i, numbers.Integral) and int(i) >= 0 for i in ids):
+            raise ValueError(f"ids must be a tuple of token ids that follow the prompt, got {self.ids!r}")
+
+    def with_response(self, response: Sequence[int]) -> Rows:
+        return self if self.ids else Given(tuple(response))
+
+    def appended(self, tokens: int, rows: int, last: bool) -> int:
+        return len(self.ids)
+
+    def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
+        if not read.evicts:
+            return None
+        largest, known = max(self.ids), arguments.decoder.config.vocab_size
+        if largest >= known:
+            raise ValueError(f"ids hold token id {largest}, and the model knows ids below {known}")
+        return after(arguments, read, torch.tensor(self.ids, device=arguments.device).expand(arguments.batch, -1))
+
+    def observe(self, call: LayerRows, past: object) -> Observation:
+        return call.appended_rows()
+
+
+def after(arguments: PromptCall, read: PromptRead, ids: torch.Tensor) -> AppendedRows:
+    """Append ids [B, p] at the positions after the prompt."""
+    at = arguments.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
+    return AppendedRows(arguments.embedded(ids), at)
 
 
 @ROWS.add("drafted")
 @dataclass(frozen=True)
 class Drafted(Rows):
-    """Tokens drafted after the prompt, and the prompt's last rows. Slots of the latter are kept.
+    """Tokens drafted after the prompt, and the prompt's last rows, whose slots are kept.
 
-    n_d          drafted tokens; drafts are greedy and continue after an end of sequence, since they only observe
-    window       last rows of the prompt that observe too
-    draft_keys   the drafted rows' softmax spans the drafted slots too; False: the prompt's alone
+    n_d          number of drafted tokens; drafts are greedy and continue after an end of sequence, since they only
+                 observe
+    window       number of the prompt's last rows that observe, too
+    draft_keys   True: the drafted rows' softmax spans the drafted slots, too; False: the prompt's alone
     draft_model  "self": the model drafts over a copy of its cache, evicted by SnapKV, once the whole prompt was read
-                 (LAQ, kvevict/engine/methods/draft.py); or a smaller model with the same tokenizer, loaded (it is only
-                 run), its folder or its hub id: its draft is appended to every chunk (SpecKV)
+                 (LAQ, kvevict/engine/methods/draft.py); or a smaller model with the same tokenizer, loaded, its folder
+                 or its hub id: its draft is appended to every chunk (SpecKV)
     """
 
     n_d: int = 8
@@ -37,7 +94,7 @@ class Drafted(Rows):
         return isinstance(self.draft_model, str) and self.draft_model == "self"
 
     @property
-    def most(self) -> Any:
+    def most(self) -> int:
         return self.n_d + self.window
 
     @property
@@ -46,7 +103,7 @@ class Drafted(Rows):
 
     protected = decoded
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("n_d", self.n_d, 1)
         count("window", self.window, 0)
         flag("draft_keys", self.draft_keys)
@@ -62,7 +119,7 @@ class Drafted(Rows):
         if self.draft_model is None:
             raise ValueError("speckv needs a smaller model: draft_model=, a loaded one, its folder or its hub id")
         model = self.model()
-        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        if _head(model) is None:
             raise ValueError(
                 f"draft_model, a {type(model).__name__}, makes no logits: load it with AutoModelForCausalLM"
             )
@@ -75,7 +132,7 @@ class Drafted(Rows):
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if self.needs_full_prompt else self.n_d
 
-    def prepare(self, arguments: Any, read: Any) -> Any:
+    def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
         if not read.evicts:
             return None
         if self.needs_full_prompt:
@@ -99,38 +156,42 @@ class Drafted(Rows):
         vocabulary = arguments.decoder.get_input_embeddings().num_embeddings
         return after(arguments, read, follow(model, ids, arguments.first, self.n_d, vocabulary))
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         drafted = call.drafted_rows if self.needs_full_prompt else call.appended_rows
         rows = drafted(own=self.draft_keys)
         return rows + call.chunk(self.window) if self.window else rows
 
-    def observing(self, rows: CallRows) -> Any:  # "self" drafts after the call that reads the prompt
+    def observing(self, rows: CallRows) -> np.ndarray:  # without the rows that "self" drafts after this call
         return np.minimum(rows.appended + self.window, rows.tokens)
 
-    def protect(self, call: LayerRows) -> Any:
+    def protect(self, call: LayerRows) -> int:
         return self.decoded if call.decoding else self.window
 
 
-def head(top: Any) -> Any:
+def head(top: Any) -> torch.nn.Module:
     """Return the module that makes logits of a decoder's last hidden state. Raises ValueError for a model without
     one."""
-    if getattr(top, "get_output_embeddings", lambda: None)() is None:
+    if (found := _head(top)) is None:
         raise ValueError(
             "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, "
             "not its decoder, or choose another policy"
         )
-    return top.get_output_embeddings()
+    return found
+
+
+def _head(model: Any) -> torch.nn.Module | None:
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def end_tokens(top: object) -> list[int]:
-    """The tokens that end a model's answers, by its generation config."""
+    """Return the tokens that end a model's answers, by its generation config."""
     ends = getattr(getattr(top, "generation_config", None), "eos_token_id", None)
     return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
 @functools.lru_cache(maxsize=1)
 def load(name: str) -> Any:
-    """Load a causal language model in eval mode, as `pretrained` takes it; the last one stays loaded."""
+    """Load a causal language model in eval mode by its folder or hub id; the last one stays loaded."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -139,11 +200,10 @@ def load(name: str) -> Any:
         raise ValueError(f"draft_model={name!r} cannot be loaded: {error}") from error
 
 
-def follow(model: Any, ids: Any, first: torch.Tensor, count: int, vocabulary: int) -> Any:
-    """Write `model`'s greedy continuation: ids [B, count] below `vocabulary`. ids [B, N], first[b] of row b are
-    padding."""
-    device, cache, drafted = ids.device, None, []
-    here = families.device_of(model)
+def follow(model: Any, ids: torch.Tensor, first: torch.Tensor, count: int, vocabulary: int) -> torch.Tensor:
+    """Return the model's greedy continuation of ids [B, N], of which the first first[b] in row b are padding: ids
+    [B, count], all below `vocabulary`."""
+    device, cache, drafted, here = ids.device, None, [], families.device_of(model)
     ids, first = ids.to(here), first.to(here)
     padded = bool((first > 0).any())
     mask = (torch.arange(ids.shape[1], device=here) >= first[:, None]).long()

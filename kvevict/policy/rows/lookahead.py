@@ -4,18 +4,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from ...models import families
 from ...models.adapter import CONFIG, Adapter, base_of, bundled, config_of, load
 from ...models.weights import differ, fingerprint
 from ..checks import count, hold_text
-from ..inputs import CallRows, LayerRows, Observation, Policy
+from ..inputs import LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
 from . import ROWS, AppendedRows, Rows
 from .probe import Probe
 
-USUAL = 32  # lookahead rows of an adapter that is not named yet
+USUAL = 32  # lookahead rows where no adapter is named
 _loaded = WeakKeyDictionary()  # decoder -> (option `adapter`, the Adapter)
 
 
@@ -25,11 +24,11 @@ class Lookahead(Rows):
     """Learned rows after the prompt, with an adapter (LookaheadKV, METHODS section 6).
 
     adapter    a `kvevict.lookahead.Adapter` or the folder of one; None: the bundled one, for the bundled model
-    probe      if a prompt is evicted from chunk by chunk, number of its last tokens, at most half of it, that every
-               chunk but the last gets before the learned rows, so that these know the task: [chunk | probe |
-               lookahead]. 0: [chunk | lookahead]
+    probe      number of the prompt's last tokens, at most half of it, that are appended to every chunk but the last
+               before the learned rows, so that these know the task: [chunk | probe | lookahead]. 0: [chunk | lookahead]
 
-    They see the alive slots, the probe and those before them, are not stored, and protect nothing.
+    The learned rows see the alive slots, the probe and the learned rows before them. They are not stored and protect no
+    slot.
     """
 
     adapter: Any = None
@@ -40,7 +39,7 @@ class Lookahead(Rows):
         hold_text(self, "adapter")
 
     @property
-    def most(self) -> Any:
+    def most(self) -> int:
         if isinstance(self.adapter, str):
             path = Path(self.adapter) / CONFIG
             return _tokens(self.adapter, path.stat().st_mtime_ns if path.is_file() else None)
@@ -48,28 +47,28 @@ class Lookahead(Rows):
 
     decoded = most
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("probe", self.probe, 0)
         if not isinstance(self.adapter, (str, Adapter, type(None))):
             raise TypeError(f"adapter must be a kvevict.lookahead.Adapter or its folder, got {self.adapter!r}")
-        self.most  # noqa: B018  or an error
+        _ = self.most  # raises ValueError for a folder that holds no adapter
 
     def ready(self, decoder: Any) -> None:
         if decoder is not None:
-            _loaded.pop(decoder, None)  # the folder may hold another one now
+            _loaded.pop(decoder, None)  # the folder may hold another adapter now
             self.adapter_of(decoder)
 
-    def adapter_of(self, decoder: Any) -> Any:
+    def adapter_of(self, decoder: Any) -> Adapter:
         """Return the adapter, on the decoder's device. Raises ValueError for a missing adapter, or another model's."""
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
-            if isinstance(self.adapter, Adapter):
-                self.adapter.check(decoder)
-            known = self.adapter, self.adapter if isinstance(self.adapter, Adapter) else self._load(decoder)
-            _loaded[decoder] = known
+            known = _loaded[decoder] = self.adapter, self._load(decoder)
         return known[1].to(families.device_of(decoder.get_input_embeddings()))
 
-    def _load(self, decoder: Any) -> Any:
+    def _load(self, decoder: Any) -> Adapter:
+        if isinstance(self.adapter, Adapter):
+            self.adapter.check(decoder)
+            return self.adapter
         if self.adapter is not None:
             return load(self.adapter, decoder)
         own = config_of(bundled()) if Path(bundled()).is_dir() else None
@@ -83,25 +82,22 @@ class Lookahead(Rows):
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return self.most if last else min(tokens // 2, self.probe) + self.most
 
-    def prepare(self, arguments: Any, read: Any) -> Any:
+    def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
         if not read.evicts:
             return None
         adapter = self.adapter_of(arguments.decoder)
         embed = arguments.decoder.get_input_embeddings()
         rows = adapter.embeddings.to(embed.weight.dtype).expand(arguments.batch, -1, -1)
         if self.probe:
-            probe = Probe(self.probe).prepare(arguments, read).tokens
+            probe = Probe(self.probe).prepare(arguments, read).tokens  # not None, since the read evicts
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
         return AppendedRows(rows, None, adapter=adapter)
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         return call.appended_rows(count=self.most)
-
-    def observing(self, rows: CallRows) -> Any:
-        return np.full(len(rows.tokens), self.most)
 
 
 @functools.lru_cache
-def _tokens(folder: str | Path, stamp: Any) -> Any:
-    """Count the lookahead rows of a saved adapter, with a config.json of that time."""
+def _tokens(folder: str, changed: int | None) -> int:
+    """Return the number of lookahead rows of a saved adapter. changed: the time of its config.json, as a cache key."""
     return config_of(folder)["tokens"]

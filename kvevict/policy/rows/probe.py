@@ -1,4 +1,5 @@
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -7,12 +8,12 @@ import numpy as np
 import torch
 
 from ..checks import count, flag, fraction
-from ..inputs import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
 from ..seen.slots import FREE, Bounds
 from . import ROWS, AppendedRows, Question, Rows
 
 ENDING = 8  # last slots of a prompt that are kept if a span observes
-UNLIMITED = 2**30  # slots of a head: more than there are
+UNLIMITED = 2**30  # more slots than any head has
 
 
 @ROWS.add("probe")
@@ -22,12 +23,12 @@ class Probe(Rows):
 
     probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
                of a shorter prompt
-    ema_alpha  eq. 9's weight of earlier chunks' probe, which is rotated by the distance it moved; the paper uses 0.2,
-               and 0.32 for retrieval. 0.0: each chunk's probe alone, which rotates nothing
+    ema_alpha  eq. 9's weight of earlier chunks' probe, which is rotated by the distance that the probe has moved since;
+               the paper uses 0.2, and 0.32 for retrieval. 0.0: each chunk's probe alone, which rotates nothing
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
-    The probe attends to all alive slots except its slots. Always kept at the prompt's end, at most half the prompt: the
-    probe's slots, or with a span the last min(8, probe rows) slots, because the answer continues from there. Where the
+    The probe attends to all alive slots except its own. At the prompt's end its slots are always kept, or with a span
+    the last min(8, probe rows) slots, because the answer continues from there; at most half the prompt. Where the
     prompt's question is known, its request is kept too, up to half of the budget: METHODS section 3.
     """
 
@@ -36,7 +37,8 @@ class Probe(Rows):
     append: bool = True
 
     @property
-    def span(self) -> Any:
+    def span(self) -> tuple[Any, ...] | None:
+        """The tokens that observe, where these are not the prompt's last ones."""
         return self.probe if isinstance(self.probe, tuple) else None
 
     @property
@@ -53,7 +55,7 @@ class Probe(Rows):
     def rotates(self) -> bool:
         return self.append and self.ema_alpha > 0
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         if isinstance(self.probe, tuple):
             start, stop = (*self.probe, None, None)[:2]
             if len(self.probe) != 2 or not all(isinstance(end, numbers.Integral) for end in (start, stop)):
@@ -74,27 +76,27 @@ class Probe(Rows):
                 "give a larger chunk_size or a smaller probe"
             )
 
-    def asked(self, questions: Any) -> Rows:
+    def asked(self, questions: Sequence[Question]) -> Rows:
         if not self.append:
             return super().asked(questions)
         requests = tuple(each.request for each in questions)
         return Questions(**self._options(), requests=requests, questions=tuple(questions))
 
-    def keeping(self, requests: Any) -> Rows:
+    def keeping(self, requests: tuple[tuple[int, ...], ...]) -> Rows:
         return Requested(**self._options(), requests=tuple(requests))
 
     def _options(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(Probe)}
 
-    def lengths(self, tokens: Any) -> Any:
-        """Count the probe rows of prompts of so many tokens [B]: int [B]."""
+    def lengths(self, tokens: np.ndarray) -> np.ndarray:
+        """Count the probe rows of prompts of tokens[b] tokens: int [B]."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         ends = last and not self.span  # the last chunk contains the prompt's end
         return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
-    def prepare(self, arguments: Any, read: Any) -> Any:
+    def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
         lengths, size = self.lengths(read.tokens), arguments.policy.chunk_size
         longest = int(lengths.max())
         if self.span:
@@ -108,7 +110,7 @@ class Probe(Rows):
             )
         if not (self.append and read.evicts):
             return None
-        start = read.prompt - longest
+        start: Any = read.prompt - longest
         if self.span:
             start = arguments.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
         start = torch.as_tensor(start, device=arguments.device).expand(arguments.batch)
@@ -116,10 +118,10 @@ class Probe(Rows):
         columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
         return AppendedRows(arguments.tokens_at(columns), None, columns)
 
-    def accumulate(self, call: LayerRows, past: Any) -> Any:
+    def accumulate(self, call: LayerRows, past: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Average the probe's queries by eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, Qa_0 = Q_0 for the
         first chunk that holds a row's tokens. Returns (queries fp32 [B, H, p, D], the first one's position [B], whether
-        there was a chunk yet, bool [B])."""
+        a chunk has held the row's tokens yet, bool [B])."""
         count = int(self.lengths(call.read.tokens).max())
         if call.read.prepared is None or not count:
             return None
@@ -133,7 +135,7 @@ class Probe(Rows):
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the probe's queries [B, H, count, D] in the call, the first one's position [B])."""
+        """Return (the call's queries of the probe [B, H, count, D], the first one's position [B])."""
         return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
@@ -141,20 +143,20 @@ class Probe(Rows):
         if not self.append:
             return call.chunk(self.most, lengths)
         queries = past[0].to(call.q.dtype)
-        unseen = lengths if call.ends_prompt and not self.span else 0  # the chunk ends with the probe
+        unseen = lengths if call.ends_prompt and not self.span else 0  # the last chunk ends with the probe's own slots
         return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
 
-    def observing(self, rows: CallRows) -> Any:
+    def observing(self, rows: CallRows) -> np.ndarray:
         return np.minimum(self.lengths(rows.read.tokens), rows.tokens)
 
     def protect(self, call: LayerRows) -> Any:
-        if call.decoding:  # the rows are a window then, and see each other's slots
+        if call.decoding:  # decoded rows observe then, as a window
             return self.most
         return call.upload(np.minimum(call.read.tokens // 2, self._ending)) if call.ends_prompt else 0
 
     @property
     def _ending(self) -> int | np.ndarray:
-        """Number of the prompt's last slots that are kept, int or [B]."""
+        """The number of the prompt's last slots that are kept, int or [B]."""
         return min(self.most, ENDING) if self.span else self.most
 
 
@@ -162,15 +164,16 @@ class Probe(Rows):
 class Requested(Probe):
     """A probe of one read that keeps each row's request (`Rows.keeping`).
 
-    The longest beginning of the request that half of a layer's budget holds is kept, whatever its score. If half of the
-    budget holds none, the request has at most three eighths: the prompt's last tokens have one, and the best of its
-    other tokens the rest.
+    A request may begin at several places. It is kept whole from the earliest of them from which on half of a layer's
+    budget holds it. If none is late enough, the request has at most half of the budget: the prompt's last tokens have
+    an eighth, and the best of the request's other tokens three eighths.
     """
 
-    requests: tuple[Any, ...] = ()
+    requests: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def longest(self) -> int:
+        """The number of tokens from the batch's earliest beginning of a request to the prompt's end."""
         return max((n for each in self.requests for n in each), default=0)
 
     def protect(self, call: LayerRows) -> Any:
@@ -180,7 +183,7 @@ class Requested(Probe):
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
     def kept(self, call: LayerRows) -> torch.Tensor:
-        """Count the last slots after a chunk that are the request's, and are kept: int32 [B]."""
+        """Count the last slots after a chunk that are kept because they are the request's: int32 [B]."""
         most, whole, fitting = self._lengths(call)
         kept = np.where(fitting > 0, fitting, np.minimum(np.minimum(most, whole), call.host_budget // 8))
         return call.upload((kept - call.left).clip(0))
@@ -197,8 +200,8 @@ class Requested(Probe):
         return Bounds(limited=torch.stack([start.to(torch.int32), call.upload(limit)], 1))
 
     def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, int [B] each: the slots of a head that a request may have; the request's tokens from its first
-        beginning on, and from the first beginning that so many slots hold; 0: no beginning."""
+        """Return, int [B] each: the number of a head's slots that a request may have; the request's tokens from its
+        first beginning on; and those from the first beginning from which on these slots hold it, or 0."""
         policy, budget = call.read.policy, call.host_budget
         most = np.minimum(budget // 2, budget - policy.first - 1).clip(0)
         if policy.layers.cascades:  # the layer's budget may still shrink
@@ -212,33 +215,33 @@ class Requested(Probe):
 
 @dataclass(frozen=True, eq=False)
 class Questions(Requested):
-    """A probe of one read: each row's question (`Rows.asked`). A row with fewer tokens than another of the batch is
-    padded on the right; the padding is masked.
+    """A probe of one read: each batch row's question (`Rows.asked`). A question with fewer tokens than another one of
+    the batch is padded on the right; the padding is masked.
 
-    A question near the prompt's end observes in its last chunk: appended once more it would attend to itself in the
-    prompt. It sees every slot before the question, and after it only slots that compete.
+    A question near the prompt's end observes where it stands, in the last chunk: an appended copy would attend to the
+    question itself. It sees every slot before the question, and of later slots only those that compete.
 
-    A question before the text is not seen by the appended rows, which would repeat it, nor by the rows that observe.
-    The question is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
+    A question before the text is seen neither by the appended rows, which would repeat it, nor by the rows that
+    observe. The question is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
     """
 
     questions: tuple[Question, ...] = ()
 
     @property
-    def span(self) -> Any:
+    def span(self) -> tuple[Any, ...]:
         return self.questions
 
-    def lengths(self, tokens: Any) -> Any:
+    def lengths(self, tokens: np.ndarray | None) -> np.ndarray:
         return np.array([sum(stop - start for start, stop in each.spans) for each in self.questions])
 
-    def ends(self, call: LayerRows) -> Any:
+    def ends(self, call: LayerRows) -> torch.Tensor:
         """Count the tokens from a question's start to the prompt's end: int32 [B]."""
         return call.upload(call.read.tokens - np.array([each.spans[0][0] for each in self.questions]))
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
         return 0 if last and all(each.near for each in self.questions) else super().appended(tokens, rows, last)
 
-    def prepare(self, arguments: Any, read: Any) -> Any:
+    def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
         if not read.evicts:
             return None
         longest = self.appended(0, 0, False)
@@ -248,8 +251,8 @@ class Questions(Requested):
         columns = tokens.clamp_max(read.prompt - 1)
         return AppendedRows(arguments.tokens_at(columns), None, columns, unseen=self._unseen(arguments))
 
-    def _unseen(self, arguments: Any) -> Any:
-        """Return the positions of the questions before the text: int32 [B, 2]."""
+    def _unseen(self, arguments: PromptCall) -> torch.Tensor | None:
+        """Return the positions (start, stop) of the questions before the text: int32 [B, 2]; None: no row has one."""
         if not any(each.before for each in self.questions):
             return None
         spans = torch.tensor([(each.before or (0, 0))[:2] for each in self.questions], device=arguments.device)
@@ -262,8 +265,7 @@ class Questions(Requested):
         if before is None:
             return super().bounds(call)
         found = [each.before or (0, 0, False) for each in self.questions]
-        sizes = np.array([stop - start if once else UNLIMITED for start, stop, once in found])
-        fits = sizes <= call.host_budget // 4
+        fits = np.array([stop - start if once else UNLIMITED for start, stop, once in found]) <= call.host_budget // 4
         if not fits.any():
             return super().bounds(call)
         return super().bounds(call)._replace(kept=before * call.upload(fits)[:, None])
@@ -273,16 +275,16 @@ class Questions(Requested):
         return np.where([each.last for each in self.questions], self.most, min(self.most, ENDING))
 
     def _which(self, name: str, call: LayerRows) -> torch.Tensor:
-        """Return for which questions this is true: bool [B]."""
+        """Return the fields `name` of the questions: bool [B]."""
         return call.upload(np.array([getattr(each, name) for each in self.questions], np.int64)).bool()
 
-    def _before(self, call: LayerRows) -> Any:
-        """Return the positions of the questions before the text: int32 [B, 2]; None: no row has one."""
+    def _before(self, call: LayerRows) -> torch.Tensor | None:
+        """Return the result of `_unseen`, which was called for the read, on the layer's device."""
         prepared = call.read.prepared
         return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        appended = super()._queries(call, count)[0], call.positions[:, -count]  # padding need not continue positions
+        appended = super()._queries(call, count)[0], call.positions[:, -count]  # positions of padding may jump
         if not call.ends_prompt:
             return appended
         near, inside = self._which("near", call), call.stored_from(call.columns - self.ends(call), count)

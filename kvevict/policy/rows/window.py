@@ -1,12 +1,13 @@
-"""Rows of the chunk itself, causal: none, the last one, the last few, or all."""
+"""Rows of the chunk itself, each of which sees the slots up to its own: no row, the last, the last few, or all."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from ..checks import count
-from ..inputs import CallRows, LayerRows, Observation, Policy
+from ..inputs import CallRows, LayerRows, Observation, OwnPolicy
 from . import ROWS, Rows
 
 
@@ -17,26 +18,23 @@ class NoRows(Rows):
 
     most: ClassVar[int] = 0
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
-    def observing(self, rows: CallRows) -> Any:  # the rows of diagnostics
+    def observing(self, rows: CallRows) -> np.ndarray:  # diagnostics' rows
         return rows.tokens
 
 
 @ROWS.add("last")
 @dataclass(frozen=True)
 class Last(Rows):
-    """The last row. Its slot is not kept for that (TOVA)."""
+    """The last row. Its slot may be evicted (TOVA)."""
 
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 1
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(1)
-
-    def observing(self, rows: CallRows) -> Any:
-        return np.minimum(1, rows.tokens)
 
 
 @ROWS.add("all")
@@ -47,11 +45,8 @@ class All(Rows):
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 2**31 - 1
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk()
-
-    def observing(self, rows: CallRows) -> Any:
-        return rows.tokens
 
 
 @ROWS.add("window")
@@ -62,31 +57,28 @@ class Window(Rows):
     window: int = 32
 
     @property
-    def most(self) -> Any:
+    def most(self) -> int:
         return self.window
 
     protected = decoded = most
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("window", self.window, 1)
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(self.window)
 
-    def observing(self, rows: CallRows) -> Any:
-        return np.minimum(self.window, rows.tokens)
-
-    def protect(self, call: LayerRows) -> Any:
+    def protect(self, call: LayerRows) -> int | torch.Tensor:
         return self.window
 
 
 @dataclass(frozen=True)
 class FirstWindow(Window):
-    """Rows for the cut over which a model drafts for itself: a window of at most half of the slots of a layer, so
-    that a small budget holds more than a window."""
+    """The window of the cut after which a model drafts for itself (LAQ): at most half of a layer's slots, so that a
+    small budget holds more than a window."""
 
-    def observe(self, call: LayerRows, past: Any) -> Observation:
+    def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(self.window, self.protect(call))
 
-    def protect(self, call: LayerRows) -> Any:
+    def protect(self, call: LayerRows) -> torch.Tensor:
         return (call.budget // 2).clamp(1, self.window)

@@ -1,8 +1,8 @@
-"""Scores of slots. One file per score; the file registers it, and its fields are its options.
+"""Scores of slots. A file holds a score or a few related ones, and registers them; a score's fields are its options.
 
 A score names the quantities that it `needs` (kvevict/engine/measure/quantities), gets them with the `Slots` of one
-layer, and returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads), column i being alive slot i. It pools those in
-a separate step. It protects slots by their number at either end, never by editing scores.
+layer, and returns fp32 [B, Hkv, C] (or [B, 1, C], shared by the heads): column i is the score of alive slot i. Pooling
+is a separate step. A score protects slots by counting them from either end, never by changing scores.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import count, one_of
-from ..inputs import LayerRows, Policy, Slots, need
+from ..inputs import LayerRows, Needs, OwnPolicy, Slots, need
 from ..registry import Part, Registry, load_folder
 from ..rows import Rows
 from ..rows.window import NoRows, Window
@@ -23,25 +23,24 @@ SCORES: Registry = Registry("score")
 @dataclass(frozen=True)
 class Score(Part):
     rows: ClassVar[Rows] = NoRows()  # the method's rows, where a policy names none
-    needs: ClassVar[tuple[Any, ...]] = ()  # quantities that `score` is computed from: names, or `need(name, option=..)`
-    factors: ClassVar[tuple[Any, ...]] = ()  # quantities of the slots that numbers are multiplied by, carried or not
+    needs: ClassVar[Needs] = ()  # quantities that `score` is computed from
+    factors: ClassVar[tuple[str, ...]] = ()  # quantities by which scores are multiplied, carried ones too
     carry: ClassVar[str] = "none"  # `Policy.carry`, where a policy names none
     per_query_head: ClassVar[bool] = False  # `score` is [B, H, C], reduced to kv heads when it is pooled
     ordinal: ClassVar[bool] = False  # scores only rank slots: they may be negative, and their sums mean nothing
-    comparable: ClassVar[bool] = False  # numbers of different layers compare, as layers="pool" needs
-    largest: ClassVar[bool] = False  # over rows: a slot's number is the largest over rows of all parts
+    comparable: ClassVar[bool] = False  # scores of different layers compare, as layers="pool" needs
+    largest: ClassVar[bool] = False  # a slot's score is its largest over the rows of all parts of a repeated prompt
     shared: ClassVar[bool] = False  # one choice for all heads of a layer
     continues: ClassVar[bool] = False  # for text that goes on, without a question
     decodes: ClassVar[bool] = False  # evicting while decoding, at every token, is part of the method
 
     @property
-    def protected(self) -> tuple[Any, ...]:
-        """(first, last): numbers of slots that `protect` keeps at the smallest budget, without the rows' slots."""
-        return getattr(self, "sink", 0), 0
+    def protected(self) -> tuple[int, int]:
+        """How many first and last slots `protect` keeps at the smallest budget, beside the rows' slots."""
+        return getattr(self, "sink", 0), getattr(self, "recent", 0)
 
-    def protect(self, call: LayerRows) -> tuple[Any, ...]:
-        """Count the first and the last alive slots that are always kept (the last: a number or one per row), by a
-        `kvevict.policy.seen.rows.LayerRows`."""
+    def protect(self, call: LayerRows) -> tuple[int, int | torch.Tensor]:
+        """Count the first and the last alive slots that are always kept; of the last ones a number, or one per row."""
         return self.protected
 
     @property
@@ -54,13 +53,14 @@ class Score(Part):
         """Whether a row adds its attention weights, mean over the group, to the score."""
         return tuple(self.needs) == ("attention",) and not self.shared
 
-    def check(self, policy: Policy) -> None:
-        if hasattr(self, "sink"):
-            count("sink", self.sink, 0)
+    def check(self, policy: OwnPolicy) -> None:
+        for name in ("sink", "recent"):
+            if (value := getattr(self, name, None)) is not None:
+                count(name, value, 0)
 
     def score(self, slots: Slots, *quantities: Any) -> torch.Tensor:
-        """Return the importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: as in `needs`.
-        By default it is the only one."""
+        """Return the importance of every alive slot, not pooled: [B, Hkv, C] or [B, 1, C]. quantities: as in `needs`;
+        by default the only one is the score."""
         if len(quantities) != 1:
             raise NotImplementedError
         return quantities[0]
@@ -70,11 +70,10 @@ class Score(Part):
         return score
 
     def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that rank slots: the slots' scores pooled over neighbours."""
+        """Return the numbers that rank slots: their scores pooled over neighbours."""
         return score
 
 
-POOLS = ("max", "avg", "none")
 DIGITS = 31  # kernel="digits": a question attends to a number's first digit, and the pool keeps the rest of it
 
 
@@ -90,11 +89,11 @@ class Pooled(Score):
     pool: str = "max"
     rows: ClassVar[Rows] = Window()
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
-        one_of("pool", self.pool, POOLS)
-        if self.kernel != "digits" and count("kernel", self.kernel, 1) % 2 == 0:
-            raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
+        one_of("pool", self.pool, ("max", "avg", "none"))
+        if self.kernel != "digits":
+            check_kernel(self.kernel)
 
     def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         """Pool each head's unprotected slots with stride 1 (METHODS section 0): max pads with -inf, avg divides by the
@@ -107,6 +106,12 @@ class Pooled(Score):
         return F.avg_pool1d(score.masked_fill(~slots.competing, 0), size, 1, size // 2)
 
 
+def check_kernel(kernel: object) -> None:
+    """Raise TypeError or ValueError unless the kernel is an odd number of slots."""
+    if count("kernel", kernel, 1) % 2 == 0:
+        raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {kernel}")
+
+
 @dataclass(frozen=True)
 class Attention(Pooled):
     """Attention of the observers, reduced over rows, then over the query heads of a group ("sum", "mean" or "max")."""
@@ -115,7 +120,7 @@ class Attention(Pooled):
     group: ClassVar[str] = "mean"
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         usual = (self.reduce, self.group) == ("sum", "mean")
         return ("attention",) if usual else (need("attention", reduce=self.reduce, group=self.group),)
 

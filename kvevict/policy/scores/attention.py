@@ -1,19 +1,21 @@
-"""Scores of the observers' attention. The methods differ in their rows, reduction and pooling."""
+"""Scores of the observers' attention. The methods differ in their rows, in how they reduce and in what they pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ..checks import one_of
-from ..inputs import Policy, Slots, need
-from ..rows.drafted import Drafted
-from ..rows.given import Given
+from ..checks import at_least_0, flag, one_of
+from ..inputs import LayerRows, Needs, OwnPolicy, Slots, need
+from ..rows.drafted import Drafted, Given
 from ..rows.lookahead import Lookahead
 from ..rows.probe import Probe
-from ..rows.window import Window
-from . import SCORES, Attention
+from ..rows.window import All, Last, Window
+from . import SCORES, Attention, Pooled, Score
+
+GAMMA = 200.0  # CAKE's weight of the variance
+MIX = 0.1  # R-KV's lambda, the weight of the importance
 
 
 @SCORES.add("snapkv")
@@ -23,9 +25,17 @@ class SnapKV(Attention):
 
     reduce: str = "sum"
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
         one_of("reduce", self.reduce, ("sum", "mean", "max"))
+
+
+@SCORES.add("paasvn")
+@dataclass(frozen=True)
+class PAASVN(Attention):
+    """PAASVN (EDIE eq. 4), EDIE's baseline: SnapKV's sums times the 1-norm of the value, pooled."""
+
+    factors: ClassVar[tuple[str, ...]] = ("value_norm",)
 
 
 @SCORES.add("take")
@@ -70,7 +80,7 @@ class Laq(Attention):
 @SCORES.add("speckv")
 @dataclass(frozen=True)
 class SpecKV(Attention):
-    """SpecKV (Galim et al. 2025): tokens drafted by a smaller model are appended to every chunk and score it."""
+    """SpecKV (Galim et al. 2025): a smaller model's draft after every chunk, and the prompt's last rows, observe."""
 
     reduce: ClassVar[str] = "max"
     group: ClassVar[str] = "max"
@@ -89,7 +99,7 @@ class FastKV(Attention):
     per_query_head: ClassVar[bool] = True
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return (need("attention", reduce=self.reduce, group="none"),)
 
     def plain(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
@@ -102,3 +112,134 @@ class FastKV(Attention):
 def _heads(slots: Slots, score: torch.Tensor) -> Sequence[torch.Tensor]:
     """Split scores [B, H, C] into each kv head's first, second, .. query head: [B, Hkv, C] each."""
     return score.unflatten(1, (slots.n.shape[1], -1)).unbind(2)
+
+
+@SCORES.add("cake")
+@dataclass(frozen=True)
+class Cake(Pooled):
+    """CAKE (Qin et al. 2025): mean and 200 times variance of the observers' attention over rows, per query head,
+    mean over the group; average pooling."""
+
+    kernel: int = 5
+    pool: str = "avg"
+    needs: ClassVar[Needs] = ("moments",)
+
+    def score(self, slots: Slots, moments: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        mean, variance = moments
+        return (mean + GAMMA * variance).unflatten(1, (slots.n.shape[1], -1)).mean(2)
+
+
+@SCORES.add("rkv")
+@dataclass(frozen=True)
+class RKV(Pooled):
+    """R-KV (2505.24133): attention of the last 8 rows less what other keys repeat of a slot's, for long answers.
+
+    The score is 0.1 times the importance less 0.9 times the redundancy. The importance alone is pooled.
+    """
+
+    rows: ClassVar = Window(8)
+    continues: ClassVar[bool] = True
+    ordinal: ClassVar[bool] = True
+    own_interval: ClassVar[int] = 128
+    needs: ClassVar[Needs] = ("group_attention", "redundancy")
+
+    def score(self, slots: Slots, importance: torch.Tensor, redundancy: torch.Tensor) -> torch.Tensor:
+        pooled = super().pooled(slots, importance).masked_fill(~slots.competing, 0)
+        return MIX * pooled - (1 - MIX) * redundancy
+
+    def pooled(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
+        return score
+
+
+@SCORES.add("tova")
+@dataclass(frozen=True)
+class TOVA(Score):
+    """TOVA (Oren et al. 2024): attention of the last row, mean over all heads, one selection for the layer.
+
+    `per_head=True` lets every kv head choose for itself (CAOTE's reading).
+    """
+
+    per_head: bool = False
+    rows: ClassVar = Last()
+    needs: ClassVar[Needs] = ("attention",)
+    continues: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+
+    @property
+    def shared(self) -> bool:
+        return not self.per_head
+
+    def check(self, policy: OwnPolicy) -> None:
+        flag("per_head", self.per_head)
+
+    def score(self, slots: Slots, attention: torch.Tensor) -> torch.Tensor:
+        return attention if self.per_head else slots.heads.gather(attention).mean(1, keepdim=True)
+
+
+@SCORES.add("edie")
+@dataclass(frozen=True)
+class Edie(Pooled):
+    """EDIE (eq. 9-11): how far removing a slot may move the observers' outputs in the 1-norm; a bound where alpha is 0.
+
+    alpha    keeps the denominator 1 + alpha - a from vanishing (table 2: 0.05, 0.1, 0.2)
+    weight   c_j, the largest attention of row j over the slots at positions w <= i < T - 2w ("middle"), over all
+             ("all"), over i < T - 2w ("i<=t-2w"), over w <= i ("i>w"), or 1 ("none") (table 3); w is the number of
+             observers
+    """
+
+    alpha: float = 0.1
+    weight: str = "middle"
+    kind: ClassVar[str] = "edie"
+
+    def check(self, policy: OwnPolicy) -> None:
+        super().check(policy)
+        one_of("weight", self.weight, ("middle", "none", "all", "i<=t-2w", "i>w"))
+        at_least_0("alpha", self.alpha)
+
+    @property
+    def needs(self) -> Needs:
+        return (need("output_error", kind=self.kind, alpha=self.alpha, weight=self.weight),)
+
+
+@SCORES.add("edie-exact")
+@dataclass(frozen=True)
+class EdieExact(Edie):
+    """EDIE without its triangle inequality (eq. 7): the exact 1-norm error of removing one slot, weighted by row."""
+
+    alpha: ClassVar[float] = 0.0
+    kind: ClassVar[str] = "l1"
+
+
+@SCORES.add("h2o")
+@dataclass(frozen=True)
+class H2O(Score):
+    """H2O (Zhang et al. 2023): attention summed over all rows so far, carried with the slot; `recent` slots are kept.
+
+    `recent=None` is half the budget. Column sums come from a second pass over the rows' log-sum-exp, so they are exact
+    under chunking; no attention matrix exists.
+    """
+
+    recent: int | None = None
+    sink: ClassVar[int] = 0
+    rows: ClassVar = All()
+    needs: ClassVar[Needs] = ("attention",)
+    carry: ClassVar[str] = "sum"
+    continues: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+
+    @property
+    def protected(self) -> tuple[int, int]:  # half of the smallest budget has the sinks, so the other half is as large
+        return self.sink, self.sink if self.recent is None else self.recent
+
+    def protect(self, call: LayerRows) -> tuple[int, int | torch.Tensor]:
+        return self.sink, (call.budget // 2 if self.recent is None else self.recent)
+
+
+@SCORES.add("vatp")
+@dataclass(frozen=True)
+class VATP(H2O):
+    """VATP (Guo et al. 2024): H2O's sums times the 1-norm of the value; the first `sink` slots are kept."""
+
+    sink: int = 20
+    decodes: ClassVar[bool] = False
+    factors: ClassVar[tuple[str, ...]] = ("value_norm",)

@@ -1,13 +1,27 @@
-"""Cheap controls that look at keys or positions only."""
+"""Scores of keys, values or positions alone, without attention."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ..checks import count, flag
-from ..inputs import Policy, Slots, need
+from ..inputs import LayerRows, Needs, OwnPolicy, Slots, need
 from . import SCORES, Score
+
+
+@SCORES.add("streaming")
+@dataclass(frozen=True)
+class Streaming(Score):
+    """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones."""
+
+    sink: int = 4
+    continues: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+    ordinal: ClassVar[bool] = True
+
+    def score(self, slots: Slots) -> torch.Tensor:
+        return torch.arange(slots.columns, dtype=torch.float32, device=slots.device).expand(*slots.n.shape, -1)
 
 
 @SCORES.add("knorm")
@@ -16,7 +30,7 @@ class KNorm(Score):
     """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
 
     ordinal: ClassVar[bool] = True
-    needs: ClassVar[tuple[Any, ...]] = ("key_norm",)
+    needs: ClassVar[Needs] = ("key_norm",)
 
     def score(self, slots: Slots, norm: torch.Tensor) -> torch.Tensor:
         return -norm
@@ -33,11 +47,11 @@ class KeyDiff(Score):
     unit: bool = False
     ordinal: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         flag("unit", self.unit)
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return (need("key_cosine", unit=self.unit),)
 
     def score(self, slots: Slots, cosine: torch.Tensor) -> torch.Tensor:
@@ -61,25 +75,52 @@ class Random(Score):
     ordinal: ClassVar[bool] = True
 
     @property
-    def protected(self) -> Any:
+    def protected(self) -> tuple[int, int]:
         return 0, (64 if self.redraw else 0) if self.recent is None else self.recent
 
     @property
     def own_interval(self) -> int:
         return 64 if self.redraw else 16
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
+        super().check(policy)
         count("seed", self.seed, 0)
         flag("redraw", self.redraw)
-        if self.recent is not None:
-            count("recent", self.recent, 0)
 
     def score(self, slots: Slots) -> torch.Tensor:
         head = slots.heads.numbers(slots.device)[:, None]
         x = slots.positions.long() * 0x9E3779B1 + head * 0x85EBCA77 + slots.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
-        if self.redraw:  # the last slot is the newest token's; one number for all heads of a row
+        if self.redraw:  # the last position is the newest token's: all heads of a row add one number
             x = x + (slots.positions.amax((1, 2), keepdim=True).long() + 1) * 0x165667B1
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
             x = x & 0xFFFFFFFF
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
         return ((x ^ (x >> 16)) >> 8).float()
+
+
+@SCORES.add("lagkv")
+@dataclass(frozen=True)
+class LagKV(Score):
+    """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
+
+    sink   first slots that are always kept; parts begin after them
+
+    A part has 128 tokens. A slot's score is its rank in its part, so that all parts keep equally many slots. The last
+    whole part and all tokens after it are kept until the next part is whole.
+    """
+
+    sink: int = 4
+    lag: ClassVar[int] = 128  # tokens of a part, as in the paper
+    carry: ClassVar[str] = "keep"
+    ordinal: ClassVar[bool] = True
+
+    @property
+    def protected(self) -> tuple[int, int]:
+        return self.sink, 2 * self.lag - 1
+
+    def protect(self, call: LayerRows) -> tuple[int, torch.Tensor]:
+        return self.sink, self.lag + (call.next_position - self.sink) % self.lag
+
+    @property
+    def needs(self) -> Needs:
+        return (need("lag", part=self.lag, sink=self.sink),)

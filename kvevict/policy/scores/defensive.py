@@ -1,15 +1,14 @@
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ..checks import count
-from ..inputs import Policy, Slots, need
+from ..inputs import Needs, OwnPolicy, Slots, need
 from ..rows.window import Window
-from . import SCORES, Score
+from . import SCORES, Score, check_kernel
 
-COVER = 0.9  # share of all attention that the slots that come first get, as in the authors' code
-FIRST = 2.0**64  # above every other number, and a power of two, so that nothing is rounded
+COVER = 0.9  # share of all attention that goes to protected and first-ranked slots, as in the authors' code
+FIRST = 2.0**64  # lifts first-ranked scores above all others; a power of two rounds nothing
 
 
 @SCORES.add("defensive")
@@ -17,9 +16,9 @@ FIRST = 2.0**64  # above every other number, and a power of two, so that nothing
 class Defensive(Score):
     """DefensiveKV (Feng et al. 2025): the largest attention of any row and head, not below its mean, times |W_O v|_1.
 
-    kernel   each row's attention is averaged over so many neighbouring slots
+    kernel   number of neighbouring slots over which each row's attention is averaged
 
-    First come the slots of largest mean attention: with those that are kept anyway they get 0.9 of the attention to all
+    The slots of largest mean attention rank first: as many as get, with the protected ones, 0.9 of the attention to all
     alive slots.
     """
 
@@ -28,13 +27,12 @@ class Defensive(Score):
     ordinal: ClassVar[bool] = True
     comparable: ClassVar[bool] = True
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         super().check(policy)
-        if count("kernel", self.kernel, 1) % 2 == 0:
-            raise ValueError(f"kernel must be odd, so that pooling keeps the length, got {self.kernel}")
+        check_kernel(self.kernel)
 
     @property
-    def needs(self) -> tuple[Any, ...]:
+    def needs(self) -> Needs:
         return need("attention", reduce="mean"), need("worst_attention", kernel=self.kernel), "output_norm"
 
     def score(self, slots: Slots, mean: torch.Tensor, worst: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """One layer's alive slots before a cut, and their heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,17 +10,21 @@ import torch
 
 from ...ops import _ops
 
-REDUCE: dict[str, Any] = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+REDUCE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": torch.sum, "mean": torch.mean, "max": torch.amax,
+}  # fmt: skip
 
 
 class Bounds(NamedTuple):
     """Positions of slots that are not chosen by score alone."""
 
-    kept: Any = None  # int32 [B, 2] positions (start, stop) that are always kept; None: there are none
-    limited: Any = None  # int32 [B, 2] (position, n): from there on a head keeps n, if others are left; None: no limit
+    kept: Any = None  # int32 [B, 2] positions (start, stop) that are always kept; None: no positions
+    # int32 [B, 2] (position, n): of the slots from that position on a head keeps n, as long as there are others; None:
+    # no limit
+    limited: Any = None
 
 
-FREE = Bounds()  # all are chosen by score
+FREE = Bounds()  # every position is chosen by score
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,16 +35,16 @@ class Heads:
     ranks: Any  # kvevict.engine.memory.ranks.Ranks
     count: int
 
-    def numbers(self, device: Any) -> torch.Tensor:
-        """int64 [Hkv] the indices of these heads among the layer's."""
+    def numbers(self, device: torch.device) -> torch.Tensor:
+        """Return the indices of these heads among the layer's: int64 [Hkv]."""
         return self.ranks.rank * self.count + torch.arange(self.count, device=device)
 
-    def gather(self, x: torch.Tensor, columns: Any = None) -> torch.Tensor:
-        """Gather x [B, Hkv, ..] of all ranks' heads; columns: pad x [B, Hkv, C] with 0 to so many."""
+    def gather(self, x: torch.Tensor, columns: int | None = None) -> torch.Tensor:
+        """Gather x [B, Hkv, ..] of all ranks' heads. columns: the size to which x [B, Hkv, C] is padded with 0."""
         return self.ranks.gather(x, columns)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x."""
+        """Sum all ranks' x."""
         return self.ranks.sum(x)
 
     def reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
@@ -56,38 +61,38 @@ class KV:
     """Keys and values of [stored | new] as the ops read them; for latents, those of every head."""
 
     stored: Any  # of the stored slots: `k`, `v` [N, D], `pos` [N], `offset`, `len` [B, heads]
-    k: torch.Tensor  # [B, heads, S, D] new ones
-    v: torch.Tensor
+    k: torch.Tensor  # new keys [B, heads, S, D]
+    v: torch.Tensor  # new values [B, heads, S, D]
     first: torch.Tensor  # [B] int32 columns of left padding
     options: dict[str, Any]  # scale, softcap, sinks of attention
 
-    end = property(lambda self: self.k.shape[2] + 0 * self.first)  # [B] the new columns' end
+    end = property(lambda self: self.k.shape[2] + 0 * self.first)  # [B] number of new columns
 
     def within(self, begin: torch.Tensor, count: torch.Tensor) -> "KV":
-        """The same, with only stored slots begin .. begin + count - 1 [B, heads]."""
+        """Return a copy with only the stored slots begin .. begin + count - 1 [B, heads]."""
         return replace(self, stored=self.stored.within(begin, count.contiguous()))
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The alive slots of one layer: n[b,h] in head (b, h), first the stored ones, then the new; no padding. C =
-    `columns` is the largest n."""
+    """The alive slots of one layer: head (b, h) has n[b,h], first the stored ones, then the new ones, without padding.
+    The largest n is C, `columns`."""
 
     index: int  # the decoder layer's number
     heads: Heads
     all_counts: np.ndarray  # [B, heads of all ranks] slot counts, on the host
-    protected: tuple[Any, ...]  # (first, last) int32 [B]: how many slots at either end are kept at any score
-    pos: Any = None  # int32 [B, S] of the new columns
+    protected: tuple[torch.Tensor, ...]  # (first, last) int32 [B]: how many slots at either end are always kept
+    pos: Any = None  # int32 [B, S] positions of the new columns
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
-    kv: Any = None  # None for all ranks' heads: no rank holds all of them
+    kv: Any = None  # the `KV`; None for the slots of all ranks, as no rank holds all keys and values
     prompt: np.ndarray | None = None  # [B, heads of all ranks] how many first slots of a head stay: `keep_prompt`
-    bounds: Bounds = FREE  # positions that stay at any score too, and those that a head keeps few of
+    bounds: Bounds = FREE  # further positions that are always kept, or of which a head keeps few
 
     device = property(lambda self: self.protected[0].device)
 
     @cached_property
     def n(self) -> torch.Tensor:
-        """int32 [B, Hkv] slot counts."""
+        """The slot counts, int32 [B, Hkv]."""
         return self.stored.len + (self.kv.k.shape[2] - self.kv.first)[:, None]
 
     @cached_property
@@ -101,77 +106,77 @@ class Slots:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[B, Hkv, C] of numbers of the slots."""
+        """The shape [B, Hkv, C] of a number for each slot."""
         return *self.counts.shape, self.columns
 
     @cached_property
     def padding(self) -> np.ndarray:
-        """`kv.first` on the host: int [B] columns of left padding. Read it, and `n`, before the slots are cut."""
+        """The columns of left padding, `kv.first`, on the host: int [B]. Read it, and `n`, before the slots are cut."""
         return self.kv.k.shape[2] - (self.counts - self.stored.counts)[:, 0]
 
     @cached_property
     def past(self) -> torch.Tensor:
-        """int32 [B, Hkv] prompt slots that each head keeps beside its budget; 0 if prompts are cut too."""
+        """The prompt's slots that each head keeps beside its budget, int32 [B, Hkv]; 0 if prompts are cut too."""
         if self.prompt is None:
             return torch.zeros_like(self.n)
         return _ops.upload(self.heads.ranks.mine(self.prompt), self.device, torch.int32)
 
     @cached_property
     def first(self) -> torch.Tensor:
-        """int32 [B, Hkv] how many first slots of each head are protected."""
+        """The number of protected first slots of each head, int32 [B, Hkv]."""
         return torch.maximum(self.protected[0][:, None], self.past)
 
     @cached_property
-    def alive(self) -> Any:
-        """int [B] slot count of all ranks' heads together, on the host."""
+    def alive(self) -> np.ndarray:
+        """The slot count of all ranks' heads together, on the host: int [B]."""
         return self.all_counts.sum(1)
 
     @cached_property
     def least(self) -> torch.Tensor:
-        """int32 [B, Hkv] how many protected slots each head has."""
+        """The number of protected slots of each head, int32 [B, Hkv]."""
         ends = torch.minimum(self.n, self.first + self.protected[1][:, None])
         return ends if self.bounds.kept is None else ends + self.between.sum(-1, dtype=torch.int32)
 
     @cached_property
     def competing(self) -> torch.Tensor:
-        """bool [B, Hkv, C]: the slot exists and is not protected."""
+        """Whether a slot exists and is not protected, bool [B, Hkv, C]."""
         return self._inner if self.bounds.kept is None else self._inner & ~self.between
 
     @cached_property
     def between(self) -> torch.Tensor:
-        """bool [B, Hkv, C]: the slot is kept by `bounds` and not among the protected ones at the ends."""
+        """Whether `bounds` keep a slot that is not protected as one of the first or last, bool [B, Hkv, C]."""
         return self.at(self.bounds.kept) & self._inner
 
     def at(self, span: torch.Tensor) -> torch.Tensor:
-        """bool [B, Hkv, C]: the slot is at the positions span [B, 2] (start, stop)."""
+        """Return whether a slot's position is within span [B, 2] (start, stop): bool [B, Hkv, C]."""
         start, stop = self.around(span)
         column = torch.arange(self.columns, device=self.device)
         return (column >= start[..., None]) & (column < stop[..., None])
 
     def around(self, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [B, Hkv] (start, stop) of the slots at the positions span [B, 2] (start, stop)."""
+        """Return the slots (start, stop), int32 [B, Hkv] each, whose positions are within span [B, 2] (start, stop)."""
         if span not in self._around:
             self._around[span] = self.below(span).unbind()
         return self._around[span]
 
     @cached_property
-    def _around(self) -> dict[Any, Any]:
-        """Results of `around`."""
+    def _around(self) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The results of `around` so far, by span."""
         return {}
 
     def of_head(self, x: torch.Tensor, b: int, h: int) -> torch.Tensor:
-        """x [B, Hkv, C] at the alive slots of kv head h, of which latents have one."""
+        """Return x [B, Hkv, C] at the alive slots of batch row b and kv head h; latents have one head for all h."""
         h = min(h, self.n.shape[1] - 1)
         return x[b, h, : self.counts[b, h]]
 
     def below(self, limits: torch.Tensor) -> torch.Tensor:
-        """int32 [n, B, Hkv] how many slots have positions below each of the limits [B, n]."""
+        """Count the slots with positions below each of the limits [B, n]: int32 [n, B, Hkv]."""
         at = self.positions
         return ((at >= 0) & (at < limits.T[..., None, None])).sum(-1, dtype=torch.int32)
 
     def beyond(self, ranks: torch.Tensor) -> torch.Tensor:
-        """bool [B, Hkv, C]: the competing slots beyond the limit of `bounds`, after protected slots and slots of better
-        `ranks` have used it up."""
+        """Mark the competing slots that exceed the limit of `bounds`: bool [B, Hkv, C]. Protected slots count first,
+        then slots of better `ranks`."""
         start, most = self.bounds.limited[:, :, None, None].unbind(1)
         limited = self.positions >= start
         inside = limited & self.competing
@@ -180,13 +185,13 @@ class Slots:
 
     @cached_property
     def _inner(self) -> torch.Tensor:
-        """bool [B, Hkv, C]: the slot exists and is not among the protected ones at the ends."""
+        """Whether a slot exists and is not protected as one of the first or last, bool [B, Hkv, C]."""
         column = torch.arange(self.columns, device=self.device)
         return (column >= self.first[..., None]) & (column < (self.n - self.protected[1][:, None])[..., None])
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """int32 [B, Hkv, C] positions of the alive slots, ascending; -1 past a head's end."""
+        """The positions of the alive slots, ascending, -1 past a head's end: int32 [B, Hkv, C]."""
         stored, first = self.stored, self.kv.first
         column = torch.arange(self.columns, device=self.device)
         table = torch.cat([stored.pos, self.pos.flatten(), stored.pos.new_full((1,), -1)])
@@ -196,21 +201,13 @@ class Slots:
         return table[place.masked_fill(column >= self.n[..., None], -1)]
 
     def all_ranks(self, shared: bool) -> "Slots":
-        """The slots of all ranks' heads, for parts that compare heads. shared: all heads hold the same slots."""
+        """Return the slots of all ranks' heads, for parts that compare heads. shared: all heads hold the same slots."""
         if self.heads.ranks.size == 1:
             return self
         return _AllRanks(
             self.index, self.heads, self.all_counts, self.protected, prompt=self.prompt, bounds=self.bounds, own=self,
             shared=shared,
         )  # fmt: skip
-
-    def removal_error(self, numbers: torch.Tensor, fast: bool) -> torch.Tensor:
-        """CAOTE (eq. 6 and 8), taking numbers [B, Hkv, C] >= 0 as attention weights, as `kvevict.ops._ops.refine`."""
-        kv, heads = self.kv, self.kv.stored.len.shape[1]
-        if numbers.shape[1] != heads:
-            numbers = numbers.expand(-1, heads, -1)
-        error = _ops.refine(kv.stored, kv.v, kv.first, kv.end, numbers.contiguous(), fast=fast)
-        return self.heads.merge(error)
 
 
 @dataclass(frozen=True, eq=False)

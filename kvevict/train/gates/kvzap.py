@@ -60,7 +60,7 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
 
 
 def _file(source: str | os.PathLike, file: str, name: str) -> Path:
-    """Return the path of a file in a folder or from the hub."""
+    """Return the path of a file of a source. Raises ValueError, which calls the source `name`, if it has none."""
     if Path(source).is_dir():
         if (path := Path(source) / file).is_file():
             return path
@@ -77,6 +77,7 @@ def _file(source: str | os.PathLike, file: str, name: str) -> Path:
 
 
 def _config(path: Path, name: str) -> dict:
+    """Read KVzap's config. Raises ValueError for any other file."""
     try:
         config = parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -90,7 +91,8 @@ def _config(path: Path, name: str) -> dict:
 
 
 def _affine(tensors: dict[str, torch.Tensor], prefix: str, inputs: int, outputs: int, name: str) -> tuple:
-    """Return fp32 (weight [outputs, inputs], bias [outputs]). Raises ValueError where one is missing or damaged."""
+    """Return an affine map, fp32 (weight [outputs, inputs], bias [outputs]). Raises ValueError if it is missing or
+    damaged."""
     found = []
     for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
         x = tensors.get(prefix + part)

@@ -1,4 +1,4 @@
-"""Measures how well gates predict KVzip's numbers on text that they were not trained on."""
+"""Measures how well gates predict KVzip's scores of texts that they were not trained on."""
 
 import importlib.util
 from typing import Any
@@ -16,9 +16,9 @@ SHARES = (0.125, 0.25, 0.5)
 def measure(
     model: torch.nn.Module, label: str, known: list[torch.Tensor], gates: Gates, progress: bool = False
 ) -> dict[str, Any]:
-    """Compare gates with KVzip's numbers of `known`, pieces of token ids.
+    """Compare gates with KVzip's scores of `known`, pieces of token ids. Returns, besides the number of tokens:
 
-    r2            R^2 of the logarithms of all layers and heads together, as one ranking sees them
+    r2            R^2 of the logarithms over all layers and heads together, as one ranking of all compares them
     r2_by_layer   R^2 of each head alone, averaged over a layer's heads; r2_by_head is the average over all layers
     recall        for each share, the part of the best slots in one ranking of all layers and heads that are also best
                   by the gates

@@ -89,15 +89,15 @@ def train(
 
 
 class Fit:
-    """Ridge regression in closed form on sums of products in float64. `ridge` is added to each input's variance, as a
-    share of the variance."""
+    """A ridge regression in closed form, from sums of products in float64. ridge: the share of each input's variance
+    that is added to it."""
 
     def __init__(self, ridge: float) -> None:
         self.ridge = ridge
         self.products: Any = None  # float64 [1 + E, 1 + E + heads]
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add rows x [T, E], y [T, heads]."""
+        """Add T samples: inputs x [T, E] and labels y [T, heads]."""
         rows = torch.cat([torch.ones_like(x[:, :1]), x, y], 1).double()
         product = torch.cat([torch.ones_like(x[:, :1]), x], 1).double().T @ rows
         self.products = product if self.products is None else self.products.add_(product)

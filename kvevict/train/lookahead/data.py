@@ -1,4 +1,4 @@
-"""Reads and checks pairs of prompt and response to train on; the model itself writes a missing response (METHODS
+"""Reads and checks the pairs of prompt and response to train on, of which the model writes missing responses (METHODS
 section 6)."""
 
 import hashlib
@@ -28,9 +28,9 @@ class Limits(NamedTuple):
 
 
 def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | None, limits: Limits) -> list[Pair]:
-    """Read `Pair`s from a JSONL file or an iterable of dicts with `prompt` and, optionally, `response` (text or token
-    ids), or with chat `messages`, of which a last message of the assistant's is the response. Raises ValueError, naming
-    the pair's place, for a pair that is too long or of another form."""
+    """Read `Pair`s from a JSONL file or an iterable of dicts. A dict has a `prompt` and, optionally, a `response` (text
+    or token ids), or chat `messages`: if the assistant's is the last, it is the response. Raises ValueError, naming the
+    pair's place, for a pair that is too long or of another form."""
     found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
     if not found:
         raise ValueError("data has no pair of prompt and response: give at least one")
@@ -126,7 +126,7 @@ class StoredResponses:
 
     @torch.no_grad()
     def of(self, pair: Pair) -> tuple:
-        """Return the pair's response, or without one the model's: at most `most` tokens, EOS included."""
+        """Return the pair's response, or if it has none the model's, of at most `most` tokens, EOS included."""
         if pair.response is not None:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]

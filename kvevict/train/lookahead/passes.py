@@ -1,6 +1,6 @@
-"""The two passes of LookaheadKV's training (eq. 5, METHODS section 6). The first pass, of prompt and response and
-without a graph, gives the true scores and the prompt's keys and values. In the second the lookahead rows alone go
-through the decoder, attend to these keys and values, and are differentiated. No attention matrix outlives its layer;
+"""The two passes of LookaheadKV's training (eq. 5, METHODS section 6). The first pass reads prompt and response without
+an autograd graph: it gives the true scores and the prompt's keys and values. In the second pass only the lookahead rows
+go through the decoder, attend to these keys and values, and get gradients. No attention matrix outlives its layer;
 memory grows with the prompt's length."""
 
 import contextlib
@@ -29,16 +29,14 @@ class Truth:
     """The results of the first pass over a pair, by layer, on the model's device."""
 
     tokens: int  # N of the prompt
-    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; a sliding layer's are only those that later rows see
+    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer only those that later rows see
     values: dict = field(default_factory=dict)
-    target: dict = field(
-        default_factory=dict
-    )  # fp32 [1, H, N] mean attention of the response's rows; of evicting layers
+    target: dict = field(default_factory=dict)  # fp32 [1, H, N] mean attention of the response's rows; evicting layers
 
 
 @torch.no_grad()
 def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
-    """Make the first pass, causal over ids [N] and [R]. The scores are the response's true ones, if there is one."""
+    """Make the first pass over ids [N] of a prompt and [R] of a response. An empty response gives no true scores."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
@@ -63,8 +61,8 @@ def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
 
 
 def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
-    """Make the first pass over ids [N] of a prompt whose questions are not known yet (METHODS section 9). A query
-    head's target is its kv head's numbers of `kvzip+`, divided by their sum. The response, ids [0], is not used."""
+    """Make the first pass over the ids [N] of a prompt whose questions are not known yet (METHODS section 9). The true
+    scores of a query head are its kv head's scores of `kvzip+`, divided by their sum. The response is ids [0]."""
     found = truth(decoder, prompt, response)
     heads = decoder.config.num_attention_heads
 
@@ -78,7 +76,8 @@ def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
 
 def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None] | None = None) -> Tensor:
     """Average KL(true scores || the lookahead rows' scores) over layers and heads, in fp32, with a graph to the adapter
-    where gradients are on. note(layer, q, k, slots, options) gets the rows' queries and keys and the prompt's slots."""
+    where gradients are on. note(layer, q, k, slots, options) gets a layer's queries and keys of the rows and the
+    prompt's slots."""
     each, count = [], adapter.tokens
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
@@ -104,7 +103,8 @@ def _sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, *, scale: float, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention [1, n, H, D] of a sliding layer's rows, with at most n + window - 1 columns of weights."""
+    """Compute the attention [1, n, H, D] of n rows of a sliding layer; keys and values: the prompt's last ones, at most
+    window - 1."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
     logits = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float()[:, :, None].mT).flatten(1, 2) * scale
@@ -118,10 +118,10 @@ def _sliding_attention(
 
 
 class _Attend(torch.autograd.Function):
-    """Attention [1, n, H, D] of rows to a prompt's keys and values (constants), and causally to the rows' own keys and
-    values."""
+    """The attention [1, n, H, D] of n rows to a prompt's keys and values, which get no gradients, and causally to the
+    rows' own keys and values."""
 
-    BLOCK = 4096  # columns of the prompt with attention weights in memory at once
+    BLOCK = 4096  # columns of the prompt whose attention weights are in memory at once
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, options: dict) -> Tensor:
@@ -157,8 +157,8 @@ def _dlogits(
     rows: Tensor, keys: Tensor, values: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, options: dict,
     hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute (weights, gradient of the products q.k) of rows [1, Hkv, M, D] at some columns: ds = a (dout.v - delta),
-    where delta = dout.out."""
+    """Compute, for rows [1, Hkv, M, D] and the columns of `keys`, the attention weights a and the gradient of the
+    products q.k, which is a (dout.v - delta) with delta = dout.out, times the scale."""
     scale, softcap = options["scale"], options["softcap"]
     logits = rows @ keys.transpose(-1, -2) * scale
     softcap_grad: Any = 1.0
@@ -181,7 +181,7 @@ def slots_of(keys: Tensor, values: Tensor | None = None) -> Held:
 
 
 def _op_options(options: dict) -> dict:
-    """Return the ops' options, from those of Transformers' attention interface."""
+    """Translate options of Transformers' attention interface to those of the ops."""
     sinks = options.get("s_aux")
     return dict(
         scale=options["scaling"], softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float()
@@ -194,7 +194,7 @@ def _call(*tensors: object, **options: object) -> tuple:
 
 @contextlib.contextmanager
 def _attention(decoder: Module, function: Callable[..., tuple]) -> Iterator[None]:
-    """Inside, and in this thread alone, every layer of the decoder calls `function` for attention."""
+    """Let every layer of the decoder call `function` for attention, inside the context and in this thread alone."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]
     try:

@@ -32,8 +32,8 @@ LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the
 
 @dataclass(frozen=True)
 class LookaheadSettings:
-    """The settings that determine the adapter, besides model and data. A training continues only with equal settings, a
-    finished one also with more steps."""
+    """The settings that determine the adapter, beside model and data. A training continues only with equal settings, or
+    once it has finished with more steps."""
 
     steps: int = 7600
     batch: int = 32
@@ -59,8 +59,12 @@ class LookaheadSettings:
 
     def chosen(self, step: int, known: int) -> list:
         """Return the indices of a step's pairs, of `known` in all. Every epoch has another order."""
-        places = range(step * self.batch, (step + 1) * self.batch)
-        return [_order(self.seed, place // known, known)[place % known] for place in places]
+        found = []
+        for place in range(step * self.batch, (step + 1) * self.batch):
+            order = list(range(known))
+            random.Random(f"{self.seed}/{place // known}").shuffle(order)
+            found.append(order[place % known])
+        return found
 
 
 def train(
@@ -212,7 +216,7 @@ class LookaheadTraining:
         return [torch.tensor(ids, dtype=torch.long, device=device) for ids in (pair.prompt, self.responses.of(pair))]
 
     def _validate(self) -> dict:
-        """Average `similarity` over the held-out pairs."""
+        """Return the means of `similarity` over the held-out pairs."""
         first_pass = TARGETS[self.settings.target]
         found = [
             similarity(self.decoder, self.adapter, first_pass(self.decoder, *self._ids(pair))) for pair in self.held
@@ -236,13 +240,13 @@ class LookaheadTraining:
 
 
 def check_installed(held_out: int) -> None:
-    """Raise ValueError where a package that training needs is missing: accelerate, and scipy to validate."""
+    """Raise ValueError if accelerate is missing, or scipy, which validation on held-out pairs needs."""
     installed("train", "training a lookahead adapter", "accelerate", *(["scipy"] if held_out else []))
 
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, no weight of the model requires a gradient, and the model is in eval mode."""
+    """Keep the model in eval mode, with no weight that requires a gradient, inside the context."""
     wanted, training = [p for p in model.parameters() if p.requires_grad], model.training
     model.eval()
     for weight in wanted:
@@ -253,9 +257,3 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
         for weight in wanted:
             weight.requires_grad_(True)
         model.train(training)
-
-
-def _order(seed: int, epoch: int, known: int) -> list:
-    order = list(range(known))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order

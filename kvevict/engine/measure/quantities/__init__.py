@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from ....ops import _ops
-from ....policy.inputs import LayerRows, Need, Observation, Observers, Policy, Slots, as_needs
+from ....policy.inputs import LayerRows, Need, Observation, Observers, Slots, as_needs
+from ....policy.policy import Policy
 from ....policy.registry import Registry, load_folder
 from .. import per_row
 from ..inputs import INPUTS

@@ -1,17 +1,47 @@
+"""The slots that a head keeps, by their ranking. The fields of a selection are its options.
+
+A selection may change the numbers that rank slots (to those of runs of slots) before heads get their number of slots,
+and that number afterwards. Each head then keeps its best slots; of equal ones the earlier.
+"""
+
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ..checks import count, flag
-from ..heads import LOWEST, order
-from ..inputs import LayerRows, Policy, Slots
-from . import SELECTIONS, Selection
+from .checks import count, flag
+from .heads import LOWEST, order
+from .inputs import LayerRows, OwnPolicy, Slots
+from .registry import Part, Registry
+
+SELECTIONS: Registry = Registry("selection")
+
+
+@SELECTIONS.add("token")
+@dataclass(frozen=True)
+class Selection(Part):
+    """The best slots per kv head."""
+
+    shared: ClassVar[bool] = False  # one choice for all heads of a layer
+    run: ClassVar[int] = 1  # tokens that stay together
+    spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused
+
+    def unfinished(self, call: LayerRows) -> Any:
+        """Count the last slots that are kept because their run is not complete yet: a number or [B]."""
+        return 0
+
+    def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that rank slots, from the slots' scores: fp32 [B, Hkv, C]."""
+        return score
+
+    def trim_to_runs(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Return the slots per head that are kept, of at most keep [B, Hkv]: [B, Hkv]."""
+        return keep
 
 
 @SELECTIONS.add("chunk")
 @dataclass(frozen=True)
-class Chunk(Selection):
+class Runs(Selection):
     """ChunkKV (Liu et al. 2025): slots are kept in runs of `c` neighbouring tokens.
 
     c          tokens of a run; a slot belongs to run position // c
@@ -39,10 +69,10 @@ class Chunk(Selection):
     def run(self) -> int:
         return self.c
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: OwnPolicy) -> None:
         count("c", self.c, 1)
-        for name in ("per_head", "exact"):
-            flag(name, getattr(self, name))
+        flag("per_head", self.per_head)
+        flag("exact", self.exact)
 
     def unfinished(self, call: LayerRows) -> Any:
         """Count the slots of a run that a chunk's end cuts: a run is kept until it is complete, but for the prompt's
@@ -57,7 +87,7 @@ class Chunk(Selection):
         start = column.masked_fill(~starts, 0).cummax(-1).values
         total, size = torch.zeros_like(score), torch.zeros_like(score)
         score = score.masked_fill(~slots.competing, 0)
-        for ahead in range(min(self.c, slots.columns)):  # in slot order: the same sum on every machine
+        for ahead in range(min(self.c, slots.columns)):  # sums in slot order, so that every machine gets equal bits
             same = runs[..., ahead:] == runs[..., : slots.columns - ahead]
             total[..., : slots.columns - ahead] += score[..., ahead:].masked_fill(~same, 0)
             size[..., : slots.columns - ahead] += same
@@ -70,10 +100,10 @@ class Chunk(Selection):
         runs = self._runs(slots).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
         wanted = (keep - slots.least).long()[..., None]
         lost = wanted < slots.competing.sum(-1, keepdim=True)
-        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)  # run of the best slot lost
+        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)  # run of the best lost slot
         taken = torch.arange(slots.columns, device=slots.device) < wanted
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
-        return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # nothing empties a head
+        return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # a head never gets empty
 
     def _runs(self, slots: Slots) -> torch.Tensor:
         """Return the run of every slot that competes: [B, Hkv, C]; -1 elsewhere."""
