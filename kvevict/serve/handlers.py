@@ -1,4 +1,4 @@
-"""OpenAI's two endpoints: the messages of a request, and answers as OpenAI writes them."""
+"""OpenAI's two endpoints: the messages of a request, and answers in OpenAI's format."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from ..asking.prompts import Tokenizer
 from . import messages
 from .call import Call
 from .outgoing import DATA, Stream
@@ -16,42 +17,44 @@ DONE = f"{DATA}[DONE]\n\n"
 
 
 class Completions:
-    """Answers of /v1/completions. name: the model's."""
+    """Writes the answers of /v1/completions. name: the model's name."""
 
-    kind = part = "text_completion"  # the `object` of a whole answer, and of an event of a stream
-    first: tuple = ()  # choices before an answer's first part
+    kind = part = "text_completion"  # the field `object` of a whole response, and of an event of a stream
+    first: tuple[dict[str, Any], ...] = ()  # choices that a stream has before an answer's first part
 
-    def __init__(self, name: str, tokenizer: Any) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         self.name, self.tokenizer = name, tokenizer
 
     def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Make the messages that the chat template takes."""
+        """Return the messages of a request's body as the chat template takes them; none for a plain prompt."""
         return []
 
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
-        """Make the choice of an answer's parts."""
+        """Make the choice of all parts of an answer, or of some for a stream."""
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """Make the choices of a stream that hold parts. calls: number of tool calls before the parts."""
+        """Make a stream's choices of further parts; one empty choice of none. calls: number of tool calls so far."""
         made = self.choice(call, parts)
         if made != dict(text="") or not parts:
             yield made
 
     def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        """Make the response of all (number of an answer, parts of it)."""
+        """Make the response of all parts, each list with the number of its answer."""
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))
             choices.append(_choice(index, found, answer.finish))
-        return self._said(call, self.kind, choices, usage=_usage(call, answers))
+        return self._response(call, self.kind, choices, usage=_usage(call, answers))
 
     def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        """Make the response of parts that come one list after the other."""
+        """Make the streamed response of parts that are still to come."""
         return Stream(self._events(call, answers, parts), call)
 
-    async def _events(self, call: Call, answers: list, parts: Any) -> AsyncGenerator[str, None]:
-        calls: dict = {}  # number of an answer -> tool calls that it has had
+    async def _events(
+        self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]
+    ) -> AsyncGenerator[str, None]:
+        calls: dict[int, int] = {}  # number of an answer -> number of its tool calls so far
         async for at, each in parts:
             if at not in calls:
                 calls[at] = 0
@@ -65,13 +68,13 @@ class Completions:
                 yield self._event(call, _choice(at, delta))
             calls[at] += sum(isinstance(part, ToolCall) for part in each)
         if call.usage:
-            yield _event(self._said(call, self.part, [], usage=_usage(call, answers)))
+            yield _event(self._response(call, self.part, [], usage=_usage(call, answers)))
         yield DONE
 
     def _event(self, call: Call, choice: dict) -> str:
-        return _event(self._said(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
+        return _event(self._response(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
 
-    def _said(self, call: Call, kind: str, choices: list, **more: Any) -> dict:
+    def _response(self, call: Call, kind: str, choices: list, **more: object) -> dict[str, Any]:
         return dict(id=call.identity, object=kind, created=call.created, model=self.name, choices=choices, **more)
 
     def _logs(self, parts: list) -> dict:
@@ -86,7 +89,7 @@ class Completions:
 
 
 class Chat(Completions):
-    """Answers of /v1/chat/completions."""
+    """Writes the answers of /v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
@@ -97,9 +100,9 @@ class Chat(Completions):
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
         calls = [_call(call, part) for part in parts if isinstance(part, ToolCall)]
-        said: dict = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
-        said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
-        return dict(message=said) | self._logs(parts)
+        message: dict[str, Any] = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
+        message |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
+        return dict(message=message) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
         logs = self._logs(parts)
@@ -126,9 +129,9 @@ def _event(value: dict) -> str:
     return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _choice(index: int, said: dict, finish: str | None = None) -> dict:
-    """Make a choice, with null for fields that it lacks: clients with a schema stop where a field is missing."""
-    return dict(index=index, finish_reason=finish, logprobs=None) | said
+def _choice(index: int, fields: dict, finish: str | None = None) -> dict:
+    """Make a choice with every field of OpenAI's schema, as clients that check the schema need."""
+    return dict(index=index, finish_reason=finish, logprobs=None) | fields
 
 
 def _usage(call: Call, answers: list[Written]) -> dict:
@@ -140,7 +143,7 @@ def _usage(call: Call, answers: list[Written]) -> dict:
     )  # fmt: skip
 
 
-def _call(call: Call, part: Any) -> dict:
+def _call(call: Call, part: ToolCall) -> dict:
     return dict(id=call.tool_id(), type="function", function=dict(name=part.name, arguments=part.arguments))
 
 
@@ -149,5 +152,5 @@ def _number(data: bytes, log: float) -> dict:
 
 
 def _letters(data: bytes) -> str:
-    """Name a token as OpenAI does: bytes that are a part of a character look like \\xf0."""
+    """Write a token as OpenAI does: a byte that is only a part of a character looks like \\xf0."""
     return data.decode(errors="backslashreplace")

@@ -15,6 +15,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 def progress(call: Call) -> dict[str, Any]:
+    """Report how far a call is, as /v1/kvevict/queue shows it."""
     call.gather()
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max(min(call.read_tokens, whole) - cached, 0)
@@ -26,7 +27,7 @@ def progress(call: Call) -> dict[str, Any]:
 
 
 class Metrics:
-    """The metrics of one server, in a separate registry."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -60,6 +61,7 @@ class Metrics:
             self.first.observe(call.first_token - call.began)
 
     def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
+        """Write all metrics in Prometheus' format."""
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
         every = [progress(call) for call in calls]

@@ -16,7 +16,7 @@ from ...commands import (
     grid,
     loaded,
     number,
-)  # fmt: skip
+)
 from ...policy.text import DEFAULT
 from ...store import files
 from .inspect import page_run
