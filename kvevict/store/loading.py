@@ -1,4 +1,4 @@
-"""Loads a cache from its file, in place where it can stay there."""
+"""Loads a cache from a file, whose slots may stay in the file."""
 
 import os
 import warnings
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers.cache_utils import DynamicCache
 
 from ..engine.memory import host
@@ -15,7 +17,7 @@ from ..engine.memory.carried import of_layer as carried_of
 from ..engine.memory.latent import LatentLayer
 from ..engine.memory.layer import EvictionLayer
 from ..engine.memory.mapped import Lent
-from ..engine.memory.ranks import of
+from ..engine.memory.ranks import Ranks, of
 from ..engine.memory.storage import Storage
 from ..models import families
 from ..models.owner import Owner
@@ -30,21 +32,22 @@ from .files import is_remote
 from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer, policy_of
 
 
-def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
-    """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
+def load_cache(path: str | os.PathLike, model: Module, *, verify: bool = True) -> EvictionCache:
+    """Load a cache that `save_cache` wrote, for the model that read it, patched: a `DynamicCache`.
 
-    verify   whether to compare the file's checksum with its content: all of the file is read, a second per GB
+    verify  whether to compare the file's checksum with its content, which reads all of the file: a second per GB
 
-    The slots of a cache that was read with recall=True stay in the file (`stays`): pages are read when they are needed,
-    count as no memory of the process, and all processes that load the file share them. A GPU gets a layer's when the
-    layer attends. The file may be replaced or deleted meanwhile. If it is written to or cut short in place, slots
-    change, or the process ends. Of any other cache all is copied.
+    The slots of a cache that was read with recall=True stay in the file, unless it is on a network file system: pages
+    are read when they are needed, do not count as the process's memory, and are shared by all processes. A GPU gets a
+    layer's slots when the layer attends. The file may be replaced or deleted meanwhile, but must not be changed in
+    place. Any other cache is copied into memory.
 
-    Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
-    covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
-    weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
-    those that change no number a model computes (`kvevict.models.weights.SILENT`).
+    Pass the cache as `past_key_values`, with either the full history of ids, or the new ids and an `attention_mask`
+    that covers `cache.get_seq_length()` seen tokens and the new ones.
+
+    Raises OSError for a file that cannot be read, and ValueError for one that is damaged, foreign, of another version
+    or of another model: one whose weights have another fingerprint, if both are known, or whose configuration differs
+    in a field that changes a computed number (not in `kvevict.models.weights.SILENT`).
     """
     decoder = families.find_decoder(model)
     config, path = decoder.config, os.fsdecode(path)
@@ -122,14 +125,14 @@ def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> E
 
 
 def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
-    """Whether `load_cache` leaves the slots of a cache, read by a policy, in its file: only where no other machine can
-    remove the file, as reading it would then end the process."""
+    """Return whether `load_cache` leaves the slots in the file of a cache that `policy` read. Not on a network file
+    system: if another machine removed the file, the next access to a page would end the process."""
     return policy is not None and policy.recall and not is_remote(path)
 
 
 def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
-    """The slots as a prefix of what is read from here on. file: they stay in it; device: of the layer, if theirs is the
-    host's memory and another; else None."""
+    """Make loaded slots the prefix of what is read next. file: whether they stay in the file; device: of a layer whose
+    slots stay in the host's memory; None: they are on the layer's device."""
     if file:
         lent = Lent(slots.buffers, len(slots.pos))
         slots = replace(slots, regions=(lent,) * len(slots.counts))
@@ -140,8 +143,8 @@ def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
     return host.elsewhere(there, device, False, prefix=there)
 
 
-def _part(tensors: dict, ranks: Any) -> dict:
-    """This rank's part of a layer's tensors."""
+def _part(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return this rank's heads of a layer's tensors."""
     if ranks.size == 1:
         return tensors
     part = {n: t if n in (*FLAT, *OF_ROWS) else ranks.mine(t).contiguous() for n, t in tensors.items()}
@@ -157,8 +160,8 @@ def _part(tensors: dict, ranks: Any) -> dict:
 
 
 def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
-    """`policy_of` a file. No policy, and a warning, where this process does not take it, as where a part of it is not
-    registered: the file's slots are whole without it."""
+    """Return `policy_of` a file; no policy, and a warning, if this process cannot build the policy, for example as one
+    of its parts is not registered. The slots can be used without it."""
     if not isinstance(common["policy"], (str, type(None))):
         raise TypeError(f"policy is {common['policy']!r}, not a text")
     try:
@@ -174,20 +177,20 @@ def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
 
 
 def _fill_cache(cache: EvictionCache, fact: dict, policy: Policy | None, run: Run) -> None:
-    """Set the parts of a cache that concern all layers."""
+    """Set what all layers of a cache share."""
     sequence = cache.sequence
     sequence.policy, sequence.run, sequence.packed = policy, run, tuple(map(tuple, fact["packed"]))
     sequence.floor = sequence.columns
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer) and run.archive_kv is not None:
-            layer.kinds = KINDS[run.kv]  # of those that are chosen from these
+            layer.kinds = KINDS[run.kv]  # of the slots that will be chosen; those of the file have the archive's kinds
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
 
 
 def _fill_sliding(layer: Any, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
-    """A sliding layer may have another number of heads than the layers that evict."""
+    """Fill a layer with a sliding window, which may have another number of heads than layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
     keys, values = tensors["keys"], tensors["values"]
