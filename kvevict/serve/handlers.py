@@ -1,4 +1,4 @@
-"""OpenAI's two endpoints: the messages of a request, and answers in OpenAI's format."""
+"""Writes answers in the formats of OpenAI's two endpoints."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -6,8 +6,6 @@ from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from ..asking.prompts import Tokenizer
-from . import messages
 from .call import Call
 from .outgoing import DATA, Stream
 from .template import Part, Token, joined
@@ -22,12 +20,8 @@ class Completions:
     kind = part = "text_completion"  # the field `object` of a whole response, and of an event of a stream
     first: tuple[dict[str, Any], ...] = ()  # choices that a stream has before an answer's first part
 
-    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
-        self.name, self.tokenizer = name, tokenizer
-
-    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a request's body as the chat template takes them; none for a plain prompt."""
-        return []
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
         """Make the choice of all parts of an answer, or of some for a stream."""
@@ -93,9 +87,6 @@ class Chat(Completions):
 
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
-
-    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return messages.of_chat(self.tokenizer, body["messages"])
 
     def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))

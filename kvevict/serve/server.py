@@ -22,6 +22,7 @@ from .errors import Refused, of_field, refused
 from .fields import CHAT, COMPLETIONS, TEXTS
 from .generation import Generation
 from .handlers import Chat, Completions
+from .messages import of_chat
 from .metrics import Metrics, progress
 from .options import Options
 from .outgoing import Stream, together, unless_gone
@@ -60,7 +61,7 @@ class Server:
         self._tokenisers = {
             large: (copy.deepcopy(tokenizer) if large else tokenizer, CapacityLimiter(1)) for large in (False, True)
         }
-        self.handlers: dict = {path: kind(name, tokenizer) for path, (kind, _) in ENDPOINTS.items()}
+        self.handlers: dict[str, Completions] = {path: kind(name) for path, (kind, _) in ENDPOINTS.items()}
 
     # -- requests come in ---------------------------------------------------------------------------------------------
 
@@ -127,8 +128,9 @@ class Server:
         handler, calls = self.handlers[call.endpoint], call.of_prompts()
 
         def prepare(tokenizer: Tokenizer) -> list[list[Written]]:
+            if "messages" in body:
+                call.messages = of_chat(tokenizer, body["messages"])
             for each in calls:
-                each.messages = handler.messages_of(body)
                 self.manager.prepare(each, tokenizer)
             return [self.manager.answers(each) for each in calls]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
@@ -176,13 +176,8 @@ def _letters(event: dict) -> str:
 
 def joined(parts: Iterable[Part]) -> list[Any]:
     """Join neighbouring texts of one kind."""
-    found: list = []
-    for part in parts:
-        if found and isinstance(part, str) and type(found[-1][0]) is type(part):
-            found[-1].append(part)
-        else:
-            found.append([part])
-    return [type(each[0])("".join(each)) if isinstance(each[0], str) else each[0] for each in found]
+    groups: Iterator[tuple[Any, Iterator[Any]]] = groupby(parts, type)
+    return [each for kind, group in groups for each in ([kind("".join(group))] if issubclass(kind, str) else group)]
 
 
 def _listed(value: object) -> list:

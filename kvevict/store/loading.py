@@ -1,7 +1,9 @@
 """Loads a cache from a file, whose slots may stay in the file."""
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,79 +51,99 @@ def load_cache(path: str | os.PathLike, model: Module, *, verify: bool = True) -
     or of another model: one whose weights have another fingerprint, if both are known, or whose configuration differs
     in a field that changes a computed number (not in `kvevict.models.weights.SILENT`).
     """
-    decoder = families.find_decoder(model)
-    config, path = decoder.config, os.fsdecode(path)
-    try:
-        meta = sealed.texts(path)
-        facts, common = parsed(meta.get("layers", "null")), parsed(meta.get("cache", "null"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
-    if not str(meta.get("format")).startswith(ANY) or not isinstance(facts, list):
-        raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
-    if meta["format"] != FORMAT:
-        raise ValueError(
-            f"{path} was written by another version of kvevict: its format is {meta['format']!r}, kvevict {VERSION} "
-            f"reads {FORMAT!r}; read the prompt again and save the cache anew"
-        )
-    try:
-        tensors = sealed.tensors(path, verify)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
-    kinds = families.layer_kinds(config)
-    if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
-        raise ValueError(
-            f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
-            "the one that read it"
-        )
-    ranks = of(families.base_model(model))
-    try:
+    decoder, base, path = families.find_decoder(model), families.base_model(model), os.fsdecode(path)
+    tensors, facts, common = _contents(path, verify, decoder)
+    with _impossible(f"{path} is damaged"):
         check(tensors, facts, common)
-        weights, configuration = common["weights"], common["configuration"]
-        known = None if configuration is None else Identity(weights, dict(configuration))
+        configuration = common["configuration"]
+        known = None if configuration is None else Identity(common["weights"], dict(configuration))
         policy, run = _policy_of(common, path)
-    except WRONG as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
     differs = known and known.difference(identity(decoder))
     if differs:
         raise ValueError(
             f"{path} was written for another model: {differs}; give the one that read it, with the same PEFT adapters "
             "on, or read the prompt again"
         )
-    cache: Any = DynamicCache(config=config)
-    dtype = families.base_model(model).dtype
-    adopt(cache, kinds, config, ranks)
-    latent, heads = families.is_latent(config), families.heads(config)
-    heads = heads[0] // ranks.size, 1 if latent else heads[1] // ranks.size
-    for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
-        if fact["kind"] == families.NOTHING:
-            continue
-        module = families.attention_of(families.layers_of(decoder)[index], index)
-        device, shape = families.device_of(module), (*heads, *families.widths(module, config))
-        if isinstance(layer, LatentLayer):
-            layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
-        whole = of_layer(tensors, index)
-        try:
-            file = ranks.size == 1 and stays(path, policy)
-            away = policy is not None and policy.recall and host.is_away(device)  # more than the device may hold
-            mine = _part(whole, ranks)
-            for name, tensor in mine.items():
-                if name not in FLAT or not file:
-                    mine[name] = tensor.to("cpu" if name in FLAT and away else device, copy=True)
-            fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
-            fill(layer, mine, fact, shape, dtype)
-            if isinstance(layer, EvictionLayer) and (file or away):
-                layer.storage = _before(layer.storage, file, device if away else None)
-            if ranks.size > 1 and "len" in whole:
-                ranks.note(layer, np.array(whole["len"].tolist()))
-                layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
-        except WRONG as error:
-            raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
-    try:
+    cache: Any = DynamicCache(config=decoder.config)
+    adopt(cache, families.layer_kinds(decoder.config), decoder.config, of(base))
+    recalls = policy is not None and policy.recall
+    for index, fact in enumerate(facts):
+        if fact["kind"] != families.NOTHING:
+            with _impossible(f"{path}, layer {index}", "; the file is damaged or of another model"):
+                stay = cache.ranks.size == 1 and stays(path, policy)
+                _fill_layer(cache, index, decoder, of_layer(tensors, index), fact, base.dtype, stay, recalls)
+    with _impossible(f"{path} is damaged"):
         _fill_cache(cache, common, policy, run)
-    except WRONG as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
     cache.owner = Owner(decoder, known)
     return cache
+
+
+def _contents(path: str, verify: bool, decoder: Module) -> tuple[dict[str, Tensor], list[dict], dict[str, Any]]:
+    """Return the tensors of a file, the facts of each layer and those of the cache. Raises ValueError for a file that
+    is not a cache's, or whose layers are not the decoder's."""
+    try:
+        texts = sealed.texts(path)
+        facts, common = parsed(texts.get("layers", "null")), parsed(texts.get("cache", "null"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
+    if not str(texts.get("format")).startswith(ANY) or not isinstance(facts, list):
+        raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {texts.get('format')!r})")
+    if texts["format"] != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of kvevict: its format is {texts['format']!r}, kvevict {VERSION} "
+            f"reads {FORMAT!r}; read the prompt again and save the cache anew"
+        )
+    try:
+        tensors = sealed.tensors(path, verify)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
+    if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != families.layer_kinds(decoder.config):
+        raise ValueError(
+            f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
+            "the one that read it"
+        )
+    return tensors, facts, common
+
+
+@contextlib.contextmanager
+def _impossible(what: str, advice: str = "") -> Iterator[None]:
+    """Raise ValueError, with `what` and the reason, for a file whose content is impossible."""
+    try:
+        yield
+    except WRONG as error:
+        raise ValueError(f"{what}: {error}{advice}") from None
+
+
+def _fill_layer(
+    cache: Any, index: int, decoder: Module, whole: dict[str, Tensor], fact: dict, dtype: torch.dtype, stay: bool,
+    recalls: bool,
+) -> None:  # fmt: skip
+    """Fill a layer of a cache.
+
+    whole    the layer's tensors in the file, with the heads of all ranks
+    fact     the layer's facts in the file
+    stay     whether the slots stay in the file
+    recalls  whether the slots are those of all tokens, which a GPU may leave in the host's memory
+    """
+    layer, ranks, config = cache.layers[index], cache.ranks, decoder.config
+    module = families.attention_of(families.layers_of(decoder)[index], index)
+    device, heads = families.device_of(module), families.heads(config)
+    shape = heads[0] // ranks.size, 1 if families.is_latent(config) else heads[1] // ranks.size
+    shape += families.widths(module, config)
+    if isinstance(layer, LatentLayer):
+        layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
+    away = recalls and host.is_away(device)
+    mine = _part(whole, ranks)
+    for name, tensor in mine.items():
+        if name not in FLAT or not stay:
+            mine[name] = tensor.to("cpu" if name in FLAT and away else device, copy=True)
+    fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
+    fill(layer, mine, fact, shape, dtype)
+    if isinstance(layer, EvictionLayer) and (stay or away):
+        layer.storage = _before(layer.storage, stay, device if away else None)
+    if ranks.size > 1 and "len" in whole:
+        ranks.note(layer, np.array(whole["len"].tolist()))
+        layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
 
 
 def stays(path: str | os.PathLike, policy: Policy | None) -> bool:

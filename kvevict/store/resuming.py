@@ -51,7 +51,7 @@ class TextPart(NamedTuple):
 
 
 class Reading(Watcher):
-    """Reads the ids of a text into a file. Raises ValueError for a policy, model or path for which that is impossible."""
+    """Reads the ids of a text into a file. Raises ValueError for a policy, model or path that does not allow it."""
 
     def __init__(self, path: str | os.PathLike, model: Any, policy: Policy, run: Run, ids: list[int]) -> None:
         self.path = os.path.realpath(os.fsdecode(path))
