@@ -44,7 +44,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     from ..policy.checks import at_least_0, count, installed
 
     installed("serve", "kvevict serve", *EXTRA)
-    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
+    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # Transformers has it from 5.23 on
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
     complete_policies([args.policy], args)
     if not 0 <= args.port <= 65535:

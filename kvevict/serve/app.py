@@ -35,7 +35,7 @@ def application(server: Server) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         written = await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
-        if tasks := [call.task for call in server.calls if call.task]:  # uvicorn has cancelled them: let them log that
+        if tasks := [call.task for call in server.calls if call.task]:  # uvicorn has cancelled these: let them log it
             await asyncio.wait(tasks, timeout=1)
         log.note("stopped", prefixes_written=written)
 
@@ -55,11 +55,11 @@ def application(server: Server) -> FastAPI:
         known = log.failure(error)
         if isinstance(error, HTTPException) and known.status in (404, 405):
             known.message = no_route(app, request.method, request.url.path)
-        if not getattr(request.state, "noted", False):  # a `Call` counts and logs its own error
+        if not getattr(request.state, "noted", False):  # `Server._ended` has counted and logged the error of a call
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)
             log.refused(endpoint, known, request.client)
-        headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # a 405 has Allow
+        headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # an error 405 has the header Allow
         return JSONResponse(known.body(), known.status, headers)
 
     for each in (HTTPException, Refused, ValueError, TypeError, TimeoutError, Exception):

@@ -26,8 +26,8 @@ class Call:
     """A request, from its first byte to its last."""
 
     endpoint: str
-    owner: str  # whose stored texts and prefixes the request may use
-    policy: Policy  # it reads the prompt
+    owner: str  # the owner of the stored texts and prefixes that the request may use
+    policy: Policy  # the policy that reads the prompt
     question: str | None = None  # a text in the prompt, whose tokens observe; None: the last user's message observes
     text: str | None = None  # the stored text that opens the first user's message
     answers: int = 1  # number of answers
@@ -49,7 +49,7 @@ class Call:
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
-    named: int = 0  # tool calls that have an id
+    named: int = 0  # number of tool calls that have an id
     first_token: float | None = None  # time.monotonic() of the first token
     prompt_tokens: int = 0
     cached_tokens: int = 0  # tokens of the prompt that came from a stored prefix
@@ -57,7 +57,7 @@ class Call:
     new_tokens: int = 0  # tokens of all answers
     read_tokens: int = 0  # tokens of the prompt that have been read
     running: bool = False  # whether the model has begun to work on the call
-    task: asyncio.Task | None = None  # it serves the call
+    task: asyncio.Task | None = None  # the task that serves the call
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _reasons: list = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class Call:
         cls, endpoint: str, owner: str, policy: Policy, body: dict[str, Any], question: str | None, text: str | None,
         deadline: float,
     ) -> "Call":  # fmt: skip
-        """Make the call of a checked body."""
+        """Make a call from the checked body of a request."""
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
         template = body.get("chat_template_kwargs", {}) | (dict(tools=tools) if tools else {})
         template |= {name: body[name] for name in ("reasoning_effort",) if name in body}

@@ -1,5 +1,5 @@
 """Limits the number of connections, and the time that each has to send a request or to take an answer. uvicorn itself
-limits headers (16 KiB) and idle time after an answer alone."""
+limits only headers (16 KiB) and idle time after an answer."""
 
 import asyncio
 import functools
@@ -20,7 +20,7 @@ STOP = 30  # seconds that running requests get when the server stops
 LAST = 5  # seconds at the end of `STOP` in which requests that still run are ended with an error
 SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # seconds for a request's headers, and for its body
 TAKEN = 120.0  # seconds that a client may leave a part of its answer untaken
-Note: TypeAlias = Callable[[Refused, Any], None]  # gets an error and the client's (address, port)
+Note: TypeAlias = Callable[[Refused, Any], None]  # called with an error and the client's (address, port)
 
 
 class Connection(H11Protocol):
@@ -33,7 +33,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self.note = note
         self._part: tuple = ()  # the part of a request that is being received: (h11's state, the request)
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # of "sent", a part of a request, and "taken", of an answer
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "sent": of a part of a request; "taken": of an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -95,8 +95,8 @@ class Serving(uvicorn.Server):
     ) -> None:  # fmt: skip
         self.overdue, self.begins = overdue, begins
         connection: Any = functools.partial(Connection, note=note)
-        # asyncio accepts up to `backlog` connections at once: more than there are free file descriptors would each
-        # log an error.
+        # asyncio accepts up to `backlog` connections at once, and logs an error for each one that finds no free file
+        # descriptor.
         super().__init__(uvicorn.Config(
             app, http=connection, ws="none", log_config=None, backlog=max(Connection.most // 8, 1),
             timeout_graceful_shutdown=STOP, **options,

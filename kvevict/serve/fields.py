@@ -14,8 +14,8 @@ PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", TEXTS: "text"}  # the field w
 class Values(NamedTuple):
     """The values that a field may have."""
 
-    fit: Callable[[Any], bool]  # whether a value is one of them
-    words: str  # what they are, for the error of another value
+    fit: Callable[[Any], bool]  # returns whether a value is allowed
+    words: str  # names the allowed values, for the error of another value
 
 
 class Field(NamedTuple):
@@ -80,7 +80,7 @@ COMMON = {
     "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
     "presence_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
     "logit_bias": Field(OBEYED, "token ids, and numbers from -100 to 100"),
-    # not of OpenAI
+    # fields that OpenAI does not have
     "top_k": Field(OBEYED, "default 0, all tokens, unless the model's configuration has one", whole(0)),
     "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's", number(0, 1)),
     "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken", TEXT),

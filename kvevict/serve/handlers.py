@@ -28,13 +28,13 @@ class Completions:
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """Make a stream's choices of further parts; one empty choice of none. calls: number of tool calls so far."""
+        """Make the choices of a stream that hold parts; without parts, an empty one. calls: number of calls so far."""
         made = self.choice(call, parts)
         if made != dict(text="") or not parts:
             yield made
 
     def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        """Make the response of all parts, each list with the number of its answer."""
+        """Make the whole response. parts: all lists of parts, each with the number of its answer."""
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))

@@ -11,7 +11,7 @@ from .errors import Refused
 
 LOG = logging.getLogger("kvevict.serve")
 AGAIN = 3600.0  # seconds between two lines about the same trouble
-Client: TypeAlias = tuple[str, int] | None  # address and port
+Client: TypeAlias = tuple[str, int] | None  # a client's (address, port)
 
 
 class Lines(logging.Formatter):

@@ -9,7 +9,7 @@ from .errors import Refused
 
 ROLES = "system", "developer", "user", "assistant", "tool", "function"  # taken even if the template does not name them
 DEEPEST = 100  # most levels of nested lists and objects
-HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
+HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
 
 
 def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from .call import Call
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
-OTHER = "other"  # the endpoint in the metrics of a request to no endpoint
+OTHER = "other"  # the endpoint, in metrics and log, of a request to an unknown path
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 

@@ -28,7 +28,7 @@ class Stream(StreamingResponse):
     def __init__(self, events: AsyncGenerator[str, None], call: Call) -> None:
         self.events, self.call = events, call
         self.end: Callable[[int, Refused | None], None] = lambda status, error: None
-        self.status = 499  # the client has left, unless all events are sent or an error is
+        self.status = 499  # 499 means that the client has left; `_sent` replaces it at the end of the events
         self.error: Refused | None = None
         self._next: asyncio.Future[str | None] | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
@@ -97,7 +97,7 @@ async def _stopped(task: asyncio.Future) -> None:
 async def together(
     streams: list[AsyncGenerator[Numbered, None]], answers: int, note: Callable[[], None]
 ) -> AsyncGenerator[Numbered, None]:
-    """Yield the parts of several calls, as they come, with their answers numbered through.
+    """Yield the parts of several calls as they come. The answers of all calls are numbered consecutively.
 
     answers  number of answers of each call
     note     called before each yield, and at the end

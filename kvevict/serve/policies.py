@@ -1,4 +1,4 @@
-"""The policy that reads a request."""
+"""Builds the policies that read requests, from their fields and the server's options."""
 
 import contextlib
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Policies:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
-        """Build the policy that a text describes (None: the server's), with recall if it can and does not decline."""
+        """Build the policy that a text describes (None: the server's); with recall, unless it cannot or says otherwise."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         common: dict[str, Any] = dict(

@@ -65,7 +65,7 @@ def unmarked(keys: dict[int, str]) -> dict[int, str]:
 
 
 def bytes_of(cache: EvictionCache) -> int:
-    """Count the bytes of a cache's tensors, with those that it shares. Of a pool's buffer its own rows count."""
+    """Count the bytes of a cache's tensors, with those that it shares. Of a pool's buffer only its own rows count."""
     storages, lent = {}, 0
     for layer in cache.layers:
         pool = getattr(layer, "pool", None)
@@ -99,7 +99,7 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
 class Prefixes:
     """Caches by key. Only the model's thread uses them; `knows`, `has_file` and `file_bytes` are for any thread.
 
-    folder  of the files; None: there are none
+    folder  the folder of the files; None: there are no files
     memory  most bytes of the caches in memory; caches whose slots lie in files do not count
     disk    returns the most bytes of all files, as texts take up some of the disk
     gone    `Texts.gone`: caches of deleted texts are not written
@@ -132,7 +132,7 @@ class Prefixes:
         return key in self._live or key in self._inside
 
     def tell(self, key: str, size: int) -> None:
-        """Log that the slots of a stored text, `size` bytes, fit neither in memory nor on disk, if so."""
+        """Log a warning if the slots of a stored text, `size` bytes, fit neither in memory nor on disk."""
         if not self.knows(key) and not self.has_file(key):
             advice = "raise --memory-bytes" + ("" if self.folder is None else " or --store-bytes")
             error = ValueError(f"its slots take {size} bytes: {advice}")

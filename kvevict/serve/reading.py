@@ -31,7 +31,7 @@ from .prefixes import Prefixes, keys_of, mark_of, shares_of, unmarked
 from .scheduler import Scheduler
 
 SHORTEST = 256  # tokens of the shortest beginning that prompts share
-BLOCK = 64  # tokens from one end at which a shared beginning may stop to the next
+BLOCK = 64  # a shared beginning may end every `BLOCK` tokens
 FURTHER = 256  # least tokens after a stored beginning for a longer one to be stored
 PIECE = 2048  # tokens of a stored text that are read and stored at once; a multiple of BLOCK
 WRITTEN = 1024  # least tokens of a beginning that is written to disk when it comes again
@@ -112,7 +112,7 @@ class Reader:
         pasted = unmarked(call.keys) if stop else {}
         for end in reversed(call.keys):
             cache = self.prefixes.get(call.keys, end)
-            if cache is not None and end >= WRITTEN:  # for other servers and restarts
+            if cache is not None and end >= WRITTEN:  # for other servers, and for this one after a restart
                 self.prefixes.write(call.keys[end], cache)
             if cache is None and end <= stop:
                 cache = self.prefixes.get(pasted, end)
@@ -167,7 +167,7 @@ class Reader:
 
         tokens = torch.tensor([ids], device=self.device)
         with contextlib.ExitStack() as inside:
-            with of_field("kvevict.policy"):  # which may need options, or another model
+            with of_field("kvevict.policy"):  # the policy may need options, or another model
                 inside.enter_context(evicting(self.model, Chosen(policy, self.run), tokenizer=False))
             inside.enter_context(within(question=question, asks=question is not None, pause=pause, learns=False))
             into = self.pools.cache() if cache is None else cache

@@ -1,4 +1,4 @@
-"""One answer of a call, while the model writes it."""
+"""The row of a batch that writes one answer of a call."""
 
 from collections.abc import Callable
 

@@ -35,7 +35,7 @@ class Turn:
     rows: int = 0  # number of answers that the turn starts
     size: int = 0  # most bytes of these answers' slots
     result: Future = field(default_factory=Future)
-    context: Context = field(default_factory=Context)  # context variables of the work
+    context: Context = field(default_factory=Context)  # the context variables with which the work runs
     steps: Generator[Step, None, Any] | None = None  # the generator, once the work reads
     left: int = 0  # tokens that are left to read
     chunk: int = 0  # tokens of the last chunk, less the tokens of other prompts that were read since
@@ -43,8 +43,8 @@ class Turn:
 
     @property
     def most(self) -> int:
-        """The most tokens that another prompt may have, to be read before the next chunk: half of what is left. All
-        prompts between two chunks, but the first, have at most the tokens of a chunk in sum."""
+        """The most tokens of another prompt that is read before the next chunk: half of what is left for one prompt;
+        several prompts between two chunks have at most as many tokens, in sum, as the last chunk."""
         return self.left // 2 if self.alone else min(self.left // 2, self.chunk)
 
     @property

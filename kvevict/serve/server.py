@@ -71,13 +71,15 @@ class Server:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         for key in self.keys if scheme.lower() == "bearer" else ():
-            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # as bytes: a str must be ASCII
+            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # in bytes, as a str may only have ASCII
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request, function: Callable[[dict[str, Any]], Any] = lambda body: body) -> Any:
         """Return function(body). Raises Refused for a body that is not a JSON object, or too large."""
-        if not JSON.match(request.headers.get("content-type", "")):  # a page of another site may not send that
+        if not JSON.match(
+            request.headers.get("content-type", "")
+        ):  # browsers let no page of another site send this type
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
         self._fits(int(declared) if declared.isdecimal() else 0)
@@ -113,7 +115,7 @@ class Server:
     # -- the way of a request -----------------------------------------------------------------------------------------
 
     async def answer(self, path: str, request: Request) -> Response:
-        """POST to one of `ENDPOINTS`: answer."""
+        """POST to one of `ENDPOINTS`: answer a request."""
         owner, text = self.owner(request), None
         body, asked = await self.body(request, functools.partial(self._checked, path))
         if asked.get("text") is not None:
@@ -175,7 +177,7 @@ class Server:
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
     def _tidied(self, call: Call) -> None:
-        """Do as `_forget` in the background, as the call's text may have been deleted meanwhile."""
+        """Remove the caches of deleted texts in the background. The call's own text may be one of these."""
 
         def tidy() -> None:
             marks = () if call.text is None else (mark_of(call.owner, call.text),)

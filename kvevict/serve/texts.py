@@ -61,10 +61,10 @@ class Texts:
     def __init__(self, most: int, folder: Path | None = None) -> None:
         self.most = most
         self.folder: Any = folder
-        self._known: dict[tuple[str, str], _Known] = {}  # by owner and name
+        self._known: dict[tuple[str, str], _Known] = {}  # the keys are (owner, name)
         self._looked: dict[str, tuple[float, float]] = {}  # owner -> (mtime of the folder, time when it was read)
         self._marks: set[str | None] = set()  # marks of all texts that were known at the last `gone` or since
-        self._lock = threading.RLock()  # held while one of these three is read or changed
+        self._lock = threading.RLock()  # held while `_known`, `_looked` or `_marks` is used
         self._troubles = Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class Texts:
             try:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 files.write(path, data, mode=0o600, replace=replace)
-            except FileExistsError:  # another server was faster
+            except FileExistsError:  # another server has just stored a text of this name
                 self.check(owner, name, text, replace)
             except OSError as error:
                 raise Refused(507, f"the text cannot be stored: {error.strerror}") from None

@@ -59,7 +59,7 @@ class Written:
         self._end: int | None = None  # the token that ended the answer
         self._called = False  # whether a tool call ended the answer
         self._likely: list[Token] = []  # tokens that were not returned yet
-        self._decided, self._certain = 0, 0  # number of letters that were decoded, and that were returned
+        self._decided, self._certain = 0, 0  # numbers of letters: decoded, and returned
 
     @property
     def over(self) -> bool:
@@ -126,7 +126,7 @@ class Written:
             return []
         end = "" if self._end is None or self._end in self.silent else self._decoded([self._end])
         parts = self.parser.close(end, cut=self._end is None)
-        if end and parts and isinstance(parts[-1], str):  # where the template expects no end
+        if end and parts and isinstance(parts[-1], str):  # the parser takes the end for text if its template has none
             parts[-1] = type(parts[-1])(parts[-1].removesuffix(end))
         return self._counted([part for part in parts if part])
 

@@ -233,7 +233,7 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
     if "moments" in tensors:
         expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
     if "decode_queries" in tensors:
-        *_, rows, width = tensors["decode_queries"].shape  # queries, or queries and outputs
+        *_, rows, width = tensors["decode_queries"].shape  # a row has a query, or a query and an output
         expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")
