@@ -27,7 +27,7 @@ class Policies:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
-        """Build the policy that a text describes (None: the server's); with recall, unless it cannot or says otherwise."""
+        """Build the policy that a text describes (None: the server's), with recall unless that is impossible or off."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         common: dict[str, Any] = dict(
