@@ -10,6 +10,7 @@ from typing import Any
 
 from ..policy.policy import Policy
 from . import check
+from .errors import Json
 from .prompt import PromptIds
 from .sampling import Decoding
 from .template import Parser
@@ -33,13 +34,13 @@ class Call:
     answers: int = 1  # number of answers
     seed: int | None = None  # seed of the first answer
     stop: tuple[str, ...] = ()
-    tools: list[dict] | None = None  # tools that an answer may call
+    tools: list[Json] | None = None  # tools that an answer may call
     single: bool = False  # whether an answer ends with its first tool call
     usage: bool = False  # whether a stream counts tokens
     sampling: Decoding = field(default_factory=Decoding)
     deadline: float = float("inf")  # time.monotonic() at which the request's time is over
-    messages: list[dict[str, Any]] = field(default_factory=list)  # for the chat template; empty for a plain prompt
-    template: dict[str, Any] = field(default_factory=dict)  # further arguments of the chat template
+    messages: list[Json] = field(default_factory=list)  # for the chat template; empty for a plain prompt
+    template: Json = field(default_factory=dict)  # further arguments of the chat template
     prompts: list[str | list[int]] = field(default_factory=list)  # all prompts of /v1/completions: texts or ids
     prompt: Any = ""  # the prompt that this call answers: a text, or ids until `Generation.prepare` decodes them
     parts: list["Call"] = field(default_factory=list)  # a call for each of several prompts
@@ -63,7 +64,7 @@ class Call:
 
     @classmethod
     def of(
-        cls, endpoint: str, owner: str, policy: Policy, body: dict[str, Any], question: str | None, text: str | None,
+        cls, endpoint: str, owner: str, policy: Policy, body: Json, question: str | None, text: str | None,
         deadline: float,
     ) -> "Call":  # fmt: skip
         """Make a call from the checked body of a request."""

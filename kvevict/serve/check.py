@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from .errors import Refused, of_field
+from .errors import Json, Refused, of_field
 from .fields import FLAG, NAMES, is_number, is_whole, number, whole
 from .messages import arguments_of, json_fault
 
@@ -16,7 +16,7 @@ SAMPLING = {  # fields of a generation_config that are obeyed
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 
 
-def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
+def parsed(data: bytes, what: str = "the body") -> Json:
     """Parse a JSON object, without the nulls that clients write for fields that are not set (`model_dump()`). Raises
     Refused for anything else. what: the name of the data in errors."""
     try:
@@ -41,7 +41,7 @@ def _without_nulls(value: object, depth: int = 2) -> Any:
     return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 
-def chat(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
+def chat(body: Json, vocabulary: int, template: str | None) -> None:
     """Raise Refused for the body of a chat that cannot be answered. vocabulary: number of the model's token ids;
     template: its chat template."""
     _generation(body, vocabulary)
@@ -60,7 +60,7 @@ def chat(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
     _must(body.get("logprobs") or not body.get("top_logprobs"), "top_logprobs needs logprobs")
 
 
-def completion(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
+def completion(body: Json, vocabulary: int, template: str | None) -> None:
     """Check the body of a completion as `chat` does, and put its prompts in a list."""
     _generation(body, vocabulary)
     prompt: Any = body.get("prompt")
@@ -73,7 +73,7 @@ def completion(body: dict[str, Any], vocabulary: int, template: str | None) -> N
         _must(not ids or 0 <= min(each) <= max(each) < vocabulary, "prompt has ids that the model does not know")
 
 
-def _generation(body: dict, vocabulary: int) -> None:
+def _generation(body: Json, vocabulary: int) -> None:
     bias = body.get("logit_bias", {})
     fits = isinstance(bias, dict) and all(
         re.fullmatch(r"0|[1-9][0-9]{0,8}", key) and int(key) < vocabulary and is_number(value, -100, 100)
@@ -94,7 +94,7 @@ def _tools(tools: Any) -> None:
         _must(not function.get("strict"), strict)
 
 
-def sampling(body: dict[str, Any]) -> dict[str, Any]:
+def sampling(body: Json) -> Json:
     """Return the obeyed entries of a body's `generation_config`, the text of JSON that `transformers chat` sends."""
     with of_field("generation_config"):
         config = parsed(body.get("generation_config", "{}").encode(), "generation_config")

@@ -4,7 +4,7 @@ docs/serve.md shows the table of OpenAI's two endpoints."""
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .errors import Refused
+from .errors import Json, Refused
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, TEXTS = "/v1/chat/completions", "/v1/completions", "/v1/kvevict/texts"
@@ -134,7 +134,7 @@ NAMES = {part for fields in TABLE.values() for name in fields for part in (name,
 PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for path, fields in TABLE.items()}
 
 
-def known(path: str, body: dict[str, Any]) -> None:
+def known(path: str, body: Json) -> None:
     """Raise Refused for a field of the body that is not supported, not in the table, or has a wrong value."""
     for name, value in body.items():
         if name not in PARTED[path]:

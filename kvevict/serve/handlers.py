@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from .call import Call
+from .errors import Json
 from .outgoing import DATA, Stream
 from .template import Part, Token, joined
 from .written import Numbered, Written
@@ -18,22 +18,22 @@ class Completions:
     """Writes the answers of /v1/completions. name: the model's name."""
 
     kind = part = "text_completion"  # the field `object` of a whole response, and of an event of a stream
-    first: tuple[dict[str, Any], ...] = ()  # choices that a stream has before an answer's first part
+    first: tuple[Json, ...] = ()  # choices that a stream has before an answer's first part
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
+    def choice(self, call: Call, parts: list[Part]) -> Json:
         """Make the choice of all parts of an answer, or of some for a stream."""
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
-    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
+    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[Json]:
         """Make the choices of a stream that hold parts; without parts, an empty one. calls: number of calls so far."""
         made = self.choice(call, parts)
         if made != dict(text="") or not parts:
             yield made
 
-    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
+    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> Json:
         """Make the whole response. parts: all lists of parts, each with the number of its answer."""
         choices = []
         for index, answer in enumerate(answers):
@@ -65,13 +65,13 @@ class Completions:
             yield _event(self._response(call, self.part, [], usage=_usage(call, answers)))
         yield DONE
 
-    def _event(self, call: Call, choice: dict) -> str:
+    def _event(self, call: Call, choice: Json) -> str:
         return _event(self._response(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
 
-    def _response(self, call: Call, kind: str, choices: list, **more: object) -> dict[str, Any]:
+    def _response(self, call: Call, kind: str, choices: list, **more: object) -> Json:
         return dict(id=call.identity, object=kind, created=call.created, model=self.name, choices=choices, **more)
 
-    def _logs(self, parts: list) -> dict:
+    def _logs(self, parts: list) -> Json:
         tokens = [part for part in parts if isinstance(part, Token)]
         if not tokens:
             return {}
@@ -88,14 +88,14 @@ class Chat(Completions):
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
 
-    def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
+    def choice(self, call: Call, parts: list[Part]) -> Json:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
         calls = [_call(call, part) for part in parts if isinstance(part, ToolCall)]
-        message: dict[str, Any] = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
+        message: Json = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
         message |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
         return dict(message=message) | self._logs(parts)
 
-    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
+    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[Json]:
         logs = self._logs(parts)
         for part in parts:
             if isinstance(part, ToolCall):
@@ -107,7 +107,7 @@ class Chat(Completions):
         if logs or not parts:
             yield dict(delta={}) | logs
 
-    def _logs(self, parts: list) -> dict:
+    def _logs(self, parts: list) -> Json:
         content = [
             dict(_number(part.data, part.log), top_logprobs=[_number(*each) for each in part.others])
             for part in parts
@@ -116,16 +116,16 @@ class Chat(Completions):
         return dict(logprobs=dict(content=content, refusal=None)) if content else {}
 
 
-def _event(value: dict) -> str:
+def _event(value: Json) -> str:
     return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _choice(index: int, fields: dict, finish: str | None = None) -> dict:
+def _choice(index: int, fields: Json, finish: str | None = None) -> Json:
     """Make a choice with every field of OpenAI's schema, as clients that check the schema need."""
     return dict(index=index, finish_reason=finish, logprobs=None) | fields
 
 
-def _usage(call: Call, answers: list[Written]) -> dict:
+def _usage(call: Call, answers: list[Written]) -> Json:
     read, wrote = call.prompt_tokens, call.new_tokens
     return dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
@@ -134,11 +134,11 @@ def _usage(call: Call, answers: list[Written]) -> dict:
     )  # fmt: skip
 
 
-def _call(call: Call, part: ToolCall) -> dict:
+def _call(call: Call, part: ToolCall) -> Json:
     return dict(id=call.tool_id(), type="function", function=dict(name=part.name, arguments=part.arguments))
 
 
-def _number(data: bytes, log: float) -> dict:
+def _number(data: bytes, log: float) -> Json:
     return dict(token=_letters(data), logprob=log, bytes=list(data))
 
 

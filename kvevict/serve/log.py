@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from . import errors
 from .call import Call
-from .errors import Refused
+from .errors import Json, Refused
 
 LOG = logging.getLogger("kvevict.serve")
 AGAIN = 3600.0  # seconds between two lines about the same trouble
@@ -53,7 +53,7 @@ class Troubles:
 
 def served(call: Call, status: int, client: Client, error: Refused | None) -> None:
     """Log the end of a call, and the error that ended it, if any."""
-    facts: dict[str, Any] = dict(
+    facts: Json = dict(
         id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens,
         cached_tokens=call.cached_tokens, new_tokens=call.new_tokens, seconds=round(time.monotonic() - call.began, 3),
     )  # fmt: skip
@@ -67,7 +67,7 @@ def refused(endpoint: str, error: Refused, client: Client) -> None:
     note("refused", endpoint=endpoint, status=error.status, **_of(error, client))
 
 
-def _of(error: Refused | None, client: Client) -> dict[str, Any]:
+def _of(error: Refused | None, client: Client) -> Json:
     return dict(client=client and client[0], code=error and error.code, param=error and error.param)
 
 

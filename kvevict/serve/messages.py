@@ -3,16 +3,16 @@
 import json
 import re
 import sys
-from typing import Any
 
-from .errors import Refused
+from ..asking.prompts import Tokenizer
+from .errors import Json, Refused
 
 ROLES = "system", "developer", "user", "assistant", "tool", "function"  # taken even if the template does not name them
 DEEPEST = 100  # most levels of nested lists and objects
 HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
 
 
-def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_chat(tokenizer: Tokenizer, messages: list[Json]) -> list[Json]:
     """Convert the messages of a request. A developer's message becomes the system's if the template lacks that role.
     Raises Refused without a chat template, and for a role that neither OpenAI nor the template has."""
     template = str(tokenizer.chat_template)
@@ -25,7 +25,7 @@ def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, An
     return [_taken(message, template) for message in messages]
 
 
-def _taken(message: dict, template: str) -> dict:
+def _taken(message: Json, template: str) -> Json:
     role, content = message["role"], message.get("content") or ""
     if role == "developer" and "developer" not in template:
         role = "system"
@@ -39,7 +39,7 @@ def _taken(message: dict, template: str) -> dict:
     return taken
 
 
-def _call(call: dict) -> dict:
+def _call(call: Json) -> Json:
     function = call["function"]
     return {**call, "function": {**function, "arguments": arguments_of(function["arguments"])}}
 

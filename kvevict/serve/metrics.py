@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from .call import Call
+from .errors import Json
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
@@ -14,7 +15,7 @@ OTHER = "other"  # the endpoint, in metrics and log, of a request to an unknown 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def progress(call: Call) -> dict[str, Any]:
+def progress(call: Call) -> Json:
     """Report how far a call is, as /v1/kvevict/queue shows it."""
     call.gather()
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens

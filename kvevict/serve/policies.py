@@ -3,14 +3,13 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..policy.building import Chosen, choose
 from ..policy.policy import Policy
 from ..policy.presets import PRESETS
 from ..policy.run import Run
 from ..policy.text import parse_policy
-from .errors import Refused, of_field
+from .errors import Json, Refused, of_field
 from .options import Options
 
 
@@ -30,9 +29,7 @@ class Policies:
         """Build the policy that a text describes (None: the server's), with recall unless that is impossible or off."""
         options = self.options
         name, own = parse_policy(text or options.policy)
-        common: dict[str, Any] = dict(
-            budget=options.budget if budget is None else budget, kv=options.kv, compiled=self.records
-        )
+        common: Json = dict(budget=options.budget if budget is None else budget, kv=options.kv, compiled=self.records)
         if options.chunk_size is not None:
             common["chunk_size"] = options.chunk_size
         policy, run = choose(name, **common | own)
@@ -43,7 +40,7 @@ class Policies:
                 policy = replace(policy, recall=True)
         return Chosen(self.fitted(policy, run), run)
 
-    def of(self, asked: dict[str, Any], opens_text: bool, prefix: str = "kvevict.") -> Policy:
+    def of(self, asked: Json, opens_text: bool, prefix: str = "kvevict.") -> Policy:
         """Return the policy that a request's fields choose. Raises Refused for a policy or budget that the request
         cannot have.
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..asking.prompts import MARK, Tokenizer, first_ids, ids_of, pieces, rendered
-from .errors import Refused
+from .errors import Json, Refused
 
 Tokenise: TypeAlias = Callable[[Tokenizer, str], list[int]]
 
@@ -20,14 +20,14 @@ class PromptIds:
     text: tuple[int, int] | None = None  # (start, stop) of the stored text: the ids before `stop` are always the same
 
 
-def _marked(message: dict, before: str) -> dict:
+def _marked(message: Json, before: str) -> Json:
     """Remove `MARK` from a message's content, and put `before` in front of it."""
     content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
     return {**message, "content": before + content}
 
 
 def of_messages(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any], context: int | None,
+    tokenizer: Tokenizer, messages: list[Json], template: Json, context: int | None,
     text: str | None,
 ) -> PromptIds:  # fmt: skip
     """Build the prompt of a chat. A stored text opens the first user's message, and a blank line follows it. Raises

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
 from ..answering.writing import sent
+from .errors import Json
 
 LENGTHS = "max_completion_tokens", "max_tokens"  # the first field that a request has wins
 LONG = 1024  # most tokens of an answer, unless the request or the model's configuration sets another number
@@ -19,13 +20,13 @@ LEAST = -9999.0  # least log-probability: JSON has no infinite numbers
 class Decoding:
     """How a request wants its answers' tokens chosen."""
 
-    changes: dict[str, Any] = field(default_factory=dict)  # fields of the model's `GenerationConfig`
+    changes: Json = field(default_factory=dict)  # fields of the model's `GenerationConfig`
     frequency: float = 0.0  # penalty of a token for each time that it was written
     presence: float = 0.0  # penalty of a token that was written at all
     top: int | None = None  # number of alternatives beside each token's probability; None: no probabilities
 
     @classmethod
-    def of(cls, body: dict[str, Any], config: dict[str, Any]) -> "Decoding":
+    def of(cls, body: Json, config: Json) -> "Decoding":
         """Read the fields of a checked body. config: the obeyed entries of its `generation_config`."""
         changes = config | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
         changes |= next((dict(max_new_tokens=body[name]) for name in LENGTHS if name in body), {})

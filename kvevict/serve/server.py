@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from ..asking.prompts import Tokenizer
 from . import check, fields, log
 from .call import Call
-from .errors import Refused, of_field, refused
+from .errors import Json, Refused, of_field, refused
 from .fields import CHAT, COMPLETIONS, TEXTS
 from .generation import Generation
 from .handlers import Chat, Completions
@@ -34,7 +34,7 @@ from .texts import Texts, checked
 from .written import Written
 
 SMALL = 1 << 16  # most bytes of a body that is parsed in the event loop, where small requests keep their order
-JSON = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
+JSON_TYPE = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {
     CHAT: (Chat, check.chat),
     COMPLETIONS: (Completions, check.completion),
@@ -63,8 +63,6 @@ class Server:
         }
         self.handlers: dict[str, Completions] = {path: kind(name) for path, (kind, _) in ENDPOINTS.items()}
 
-    # -- requests come in ---------------------------------------------------------------------------------------------
-
     def owner(self, request: Request) -> str:
         """Return the owner of the texts that a request may see, by its API key. Raises Refused for a wrong key."""
         if not self.keys:
@@ -75,9 +73,9 @@ class Server:
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
-    async def body(self, request: Request, function: Callable[[dict[str, Any]], Any] = lambda body: body) -> Any:
-        """Return function(body). Raises Refused for a body that is not a JSON object, or too large."""
-        if not JSON.match(
+    async def body(self, request: Request) -> Json:
+        """Return a request's body. Raises Refused for a body that is not a JSON object, or too large."""
+        if not JSON_TYPE.match(
             request.headers.get("content-type", "")
         ):  # browsers let no page of another site send this type
             raise Refused(415, "send Content-Type: application/json")
@@ -89,44 +87,37 @@ class Server:
                 self._fits(len(data))
         except ClientDisconnect:
             raise Refused(499, "the client has left") from None
-
-        def made() -> Any:
-            return function(check.parsed(bytes(data)))
-
         request.state.large = len(data) > SMALL
-        return await self._aside(made) if request.state.large else made()
+        return await self._work(request, check.parsed, bytes(data))
 
     def _fits(self, size: int) -> None:
         if size > self.most:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
-    def _checked(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _checked(self, path: str, body: Json) -> tuple[Json, Json]:
         """Check a body. Returns the body without its field `kvevict`, and that field."""
         fields.known(path, body)
         ENDPOINTS[path][1](body, self.vocabulary, self.tokenizer.chat_template)
         self._check_model(body.get("model", self.name))
         return body, body.pop("kvevict", {})
 
-    def _call(self, path: str, owner: str, body: dict, asked: dict, text: str | None) -> Call:
+    def _call(self, path: str, owner: str, body: Json, asked: Json, text: str | None) -> Call:
         """Make the call of a checked body, its field `kvevict`, and the stored text that opens the prompt."""
         policy, deadline = self.policies.of(asked, text is not None), time.monotonic() + self.timeout
         return Call.of(path, owner, policy, body, asked.get("question"), text, deadline)
 
-    # -- the way of a request -----------------------------------------------------------------------------------------
-
     async def answer(self, path: str, request: Request) -> Response:
         """POST to one of `ENDPOINTS`: answer a request."""
         owner, text = self.owner(request), None
-        body, asked = await self.body(request, functools.partial(self._checked, path))
+        body, asked = await self._work(request, self._checked, path, await self.body(request))
         if asked.get("text") is not None:
             with of_field("kvevict.text"):
                 text, own = await self._aside(self.texts.get, owner, asked["text"])
             asked = own | asked
-        made = functools.partial(self._call, path, owner, body, asked, text)
-        call = await self._aside(made) if request.state.large else made()
+        call = await self._work(request, self._call, path, owner, body, asked, text)
         return await self._ended(call, request, self._answer(call, body, request.state.large or _is_large(call)))
 
-    async def _answer(self, call: Call, body: dict[str, Any], large: bool) -> Response:
+    async def _answer(self, call: Call, body: Json, large: bool) -> Response:
         handler, calls = self.handlers[call.endpoint], call.of_prompts()
 
         def prepare(tokenizer: Tokenizer) -> list[list[Written]]:
@@ -156,18 +147,18 @@ class Server:
         call = self._of_text(TEXTS, owner, asked, text)
         return await self._ended(call, request, self._store(call, name, replace, asked))
 
-    async def _store(self, call: Call, name: str, replace: bool, asked: dict[str, Any]) -> Response:
+    async def _store(self, call: Call, name: str, replace: bool, asked: Json) -> Response:
         _, (start, stop) = await self._alone(call)
         await self.manager.read(call)
         await self._forget(await self._aside(self.texts.put, call.owner, name, call.text, replace, asked))
         return JSONResponse(dict(object="kvevict.text", name=name, tokens=stop - start))
 
-    def list_texts(self, request: Request) -> dict[str, Any]:
+    def list_texts(self, request: Request) -> Json:
         """GET /v1/kvevict/texts: list a key's texts. FastAPI calls this in a thread, as it looks at files."""
         found = self.texts.of(self.owner(request))
         return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
 
-    async def remove(self, request: Request, name: str) -> dict[str, Any]:
+    async def remove(self, request: Request, name: str) -> Json:
         """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
         await self._forget(await self._aside(self.texts.remove, self.owner(request), name))
         return {"object": "kvevict.text", "name": name, "deleted": True}
@@ -199,7 +190,7 @@ class Server:
         pieces = await self._tokenising(_is_large(call), lambda tokenizer: parts(tokenizer, ids[start:stop], shares))
         return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": pieces})
 
-    def _of_text(self, endpoint: str, owner: str, asked: dict[str, Any], text: str) -> Call:
+    def _of_text(self, endpoint: str, owner: str, asked: Json, text: str) -> Call:
         """Build the `Call` of a stored text without a question."""
         deadline = time.monotonic() + self.timeout
         return Call(endpoint, owner, self.policies.of(asked, True, prefix=""), text=text, deadline=deadline)
@@ -214,7 +205,11 @@ class Server:
         call.prompt_tokens = text[1]
         return call.whole.ids, text
 
-    # -- in threads, for work that grows with a request: the event loop serves others meanwhile ------------------------
+    # Work that grows with a request is done in threads, while the event loop serves others.
+
+    async def _work(self, request: Request, function: Callable[..., Result], *args: object) -> Result:
+        """Run function(*args): in a thread for a large request, else at once."""
+        return await self._aside(function, *args) if request.state.large else function(*args)
 
     async def _aside(self, function: Callable[..., Result], *args: object) -> Result:
         """Run function(*args) in a thread."""
@@ -262,9 +257,7 @@ class Server:
         for call in list(self.calls):
             call.cancel(Refused(503, "the server stops: send the request again"))
 
-    # -- facts of the server ------------------------------------------------------------------------------------------
-
-    async def queue(self, request: Request) -> dict[str, Any]:
+    async def queue(self, request: Request) -> Json:
         """GET /v1/kvevict/queue: report the progress of a key's requests, and count the others'."""
         owner, calls = self.owner(request), list(self.calls)
         every = [(call.owner, progress(call)) for call in calls]
@@ -278,11 +271,11 @@ class Server:
         text = self.metrics.text(self.scheduler, self.prefixes, list(self.calls))
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def list_models(self, request: Request) -> dict[str, Any]:
+    async def list_models(self, request: Request) -> Json:
         """GET /v1/models."""
         return {"object": "list", "data": [await self.find_model(request, self.name)]}
 
-    async def find_model(self, request: Request, name: str) -> dict[str, Any]:
+    async def find_model(self, request: Request, name: str) -> Json:
         """GET /v1/models/NAME."""
         self.owner(request)
         self._check_model(name)

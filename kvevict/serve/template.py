@@ -12,6 +12,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..asking.prompts import rendered
+from .errors import Json
 from .messages import arguments_of, json_fault
 
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
@@ -46,7 +47,7 @@ class Form:
             if not any(each in opened for each in ([anchors] if isinstance(anchors, str) else anchors)):
                 self.template = None
 
-    def parser(self, prompt: list[int], tools: list[Any] | None) -> Parser | None:
+    def parser(self, prompt: list[int], tools: list[Json] | None) -> Parser | None:
         """Make the parser of an answer to a prompt's ids, which finds calls only if there are tools. None: the answer
         is all text."""
         if self.template is None:
@@ -68,7 +69,7 @@ class Parser:
     would raise and lose it, so the template here makes every region text, and each region is then parsed alone. No
     part has letters of the prompt."""
 
-    def __init__(self, template: dict, prompt: str, tools: list | None) -> None:
+    def __init__(self, template: Json, prompt: str, tools: list[Json] | None) -> None:
         self._template, self._tools = template, tools
         whole = {**template, "fields": {name: _whole(name, field) for name, field in template["fields"].items()}}
         self._parser = ResponseParser(whole, prompt)
@@ -88,7 +89,7 @@ class Parser:
         """Append the last text, and return all other parts. cut: whether the answer could have gone on."""
         return self.parts(text) + self._parts(self._parser.finalize()[1], cut)
 
-    def _parts(self, events: list[dict[str, Any]], cut: bool = False) -> list[Part]:
+    def _parts(self, events: list[Json], cut: bool = False) -> list[Part]:
         """Make the parts of the parser's events."""
         parts: list[Part] = []
         for event in events:
@@ -106,11 +107,11 @@ class Parser:
                 parts.extend(self._region(event, cut))
         return joined(parts)
 
-    def _follow(self, event: dict) -> None:
+    def _follow(self, event: Json) -> None:
         if event["type"] != "region_chunk":
             self.reasons = event["type"] == "region_open" and event["field"] in REASONING
 
-    def _region(self, event: dict, cut: bool) -> list:
+    def _region(self, event: Json, cut: bool) -> list:
         """Return the calls of a region that is not text; its letters if it cannot be parsed."""
         letters = _letters(event)
         new = self._new(letters)
@@ -145,7 +146,7 @@ class Parser:
         return stripped
 
 
-def _whole(name: str, field: dict) -> dict:
+def _whole(name: str, field: Json) -> Json:
     """Change a field of a response template so that it is optional and its value is all of its letters."""
     if name in TEXTS:
         return {**field, "content": "text", "optional": True}
@@ -159,7 +160,7 @@ def _whole(name: str, field: dict) -> dict:
     return made
 
 
-def _pattern(field: dict, key: str) -> str | None:
+def _pattern(field: Json, key: str) -> str | None:
     """Return the regular expression of a field's delimiter, which is given as such, or as one text or several."""
     if key not in field:
         return field.get(f"{key}_pattern")
@@ -167,7 +168,7 @@ def _pattern(field: dict, key: str) -> str | None:
     return "|".join(map(re.escape, texts))
 
 
-def _letters(event: dict) -> str:
+def _letters(event: Json) -> str:
     """Return the letters that an event adds: of a chunk of text, or of all of another region at its end."""
     if event["field"] in TEXTS:
         return event.get("text", "")
@@ -184,7 +185,7 @@ def _listed(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def call_of(value: Any) -> ToolCall:
+def call_of(value: Json) -> ToolCall:
     """Make a `ToolCall` of a parsed value. Raises one of `UNREADABLE` for a value that is not a call, or whose name or
     arguments have a `json_fault`."""
     function = value["function"]

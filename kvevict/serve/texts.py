@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..store import files
 from . import log
-from .errors import Refused
+from .errors import Json, Refused
 from .log import Troubles
 from .prefixes import mark_of
 
@@ -42,7 +42,7 @@ class Text(NamedTuple):
     """A stored text."""
 
     text: str
-    asked: dict[str, Any]  # the policy and budget that it was stored with, unless they are the server's
+    asked: Json  # the policy and budget that it was stored with, unless they are the server's
 
 
 class _Known(NamedTuple):
@@ -87,9 +87,7 @@ class Texts:
         if size > self.most:
             raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
 
-    def put(
-        self, owner: str, name: str, text: str, replace: bool = True, asked: dict[str, Any] | None = None
-    ) -> str | None:
+    def put(self, owner: str, name: str, text: str, replace: bool = True, asked: Json | None = None) -> str | None:
         """Store a text, and return the mark of the text that had the name before. asked: as in `Text`. Raises Refused
         as `check` does, and if the text cannot be written."""
         whole = Text(text, asked or {})
@@ -230,7 +228,7 @@ def _file(stat: os.stat_result) -> tuple:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _content(owner: str, name: str, text: str, asked: dict) -> dict[str, Any]:
+def _content(owner: str, name: str, text: str, asked: Json) -> Json:
     """Make the content of a text's file, with a checksum."""
     more = (json.dumps(asked, sort_keys=True),) if asked else ()
     digest = hashlib.sha256("\0".join((owner, name, text, *more)).encode("utf-8", "surrogatepass")).hexdigest()
