@@ -205,7 +205,7 @@ class Texts:
             self._troubles.note("a stored text cannot be read", error)
             self._note(owner, name, (before or _Known(0, None))._replace(file=file))
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if before is None or before.mark is not None or before.file != file:
                 log.note("a stored text is damaged and not known", logging.WARNING, file=str(path), reason=str(error))
             self._note(owner, name, _Known(0, None, file))
