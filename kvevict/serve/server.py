@@ -142,7 +142,7 @@ class Server:
         name, text = checked(body.get("name")), body["text"]
         if text.startswith("%PDF-"):
             raise Refused(400, "text is a PDF file: give the words in it", param="text")
-        replace, asked = body.get("replace", True), {key: body[key] for key in ("policy", "budget") if key in body}
+        replace, asked = body.get("replace", True), {key: body[key] for key in body if key in ("policy", "budget")}
         await self._aside(self.texts.check, owner, name, text, replace)
         call = self._of_text(TEXTS, owner, asked, text)
         return await self._ended(call, request, self._store(call, name, replace, asked))

@@ -69,7 +69,7 @@ class Parser:
     would raise and lose it, so the template here makes every region text, and each region is then parsed alone. No
     part has letters of the prompt."""
 
-    def __init__(self, template: Json, prompt: str, tools: list[Json] | None) -> None:
+    def __init__(self, template: Json, prompt: str, tools: list | None) -> None:
         self._template, self._tools = template, tools
         whole = {**template, "fields": {name: _whole(name, field) for name, field in template["fields"].items()}}
         self._parser = ResponseParser(whole, prompt)

@@ -28,13 +28,13 @@ def expect(name: str, tensor: Tensor | Pieces, shape: Sequence[int], dtype: torc
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
-def expect_rows(name: str, tensor: Tensor | Pieces, rows: int, dim: int, dtype: torch.dtype, kind: int) -> None:
+def expect_rows(name: str, tensor: Tensor | Pieces, rows: int, dim: int, dtype: Any, kind: int) -> None:
     """Raise ValueError unless a tensor has `rows` rows of `dim` numbers each, stored as `kind` says."""
     width, element = (dim, dtype) if kind == MODEL else (row_bytes(kind, dim, 0), torch.uint8)
     expect(name, tensor, (rows, width), element)
 
 
-def of_layer(tensors: dict, index: int) -> dict:
+def of_layer(tensors: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the tensors of a layer, by their names within the layer."""
     own = f"{index}."
     return {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}

@@ -128,8 +128,8 @@ def _fill_layer(
     layer, ranks, config = cache.layers[index], cache.ranks, decoder.config
     module = families.attention_of(families.layers_of(decoder)[index], index)
     device, heads = families.device_of(module), families.heads(config)
-    shape = heads[0] // ranks.size, 1 if families.is_latent(config) else heads[1] // ranks.size
-    shape += families.widths(module, config)
+    kv_heads = 1 if families.is_latent(config) else heads[1] // ranks.size
+    shape = heads[0] // ranks.size, kv_heads, *families.widths(module, config)
     if isinstance(layer, LatentLayer):
         layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
     away = recalls and host.is_away(device)

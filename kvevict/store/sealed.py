@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
@@ -103,7 +102,7 @@ def _head(tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str]) -> b
     return len(data).to_bytes(8, "little") + data
 
 
-def _parts(tensor: Tensor | Pieces) -> Iterator[np.ndarray]:
+def _parts(tensor: Tensor | Pieces) -> Iterator[Any]:
     """Yield the bytes of a tensor, part by part."""
     for part in tensor.each() if isinstance(tensor, Pieces) else (tensor,):
         yield part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
