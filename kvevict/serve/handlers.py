@@ -126,6 +126,7 @@ def _choice(index: int, fields: Json, finish: str | None = None) -> Json:
 
 
 def _usage(call: Call, answers: list[Written]) -> Json:
+    call.gather()
     read, wrote = call.prompt_tokens, call.new_tokens
     return dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,

@@ -54,9 +54,10 @@ class Metrics:
 
     def note(self, call: Call, status: int) -> None:
         """Count a call that has ended."""
+        read = progress(call)["tokens_read"]
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
-        self.read.inc(progress(call)["tokens_read"])
+        self.read.inc(read)
         self.written.inc(call.new_tokens)
         if call.first_token is not None:
             self.first.observe(call.first_token - call.began)

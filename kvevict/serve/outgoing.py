@@ -94,14 +94,9 @@ async def _stopped(task: asyncio.Future) -> None:
         task.exception()  # or asyncio logs that nobody retrieved it
 
 
-async def together(
-    streams: list[AsyncGenerator[Numbered, None]], answers: int, note: Callable[[], None]
-) -> AsyncGenerator[Numbered, None]:
-    """Yield the parts of several calls as they come. The answers of all calls are numbered consecutively.
-
-    answers  number of answers of each call
-    note     called before each yield, and at the end
-    """
+async def together(streams: list[AsyncGenerator[Numbered, None]], answers: int) -> AsyncGenerator[Numbered, None]:
+    """Yield the parts of several calls as they come. The answers of all calls, `answers` each, are numbered
+    consecutively."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:
@@ -109,11 +104,9 @@ async def together(
                 number, found = waiting.pop(task), task.result()
                 if found is not None:
                     waiting[asyncio.ensure_future(_next(streams[number]))] = number
-                    note()
                     yield number * answers + found[0], found[1]
     finally:
         for task in waiting:
             await _stopped(task)
         for stream in streams:
             await stream.aclose()
-        note()

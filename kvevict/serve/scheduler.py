@@ -21,7 +21,6 @@ from ..engine.read.plan import Plan
 from ..engine.read.step import Step
 from ..models.families import base_model, find_decoder
 from .call import Call
-from .errors import Refused
 from .prefixes import Prefixes
 from .row import Row
 
@@ -53,19 +52,19 @@ class Turn:
 
 
 class Scheduler:
-    """Runs the model in a separate thread, for at most `most` answers at once and `queue` further calls that wait."""
+    """Runs the model in a separate thread, for at most `most` answers at once."""
 
     stall = 0.5  # seconds without a token of the answers after which a read pauses at its next layer
 
-    def __init__(self, model: Module, prefixes: Prefixes, most: int, queue: int) -> None:
-        self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
+    def __init__(self, model: Module, prefixes: Prefixes, most: int) -> None:
+        self.model, self.prefixes, self.most = model, prefixes, most
         self.memory = prefixes.memory  # most bytes of the slots of all answers, unless one answer alone needs more
         self._turns: list[Turn] = []  # turns that have not begun
         self._inside: list[Turn] = []  # turns that read, or whose answers run
         self._groups: list[Group] = []
         self._plans: deque[Plan] = deque(maxlen=8)  # of earlier groups: a plan remembers whether it can be recorded
         self._reading: list[Turn] = []  # turns between two chunks; each has interrupted the one before it
-        self._calls, self._changed = 0, threading.Condition()
+        self._changed = threading.Condition()  # notified of a new turn
         self._stepped = 0.0  # time.monotonic() of the answers' last token
         threading.Thread(target=self._run, name="kvevict", daemon=True).start()
 
@@ -80,17 +79,6 @@ class Scheduler:
     def running(self) -> int:
         """The number of answers that are being written."""
         return sum(len(group.batch.rows) for group in self._groups)
-
-    def enter(self) -> None:
-        """Count a call from now until `leave`. Raises Refused if there are too many calls."""
-        with self._changed:
-            if self._calls >= self.most + self.queue:
-                raise Refused(429, f"{self._calls} requests are here already: try again later", "queue_full")
-            self._calls += 1
-
-    def leave(self) -> None:
-        with self._changed:
-            self._calls -= 1
 
     def submit(self, work: Callable[..., Any], *args: Any, **facts: Any) -> Future:
         """Run work(*args) in the model's thread, and return a future of its result. facts: further fields of `Turn`."""

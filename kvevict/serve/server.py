@@ -53,7 +53,7 @@ class Server:
         self.keys, self.timeout, self.hosts = options.keys, options.timeout, options.hosts
         self.began = int(time.time())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.scheduler = Scheduler(model, prefixes, options.batch, options.queue)
+        self.scheduler, self.room = Scheduler(model, prefixes, options.batch), options.batch + options.queue
         self.metrics = Metrics()
         self.prefixes, self.manager = prefixes, Generation(model, tokenizer, prefixes, self.scheduler)
         self.calls: list[Call] = []  # calls that have not ended
@@ -129,7 +129,7 @@ class Server:
 
         of_each = await self._tokenising(large, prepare)
         streams = [self.manager.write(each, own) for each, own in zip(calls, of_each, strict=True)]
-        parts = streams[0] if calls == [call] else together(streams, call.answers, call.gather)
+        parts = streams[0] if calls == [call] else together(streams, call.answers)
         answers = [answer for own in of_each for answer in own]
         if body.get("stream"):
             return handler.stream(call, answers, parts)
@@ -223,14 +223,12 @@ class Server:
 
     async def _ended(self, call: Call, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
         """Await a call's response. Its end, or the end of its stream, is counted and logged."""
-        request.state.noted, entered = True, False
+        request.state.noted = True
         self.calls.append(call)
         call.task = asyncio.current_task()
 
         def end(status: int, error: Refused | None = None) -> None:
             call.cancel()
-            if entered:
-                self.scheduler.leave()
             self.calls.remove(call)
             if call.endpoint != TEXTS or status not in (499, 504):  # else the next request continues this read
                 self._tidied(call)
@@ -238,8 +236,8 @@ class Server:
             log.served(call, status, request.client, error)
 
         try:
-            self.scheduler.enter()
-            entered = True
+            if len(self.calls) > self.room:
+                raise Refused(429, f"{self.room} requests are here already: try again later", "queue_full")
             response = await unless_gone(request, call, work)
         except BaseException as error:
             work.close()
