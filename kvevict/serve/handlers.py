@@ -7,7 +7,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from .call import Call
 from .errors import Json
-from .outgoing import DATA, Stream
+from .outgoing import DATA
 from .template import Part, Token, joined
 from .written import Numbered, Written
 
@@ -41,13 +41,10 @@ class Completions:
             choices.append(_choice(index, found, answer.finish))
         return self._response(call, self.kind, choices, usage=_usage(call, answers))
 
-    def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        """Make the streamed response of parts that are still to come."""
-        return Stream(self._events(call, answers, parts), call)
-
-    async def _events(
+    async def events(
         self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]
     ) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream for parts that are still to come."""
         calls: dict[int, int] = {}  # number of an answer -> number of its tool calls so far
         async for at, each in parts:
             if at not in calls:

@@ -132,7 +132,7 @@ class Server:
         parts = streams[0] if calls == [call] else together(streams, call.answers)
         answers = [answer for own in of_each for answer in own]
         if body.get("stream"):
-            return handler.stream(call, answers, parts)
+            return Stream(handler.events(call, answers, parts), call)
         return JSONResponse(handler.whole(call, answers, [each async for each in parts]))
 
     async def store(self, request: Request) -> Response:
