@@ -29,9 +29,8 @@ class Policies:
         """Build the policy that a text describes (None: the server's), with recall unless that is impossible or off."""
         options = self.options
         name, own = parse_policy(text or options.policy)
-        common: Json = dict(budget=options.budget if budget is None else budget, kv=options.kv, compiled=self.records)
-        if options.chunk_size is not None:
-            common["chunk_size"] = options.chunk_size
+        budget = options.budget if budget is None else budget
+        common: Json = dict(budget=budget, chunk_size=options.chunk_size, kv=options.kv, compiled=self.records)
         policy, run = choose(name, **common | own)
         if run.archive_kv is not None:
             raise ValueError("recall_kv: here a text's slots are those that answers attend to: give kvevict serve --kv")
