@@ -1,9 +1,6 @@
-"""The commands of `kvevict`. One file per command; the file registers it.
-
-A command gets an empty argument parser and its arguments, prints text for a person, and returns a dict that
-`kvevict.cli` prints as JSON in the last line. This file has the shared parts: arguments, declared once, and the
-notation of budgets, policies and tables.
-"""
+"""The commands of `kvevict`, one file each, which registers it, and what commands share: arguments, budgets, policies,
+tables. A command adds its arguments to the parser that it gets, prints text, and returns a dict for `kvevict.cli` to
+print as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def add_model(parser: argparse.ArgumentParser, name: str = "--model", **how: Any
 
 
 def loaded(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """(name, model, tokenizer) by the arguments of `add_model`; by default the bundled model."""
+    """Load (name, model, tokenizer), as the arguments of `add_model` say."""
     from ..models.loading import load_model, small_llama
 
     name = args.model or small_llama()
@@ -65,7 +62,7 @@ def add_policies(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -
 
 
 class Unsaid(str):
-    """A default that the user did not override."""
+    """The default of an option, to tell it from the same text given by the user."""
 
 
 def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512, chunk_size: int | None = None) -> None:
@@ -80,12 +77,12 @@ def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512,
 
 
 def words(text: str) -> str:
-    """An argument as UTF-8, whatever the locale decoded it as; bytes that are not UTF-8 are replaced."""
+    """Decode an argument as UTF-8 whatever the locale is, with U+FFFD for bytes that are not UTF-8."""
     return os.fsencode(text).decode("utf-8", "replace")
 
 
 def read_text(file: str, option: str = "--file") -> str:
-    """A file's text, or standard input's."""
+    """Return the text of a file, or of standard input if `file` is "-"."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -94,7 +91,7 @@ def read_text(file: str, option: str = "--file") -> str:
 
 
 def check_file(option: str, path: str | Path) -> None:
-    """Raise ValueError where a file cannot be written: for a command to see before it loads a model."""
+    """Raise ValueError if a file cannot be written. Commands check before they load a model."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{option} {path}: it is a folder; give a file")
@@ -104,7 +101,7 @@ def check_file(option: str, path: str | Path) -> None:
 
 
 def check_folder(option: str, path: str | Path) -> None:
-    """Raise ValueError where a folder cannot be written to, or made."""
+    """Raise ValueError if a folder can neither be made nor be written to."""
     path = Path(path)
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
@@ -124,7 +121,7 @@ def _check_writable(option: str, path: str | Path, folder: str | Path) -> None:
 
 
 def number(text: str, option: str = "--budget") -> int | float | str:
-    """A budget: slots if whole, the text of a number of bytes, else a fraction."""
+    """Return a budget: slots as an int, a fraction as a float, bytes as they are written ("64MiB")."""
     if text.endswith("B"):
         byte_count(option, text)
         return text
@@ -137,9 +134,9 @@ def number(text: str, option: str = "--budget") -> int | float | str:
 
 
 def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Chosen]:
-    """Text -> `Chosen`. Options in a policy's text win over `--budget`, `--chunk-size`, `--kv` and the `common`
-    ones. A threshold replaces the default of `--budget`. Raises ValueError, too, for a `recall` folder that cannot be
-    written to."""
+    """Build a policy from each text, with the options of `add_budget` and `common`; a text's own options win, and its
+    threshold replaces the default of `--budget`. Raises ValueError, also for a `recall` folder that cannot be written
+    to."""
     from ..engine.memory import mapped
     from ..policy.building import choose
 
@@ -147,19 +144,21 @@ def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any
     policies = {}
     for text in texts:
         name, options = parse_policy(text)
-        unbound = options.get("threshold") is not None and isinstance(args.budget, Unsaid)
-        policies[text] = choose(name, **common | (dict(budget=None) if unbound else {}) | options)
+        if options.get("threshold") is not None and isinstance(args.budget, Unsaid):
+            options = dict(budget=None) | options
+        policies[text] = choose(name, **common | options)
         mapped.check(policies[text].run.archive)
     return policies
 
 
-def check_complete(policies: dict[str, Chosen]) -> None:
-    """Raise ValueError for policies that miss an argument that no command has."""
+def complete_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Chosen]:
+    """Do as `build_policies`, and raise ValueError for a policy that lacks an argument that no command has."""
+    policies = build_policies(texts, args, **common)
     for text, (policy, _) in policies.items():
         rows, option = policy.rows, ":" if ":" not in text else ","
         if getattr(rows, "draft_model", rows) is None and not rows.needs_full_prompt:
             raise ValueError(
-                f"policy {text}: a smaller model drafts, which is missing; write {text}{option}draft_model=FOLDER, or "
+                f"policy {text}: the smaller model that drafts is missing; write {text}{option}draft_model=FOLDER, or "
                 "its hub id"
             )
         if getattr(rows, "ids", None) == ():
@@ -167,11 +166,11 @@ def check_complete(policies: dict[str, Chosen]) -> None:
                 f"policy {text}: it needs to know the right answer, as in `kvevict diagnose` and `kvevict eval`; "
                 "choose another"
             )
+    return policies
 
 
 def options_of(chosen: Chosen, *skip: str) -> str:
-    """The parts of a policy, each with its options, its other options except `skip`, and those of its run that are not
-    the defaults, as Python arguments."""
+    """Write a policy as Python arguments: its parts and options except `skip`, and what its run changes."""
     from ..policy.parts import PARTS
     from ..policy.run import differences
 
@@ -190,10 +189,10 @@ def options_of(chosen: Chosen, *skip: str) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows of texts, the head first, as columns: the first `left` are aligned left, the others right."""
+    """Format a table of texts, the first `left` columns aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
-    def aligned(row: Any) -> list:
+    def aligned(row: Sequence[str]) -> list[str]:
         return [t.ljust(width) if i < left else t.rjust(width) for i, (t, width) in enumerate(zip(row, widths))]
 
     return "\n".join("  ".join(aligned(row)).rstrip() for row in rows)

@@ -4,11 +4,10 @@ from dataclasses import fields
 from typing import Any
 
 from ..serve.options import Options
-from . import add_budget, add_model, build_policies, check_complete, check_folder, command, number
+from . import add_budget, add_model, check_folder, command, complete_policies, number
 
 EXTRA = ("fastapi", "uvicorn", "openai", "prometheus_client", "transformers.cli.serving")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-GONE = {"--stall": "a prompt that is read pauses after half a second, for a token of each answer"}
 
 
 @command
@@ -41,16 +40,13 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     option("--batch", "most answers that are written at once, a token of each in a step", Options.batch)
     option("--queue", "most requests that wait; further ones get 429", Options.queue)
     option("--timeout", "seconds that a request may take", Options.timeout)
-    for name in (each.partition("=")[0] for each in argv):
-        if name in GONE:
-            raise ValueError(f"{name} is gone: {GONE[name]}")
     args = parser.parse_args(argv)
     from ..policy.checks import at_least_0, count, installed
 
     installed("serve", "kvevict serve", *EXTRA)
-    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # of Transformers 5.23
+    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # Transformers has it from 5.23 on
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
-    check_complete(build_policies([args.policy], args))
+    complete_policies([args.policy], args)
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port}: give a number from 0 to 65535")
     count("--batch", args.batch, 1)
@@ -78,7 +74,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
 
 
 def size(option: str, text: str) -> int:
-    """Return the bytes that an option's text names: a number, or one with K, M, G or T."""
+    """Return a number of bytes, which the text of an option may write with K, M, G or T."""
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
     try:
         found = int(float(digits) * UNITS.get(unit, 1))

@@ -73,7 +73,7 @@ def _lookahead(args: Namespace, options: dict) -> dict | None:
     with _resumable(args.out):
         adapter = train(model, args.data, args.out, **options)
     if Processes().rank > 0:
-        return None  # the first process has written
+        return None  # the first process prints and returns the result
     parameters, after = sum(p.numel() for p in adapter.parameters()), log.read_text(encoding="utf-8")
     last = json.loads(after.splitlines()[-1])
     told = f"{args.out}: adapter of {parameters:,} parameters; step {last['step']}, loss {last['loss']:.4f}"
@@ -94,7 +94,7 @@ def _gates(args: Namespace, options: dict) -> dict | None:
     with _resumable(args.out):
         about = train(model, [text], args.out, **options).about
     if Processes().rank > 0:
-        return None  # the first process has written
+        return None  # the first process prints and returns the result
     held, told = about.get("held_out"), "nothing was held out to measure them on"
     if held is not None:
         shares = ", ".join(f"{recall:.2f} at {share}" for share, recall in held["recall"].items())
@@ -105,7 +105,7 @@ def _gates(args: Namespace, options: dict) -> dict | None:
 
 @contextlib.contextmanager
 def _resumable(out: str) -> Iterator[None]:
-    """Let Ctrl-C inside say how to go on."""
+    """Make Ctrl-C within the block print how to continue the training."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,10 +1,10 @@
-"""The checks of a request's body that the table of fields does not hold."""
+"""Checks of a request's body beyond those of the table in fields.py."""
 
 import json
 import re
 from typing import Any
 
-from .errors import Refused, of_field
+from .errors import Json, Refused, of_field
 from .fields import FLAG, NAMES, is_number, is_whole, number, whole
 from .messages import arguments_of, json_fault
 
@@ -16,9 +16,9 @@ SAMPLING = {  # fields of a generation_config that are obeyed
 TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 
 
-def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
-    """Parse a body, a JSON object, and drop the nulls in its fields and messages, as `model_dump()` writes them. Raises
-    Refused for anything else."""
+def parsed(data: bytes, what: str = "the body") -> Json:
+    """Parse a JSON object, without the nulls that clients write for fields that are not set (`model_dump()`). Raises
+    Refused for anything else. what: the name of the data in errors."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -33,16 +33,17 @@ def parsed(data: bytes, what: str = "the body") -> dict[str, Any]:
 
 
 def _without_nulls(value: object, depth: int = 2) -> Any:
-    """Drop nulls down to the functions of a message's calls, but not in the schemas and arguments of functions."""
+    """Drop nulls from objects, at most `depth` objects inside another: down to a tool call's function, but not in its
+    arguments or schema."""
     if isinstance(value, dict):
-        told = ((name, each) for name, each in value.items() if each is not None)
-        return {name: _without_nulls(each, depth - 1) if depth else each for name, each in told}
+        kept = {name: each for name, each in value.items() if each is not None}
+        return {name: _without_nulls(each, depth - 1) for name, each in kept.items()} if depth else kept
     return [_without_nulls(each, depth) for each in value] if isinstance(value, list) else value
 
 
-def chat(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
-    """Raise Refused for a chat's body that cannot be answered. vocabulary: number of ids that the model knows;
-    template: the chat template."""
+def chat(body: Json, vocabulary: int, template: str | None) -> None:
+    """Raise Refused for the body of a chat that cannot be answered. vocabulary: number of the model's token ids;
+    template: its chat template."""
     _generation(body, vocabulary)
     kwargs = body.get("chat_template_kwargs", {})
     fits = isinstance(kwargs, dict) and all(isinstance(value, (bool, str)) for value in kwargs.values())
@@ -50,7 +51,7 @@ def chat(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
     fits = body.get("reasoning_effort") is None or "reasoning_effort" in str(template)
     _must(fits, "reasoning_effort is not supported: the model's chat template does not have it")
     _tools(body.get("tools", []))
-    messages: Any = body.get("messages")
+    messages = body.get("messages", [])
     _must(isinstance(messages, list) and messages, "messages must be a list of messages, and not empty")
     for message in messages:
         _must(isinstance(message, dict) and isinstance(message.get("role"), str), "messages: each needs a role")
@@ -59,8 +60,8 @@ def chat(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
     _must(body.get("logprobs") or not body.get("top_logprobs"), "top_logprobs needs logprobs")
 
 
-def completion(body: dict[str, Any], vocabulary: int, template: str | None) -> None:
-    """Check a completion's body as `chat` does, and make its prompt a list of prompts."""
+def completion(body: Json, vocabulary: int, template: str | None) -> None:
+    """Check the body of a completion as `chat` does, and put its prompts in a list."""
     _generation(body, vocabulary)
     prompt: Any = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not is_whole(prompt[0]) else [prompt]
@@ -72,7 +73,7 @@ def completion(body: dict[str, Any], vocabulary: int, template: str | None) -> N
         _must(not ids or 0 <= min(each) <= max(each) < vocabulary, "prompt has ids that the model does not know")
 
 
-def _generation(body: dict, vocabulary: int) -> None:
+def _generation(body: Json, vocabulary: int) -> None:
     bias = body.get("logit_bias", {})
     fits = isinstance(bias, dict) and all(
         re.fullmatch(r"0|[1-9][0-9]{0,8}", key) and int(key) < vocabulary and is_number(value, -100, 100)
@@ -93,11 +94,11 @@ def _tools(tools: Any) -> None:
         _must(not function.get("strict"), strict)
 
 
-def sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a `generation_config` that are obeyed, from JSON as `transformers chat` sends it."""
+def sampling(body: Json) -> Json:
+    """Return the obeyed entries of a body's `generation_config`, the text of JSON that `transformers chat` sends."""
     with of_field("generation_config"):
-        said = parsed(body.get("generation_config", "{}").encode(), "generation_config")
-    found = {name: said[name] for name in SAMPLING if name in said}
+        config = parsed(body.get("generation_config", "{}").encode(), "generation_config")
+    found = {name: config[name] for name in SAMPLING if name in config}
     _must(all(SAMPLING[name].fit(found[name]) for name in found), "generation_config has numbers that cannot be")
     return found
 
@@ -110,7 +111,6 @@ def _content(content: Any) -> None:
 
 
 def _calls(calls: Any) -> None:
-    """Check the tool calls of an assistant's message, which the template is given."""
     _must(isinstance(calls, list), "messages: tool_calls must be a list")
     for call in calls:
         function = call.get("function", {}) if isinstance(call, dict) else {}
@@ -122,7 +122,7 @@ def _calls(calls: Any) -> None:
             _must(False, f"messages: the text of a tool call's arguments {error}")
 
 
-def _must(holds: Any, message: str) -> None:
+def _must(holds: object, message: str) -> None:
     """Raise Refused unless a condition holds. The message begins with the field's name."""
     if not holds:
         name = re.match(r"[\w.]*", message)[0]  # type: ignore[index]

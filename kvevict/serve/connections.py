@@ -1,12 +1,12 @@
-"""Connections to the server: how many there are, and how long each may take to send a request or to take an answer.
-uvicorn bounds headers (16 KiB) and idle time after an answer, but waits without end for the rest."""
+"""Limits the number of connections, and the time that each has to send a request or to take an answer. uvicorn itself
+limits only headers (16 KiB) and idle time after an answer."""
 
 import asyncio
 import functools
 import resource
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import h11
 import uvicorn
@@ -16,23 +16,24 @@ from .errors import Refused
 
 MOST = 1000  # most connections at once
 QUEUE = 2048  # connections that the system holds until they are accepted
-STOP = 30  # seconds that running requests have to end when the server stops
-LAST = 5  # seconds before a stop ends, in which running requests end with an error
+STOP = 30  # seconds that running requests get when the server stops
+LAST = 5  # seconds at the end of `STOP` in which requests that still run are ended with an error
 SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # seconds for a request's headers, and for its body
-TAKEN = 120.0  # seconds in which a client must take a part of its answer
+TAKEN = 120.0  # seconds that a client may leave a part of its answer untaken
+Note: TypeAlias = Callable[[Refused, Any], None]  # called with an error and the client's (address, port)
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which ends when its client is slow, or one client too many. `note` is called with an error
-    and the client for a connection too many, and for what is not HTTP."""
+    """uvicorn's connection, closed if its client is slow or if there are too many connections. Errors before a request
+    go to `note`: too many connections, and data that is not HTTP."""
 
     most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
-    def __init__(self, *args: Any, note: Callable[[Refused, Any], None], **options: Any) -> None:
+    def __init__(self, *args: Any, note: Note, **options: Any) -> None:
         super().__init__(*args, **options)
         self.note = note
-        self._part: tuple = ()  # the part of a request that the client sends
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._part: tuple = ()  # the part of a request that is being received: (h11's state, the request)
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "sent": of a part of a request; "taken": of an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -52,13 +53,13 @@ class Connection(H11Protocol):
         self._watch()
 
     def shutdown(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # nothing runs for a request that has not come
+        if self.conn.their_state is h11.SEND_BODY:  # the request is incomplete, so nothing runs for it
             self.transport.close()
         else:
             super().shutdown()
 
     def _watch(self) -> None:
-        """Start the timer of a request's next part: its headers, or its body."""
+        """Start a timer if a request's headers, or its body, begin."""
         part = (self.conn.their_state, self.cycle)
         if part != self._part:
             self._part = part
@@ -85,17 +86,17 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """uvicorn's server with `Connection`s and their `note`. `begins` is called when a stop begins, `overdue` where
-    requests still run `LAST` seconds before the stop ends."""
+    """uvicorn's server of `Connection`s. It calls `begins` when a stop begins, and `overdue` if requests still run
+    `LAST` seconds before its end."""
 
     def __init__(
-        self, app: Any, note: Callable[[Refused, Any], None], overdue: Callable[[], None],
+        self, app: Callable[..., Any], note: Note, overdue: Callable[[], None],
         begins: Callable[[], None] = lambda: None, **options: Any,
     ) -> None:  # fmt: skip
         self.overdue, self.begins = overdue, begins
         connection: Any = functools.partial(Connection, note=note)
-        # asyncio accepts as many connections as the backlog says before it looks at the first of them. Where the
-        # process has no descriptor left, asyncio tries on and logs an error for each connection.
+        # asyncio accepts up to `backlog` connections at once, and logs an error for each one that finds no free file
+        # descriptor.
         super().__init__(uvicorn.Config(
             app, http=connection, ws="none", log_config=None, backlog=max(Connection.most // 8, 1),
             timeout_graceful_shutdown=STOP, **options,
@@ -104,7 +105,7 @@ class Serving(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections that a socket accepts do the same
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
             each.listen(QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

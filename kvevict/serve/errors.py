@@ -2,28 +2,28 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
 
+Json: TypeAlias = dict[str, Any]  # an object of JSON
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refused(Exception):
-    """An error response: an HTTP status, one sentence, OpenAI's code if there is one, and the name of the field that is
-    wrong."""
+    """An error response: HTTP status, message, OpenAI's code if there is one, and the name of the wrong field."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def refused(error: Exception) -> Refused:
-    """Return the error that a client sees: in the words of `error` if the request caused it, else in general words."""
+    """Return the error that a client sees, with the message of `error` only if the request caused it."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):  # for example of a route that does not exist
@@ -37,7 +37,7 @@ def refused(error: Exception) -> Refused:
 
 @contextlib.contextmanager
 def of_field(name: str | None) -> Iterator[None]:
-    """Make a request's errors within the block those of a field."""
+    """Name a field as the cause of the errors that the block raises."""
     try:
         yield
     except (Refused, ValueError, TypeError) as error:

@@ -1,36 +1,30 @@
-"""The fields of requests: obeyed, refused, or harmless, because no answer depends on them. Other fields are refused.
-docs/serve.md has the table of OpenAI's two endpoints."""
+"""The table of request fields: obeyed, refused, or harmless, as no answer depends on them. Unknown fields are refused.
+docs/serve.md shows the table of OpenAI's two endpoints."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .errors import Refused
+from .errors import Json, Refused
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, TEXTS = "/v1/chat/completions", "/v1/completions", "/v1/kvevict/texts"
-PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", TEXTS: "text"}  # the field that is read
+PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", TEXTS: "text"}  # the field with the prompt
 
 
 class Values(NamedTuple):
-    """The values that a field may have: `fit` tests one, `words` name them in the field's error."""
+    """The values that a field may have."""
 
-    fit: Callable[[Any], bool]
-    words: str
+    fit: Callable[[Any], bool]  # returns whether a value is allowed
+    words: str  # names the allowed values, for the error of another value
 
 
 class Field(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    kind    OBEYED, REFUSED or HARMLESS
-    about   what the docs say of the field; the error of a refused field has these words, too
-    values  the values that an obeyed field may have; None: `kvevict.serve.check` tests them
-    usual   the values of a refused field that ask for nothing
-    """
-
-    kind: str
-    about: str
-    values: Values | None = None
-    usual: tuple = ()
+    kind: str  # OBEYED, REFUSED or HARMLESS
+    about: str  # the text of the docs, and of a refused field's error
+    values: Values | None = None  # the values that an obeyed field may have; None: `kvevict.serve.check` tests them
+    usual: tuple = ()  # values of a refused field that are accepted, as they ask for nothing
 
 
 def is_whole(value: object) -> bool:
@@ -55,14 +49,14 @@ def _is_stop(value: object) -> bool:
     return len(given) <= 4 and all(isinstance(each, str) and 0 < len(each) <= 200 for each in given)
 
 
-def _is_budget(value: int) -> bool:
-    slots = is_whole(value) and 1 <= value < 1 << 31
+def _is_budget(value: object) -> bool:
+    slots = is_whole(value) and is_number(value, 1, (1 << 31) - 1)
     return slots or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1)
 
 
 FLAG = Values(lambda value: isinstance(value, bool), "true or false")
 TEXT = Values(lambda value: isinstance(value, str), "a text")
-SAID = Values(lambda value: isinstance(value, str) and value.strip() != "", "a text that is not empty")
+FILLED = Values(lambda value: isinstance(value, str) and value.strip() != "", "a text that is not empty")
 SEED = Values(lambda value: is_whole(value) and abs(value) < 1 << 63, "a whole number below 2**63")
 ABOVE = Values(lambda value: is_number(value, 0, 1) and value > 0, "a number above 0, up to 1")
 STOP = Values(_is_stop, "a text of at most 200 letters, or up to four of them")
@@ -86,13 +80,13 @@ COMMON = {
     "frequency_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
     "presence_penalty": Field(OBEYED, "-2 to 2, as OpenAI defines it: of the tokens written", number(-2, 2)),
     "logit_bias": Field(OBEYED, "token ids, and numbers from -100 to 100"),
-    # not of OpenAI
+    # fields that OpenAI does not have
     "top_k": Field(OBEYED, "default 0, all tokens, unless the model's configuration has one", whole(0)),
     "min_p": Field(OBEYED, "0 to 1: a token's least probability, as a share of the likeliest one's", number(0, 1)),
     "generation_config": Field(OBEYED, "JSON of Transformers; its numbers of sampling and length are taken", TEXT),
     "kvevict.policy": Field(OBEYED, "a preset's name; default `--policy`", TEXT),
     "kvevict.budget": Field(OBEYED, "slots per head, a fraction, or bytes; at most the server's", BUDGET),
-    "kvevict.question": Field(OBEYED, "the text that [asks](#the-question)", SAID),
+    "kvevict.question": Field(OBEYED, "the text that [asks](#the-question)", FILLED),
     "kvevict.text": Field(OBEYED, "the name of a [stored text](#texts)", TEXT),
 }
 TABLE = {
@@ -129,18 +123,19 @@ TABLE = {
     },
     TEXTS: {
         "name": Field(OBEYED, "of the text"),
-        "text": Field(OBEYED, "all of it", SAID),
+        "text": Field(OBEYED, "all of it", FILLED),
         "replace": Field(OBEYED, "false: another text of this name is an error", FLAG),
         "policy": COMMON["kvevict.policy"],
         "budget": COMMON["kvevict.budget"],
     },
 }  # fmt: skip
+# All names that errors may give: of fields, and of the objects that hold fields, as "kvevict" holds "kvevict.text".
 NAMES = {part for fields in TABLE.values() for name in fields for part in (name, name.partition(".")[0])}
 PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for path, fields in TABLE.items()}
 
 
-def known(path: str, body: dict[str, Any]) -> None:
-    """Raise Refused if a field of the body is not supported, is not in the table, or has a wrong value."""
+def known(path: str, body: Json) -> None:
+    """Raise Refused for a field of the body that is not supported, not in the table, or has a wrong value."""
     for name, value in body.items():
         if name not in PARTED[path]:
             _known(path, name, value)

@@ -1,14 +1,18 @@
-"""Prompts are read, and their answers begun, in the thread that owns the model."""
+"""Reads the prompts of calls and begins their answers, in the thread that owns the model."""
 
 import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Callable, Collection, Generator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.nn import Module
+from transformers import GenerationConfig, LogitsProcessorList
 
+from ..asking.prompts import Tokenizer
 from ..asking.tokens import find
 from ..engine.read.step import Step
 from .call import Call
@@ -18,20 +22,16 @@ from .prefixes import Prefixes
 from .prompt import of_messages, of_text
 from .reading import Reader
 from .row import Row
-from .sampling import Chooser
+from .sampling import TokenChooser
 from .scheduler import Scheduler
 from .template import Form
 from .written import Numbered, Written
 
 
 class Generation:
-    """Reads the prompts of calls, and makes their answers for the scheduler.
+    """Reads the prompts of calls with a patched model, and gives their answers to the scheduler."""
 
-    model     a patched model
-    prefixes  the caches of shared beginnings
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, prefixes: Prefixes, scheduler: Scheduler) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, prefixes: Prefixes, scheduler: Scheduler) -> None:
         self.model, self.prefixes, self.scheduler = model, prefixes, scheduler
         self.reader = Reader(model, tokenizer, prefixes, scheduler)
         self.context = self.reader.context
@@ -40,12 +40,13 @@ class Generation:
     # -- in the event loop ------------------------------------------------------------------------------------------
 
     async def write(self, call: Call, answers: list[Written]) -> AsyncGenerator[Numbered, None]:
-        """Yield (number of an answer, list of parts) for each token, and (number, None) at an answer's end. Raises the
+        """Yield (number of an answer, its new parts) for each token, and (number, None) at an answer's end. Raises the
         error that ends the call."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Numbered | BaseException] = asyncio.Queue()
 
-        def give(item: tuple) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+        def give(item: Numbered | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # if the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         begun = self.scheduler.submit(
@@ -53,15 +54,15 @@ class Generation:
             size=len(answers) * self.reader.size(call, answers[0].most),
         )  # fmt: skip
 
-        def failed(done: Any) -> None:
-            if done.exception() is not None:
-                give(done.exception())
+        def failed(done: Future) -> None:
+            if error := done.exception():
+                give(error)
 
         begun.add_done_callback(failed)
         left = len(answers)
         while left:
             waiting = asyncio.ensure_future(queue.get())
-            try:  # not wait_for: before Python 3.12 it loses a cancellation that comes together with an item
+            try:  # wait_for, before Python 3.12, loses a cancellation that comes together with an item
                 await asyncio.wait((waiting,), timeout=call.deadline - time.monotonic())
             finally:
                 over = waiting.cancel()
@@ -74,41 +75,44 @@ class Generation:
             yield item
 
     def answers(self, call: Call) -> list[Written]:
-        """Make the answers of a call, without tokens yet. Answers also end where the model's context does."""
+        """Make the empty answers of a call."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
-        more = dict(most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes)
-        if not call.messages:  # a text that goes on, not a turn
-            more["before"] = [each for each in call.whole.ids if each not in self.form.special][-1:]
+        before = [each for each in call.whole.ids if each not in self.form.special][-1:]
+        more = dict(
+            most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes,
+            before=() if call.messages else before,  # a completion continues the prompt's text
+        )  # fmt: skip
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
-    def _config(self, call: Call) -> Any:
+    def _config(self, call: Call) -> GenerationConfig:
+        """Return the configuration of a call's answers, which end where the model's context does."""
         config = call.sampling.config(self.model.generation_config)
         if self.context is not None:
             config.max_new_tokens = min(config.max_new_tokens, self.context - len(call.whole.ids))
         return config
 
     async def read(self, call: Call) -> None:
-        """Read a call's stored text."""
+        """Read a call's stored text, for later calls."""
         await self._in_thread(self.reader.store, call, call=call)
 
     async def forget(self, marks: Collection[str]) -> None:
-        """Remove the caches of stored texts, after the turn that runs now."""
+        """Remove the caches of the stored texts with these marks, as soon as the model's thread is free."""
         for mark in marks:
             self.reader.shares.pop(mark, None)
         await self._in_thread(self.prefixes.forget, marks)
 
-    async def _in_thread(self, function: Any, *args: Any, **facts: Any) -> Any:
-        """Run a function in the model's thread. The waiting task may be cancelled, the thread's future may not: the
-        thread would end where it sets the result of a cancelled future."""
+    async def _in_thread(self, function: Callable[..., Any], *args: Any, **facts: Any) -> Any:
+        """Run a function in the model's thread. The shield lets the waiting task be cancelled, but not the future: to
+        set the result of a cancelled future is an error that would end the thread."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error counts as seen
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs "never retrieved"
         return await asyncio.shield(future)
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
 
-    def prepare(self, call: Call, tokenizer: Any) -> None:
-        """Make the prompt of a call. Raises Refused where it does not fit the model's context."""
+    def prepare(self, call: Call, tokenizer: Tokenizer) -> None:
+        """Tokenise the prompt of a call. Raises Refused if it does not fit the model's context."""
         with of_field(PROMPT.get(call.endpoint)):
             if not call.messages:
                 prompt = of_text(tokenizer, call.prompt, self.context, call.text)
@@ -129,8 +133,8 @@ class Generation:
 
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
-    def _begin(self, call: Call, answers: list, give: Any) -> Generator[Step, None, None]:
-        """Read a call's prompt, and let its answers run."""
+    def _begin(self, call: Call, answers: list[Written], give: Callable) -> Generator[Step, None, None]:
+        """Read a call's prompt, and start its answers."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
         cache, logits, plan = yield from self.reader.read(call)
@@ -140,14 +144,19 @@ class Generation:
             if not row.ended:
                 self.scheduler.run(row, plan, mine)
 
-    def _row(self, call: Call, at: int, answer: Written, give: Any) -> Row:
-        prompt, config, made = call.whole.ids, self._config(call), []
+    def _row(self, call: Call, at: int, answer: Written, give: Callable) -> Row:
+        """Make the row of answer number `at`. `generate` builds its logits processors, and hands them to `take`, which
+        stands in place of a decoding loop."""
+        prompt, config = call.whole.ids, self._config(call)
+        made: list[LogitsProcessorList] = []
 
-        def take(model: torch.nn.Module, input_ids: torch.Tensor, logits_processor: Any, **others: Any) -> torch.Tensor:
+        def take(
+            model: Module, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **others: object
+        ) -> torch.Tensor:
             made.append(logits_processor)
             return input_ids
 
-        config.stop_strings = None  # Transformers looks for them in the prompt, too
+        config.stop_strings = None  # `generate` would look for them in the prompt, too
         ids = torch.tensor([prompt], device=self.reader.device)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config, custom_generate=take,
@@ -156,7 +165,7 @@ class Generation:
         noise = torch.Generator() if config.do_sample else None
         if noise is not None:
             noise.seed() if call.seed is None else noise.manual_seed(call.seed + at)
-        return Row(call, at, answer, Chooser(prompt, answer.most, made[0], noise), give)
+        return Row(call, at, answer, TokenChooser(prompt, answer.most, made[0], noise), give)
 
 
 def _listed(value: object) -> list:

@@ -1,14 +1,13 @@
-"""OpenAI's two endpoints: the messages of a request, and answers as OpenAI writes them."""
+"""Writes answers in the formats of OpenAI's two endpoints."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from . import messages
 from .call import Call
-from .outgoing import DATA, Stream
+from .errors import Json
+from .outgoing import DATA
 from .template import Part, Token, joined
 from .written import Numbered, Written
 
@@ -16,42 +15,37 @@ DONE = f"{DATA}[DONE]\n\n"
 
 
 class Completions:
-    """Answers of /v1/completions. name: the model's."""
+    """Writes the answers of /v1/completions. name: the model's name."""
 
-    kind = part = "text_completion"  # the `object` of a whole answer, and of an event of a stream
-    first: tuple = ()  # choices before an answer's first part
+    kind = part = "text_completion"  # the field `object` of a whole response, and of an event of a stream
+    first: tuple[Json, ...] = ()  # choices that a stream has before an answer's first part
 
-    def __init__(self, name: str, tokenizer: Any) -> None:
-        self.name, self.tokenizer = name, tokenizer
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Make the messages that the chat template takes."""
-        return []
-
-    def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
-        """Make the choice of an answer's parts."""
+    def choice(self, call: Call, parts: list[Part]) -> Json:
+        """Make the choice of all parts of an answer, or of some for a stream."""
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
-    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """Make the choices of a stream that hold parts. calls: number of tool calls before the parts."""
+    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[Json]:
+        """Make the choices of a stream that hold parts; without parts, an empty one. calls: number of calls so far."""
         made = self.choice(call, parts)
         if made != dict(text="") or not parts:
             yield made
 
-    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> dict[str, Any]:
-        """Make the response of all (number of an answer, parts of it)."""
+    def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> Json:
+        """Make the whole response. parts: all lists of parts, each with the number of its answer."""
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))
             choices.append(_choice(index, found, answer.finish))
-        return self._said(call, self.kind, choices, usage=_usage(call, answers))
+        return self._response(call, self.kind, choices, usage=_usage(call, answers))
 
-    def stream(self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]) -> Stream:
-        """Make the response of parts that come one list after the other."""
-        return Stream(self._events(call, answers, parts), call)
-
-    async def _events(self, call: Call, answers: list, parts: Any) -> AsyncGenerator[str, None]:
-        calls: dict = {}  # number of an answer -> tool calls that it has had
+    async def events(
+        self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream for parts that are still to come."""
+        calls: dict[int, int] = {}  # number of an answer -> number of its tool calls so far
         async for at, each in parts:
             if at not in calls:
                 calls[at] = 0
@@ -65,16 +59,16 @@ class Completions:
                 yield self._event(call, _choice(at, delta))
             calls[at] += sum(isinstance(part, ToolCall) for part in each)
         if call.usage:
-            yield _event(self._said(call, self.part, [], usage=_usage(call, answers)))
+            yield _event(self._response(call, self.part, [], usage=_usage(call, answers)))
         yield DONE
 
-    def _event(self, call: Call, choice: dict) -> str:
-        return _event(self._said(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
+    def _event(self, call: Call, choice: Json) -> str:
+        return _event(self._response(call, self.part, [choice], **(dict(usage=None) if call.usage else {})))
 
-    def _said(self, call: Call, kind: str, choices: list, **more: Any) -> dict:
+    def _response(self, call: Call, kind: str, choices: list, **more: object) -> Json:
         return dict(id=call.identity, object=kind, created=call.created, model=self.name, choices=choices, **more)
 
-    def _logs(self, parts: list) -> dict:
+    def _logs(self, parts: list) -> Json:
         tokens = [part for part in parts if isinstance(part, Token)]
         if not tokens:
             return {}
@@ -86,22 +80,19 @@ class Completions:
 
 
 class Chat(Completions):
-    """Answers of /v1/chat/completions."""
+    """Writes the answers of /v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
 
-    def messages_of(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return messages.of_chat(self.tokenizer, body["messages"])
-
-    def choice(self, call: Call, parts: list[Part]) -> dict[str, Any]:
+    def choice(self, call: Call, parts: list[Part]) -> Json:
         text, reasoning = ("".join(part for part in parts if type(part) is kind) for kind in (str, ReasoningText))
         calls = [_call(call, part) for part in parts if isinstance(part, ToolCall)]
-        said: dict = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
-        said |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
-        return dict(message=said) | self._logs(parts)
+        message: Json = dict(role="assistant", content=text or (None if calls else ""), refusal=None)
+        message |= (dict(tool_calls=calls) if calls else {}) | (dict(reasoning_content=reasoning) if reasoning else {})
+        return dict(message=message) | self._logs(parts)
 
-    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[dict[str, Any]]:
+    def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[Json]:
         logs = self._logs(parts)
         for part in parts:
             if isinstance(part, ToolCall):
@@ -113,7 +104,7 @@ class Chat(Completions):
         if logs or not parts:
             yield dict(delta={}) | logs
 
-    def _logs(self, parts: list) -> dict:
+    def _logs(self, parts: list) -> Json:
         content = [
             dict(_number(part.data, part.log), top_logprobs=[_number(*each) for each in part.others])
             for part in parts
@@ -122,16 +113,17 @@ class Chat(Completions):
         return dict(logprobs=dict(content=content, refusal=None)) if content else {}
 
 
-def _event(value: dict) -> str:
+def _event(value: Json) -> str:
     return f"{DATA}{json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _choice(index: int, said: dict, finish: str | None = None) -> dict:
-    """Make a choice, with null for fields that it lacks: clients with a schema stop where a field is missing."""
-    return dict(index=index, finish_reason=finish, logprobs=None) | said
+def _choice(index: int, fields: Json, finish: str | None = None) -> Json:
+    """Make a choice with every field of OpenAI's schema, as clients that check the schema need."""
+    return dict(index=index, finish_reason=finish, logprobs=None) | fields
 
 
-def _usage(call: Call, answers: list[Written]) -> dict:
+def _usage(call: Call, answers: list[Written]) -> Json:
+    call.gather()
     read, wrote = call.prompt_tokens, call.new_tokens
     return dict(
         prompt_tokens=read, completion_tokens=wrote, total_tokens=read + wrote,
@@ -140,14 +132,14 @@ def _usage(call: Call, answers: list[Written]) -> dict:
     )  # fmt: skip
 
 
-def _call(call: Call, part: Any) -> dict:
+def _call(call: Call, part: ToolCall) -> Json:
     return dict(id=call.tool_id(), type="function", function=dict(name=part.name, arguments=part.arguments))
 
 
-def _number(data: bytes, log: float) -> dict:
+def _number(data: bytes, log: float) -> Json:
     return dict(token=_letters(data), logprob=log, bytes=list(data))
 
 
 def _letters(data: bytes) -> str:
-    """Name a token as OpenAI does: bytes that are a part of a character look like \\xf0."""
+    """Write a token as OpenAI does: a byte that is only a part of a character looks like \\xf0."""
     return data.decode(errors="backslashreplace")

@@ -7,22 +7,22 @@ from typing import Any, TypeAlias
 
 from . import errors
 from .call import Call
-from .errors import Refused
+from .errors import Json, Refused
 
 LOG = logging.getLogger("kvevict.serve")
 AGAIN = 3600.0  # seconds between two lines about the same trouble
-Client: TypeAlias = tuple[str, int] | None  # address and port
+Client: TypeAlias = tuple[str, int] | None  # a client's (address, port)
 
 
 class Lines(logging.Formatter):
-    """Writes a record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
+    """Formats a record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
-        said |= getattr(record, "facts", {})
+        line = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
+        line |= getattr(record, "facts", {})
         if record.exc_info:
-            said["error"] = self.formatException(record.exc_info)
-        return json.dumps(said)
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def note(message: str, level: int = logging.INFO, **facts: Any) -> None:
@@ -39,28 +39,27 @@ def to_stderr() -> None:
 
 
 class Troubles:
-    """Errors of a store. The log has a line for each kind of error at most every `AGAIN` seconds, not for each
-    request."""
+    """Logs the errors of a store, each kind of error at most once in `AGAIN` seconds."""
 
     def __init__(self) -> None:
-        self._told: dict = {}  # kind of error -> when it was logged, by time.monotonic()
+        self._logged: dict[tuple[str, Any], float] = {}  # kind of error -> time.monotonic() of its last line
 
     def note(self, message: str, error: Exception) -> None:
         kind, now = (message, getattr(error, "errno", None) or str(error)), time.monotonic()
-        if now - self._told.get(kind, -AGAIN) >= AGAIN:
-            self._told[kind] = now
+        if now - self._logged.get(kind, -AGAIN) >= AGAIN:
+            self._logged[kind] = now
             note(message, logging.WARNING, reason=str(error))
 
 
 def served(call: Call, status: int, client: Client, error: Refused | None) -> None:
-    """Log the end of a call. error: the error that ended the call, if any."""
-    facts: dict = dict(id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens)
-    facts |= dict(cached_tokens=call.cached_tokens, new_tokens=call.new_tokens)
-    facts["seconds"] = round(time.monotonic() - call.began, 3)
+    """Log the end of a call, and the error that ended it, if any."""
+    facts: Json = dict(
+        id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens,
+        cached_tokens=call.cached_tokens, new_tokens=call.new_tokens, seconds=round(time.monotonic() - call.began, 3),
+    )  # fmt: skip
     if call.first_token is not None:
         facts["first_token_seconds"] = round(call.first_token - call.began, 3)
-    facts |= _of(error, client) if status >= 400 else {}
-    note("request", **facts)
+    note("request", **facts, **(_of(error, client) if status >= 400 else {}))
 
 
 def refused(endpoint: str, error: Refused, client: Client) -> None:
@@ -68,12 +67,12 @@ def refused(endpoint: str, error: Refused, client: Client) -> None:
     note("refused", endpoint=endpoint, status=error.status, **_of(error, client))
 
 
-def _of(error: Refused | None, client: Client) -> dict[str, Any]:
+def _of(error: Refused | None, client: Client) -> Json:
     return dict(client=client and client[0], code=error and error.code, param=error and error.param)
 
 
-def told(error: Exception) -> Refused:
-    """Return the error that a client sees, and log one that no request caused."""
+def failure(error: Exception) -> Refused:
+    """Return the error that a client sees. An error that is not the request's fault is logged."""
     known = errors.refused(error)
     if known.status == 500 and known is not error:
         LOG.error("the model's call failed", exc_info=error)

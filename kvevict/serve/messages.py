@@ -1,20 +1,20 @@
-"""The messages of a request as a chat template takes them: texts, with reasoning and calls of tools."""
+"""The messages of a request as a chat template takes them: texts, reasoning and tool calls."""
 
 import json
 import re
 import sys
-from typing import Any
 
-from .errors import Refused
+from ..asking.prompts import Tokenizer
+from .errors import Json, Refused
 
-ROLES = "system", "developer", "user", "assistant", "tool", "function"  # roles that any template is given
-DEEPEST = 100  # most lists and objects in each other
-HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
+ROLES = "system", "developer", "user", "assistant", "tool", "function"  # taken even if the template does not name them
+DEEPEST = 100  # most levels of nested lists and objects
+HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
 
 
-def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make the messages of a chat's `messages`. A developer's message is a system's if the template does not know that
-    role. Raises Refused without a chat template, and for a role that neither OpenAI nor the template has."""
+def of_chat(tokenizer: Tokenizer, messages: list[Json]) -> list[Json]:
+    """Convert the messages of a request. A developer's message becomes the system's if the template lacks that role.
+    Raises Refused without a chat template, and for a role that neither OpenAI nor the template has."""
     template = str(tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise Refused(400, "the model has no chat template: ask at /v1/completions")
@@ -25,7 +25,7 @@ def of_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, An
     return [_taken(message, template) for message in messages]
 
 
-def _taken(message: dict, template: str) -> dict:
+def _taken(message: Json, template: str) -> Json:
     role, content = message["role"], message.get("content") or ""
     if role == "developer" and "developer" not in template:
         role = "system"
@@ -39,15 +39,14 @@ def _taken(message: dict, template: str) -> dict:
     return taken
 
 
-def _call(call: dict) -> dict:
+def _call(call: Json) -> Json:
     function = call["function"]
     return {**call, "function": {**function, "arguments": arguments_of(function["arguments"])}}
 
 
 def arguments_of(arguments: object) -> object:
-    """Return a tool call's arguments as an object, as templates take them; a text without letters is an empty object.
-    Raises ValueError for a text that is not JSON, or whose value has a `json_fault`; the error's words go on from the
-    text as their subject."""
+    """Return a tool call's arguments as an object, as templates take them; an empty text is an empty object. Raises
+    ValueError for a text that is not JSON or has a `json_fault`. The error's message lacks its subject, the text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -60,9 +59,8 @@ def arguments_of(arguments: object) -> object:
 
 
 def json_fault(value: object) -> str | None:
-    """Say why not every reader of JSON takes a value: a number that no float holds, half of a surrogate pair, or lists
-    and objects that are nested too deeply. None: there is no fault. This is a loop, because one call for all of a
-    large value would hold up the other threads."""
+    """Name what is not portable in a value of JSON: a number that no float holds, half of a surrogate pair, or too deep
+    nesting; None without a fault. A Python loop lets other threads run, as one long call in C would not."""
     level, depth = [value], 0
     while level:
         below: list = []

@@ -7,14 +7,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from .call import Call
+from .errors import Json
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
-OTHER = "other"  # the endpoint in the metrics of a request to no endpoint
+OTHER = "other"  # the endpoint, in metrics and log, of a request to an unknown path
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def progress(call: Call) -> dict[str, Any]:
+def progress(call: Call) -> Json:
+    """Report how far a call is, as /v1/kvevict/queue shows it."""
     call.gather()
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max(min(call.read_tokens, whole) - cached, 0)
@@ -26,7 +28,7 @@ def progress(call: Call) -> dict[str, Any]:
 
 
 class Metrics:
-    """The metrics of one server, in a separate registry."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -52,14 +54,16 @@ class Metrics:
 
     def note(self, call: Call, status: int) -> None:
         """Count a call that has ended."""
+        read = progress(call)["tokens_read"]
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
-        self.read.inc(progress(call)["tokens_read"])
+        self.read.inc(read)
         self.written.inc(call.new_tokens)
         if call.first_token is not None:
             self.first.observe(call.first_token - call.began)
 
     def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
+        """Write all metrics in Prometheus' format."""
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
         every = [progress(call) for call in calls]

@@ -7,8 +7,7 @@ from ..policy.text import DEFAULT
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvevict serve` (docs/commands.md). `memory` bounds the bytes of prefixes, and again the bytes of
-    running answers; `disk` bounds the bytes of all files."""
+    """The options of `kvevict serve` (docs/commands.md)."""
 
     policy: str = DEFAULT
     budget: int | float | str = 512
@@ -17,9 +16,9 @@ class Options:
     dtype: str = "auto"
     device: str | None = None
     name: str | None = None
-    memory: int = 1 << 30
+    memory: int = 1 << 30  # most bytes of prefixes in memory, and also most bytes of running answers
     store: str | None = None
-    disk: int = 4 << 30
+    disk: int = 4 << 30  # most bytes of all files
     keys: tuple[str, ...] = ()
     batch: int = 16
     queue: int = 64

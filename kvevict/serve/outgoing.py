@@ -1,36 +1,39 @@
-"""Streams of server-sent events, and clients that leave before their response."""
+"""Sends streams of server-sent events, and notices clients that leave before their response."""
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from . import log
 from .call import Call
 from .errors import Refused
 from .written import Numbered
 
+Result = TypeVar("Result")
 DATA = "data: "
-PAUSE = 5.0  # seconds without an event, after which a stream has a comment
+PAUSE = 5.0  # seconds without an event after which a stream sends a comment
 COMMENT = ": no event yet\n\n"
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass events on at once
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that proxies pass on each event at once
 
 
 class Stream(StreamingResponse):
-    """The events of a call, and comments while there are none: proxies and clients end a connection that is silent. An
-    error is the last event. `end` is called once, with the status of the call's end and the error that ended it."""
+    """Streams the events of a call, with comments during silence, which proxies and clients would take for the end. An
+    error is the last event. At the end `end` is called once, with the call's HTTP status and error."""
 
     def __init__(self, events: AsyncGenerator[str, None], call: Call) -> None:
-        self.events, self.call, self.end = events, call, lambda status, error: None
-        self.status = 499  # 200 once all was sent
+        self.events, self.call = events, call
+        self.end: Callable[[int, Refused | None], None] = lambda status, error: None
+        self.status = 499  # 499 means that the client has left; `_sent` replaces it at the end of the events
         self.error: Refused | None = None
-        self._next: asyncio.Future | None = None
+        self._next: asyncio.Future[str | None] | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
 
-    async def _sent(self) -> AsyncIterator[Any]:
+    async def _sent(self) -> AsyncIterator[str]:
         try:
             while True:
                 self._next = asyncio.ensure_future(_next(self.events))
@@ -42,11 +45,11 @@ class Stream(StreamingResponse):
                 yield event
             self.status = 200
         except Exception as error:
-            known = log.told(error)
+            known = log.failure(error)
             yield f"{DATA}{json.dumps(known.body())}\n\n"
             self.status, self.error = known.status, known
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -57,9 +60,8 @@ class Stream(StreamingResponse):
             self.end(self.status, self.error)
 
 
-async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any:
-    """Await a coroutine. When the client leaves before the coroutine ends, cancel it and the call, and raise
-    Refused."""
+async def unless_gone(request: Request, call: Call, work: Awaitable[Result]) -> Result:
+    """Await `work`. If the client leaves before it ends, cancel the work and the call, and raise Refused."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -73,29 +75,28 @@ async def unless_gone(request: Request, call: Call, work: Awaitable[Any]) -> Any
             await _stopped(task)
 
 
-async def _gone(request: Any) -> None:
+async def _gone(request: Request) -> None:
+    """Wait until the client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _next(events: Any) -> Any:
-    """Await the next event; None after the last."""
-    return await anext(events, None)
+async def _next(items: AsyncIterator[Result]) -> Result | None:
+    """Await the next item; None after the last."""
+    return await anext(items, None)
 
 
-async def _stopped(task: asyncio.Future[Any]) -> None:
-    """Cancel a task, and wait until it has ended."""
+async def _stopped(task: asyncio.Future) -> None:
+    """Cancel a task, and wait for its end."""
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # counts as seen
+        task.exception()  # or asyncio logs that nobody retrieved it
 
 
-async def together(
-    streams: list[AsyncGenerator[Numbered, None]], answers: int, after: Callable[[], None]
-) -> AsyncGenerator[Numbered, None]:
-    """Yield the parts of several calls' answers as they come. answers: number of answers of each call; after: called
-    before each part."""
+async def together(streams: list[AsyncGenerator[Numbered, None]], answers: int) -> AsyncGenerator[Numbered, None]:
+    """Yield the parts of several calls as they come. The answers of all calls, `answers` each, are numbered
+    consecutively."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:
@@ -103,11 +104,9 @@ async def together(
                 number, found = waiting.pop(task), task.result()
                 if found is not None:
                     waiting[asyncio.ensure_future(_next(streams[number]))] = number
-                    after()
                     yield number * answers + found[0], found[1]
     finally:
         for task in waiting:
             await _stopped(task)
         for stream in streams:
             await stream.aclose()
-        after()

@@ -1,44 +1,36 @@
-"""The policy that reads a request."""
+"""Builds the policies that read requests, from their fields and the server's options."""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..policy.building import Chosen, choose
 from ..policy.policy import Policy
 from ..policy.presets import PRESETS
 from ..policy.run import Run
 from ..policy.text import parse_policy
-from .errors import Refused, of_field
+from .errors import Json, Refused, of_field
 from .options import Options
 
 
 @dataclass(frozen=True)
 class Policies:
-    """Builds the policies of requests.
-
-    options  the server's
-    context  tokens of the model's context; of a prompt that long a request may keep no more than the server's budget
-    fitted   makes a policy fit the model, with its budget in slots
-    records  whether decoded tokens are recorded (`compiled`) if the server's policy does not say otherwise
-    """
+    """Builds the policies of requests. No request's policy keeps more slots of a full context than the server's."""
 
     options: Options
-    context: int = 1 << 20
-    fitted: Callable[[Policy, Run], Policy] = lambda policy, run: policy
-    records: bool = False
+    context: int = 1 << 20  # tokens of the model's context
+    fitted: Callable[[Policy, Run], Policy] = lambda policy, run: policy  # converts the budget to slots of the model
+    records: bool = False  # `compiled` of the run, unless the server's policy sets it
 
     def __post_init__(self) -> None:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
-        """Build the policy of `text`; None: the server's. Recall is on where possible, unless the text sets it."""
+        """Build the policy that a text describes (None: the server's), with recall unless that is impossible or off."""
         options = self.options
         name, own = parse_policy(text or options.policy)
-        common: dict = dict(budget=options.budget if budget is None else budget, kv=options.kv, compiled=self.records)
-        if options.chunk_size is not None:
-            common["chunk_size"] = options.chunk_size
+        budget = options.budget if budget is None else budget
+        common: Json = dict(budget=budget, chunk_size=options.chunk_size, kv=options.kv, compiled=self.records)
         policy, run = choose(name, **common | own)
         if run.archive_kv is not None:
             raise ValueError("recall_kv: here a text's slots are those that answers attend to: give kvevict serve --kv")
@@ -47,9 +39,14 @@ class Policies:
                 policy = replace(policy, recall=True)
         return Chosen(self.fitted(policy, run), run)
 
-    def of(self, asked: dict[str, Any], opens_text: bool, prefix: str = "kvevict.") -> Policy:
-        """Return the policy that a request's fields choose; the server runs it as its own. Raises Refused for a policy
-        or budget that the request cannot have. prefix: of the fields' names in errors."""
+    def of(self, asked: Json, opens_text: bool, prefix: str = "kvevict.") -> Policy:
+        """Return the policy that a request's fields choose. Raises Refused for a policy or budget that the request
+        cannot have.
+
+        asked       the fields of the request's `kvevict`, or those of a text to be stored
+        opens_text  whether a stored text opens the prompt
+        prefix      how errors begin the fields' names
+        """
         if opens_text and asked.get("question") is not None:
             sentence = "a stored text is read before its questions: leave kvevict.question out"
             raise Refused(400, sentence, param="kvevict.question")

@@ -1,8 +1,7 @@
-"""The caches of prompts' beginnings, with the slots of all tokens.
+"""Stores the caches of prompts' beginnings (prefixes), with the slots of all tokens, in memory and in files.
 
-Servers may share the files. A file's name is a hash of all that its cache depends on, and whoever needs it first writes
-it. On a CPU the slots of a file stay there, mapped into memory: of all servers of a machine one copy, which counts as
-no server's memory."""
+Servers may share the files. The name of a file is a hash of all that its cache depends on. On a CPU the slots stay in
+the file, mapped into memory: the servers of a machine share one copy, which counts as no server's memory."""
 
 import contextlib
 import hashlib
@@ -10,11 +9,12 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.nn import Module
 
 from ..engine.memory.cache import EvictionCache
 from ..engine.memory.layer import EvictionLayer
@@ -31,17 +31,17 @@ from .log import Troubles
 
 SUFFIX = ".safetensors"
 FACTS = 1 << 16  # most bytes of a file beside its tensors
-LEFT = 3600  # seconds after which the folder of an unfinished file counts as left by a killed process
+LEFT = 3600  # seconds after which an unfinished file counts as left by a killed process
 
 
 def keys_of(
-    owner: str, weights: Any, policy: Policy, run: Run, ids: list[int], ends: Iterable[int], text: str | None = None,
-    start: int = 0,
+    owner: str, weights: str, policy: Policy, run: Run, ids: list[int], ends: Iterable[int], text: str | None,
+    start: int,
 ) -> dict[int, str]:  # fmt: skip
     """Make the keys of a prompt's beginnings, by their ascending ends: hashes of the owner and of all that a cache
-    depends on: of a run the kinds of slots and archive alone. Keys of beginnings that end after the token `start` have
-    the mark of the stored text, for `forget`."""
-    facts = "\0".join((FORMAT, owner, str(weights), policy.to_json(), run.kv, run.archive_kv or run.kv)) + "\0"
+    depends on. Beginnings that end after token `start` have tokens of the stored text `text`: their keys have its mark,
+    for `forget`."""
+    facts = "\0".join((FORMAT, owner, weights, policy.to_json(), run.kv, run.archive_kv or run.kv)) + "\0"
     digest, before, found = hashlib.sha256(facts.encode()), 0, {}
     for end in ends:
         digest.update(np.array(ids[before:end], np.int64).tobytes())
@@ -55,17 +55,17 @@ def mark_of(owner: str, text: str) -> str:
 
 
 def mark_in(key: str) -> str:
-    """Return the mark of the stored text in a key, or an empty text."""
+    """Return the mark of the stored text in a key; "" if the key has none."""
     return key.partition("-")[2]
 
 
 def unmarked(keys: dict[int, str]) -> dict[int, str]:
-    """Make the keys that the same beginnings have in prompts with a stored text's letters, but without its name."""
+    """Make the keys of the same beginnings in prompts that have the stored text pasted, not opened by its name."""
     return {end: key.partition("-")[0] for end, key in keys.items()}
 
 
 def bytes_of(cache: EvictionCache) -> int:
-    """Count the bytes of a cache's tensors, shared ones too; a pool's buffers count by the rows that they lend."""
+    """Count the bytes of a cache's tensors, with those that it shares. Of a pool's buffer only its own rows count."""
     storages, lent = {}, 0
     for layer in cache.layers:
         pool = getattr(layer, "pool", None)
@@ -80,13 +80,13 @@ def bytes_of(cache: EvictionCache) -> int:
 
 
 def in_files(cache: EvictionCache) -> bool:
-    """Tell whether a cache's slots lie in its file."""
+    """Return whether a cache's slots lie in a file."""
     layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
     return all(in_file(layer.storage.gathered()) for layer in layers)
 
 
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
-    """Return the share of all layers' heads that keep each of the positions start..stop-1. cache: of one row."""
+    """Return the share of all layers' heads that keep each of the positions start .. stop-1, for a cache of one row."""
     counts, heads = np.zeros(cache.get_seq_length()), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
@@ -97,23 +97,23 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
 
 
 class Prefixes:
-    """Caches by key. Only the thread that generates uses an object, but for `knows`, `has_file` and `file_bytes`.
+    """Caches by key. Only the model's thread uses them; `knows`, `has_file` and `file_bytes` are for any thread.
 
-    folder  the folder of the files
-    memory  most bytes of the caches that are kept in memory; caches in files do not count
-    disk    a function of most bytes of the files, as texts take up some of the disk
+    folder  the folder of the files; None: there are no files
+    memory  most bytes of the caches in memory; caches whose slots lie in files do not count
+    disk    returns the most bytes of all files, as texts take up some of the disk
     gone    `Texts.gone`: caches of deleted texts are not written
     """
 
     def __init__(
-        self, model: Any, memory: int, folder: Any = None, disk: Any = lambda: 0, gone: Any = lambda *marks: ()
+        self, model: Module, memory: int, folder: Path | None, disk: Callable[[], int], gone: Callable[..., set[str]]
     ) -> None:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
-        self.folder: Any = None if folder is None else Path(folder)
-        self.place = lambda cache: None  # called with each cache that memory gets
-        # key -> (cache, bytes, inner keys), least recently used first; a cache that lies in its file has 0 bytes
-        self._live: OrderedDict = OrderedDict()
-        self._inside: dict = {}  # key of a beginning of a cache -> the cache's key
+        self.folder: Any = folder
+        self.place: Callable[[EvictionCache], None] = lambda cache: None  # called with each cache that memory gets
+        # key -> (cache, bytes, keys of shorter beginnings), least recently used first; 0 bytes: the slots lie in a file
+        self._live: OrderedDict[str, tuple[EvictionCache, int, list[str]]] = OrderedDict()
+        self._inside: dict[str, str] = {}  # key of a shorter beginning -> key of the cache that has it
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,11 +128,11 @@ class Prefixes:
         return sum(size for _, size, _ in self._files())
 
     def knows(self, key: str) -> bool:
-        """Tell whether memory has a cache, or a longer one that begins with it."""
+        """Return whether memory has a beginning, as a cache or within a longer one."""
         return key in self._live or key in self._inside
 
     def tell(self, key: str, size: int) -> None:
-        """Log that a stored text's slots, of `size` bytes, fit nowhere."""
+        """Log a warning if the slots of a stored text, `size` bytes, fit neither in memory nor on disk."""
         if not self.knows(key) and not self.has_file(key):
             advice = "raise --memory-bytes" + ("" if self.folder is None else " or --store-bytes")
             error = ValueError(f"its slots take {size} bytes: {advice}")
@@ -142,8 +142,8 @@ class Prefixes:
         return self.folder is not None and os.path.exists(self._path(key))
 
     def get(self, keys: dict[int, str], end: int) -> EvictionCache | None:
-        """Return a fork of the cache of a prompt's first `end` tokens; None if it is not stored, or its file is
-        damaged. keys: of the prompt's beginnings."""
+        """Return a fork of the cache of a prompt's first `end` tokens; None if it is not stored or its file is damaged.
+        keys: of the prompt's beginnings."""
         key = keys[end]
         source = key if key in self._live else self._inside.get(key)
         if source is not None:
@@ -156,7 +156,7 @@ class Prefixes:
             return None
         path = self._path(key)
         try:
-            os.utime(path)  # before it is read: no server removes the file that was used last
+            os.utime(path)  # before it is read: servers remove the least recently used file
             with files.staying(path) as stays:
                 if sealed.texts(stays).get("name") != key:
                     raise ValueError(f"{path} is the file of another prefix")
@@ -170,8 +170,8 @@ class Prefixes:
         return cache.fork()
 
     def put(self, keys: dict[int, str], end: int, cache: EvictionCache) -> None:
-        """Store the cache of a prompt's first `end` tokens in memory; nobody changes it afterwards. Memory forgets the
-        caches of this prompt's shorter beginnings, and the least recently used caches until the rest fits."""
+        """Store the cache of a prompt's first `end` tokens in memory, in place of the caches of its shorter beginnings.
+        The cache must not change afterwards. Memory forgets the least recently used caches until the rest fits."""
         key, inner = keys[end], [each for at, each in keys.items() if at < end]
         for each in (key, *inner):
             self._drop(each)
@@ -190,7 +190,7 @@ class Prefixes:
             _unlink(self._path(key))
 
     def forget(self, marks: Collection[str]) -> None:
-        """Remove the prefixes of texts with these marks from memory and disk."""
+        """Remove the caches of stored texts with these marks from memory and disk."""
         for key in [key for key in self._live if mark_in(key) in marks]:
             self.remove(key)
         for path in self._there(f"*-*{SUFFIX}") if marks else ():
@@ -198,7 +198,7 @@ class Prefixes:
                 _unlink(path)
 
     def flush(self) -> int:
-        """Write all caches from memory to disk. Returns the number of files."""
+        """Write all caches in memory to disk, and return the number of files."""
         return sum(self.write(key, self._live[key][0]) for key in list(self._live) if key in self._live)
 
     def _drop(self, key: str) -> None:
@@ -210,14 +210,13 @@ class Prefixes:
                 del self._inside[each]
 
     def _let_go(self) -> None:
-        """Forget caches whose files were removed: until then the disk has no room for others."""
+        """Forget the caches whose files were removed: a mapped file takes up the disk until it is closed."""
         for key in [key for key, (_, size, _) in self._live.items() if not size and not self.has_file(key)]:
             self._drop(key)
 
     def write(self, key: str, cache: EvictionCache) -> bool:
-        """Write a cache's file if there is a folder without it, if it fits, and if the cache's text is not deleted.
-        Memory then has the file's slots in place of its own, where they can stay there. Returns whether it is
-        written."""
+        """Write a cache's file, unless it exists, does not fit, or the cache's text is deleted. Returns whether it was
+        written. Where slots can stay in a file, memory then has those of the file in place of its own."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return False
@@ -238,10 +237,10 @@ class Prefixes:
         return True
 
     def _leave(self, key: str) -> None:
-        """Let the slots of a cache in memory lie in its file instead."""
+        """Replace the slots of a cache in memory by those of its file."""
         if device_of(self.model).type != "cpu":  # a GPU needs the slots in its own memory
             return
-        with contextlib.suppress(ValueError, OSError):  # another server has removed it
+        with contextlib.suppress(ValueError, OSError):  # if another server has removed the file
             cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
             self.place(cache)
             if in_files(cache):
@@ -249,13 +248,13 @@ class Prefixes:
                 self.live_bytes -= size
 
     def _is_gone(self, key: str) -> bool:
-        """Tell whether a key's text is deleted, and forget the caches of all deleted texts."""
+        """Return whether a key's text is deleted, and forget the caches of all deleted texts."""
         gone = self.gone()
         self.forget(gone)
         return mark_in(key) in gone
 
-    def _files(self) -> list:
-        """List (nanoseconds of the last use, bytes, path) of each file."""
+    def _files(self) -> list[tuple[int, int, Path]]:
+        """List (time of the last use in ns, bytes, path) of each file."""
         found = []
         for path in self._there(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -263,16 +262,15 @@ class Prefixes:
                 found.append((stat.st_mtime_ns, stat.st_size, path))
         return found
 
-    def _there(self, pattern: str) -> list:
-        """List the files of a pattern; none where the folder cannot be read: the next write logs that."""
+    def _there(self, pattern: str) -> list[Path]:
+        """List the files of a pattern; none if the folder cannot be read, which the next write logs."""
         try:
             return [] if self.folder is None else list(self.folder.glob(pattern))
         except OSError:
             return []
 
     def _fit(self, most: int) -> None:
-        """Remove the least recently used files until the rest have `most` bytes. Servers that do this at the same time
-        remove the same files."""
+        """Remove the least recently used files until the rest have at most `most` bytes."""
         found = sorted(self._files(), reverse=True)
         used = sum(size for _, size, _ in found)
         while found and used > most:
@@ -282,17 +280,17 @@ class Prefixes:
         self._let_go()
 
     def _tidy(self) -> None:
-        """Remove the unfinished files of killed processes."""
+        """Remove the unfinished files that killed processes have left."""
         self._tidied = time.monotonic()
         for left in (*self._there(".kvevict-*"), *self._there("../texts/*/.kvevict-*")):
             with contextlib.suppress(OSError):
                 if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - LEFT:
                     shutil.rmtree(left, ignore_errors=True)
 
-    def _path(self, key: str) -> Any:
+    def _path(self, key: str) -> Path:
         return self.folder / f"{key}{SUFFIX}"
 
 
-def _unlink(path: Any) -> None:
+def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()

@@ -1,4 +1,4 @@
-"""One answer of a call, while the model writes it."""
+"""The row of a batch that writes one answer of a call."""
 
 from collections.abc import Callable
 
@@ -6,18 +6,18 @@ import torch
 
 from ..answering.writing import Answer
 from .call import Call, Cancelled
-from .sampling import Chooser
+from .sampling import TokenChooser
 from .written import Written
 
 
 class Row(Answer):
     """An `Answer` whose parts go to the call's client. An error ends the call.
 
-    number  of the answer among the call's
-    give    is called with (number, parts) for each token, with (number, None) at the end, or with an error
+    number  which of the call's answers it is
+    give    called with (number, parts) for each token, with (number, None) at the end, or with an error
     """
 
-    def __init__(self, call: Call, number: int, answer: Written, choose: Chooser, give: Callable) -> None:
+    def __init__(self, call: Call, number: int, answer: Written, choose: TokenChooser, give: Callable) -> None:
         def ends(ids: list) -> bool:
             call.token()
             give((number, answer.put(ids[-1], choose.likely(ids[-1]))))
@@ -37,7 +37,7 @@ class Row(Answer):
             return logits.new_zeros((), dtype=torch.int64)
 
     def see(self, token: int) -> None:
-        if self.ended:  # an error has ended it
+        if self.ended:  # `fail` ended the answer
             return
         try:
             super().see(token)
@@ -45,7 +45,7 @@ class Row(Answer):
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End the call with an error."""
+        """End the answer and its call with an error."""
         self.ended = True
         if not isinstance(error, Cancelled):
             self.give(error)

@@ -1,39 +1,34 @@
-"""How the tokens of an answer are chosen, as a request's fields say."""
+"""How an answer's tokens are chosen, by the fields of its request."""
 
 import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, SequenceBiasLogitsProcessor
 
 from ..answering.writing import sent
+from .errors import Json
 
-LENGTHS = "max_completion_tokens", "max_tokens"  # the first of these fields that a request has counts
-LONG = 1024  # most tokens of an answer, unless a request or the model's configuration says another number
-ZERO = 0.01  # a temperature below it draws nothing
-LEAST = -9999.0  # the least logarithm of a probability: JSON has no infinite numbers
+LENGTHS = "max_completion_tokens", "max_tokens"  # the first field that a request has wins
+LONG = 1024  # most tokens of an answer, unless the request or the model's configuration sets another number
+ZERO = 0.01  # temperatures below it are greedy
+LEAST = -9999.0  # least log-probability: JSON has no infinite numbers
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a request wants its answers' tokens chosen.
+    """How a request wants its answers' tokens chosen."""
 
-    changes    fields of the model's `GenerationConfig` and their values
-    frequency  penalty of a token for each time that it was written
-    presence   penalty of a token that was written at all
-    top        number of alternatives beside each token's probability; None: no probabilities
-    """
-
-    changes: dict = field(default_factory=dict)
-    frequency: float = 0.0
-    presence: float = 0.0
-    top: int | None = None
+    changes: Json = field(default_factory=dict)  # fields of the model's `GenerationConfig`
+    frequency: float = 0.0  # penalty of a token for each time that it was written
+    presence: float = 0.0  # penalty of a token that was written at all
+    top: int | None = None  # number of alternatives beside each token's probability; None: no probabilities
 
     @classmethod
-    def of(cls, body: dict[str, Any], said: dict[str, Any]) -> "Decoding":
-        """Read the fields of a checked body. said: the changes that its `generation_config` asks for."""
-        changes = said | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
+    def of(cls, body: Json, config: Json) -> "Decoding":
+        """Read the fields of a checked body. config: the obeyed entries of its `generation_config`."""
+        changes = config | {name: body[name] for name in ("top_p", "top_k", "min_p") if name in body}
         changes |= next((dict(max_new_tokens=body[name]) for name in LENGTHS if name in body), {})
         if "temperature" in body:
             drawn = body["temperature"] >= ZERO
@@ -44,8 +39,8 @@ class Decoding:
         top = None if asked is False else body.get("top_logprobs", 0) if asked is True else asked
         return cls(changes, body.get("frequency_penalty", 0.0), body.get("presence_penalty", 0.0), top)
 
-    def config(self, of_model: Any) -> Any:
-        """Return the model's configuration with the changes. Without a `top_k` tokens are drawn from all."""
+    def config(self, of_model: GenerationConfig) -> GenerationConfig:
+        """Return the model's configuration with the changes; without a `top_k`, all tokens can be drawn."""
         config = copy.deepcopy(of_model)
         config.max_new_tokens = max(config.max_new_tokens or 0, LONG)
         for name, value in self.changes.items():
@@ -55,15 +50,15 @@ class Decoding:
         return config
 
     def processors(self, start: int) -> LogitsProcessorList:
-        """Make Transformers' processors. start: number of the prompt's tokens, which are not penalised."""
-        made: list = [] if self.top is None else [Probabilities(self.top)]
+        """Make the processors that Transformers lacks. start: number of the prompt's tokens, which get no penalty."""
+        made: list[LogitsProcessor] = [] if self.top is None else [Probabilities(self.top)]
         if self.frequency or self.presence:
             made.append(Penalties(start, self.frequency, self.presence))
         return LogitsProcessorList(made)
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's penalties, which are subtracted from a token's logit."""
+    """Subtracts OpenAI's penalties from the logits of tokens that were written, from id number `start` on."""
 
     def __init__(self, start: int, frequency: float, presence: float) -> None:
         self.start, self.frequency, self.presence = start, frequency, presence
@@ -75,7 +70,7 @@ class Penalties(LogitsProcessor):
 
 
 class Probabilities(LogitsProcessor):
-    """Logarithms of the next token's probabilities, after `logit_bias`, before a temperature and penalties."""
+    """Notes the next token's log-probabilities, after `logit_bias` and before temperature and penalties."""
 
     def __init__(self, top: int) -> None:
         self.top = top
@@ -85,39 +80,35 @@ class Probabilities(LogitsProcessor):
         return scores
 
     def of(self, token: int) -> tuple[float, dict[int, float]]:
-        """Return a token's log-prob, and {token: log-prob} of the likeliest tokens."""
+        """Return a token's log-probability, and {token: log-probability} of the `top` likeliest tokens."""
         logs, ids = self.logs.topk(self.top)
         return self.logs[token].item(), dict(zip(ids.tolist(), logs.tolist()))
 
 
-FIRST = SequenceBiasLogitsProcessor, Probabilities
+FIRST = SequenceBiasLogitsProcessor, Probabilities  # processors that run before all others
 
 
-class Chooser:
-    """Chooses the tokens of one answer.
-
-    prompt      ids of the prompt, which at most `most` tokens of the answer follow
-    processors  Transformers' `LogitsProcessorList`
-    noise       the generator of the draws, on the CPU; None: the likeliest token is taken
-    """
+class TokenChooser:
+    """Chooses the tokens of one answer, at most `most`, after a prompt's ids. noise: a generator on the CPU, to draw
+    tokens; None: the likeliest token is chosen."""
 
     def __init__(
         self, prompt: list[int], most: int, processors: LogitsProcessorList, noise: torch.Generator | None
     ) -> None:
-        processors.sort(key=lambda each: type(each) not in FIRST)  # Transformers' own penalties stand before ours
+        processors.sort(key=lambda each: type(each) not in FIRST)
         self.processors, self.noise = processors, noise
         self.probabilities = next((each for each in processors if isinstance(each, Probabilities)), None)
-        self._ids: Any = torch.tensor([prompt + [0] * most])
+        self._ids: Any = torch.tensor([prompt + [0] * most])  # of the prompt and the answer, [1, prompt + most]
         self._length = len(prompt)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].float()
         if self.processors:
-            self._ids = self._ids.to(scores.device)  # once: scores stay on one device
+            self._ids = self._ids.to(scores.device)  # copies once: scores stay on one device
             scores = self.processors(self._ids[:, : self._length], scores)
         if self.noise is None:
             token = scores[0].argmax()
-        else:  # as torch.multinomial, which waits for a GPU
+        else:  # draws as torch.multinomial does, but without waiting for the GPU
             noise = torch.empty(scores.shape[1]).exponential_(generator=self.noise)
             token = (scores[0].softmax(-1) / sent(noise, scores.device)).argmax()
         if self.processors:
@@ -126,5 +117,5 @@ class Chooser:
         return token
 
     def likely(self, token: int) -> tuple[float, dict[int, float]] | None:
-        """Return `Probabilities.of` the newest token; None: the request does not ask for probabilities."""
+        """Return `Probabilities.of` the newest token; None if the request does not ask for probabilities."""
         return None if self.probabilities is None else self.probabilities.of(token)

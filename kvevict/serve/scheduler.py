@@ -1,4 +1,4 @@
-"""The thread that owns the model. In turn, a chunk of a prompt is read, and each running answer gets a token."""
+"""The thread that owns the model: alternately it reads a chunk of a prompt, and writes a token of each answer."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from ..answering.batch import Batch
 from ..answering.writing import step
@@ -20,36 +21,29 @@ from ..engine.read.plan import Plan
 from ..engine.read.step import Step
 from ..models.families import base_model, find_decoder
 from .call import Call
-from .errors import Refused
 from .prefixes import Prefixes
 from .row import Row
 
 
 @dataclass(eq=False)
 class Turn:
-    """Work that waits for the model.
+    """Work that waits for the model."""
 
-    work  a function; one that reads is a generator of all `Step`s but the last
-    call  the call that waits; None: the server waits
-    rows  number of answers that start to run with the turn
-    size  most bytes of these answers' slots
-    """
-
-    work: Callable
-    call: Call | None = None
-    rows: int = 0
-    size: int = 0
+    work: Callable[[], Any]  # returns a result, or reads: then it returns a generator of all `Step`s but the last
+    call: Call | None = None  # the call that waits; None: the server waits
+    rows: int = 0  # number of answers that the turn starts
+    size: int = 0  # most bytes of these answers' slots
     result: Future = field(default_factory=Future)
-    context: Context = field(default_factory=Context)  # all of the work runs in it
-    steps: Any = None  # the generator, while it reads
-    left: int = 0  # rows that are left to read
-    chunk: int = 0  # rows of the last chunk, less the rows of prompts that were read since
+    context: Context = field(default_factory=Context)  # the context variables with which the work runs
+    steps: Generator[Step, None, Any] | None = None  # the generator, once the work reads
+    left: int = 0  # tokens that are left to read
+    chunk: int = 0  # tokens of the last chunk, less the tokens of other prompts that were read since
     alone: bool = True  # whether no other prompt was read since the last chunk
 
     @property
     def most(self) -> int:
-        """Most tokens of another prompt that may be read before the next chunk: half of what is left. Several prompts
-        may be read in between, with as many tokens in all as the last chunk had."""
+        """The most tokens of another prompt that is read before the next chunk: half of what is left for one prompt;
+        several prompts between two chunks have at most as many tokens, in sum, as the last chunk."""
         return self.left // 2 if self.alone else min(self.left // 2, self.chunk)
 
     @property
@@ -58,52 +52,36 @@ class Turn:
 
 
 class Scheduler:
-    """Runs the model in a separate thread.
+    """Runs the model in a separate thread, for at most `most` answers at once."""
 
-    prefixes  the stored prefixes; an answer that needs more memory than these may take runs alone
-    most      most answers that run at once
-    queue     most calls that wait beside the running ones
-    """
+    stall = 0.5  # seconds without a token of the answers after which a read pauses at its next layer
 
-    stall = 0.5  # seconds since the answers' last token after which a read pauses at its next layer
-
-    def __init__(self, model: Any, prefixes: Prefixes, most: int, queue: int) -> None:
-        self.model, self.prefixes, self.most, self.queue = model, prefixes, most, queue
-        self.memory = prefixes.memory  # most bytes of all answers' slots
-        self._turns: list[Turn] = []
-        self._inside: list[Turn] = []  # turns whose prompt is being read, or whose answers run
+    def __init__(self, model: Module, prefixes: Prefixes, most: int) -> None:
+        self.model, self.prefixes, self.most = model, prefixes, most
+        self.memory = prefixes.memory  # most bytes of the slots of all answers, unless one answer alone needs more
+        self._turns: list[Turn] = []  # turns that have not begun
+        self._inside: list[Turn] = []  # turns that read, or whose answers run
         self._groups: list[Group] = []
-        self._plans: deque[Plan] = deque(maxlen=8)  # plans of earlier groups, which know whether tokens can be recorded
-        self._reading: list[Turn] = []  # turns between two chunks; each interrupted the one before it
-        self._calls, self._changed = 0, threading.Condition()
-        self._stepped = 0.0  # when answers had their last token, by time.monotonic()
+        self._plans: deque[Plan] = deque(maxlen=8)  # of earlier groups: a plan remembers whether it can be recorded
+        self._reading: list[Turn] = []  # turns between two chunks; each has interrupted the one before it
+        self._changed = threading.Condition()  # notified of a new turn
+        self._stepped = 0.0  # time.monotonic() of the answers' last token
         threading.Thread(target=self._run, name="kvevict", daemon=True).start()
 
     # -- in any thread ----------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Number of turns that somebody waits for."""
+        """The number of turns that have not begun, without those of cancelled calls."""
         return sum(turn.call is None or not turn.call.cancelled for turn in list(self._turns))
 
     @property
     def running(self) -> int:
-        """Number of answers that are being written."""
+        """The number of answers that are being written."""
         return sum(len(group.batch.rows) for group in self._groups)
 
-    def enter(self) -> None:
-        """Count a call that comes in, until `leave`. Raises Refused when there are too many calls."""
-        with self._changed:
-            if self._calls >= self.most + self.queue:
-                raise Refused(429, f"{self._calls} requests are here already: try again later", "queue_full")
-            self._calls += 1
-
-    def leave(self) -> None:
-        with self._changed:
-            self._calls -= 1
-
     def submit(self, work: Callable[..., Any], *args: Any, **facts: Any) -> Future:
-        """Run work(*args) in the thread that owns the model; returns its future. facts: fields of its `Turn`."""
+        """Run work(*args) in the model's thread, and return a future of its result. facts: further fields of `Turn`."""
         turn = Turn(lambda: work(*args), **facts)
         with self._changed:
             self._turns.append(turn)
@@ -113,7 +91,7 @@ class Scheduler:
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
     def run(self, row: Row, plan: Plan, cache: EvictionCache) -> None:
-        """Let an answer be written from the next step on. plan: of decoded tokens; cache: of the answer's prompt."""
+        """Let an answer be written from the next step on. plan: of its decoded tokens; cache: of its prompt."""
         for group in self._groups:
             if group.plan.policy == plan.policy and group.add(row, cache):
                 return
@@ -125,7 +103,7 @@ class Scheduler:
         self._groups.append(group)
 
     def pause(self) -> None:
-        """Give answers a token between two layers of a read, when it is time."""
+        """Write a token of each answer, between two layers of a read, if the last token is `stall` seconds old."""
         if self._groups and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._step)
 
@@ -140,7 +118,7 @@ class Scheduler:
             Context().run(self._step)
 
     def _next(self) -> Turn | None:
-        """Return the turn that goes on: one that waits, or the one whose prompt is being read; None without either."""
+        """Return the turn to work on: one that begins, or else the newest that reads; None without either."""
         reading = self._reading[-1] if self._reading else None
         turn = self._waiting(None if reading is None else reading.most)
         if turn is None:
@@ -150,8 +128,8 @@ class Scheduler:
         return turn
 
     def _waiting(self, most: int | None) -> Turn | None:
-        """Take the next turn out of the queue: among turns that read at most `most` tokens, the first of the owner with
-        the fewest running answers. None: no turn fits."""
+        """Take a turn that reads at most `most` tokens out of the queue: the first of the owner with the fewest running
+        answers. None if no turn fits."""
         with self._changed:
             turns = [each for each in self._turns if most is None or self._left(each) <= most]
             served = Counter(each.owner for each in self._inside)
@@ -163,7 +141,7 @@ class Scheduler:
             return turn
 
     def _left(self, turn: Turn) -> int:
-        """Number of tokens that a turn has to read: its prompt after a stored prefix. Repeated tokens count twice."""
+        """Count the tokens that a turn has to read, after a stored prefix; twice where the policy repeats them."""
         if turn.call is None:
             return 0
         call = turn.call
@@ -172,12 +150,13 @@ class Scheduler:
         return 2 * left if call.policy.rows.repeats else left
 
     def _fits(self, turn: Turn) -> bool:
+        """Return whether a turn's answers can run beside the others."""
         inside = [each for each in self._inside if each.rows]
         rows, size = sum(each.rows for each in inside), sum(each.size for each in inside)
         return not turn.rows or not inside or (rows + turn.rows <= self.most and size + turn.size <= self.memory)
 
     def _go_on(self, turn: Turn) -> None:
-        """Do a turn's work, or a chunk of it."""
+        """Do a turn's work, or its next chunk."""
         if turn not in self._inside:
             self._inside.append(turn)
             if turn.call is not None:
@@ -196,45 +175,46 @@ class Scheduler:
             self._reading.append(turn)
 
     def _work(self, turn: Turn) -> Step | None:
-        """Do a turn's work, and return the chunk that was read; None: the turn is done."""
+        """Do a turn's work, or read its next chunk and return the chunk's step; None once the turn is done."""
         result = turn.work() if turn.steps is None else turn.steps
         if isinstance(result, Generator):
             turn.steps = result
             try:
-                return next(turn.steps)
+                return next(result)
             except StopIteration as end:
                 result = end.value
         turn.result.set_result(result)
         return None
 
     def _step(self) -> None:
+        """Write a token of each answer."""
         choosing = [alone for group in self._groups for alone in group.choosing()]
         for group in [*self._groups, *choosing]:
             if group.batch.rows:
                 group.step()
         self._groups = [group for group in self._groups if group.batch.rows]
         for alone in choosing:
-            for row in alone.batch.rows:  # one row, unless it has ended
+            for row in alone.batch.rows:  # one row, or none if it has ended
                 alone.batch.cache.end_archive()
                 self.run(row, alone.plan, alone.batch.cache)
         self._stepped = time.monotonic()
         self._leave()
 
     def _leave(self) -> None:
-        """Drop turns whose last answer has ended."""
+        """Forget the turns whose last answer has ended."""
         run = {row.call for group in self._groups for row in group.batch.rows}
         self._inside = [each for each in self._inside if not each.result.done() or each.call in run]
 
 
 class Group:
-    """Answers that one policy writes, a token of each in a step."""
+    """The answers of one policy, which share each step of the model."""
 
-    def __init__(self, model: Any, plan: Plan) -> None:
+    def __init__(self, model: Module, plan: Plan) -> None:
         self.model, self.plan, self.batch = model, plan, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
-        """Add an answer. Return False if it cannot share a step with the others, or should not: answers that have
-        chosen their slots are recorded until others join."""
+        """Add an answer, and return True; False if it cannot share a step with the others, or should not, as answers
+        that have chosen their slots have recorded steps, which end when others join."""
         there, awaits = self.batch.cache, cache.sequence.awaits
         if there is not None and (there.sequence.awaits != awaits or (awaits and not go_on([there, cache]))):
             return False
@@ -247,7 +227,7 @@ class Group:
         return True
 
     def choosing(self) -> list["Group"]:
-        """Take out the answers whose next token chooses their slots (`Policy.recall_after`), each as its own group."""
+        """Take out the answers whose next token chooses their slots (`Policy.recall_after`), as a group each."""
         due = [] if self.batch.cache is None else self.batch.cache.sequence.choosing()[0]
         rows = [self.batch.rows[at] for at in due]
         groups = [Group(self.model, self.plan) for _ in rows]

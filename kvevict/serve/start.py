@@ -20,6 +20,7 @@ from ..patch import in_slots, patch
 from . import log
 from .app import application
 from .connections import Serving
+from .errors import Refused
 from .metrics import OTHER
 from .options import Options
 from .policies import Policies
@@ -27,30 +28,30 @@ from .prefixes import Prefixes
 from .server import Server
 from .texts import Texts
 
+# Entries of PyTorch's caches of matrix products by shape: by default 1,024, which take 300 MB.
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-SWITCH = 5e-4  # seconds that a thread waits for another that runs Python; a token takes many turns
-BODY, LETTERS = 1 << 24, 64  # most bytes of a request, in all and for each token of the context
+SWITCH = 5e-4  # seconds that a thread may run Python while others wait: a token takes many turns of threads
+BODY, LETTERS = 1 << 24, 64  # most bytes of a request in all, and for each token of the context
 
 
 def start(model: str | None, host: str, port: int, options: Options) -> None:
-    """Serve until a signal stops the process (SIGINT, SIGTERM). Raises ValueError or OSError where the model, the
-    store's folder or the port cannot be had."""
+    """Serve until SIGINT or SIGTERM. Raises ValueError or OSError for a model, store or port that cannot be used."""
     log.to_stderr()
     transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # the log's reader expects JSON
+        transformers_logging.disable_progress_bar()  # the log has lines of JSON alone
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         server = _apart(lambda: server_of(model, **vars(options)))
         gc.collect()
-        gc.freeze()  # a collection of all that was imported stops every thread for a third of a second
+        gc.freeze()  # or each collection looks at all imported objects, and stops every thread for 0.3 s
         sys.setswitchinterval(SWITCH)
         port = listening.getsockname()[1]
         log.note("ready", model=server.name, host=host, port=port, page=page(host, port))
 
-        def note(error: Any, client: Any) -> None:
+        def note(error: Refused, client: log.Client) -> None:
             server.metrics.refused(OTHER, error.status)
-            if error.status != 503:  # connections that are too many would fill the log
+            if error.status != 503:  # too many connections would fill the log
                 log.refused(OTHER, error, client)
 
         def begins() -> None:
@@ -60,9 +61,9 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
 
 def _apart(work: Callable[[], Server]) -> Server:
-    """Return the result of work(), which runs in a separate thread. As soon as two threads have OpenMP workers, the
-    workers sleep after each loop, and a decoded token takes 1.6 times as long: only the thread that owns the model may
-    have some. A daemon thread, unlike an executor, does not keep Ctrl-C waiting while a model is loaded."""
+    """Return the result of work(), run in a thread that ends. If two threads have OpenMP workers, the workers sleep
+    after each loop and a decoded token takes 1.6 times as long, so only the thread that owns the model may keep some.
+    A daemon thread, unlike an executor's, lets Ctrl-C end the process while a model is loaded."""
     result: Future[Server] = Future()
 
     def run() -> None:
@@ -78,31 +79,31 @@ def _apart(work: Callable[[], Server]) -> Server:
 
 
 def page(host: str, port: int) -> str:
-    """Return the address of the page at `/`, for a browser on this machine."""
+    """Return the URL of the server's page, for a browser on this machine."""
     name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/"
 
 
 def server_of(model: str | None = None, **options: Any) -> Server:
     """Load and patch a model (None: the bundled one), and make its server. options: fields of `Options`."""
-    for name, entries in SHAPES.items():  # PyTorch's caches of matrix products by shape have 1,024 entries, or 300 MB
+    for name, entries in SHAPES.items():
         os.environ.setdefault(name, entries)
-    told, where = Options(**options), model or small_llama()
-    loaded, tokenizer = load_model(where, told.dtype, told.device)
+    given, where = Options(**options), model or small_llama()
+    loaded, tokenizer = load_model(where, given.dtype, given.device)
     decoder = find_decoder(loaded)
     context = families.context_of(decoder.config) or 1 << 20
     # On a GPU a recording is a CUDA graph, and a batch that changes often would be recorded at nearly every step.
     records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
-    policies = Policies(told, context, lambda policy, run: in_slots(policy, run, loaded), records)
+    policies = Policies(given, context, lambda policy, run: in_slots(policy, run, loaded), records)
     patch(loaded, policies.built(), tokenizer=tokenizer)
     if not policies.built().policy.recall:
-        log.note("no beginning of a prompt is shared", logging.WARNING, reason=f"{told.policy} cannot recall")
-    folder = None if told.store is None else Path(told.store)
+        log.note("no beginning of a prompt is shared", logging.WARNING, reason=f"{given.policy} cannot recall")
+    folder = None if given.store is None else Path(given.store)
     if folder is not None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    texts = Texts(told.memory if folder is None else told.disk, folder and folder / "texts")
+    texts = Texts(given.memory if folder is None else given.disk, folder and folder / "texts")
     files = folder and folder / "prefixes"
-    prefixes = Prefixes(loaded, told.memory, files, lambda: told.disk - texts.bytes, texts.gone)
-    name = told.name or (Path(where).name if Path(where).exists() else where)
+    prefixes = Prefixes(loaded, given.memory, files, lambda: given.disk - texts.bytes, texts.gone)
+    name = given.name or (Path(where).name if Path(where).exists() else where)
     most = min(BODY, LETTERS * context + (1 << 16))
-    return Server(name, loaded, tokenizer, policies, prefixes, texts, told, most)
+    return Server(name, loaded, tokenizer, policies, prefixes, texts, given, most)

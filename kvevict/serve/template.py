@@ -1,41 +1,40 @@
-"""A model's response template: it tells reasoning and tool calls from text while an answer is written."""
+"""Separates reasoning and tool calls from text while an answer is written, by the model's response template."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from ..asking.prompts import rendered
+from .errors import Json
 from .messages import arguments_of, json_fault
 
 CONTENT, REASONING, CALLS = "content", ("reasoning_content", "thinking"), "tool_calls"  # fields of response templates
 TEXTS = CONTENT, *REASONING
-NOT_READ = ValueError, TypeError, LookupError, AttributeError, RecursionError
+UNREADABLE = ValueError, TypeError, LookupError, AttributeError, RecursionError  # the errors of a malformed call
 
 
 class Token(NamedTuple):
-    """A written token: its bytes, the logarithm of its probability, and (bytes, logarithm) of the likeliest tokens in
-    their order. start: the answer's letters before the token, or before the character that it is a part of."""
+    """A written token, with its probability."""
 
     data: bytes
-    log: float
-    others: list[tuple[bytes, float]]
-    start: int
+    log: float  # its log-probability
+    others: list[tuple[bytes, float]]  # (bytes, log-probability) of the likeliest tokens, in descending order
+    start: int  # number of the answer's letters before the token, or before the character that it is a part of
 
 
 Part: TypeAlias = str | ToolCall | Token
 
 
 class Form:
-    """How a model writes: the special tokens, and the response template, a grammar that separates reasoning and tool
-    calls from text. Transformers' template for the model's type counts only if the chat template opens an answer as
-    that template expects."""
+    """A model's special tokens and its response template, a grammar of reasoning, tool calls and text. Transformers'
+    template for the model's type is used only if the chat template opens an answer as that template expects."""
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         added = tokenizer.added_tokens_decoder
@@ -48,15 +47,16 @@ class Form:
             if not any(each in opened for each in ([anchors] if isinstance(anchors, str) else anchors)):
                 self.template = None
 
-    def parser(self, prompt: list[int], tools: list[Any] | None) -> Parser | None:
-        """Make the parser of an answer to a prompt's ids; None: all is text. Without tools there are no calls."""
+    def parser(self, prompt: list[int], tools: list[Json] | None) -> Parser | None:
+        """Make the parser of an answer to a prompt's ids, which finds calls only if there are tools. None: the answer
+        is all text."""
         if self.template is None:
             return None
         fields = {name: field for name, field in self.template["fields"].items() if tools or name != CALLS}
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
     def silent(self, parser: object) -> set[int]:
-        """Return the special tokens that are left out of an answer: the response template does not look for them."""
+        """Return the special tokens to leave out of an answer: all that its parser does not look for."""
         if parser is None:
             return self.special
         looked_for = "\n".join(_strings(self.template))
@@ -65,35 +65,33 @@ class Form:
 
 
 class Parser:
-    """Transformers' parser without its losses: a tool call that is cut, or cannot be read, is text. No part has letters
-    of the prompt.
+    """Parses an answer as it grows. A tool call that is cut, or cannot be read, becomes text: Transformers' parser
+    would raise and lose it, so the template here makes every region text, and each region is then parsed alone. No
+    part has letters of the prompt."""
 
-    Transformers' parser raises for a region that it cannot read, and loses the region. So the template here makes every
-    region text, and each region is then read alone.
-    """
-
-    def __init__(self, template: dict, prompt: str, tools: list | None) -> None:
+    def __init__(self, template: Json, prompt: str, tools: list | None) -> None:
         self._template, self._tools = template, tools
         whole = {**template, "fields": {name: _whole(name, field) for name, field in template["fields"].items()}}
         self._parser = ResponseParser(whole, prompt)
-        # Letters of the prompt that are in no event yet: they may begin a delimiter, or are in a region that is open.
+        # Number of the prompt's last letters that are in no event yet, as they are in an open region or a delimiter.
         self._given = sum(len(_letters(event)) for event in ResponseParser(whole, prompt).finalize()[1])
-        self.reasons = False  # whether the letters so far end within reasoning
+        self.reasons = False  # whether the answer is within reasoning
         for event in self._parser.initial_events:
             self._follow(event)
-        self._spoke, self._blank = False, ""  # whether a field has letters, and space after them
-        self._lost = False  # whether the last region could not be read
+        self._spoke, self._blank = False, ""  # whether the field has letters yet; the white space after them
+        self._lost = False  # whether the last region could not be parsed
 
     def parts(self, text: str) -> list[Part]:
-        """Return the parts that are certain after more text."""
-        return self._told(self._parser.feed(text))
+        """Append text, and return the parts that are certain now."""
+        return self._parts(self._parser.feed(text))
 
     def close(self, text: str, cut: bool) -> list[Part]:
-        """Return the rest, with the last text. cut: whether the answer could have gone on."""
-        return self.parts(text) + self._told(self._parser.finalize()[1], cut)
+        """Append the last text, and return all other parts. cut: whether the answer could have gone on."""
+        return self.parts(text) + self._parts(self._parser.finalize()[1], cut)
 
-    def _told(self, events: list, cut: bool = False) -> list:
-        parts: list = []
+    def _parts(self, events: list[Json], cut: bool = False) -> list[Part]:
+        """Make the parts of the parser's events."""
+        parts: list[Part] = []
         for event in events:
             field, kind = event["field"], event["type"]
             self._follow(event)
@@ -109,23 +107,23 @@ class Parser:
                 parts.extend(self._region(event, cut))
         return joined(parts)
 
-    def _follow(self, event: dict) -> None:
+    def _follow(self, event: Json) -> None:
         if event["type"] != "region_chunk":
             self.reasons = event["type"] == "region_open" and event["field"] in REASONING
 
-    def _region(self, event: dict, cut: bool) -> list:
-        """Return the calls of a region that is not text, or the letters of a region that cannot be read."""
+    def _region(self, event: Json, cut: bool) -> list:
+        """Return the calls of a region that is not text; its letters if it cannot be parsed."""
         letters = _letters(event)
-        said = self._new(letters)
+        new = self._new(letters)
         try:
             if cut and not event["value"].get("end"):
                 raise ValueError("its end did not come")
             calls = self._calls(event["field"], letters)
             self._blank = ""
             return calls
-        except NOT_READ:
-            said, self._lost, self._blank = self._blank + said, True, ""
-            return [said]
+        except UNREADABLE:
+            new, self._lost, self._blank = self._blank + new, True, ""
+            return [new]
 
     def _calls(self, field: str, letters: str) -> list:
         alone = {**self._template, "fields": {field: self._template["fields"][field]}}
@@ -133,68 +131,63 @@ class Parser:
         return [call_of(each) for value in _listed(message[field]) for each in _listed(value)] if field == CALLS else []
 
     def _new(self, text: str) -> str:
-        """Cut the prompt's characters off a text."""
+        """Cut letters of the prompt off the start of a text."""
         new = text[self._given :]
         self._given = max(self._given - len(text), 0)
         return new
 
     def _stripped(self, text: str, field: str) -> str:
-        """Strip the space at the ends of a field, as Transformers does for a whole message."""
+        """Strip the white space at both ends of a field, as Transformers does with a whole message."""
         if not self._template["fields"][field].get("content_args", {}).get("strip", True):
             return text
         text = self._blank + text if self._spoke else text.lstrip()
-        said = text.rstrip()
-        self._spoke, self._blank = self._spoke or bool(said), text[len(said) :]
-        return said
+        stripped = text.rstrip()
+        self._spoke, self._blank = self._spoke or bool(stripped), text[len(stripped) :]
+        return stripped
 
 
-def _whole(name: str, field: dict) -> dict:
-    """Change a field of a response template so that it is never missing, and that its value is all of its letters."""
+def _whole(name: str, field: Json) -> Json:
+    """Change a field of a response template so that it is optional and its value is all of its letters."""
     if name in TEXTS:
         return {**field, "content": "text", "optional": True}
     start, end = _pattern(field, "open"), _pattern(field, "close")
     made: dict = dict(content="text", content_args=dict(strip=False), repeats=True, transform=dict(content="{content}"))
     if start is not None:
-        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # the second group is the end of a region without one
+        made["open_pattern"] = f"(?P<start_>{start})(?P<end_>)"  # an empty end, for a region that has none
         made["transform"] = dict(start="{start_}", content="{content}", end="{end_}")
     if end is not None:
         made["close_pattern"] = f"(?P<end_>{end})"
     return made
 
 
-def _pattern(field: dict, key: str) -> str | None:
-    """Return the pattern of a delimiter, which is one text or several."""
+def _pattern(field: Json, key: str) -> str | None:
+    """Return the regular expression of a field's delimiter, which is given as such, or as one text or several."""
     if key not in field:
         return field.get(f"{key}_pattern")
     texts = [field[key]] if isinstance(field[key], str) else sorted(field[key], key=len, reverse=True)
     return "|".join(map(re.escape, texts))
 
 
-def _letters(event: dict) -> str:
-    """Return the letters of an event: a chunk of a text, or all of another region that ends."""
+def _letters(event: Json) -> str:
+    """Return the letters that an event adds: of a chunk of text, or of all of another region at its end."""
     if event["field"] in TEXTS:
         return event.get("text", "")
     return "".join(event["value"].values()) if event["type"] == "region_close" else ""
 
 
 def joined(parts: Iterable[Part]) -> list[Any]:
-    """Join texts of one kind that follow each other."""
-    found: list = []
-    for part in parts:
-        if found and isinstance(part, str) and type(found[-1][0]) is type(part):
-            found[-1].append(part)
-        else:
-            found.append([part])
-    return [type(each[0])("".join(each)) if isinstance(each[0], str) else each[0] for each in found]
+    """Join neighbouring texts of one kind."""
+    groups: Iterator[tuple[Any, Iterator[Any]]] = groupby(parts, type)
+    return [each for kind, group in groups for each in ([kind("".join(group))] if issubclass(kind, str) else group)]
 
 
 def _listed(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def call_of(value: Any) -> ToolCall:
-    """Make a `ToolCall` of a value. Raises one of `NOT_READ` for a value that is not a call, or whose name or arguments
-    have a `json_fault`."""
+def call_of(value: Json) -> ToolCall:
+    """Make a `ToolCall` of a parsed value. Raises one of `UNREADABLE` for a value that is not a call, or whose name or
+    arguments have a `json_fault`."""
     function = value["function"]
     name, arguments = function["name"], function["arguments"]
     if not (isinstance(name, str) and name):
@@ -204,7 +197,7 @@ def call_of(value: Any) -> ToolCall:
     return ToolCall(name, arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _strings(value: object) -> Any:
+def _strings(value: object) -> Iterable[str]:
     """Iterate over the texts in a value of JSON."""
     if isinstance(value, str):
         return [value]

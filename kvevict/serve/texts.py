@@ -1,4 +1,4 @@
-"""Texts that requests open by their names. A cache that is lost is read from its text again."""
+"""Stores texts that requests open by name. If a text's cache is lost, the text is read again."""
 
 import contextlib
 import hashlib
@@ -8,24 +8,25 @@ import os
 import threading
 import time
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..store import files
 from . import log
-from .errors import Refused
+from .errors import Json, Refused
 from .log import Troubles
 from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
-LETTERS, BYTES = 100, 240  # most letters of a name, most bytes of it as a file's
-SETTLED = 2  # seconds to which file systems may round a folder's mtime: two changes can then share it
-EVERY = 60  # seconds between looks at all folders: some file systems keep no time of change
-JOINERS = "\u200c\u200d"  # letters that words of many scripts have
+LETTERS, BYTES = 100, 240  # most letters of a name, and most bytes, as it names a file
+SETTLED = 2  # seconds within which two changes of a folder may leave the same mtime, as file systems round it
+EVERY = 60  # seconds until a folder is read again though its mtime is unchanged: some file systems do not update it
+JOINERS = "\u200c\u200d"  # not printable, but a part of words in many scripts
 
 
 def checked(name: object) -> str:
-    """Return a text's name in NFC. Raises Refused for a name that could be more than a file's."""
+    """Return a text's name in NFC. Raises Refused unless it can name a file in a folder."""
     found = unicodedata.normalize("NFC", name) if isinstance(name, str) else ""
     fits = 0 < len(found) <= LETTERS and len(found.encode("utf-8", "replace")) <= BYTES
     fits = fits and all(each.isprintable() or each in JOINERS for each in found)
@@ -38,40 +39,32 @@ def checked(name: object) -> str:
 
 
 class Text(NamedTuple):
-    """A text, and the policy and budget that it was stored with."""
+    """A stored text."""
 
     text: str
-    asked: dict
+    asked: Json  # the policy and budget that it was stored with, unless they are the server's
 
 
 class _Known(NamedTuple):
-    """What this server knows of a text.
+    """What this server knows of a text."""
 
-    mark   the text's part of the names of its prefixes; None: the text's file is damaged
-    file   facts of the file that change when another replaces it
-    whole  the text, if there are no files
-    """
-
-    size: int
-    mark: str | None
-    file: tuple = ()
-    whole: Text | None = None
+    size: int  # bytes
+    mark: str | None  # `mark_of` the text, which the keys of its caches have; None: its file is damaged
+    file: tuple = ()  # `_file` of the file that was read
+    whole: Text | None = None  # the text, if there are no files
 
 
 class Texts:
-    """Texts by owner and name, in files if there is a folder. Servers may share the folder: a text is looked for there
-    each time, so that every server knows the texts that one has stored or deleted.
+    """Texts by owner and name, of at most `most` bytes, in memory or in a folder. Servers may share the folder: a text
+    is looked up in its file each time, so that every server knows what another has stored or deleted."""
 
-    most  most bytes of all texts
-    """
-
-    def __init__(self, most: int, folder: str | Path | None = None) -> None:
+    def __init__(self, most: int, folder: Path | None = None) -> None:
         self.most = most
-        self.folder: Any = None if folder is None else Path(folder)
-        self._known: dict = {}  # (owner, name) -> `_Known`
-        self._looked: dict = {}  # owner -> (when its folder had changed, when it was looked at)
-        self._marks: set = set()  # marks of the texts known at or since the last `gone`
-        self._lock = threading.RLock()  # held while these are read or changed
+        self.folder: Any = folder
+        self._known: dict[tuple[str, str], _Known] = {}  # the keys are (owner, name)
+        self._looked: dict[str, tuple[float, float]] = {}  # owner -> (mtime of the folder, time when it was read)
+        self._marks: set[str | None] = set()  # marks of all texts that were known at the last `gone` or since
+        self._lock = threading.RLock()  # held while `_known`, `_looked` or `_marks` is used
         self._troubles = Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,8 +77,7 @@ class Texts:
             return sum(each.size for each in self._known.values())
 
     def check(self, owner: str, name: str, text: str, replace: bool) -> None:
-        """Raise Refused if a text cannot be stored: it does not fit, or the name is another's that may not be
-        replaced."""
+        """Raise Refused if a text does not fit, or if its name has another text, and `replace` is false."""
         with self._lock:
             there = None if replace else self._text(owner, name)
             used, before = self.bytes, self._known.get((owner, name))
@@ -95,25 +87,24 @@ class Texts:
         if size > self.most:
             raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
 
-    def put(
-        self, owner: str, name: str, text: str, replace: bool = True, asked: dict[str, Any] | None = None
-    ) -> str | None:
-        """Store a text, and return the mark of the text that had the name. replace: whether that may be another text;
-        asked: the policy and budget, if not the server's. Raises Refused if the text does not fit or cannot be
-        written."""
-        whole = Text(text, {key: value for key, value in (asked or {}).items() if value is not None})
+    def put(self, owner: str, name: str, text: str, replace: bool = True, asked: Json | None = None) -> str | None:
+        """Store a text, and return the mark of the text that had the name before. asked: as in `Text`. Raises Refused
+        as `check` does, and if the text cannot be written."""
+        whole = Text(text, asked or {})
         with self._lock:
             self.check(owner, name, text, replace)
             before = self._known.get((owner, name))
             if self.folder is None:
                 self._note(owner, name, _Known(_size(text), mark_of(owner, text), whole=whole))
                 return before and before.mark
-            replace = replace or before is not None  # the same text, or a damaged one
-            path, said = self._path(owner, name), json.dumps(_said(owner, name, *whole))
+            replace = (
+                replace or before is not None
+            )  # `check` has passed: the text before is the same, or its file is damaged
+            path, data = self._path(owner, name), json.dumps(_content(owner, name, *whole))
             try:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
-                files.write(path, said, mode=0o600, replace=replace)
-            except FileExistsError:  # another server was faster
+                files.write(path, data, mode=0o600, replace=replace)
+            except FileExistsError:  # another server has just stored a text of this name
                 self.check(owner, name, text, replace)
             except OSError as error:
                 raise Refused(507, f"the text cannot be stored: {error.strerror}") from None
@@ -140,14 +131,13 @@ class Texts:
             self._known.pop((owner, name), None)
             return mark
 
-    def gone(self, *marks: str | None) -> set:
-        """Return the marks of deleted texts: those deleted since the last call, and those of `marks` that no stored
-        text has."""
+    def gone(self, *marks: str | None) -> set[str]:
+        """Return the marks of the texts that were deleted since the last call, and those of `marks` without a text."""
         with self._lock:
             self._refresh()
             known = {each.mark for each in self._known.values()}
             found, self._marks = (self._marks | set(marks)) - known, known
-            return found - {None}
+            return {mark for mark in found if mark is not None}
 
     def of(self, owner: str) -> list[tuple[str, int]]:
         """List (name, bytes) of an owner's texts."""
@@ -165,8 +155,8 @@ class Texts:
             return known and known.whole
 
     def _refresh(self, every: float = EVERY) -> None:
-        """Look at the folders that have changed, and at all folders after `every` seconds. Where a folder cannot be
-        read, what is known stays."""
+        """Read the folders that have changed, or that were read `every` seconds ago. If one cannot be read, what is
+        known stays."""
         if self.folder is not None:
             try:
                 self._look_at_all(every)
@@ -183,44 +173,42 @@ class Texts:
                 self._look(owner, () if folder is None else os.scandir(folder))
                 self._looked[owner] = changed, now
 
-    def _look(self, owner: str, entries: Any) -> None:
-        """Note the new files in an owner's folder, and forget those that are gone."""
+    def _look(self, owner: str, entries: Iterable[os.DirEntry]) -> None:
+        """Load the new files in an owner's folder, and forget those that are gone."""
         there = set()
-        for entry in entries:  # a thousand files take milliseconds; as `Path`s, ten times as long
+        for entry in entries:  # a thousand take milliseconds, and ten times as long as `Path`s
             name, kind = os.path.splitext(entry.name)
             if kind != ".json":
                 continue
             at = owner, unicodedata.normalize("NFC", name)
             there.add(at)
-            with contextlib.suppress(FileNotFoundError):  # another server was faster
+            with contextlib.suppress(FileNotFoundError):  # if another server has removed it
                 if at not in self._known or self._known[at].file != _file(entry.stat()):
                     self._load(*at, entry.path)
         for at in {at for at in self._known if at[0] == owner} - there:
             del self._known[at]
 
     def _load(self, owner: str, name: str, path: str | Path) -> Text | None:
-        """Load a text from its file, and note all of it but its letters. None if the file is missing or damaged."""
+        """Load a text from its file, and note what `_Known` has of it. None if the file is missing or damaged."""
         before, file = self._known.get((owner, name)), ()
         try:
             file = _file(os.stat(path))
             with open(path, "rb") as opened:
-                file, said = _file(os.fstat(opened.fileno())), json.loads(opened.read())
-            text, asked = said["text"], said.get("asked", {})
-            if said != _said(owner, name, text, asked):
+                file, content = _file(os.fstat(opened.fileno())), json.loads(opened.read())
+            text, asked = content["text"], content.get("asked", {})
+            if content != _content(owner, name, text, asked):
                 raise ValueError("its checksum is not that of its content")
         except FileNotFoundError:
             self._known.pop((owner, name), None)
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, OSError):
-                self._troubles.note("a stored text cannot be read", error)
-            elif before is None or before.mark is not None or before.file != file:
-                told = "a stored text is damaged and not known"
-                log.note(told, logging.WARNING, file=str(path), reason=str(error))
-            stays = before is not None and isinstance(
-                error, OSError
-            )  # the file may be read later, so the prefixes stay
-            self._note(owner, name, before._replace(file=file) if stays else _Known(0, None, file))
+        except OSError as error:  # the file may be read later, so its caches stay
+            self._troubles.note("a stored text cannot be read", error)
+            self._note(owner, name, (before or _Known(0, None))._replace(file=file))
+            return None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if before is None or before.mark is not None or before.file != file:
+                log.note("a stored text is damaged and not known", logging.WARNING, file=str(path), reason=str(error))
+            self._note(owner, name, _Known(0, None, file))
             return None
         if before is None or before.mark is None or before.file != file:
             self._note(owner, name, _Known(_size(text), mark_of(owner, text), file))
@@ -235,11 +223,13 @@ class Texts:
         return self.folder / owner / f"{checked(name)}.json"
 
 
-def _file(stat: Any) -> tuple:
+def _file(stat: os.stat_result) -> tuple:
+    """Return facts of a file that change when another file replaces it."""
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _said(owner: str, name: str, text: str, asked: dict) -> dict:
+def _content(owner: str, name: str, text: str, asked: Json) -> Json:
+    """Make the content of a text's file, with a checksum."""
     more = (json.dumps(asked, sort_keys=True),) if asked else ()
     digest = hashlib.sha256("\0".join((owner, name, text, *more)).encode("utf-8", "surrogatepass")).hexdigest()
     return dict(format=FORMAT, name=name, text=text, sha256=digest) | (dict(asked=asked) if asked else {})

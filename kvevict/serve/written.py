@@ -1,64 +1,65 @@
-"""An answer: text, reasoning, tool calls and end, made from the model's tokens one by one."""
+"""Makes an answer from the model's tokens, one by one: its text, reasoning, tool calls and end."""
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from transformers.cli.serving.utils import ToolCall
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .template import Form, Part, Token
+from .template import Form, Parser, Part, Token
 
-TIMES, LEAST, LONGEST = 4, 64, 256  # minimum copies, minimum tokens in all, maximum tokens per copy
-HALF = "\ufffd"  # the letter that a tokenizer gives for a part of a character
-BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # a letter of a byte-level vocabulary -> its byte
-BYTES |= {f"<0x{byte:02X}>": byte for byte in range(256)}  # sentencepiece writes bytes like this
+TIMES, LEAST, LONGEST = 4, 64, 256  # of a repetition: least copies, least tokens in all, most tokens of a copy
+HALF = "\ufffd"  # how a tokenizer decodes a part of a character
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # letter of a byte-level vocabulary -> byte
+BYTES |= {f"<0x{byte:02X}>": byte for byte in range(256)}  # as sentencepiece writes bytes
 Numbered: TypeAlias = tuple[int, list[Part] | None]  # an answer's number and parts; None: the answer's end
 
 
-class Repetition:
-    """The repetitions at the end of a sequence that grows by `put`: a greedy answer may repeat itself without end."""
+class RepeatDetector:
+    """Finds out whether an answer repeats itself, as a greedy answer may do without end."""
 
     def __init__(self) -> None:
         periods = np.arange(1, LONGEST + 1)
-        self._last = np.full(LONGEST, -1)  # tokens, newest first
-        self._equal = np.zeros(LONGEST, int)  # by period: number of newest tokens that equal the token a period before
+        self._last = np.full(LONGEST, -1)  # the last tokens, newest first
+        self._equal = np.zeros(LONGEST, int)  # by period: how many of the newest tokens equal the one a period before
         self._enough = np.maximum(TIMES * periods, LEAST) - periods
 
     def put(self, token: int) -> bool:
-        """Append a token, and tell whether the tokens now end with `TIMES` copies of one piece."""
+        """Append a token, and return whether the tokens end with `TIMES` copies of one piece, or more."""
         self._equal = (self._equal + 1) * (self._last == token)
         self._last = np.concatenate(([token], self._last[:-1]))
         return bool((self._equal >= self._enough).any())
 
 
 class Written:
-    """An answer that grows by `put` until it has `ended`; `close` has the rest. Both methods return the parts that are
-    certain: texts, `ReasoningText`, `ToolCall`, and a `Token` for each probability.
+    """An answer that grows by `put` until it is `over`; then `close` returns the rest. Both methods return the parts
+    that have become certain: texts, `ReasoningText`, `ToolCall`, and a `Token` for each probability.
 
     stops   strings that end the answer and are cut from it
     ends    tokens that end the answer
-    most    most tokens of the answer
-    single  True ends the answer with its first tool call; any answer ends before a call that it has made already
-    loops   False ends an answer that repeats itself before `most`
-    before  ids that the answer continues: at the beginning of a text a decoder may strip a space
+    most    largest number of tokens
+    single  whether the answer ends with its first tool call; any answer ends before it repeats a call
+    loops   whether the answer may repeat itself until it has `most` tokens
+    before  ids that the answer continues, as a decoder may strip a space at the start of a text
     """
 
     def __init__(
-        self, form: Form, parser: Any, stops: tuple, ends: set, most: int, single: bool = False, loops: bool = True,
-        before: Any = (),
+        self, form: Form, parser: Parser | None, stops: tuple[str, ...], ends: set[int], most: int,
+        single: bool = False, loops: bool = True, before: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.tokenizer, self.parser, self.silent = form.tokenizer, parser, form.silent(parser)
-        self._repetition = None if loops else Repetition()
+        self._repetition = None if loops else RepeatDetector()
         self.stops, self.ends, self.most, self.single = stops, ends, most, single
         self.tokens, self.ended = 0, False
-        self.reasoning = 0  # tokens between the delimiters of reasoning
+        self.reasoning = 0  # number of tokens within reasoning
         self.calls: list[ToolCall] = []
-        self._ids = [*before]  # ids that are decoded together; the first `_told` are in a part already
-        self._told, self._held = len(before), ""  # held text may begin a stop string
+        self._ids = [*before]  # ids that are decoded together; the text of the first `_known` ids was returned before
+        self._known, self._held = len(before), ""  # `_held`: decoded text that may begin a stop string
         self._end: int | None = None  # the token that ended the answer
-        self._called = False  # whether a call ended the answer
-        self._likely: list = []  # tokens that are in no part yet
-        self._decided, self._certain = 0, 0  # letters that were decoded, and those of them that are in parts
+        self._called = False  # whether a tool call ended the answer
+        self._likely: list[Token] = []  # tokens that were not returned yet
+        self._decided, self._certain = 0, 0  # numbers of letters: decoded, and returned
 
     @property
     def over(self) -> bool:
@@ -73,7 +74,7 @@ class Written:
         return "tool_calls" if self.calls else "stop"
 
     def put(self, token: int, probabilities: tuple[float, dict[int, float]] | None = None) -> list[Part]:
-        """Append a token. probabilities: (the token's logarithm, {token: logarithm} of the likeliest)."""
+        """Append a token. probabilities: (its log-probability, {token: log-probability} of the likeliest tokens)."""
         self.tokens += 1
         reasons = self.parser is not None and self.parser.reasons and token not in self.ends
         parts: list[Part] = []
@@ -87,18 +88,18 @@ class Written:
             self._ids.append(token)
             text = self._new()
             if text and not text.endswith(HALF):
-                self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+                self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
                 self._decided += len(text)
                 parts = self._parsed(self._until_stop(text)) + self._tokens()
         self.reasoning += reasons and self.parser.reasons
         return parts
 
-    def _token(self, token: int, log: float, likeliest: dict) -> Token:
+    def _token(self, token: int, log: float, likeliest: dict[int, float]) -> Token:
         others = [(self._bytes(each), number) for each, number in likeliest.items()]
         return Token(self._bytes(token), log, others, self._decided + len(self._new().rstrip(HALF)))
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes that a next token adds to the text."""
+        """Return the bytes that a token would add to the text."""
         letters = self._decoded([*self._ids, token])[len(self._decoded(self._ids)) :]
         if HALF not in letters + self._decoded([token]):
             return letters.encode()
@@ -107,14 +108,14 @@ class Written:
         return bytes(BYTES[each] for each in pieces) if all(map(BYTES.__contains__, pieces)) else letters.encode()
 
     def _tokens(self) -> list:
-        """Take the tokens whose letters are certain."""
+        """Take out the tokens whose letters are certain."""
         count = sum(token.start < self._certain for token in self._likely)
         tokens, self._likely = self._likely[:count], self._likely[count:]
         return tokens
 
     def close(self) -> list[Part]:
         if self.ended and self._end is None:
-            rest = ""  # the rest comes after a stop string
+            rest = ""  # a stop string or a call ended the answer, and what follows does not belong to it
         else:
             rest = self._until_stop(self._new().rstrip(HALF)) + self._held
             self._certain += len(self._held)
@@ -125,19 +126,19 @@ class Written:
             return []
         end = "" if self._end is None or self._end in self.silent else self._decoded([self._end])
         parts = self.parser.close(end, cut=self._end is None)
-        if end and parts and isinstance(parts[-1], str):  # where the template expects no end
+        if end and parts and isinstance(parts[-1], str):  # the parser takes the end for text if its template has none
             parts[-1] = type(parts[-1])(parts[-1].removesuffix(end))
         return self._counted([part for part in parts if part])
 
     def _new(self) -> str:
-        """Decode the ids that are in no part yet."""
-        return self._decoded(self._ids)[len(self._decoded(self._ids[: self._told])) :]
+        """Decode the ids whose text was not returned yet."""
+        return self._decoded(self._ids)[len(self._decoded(self._ids[: self._known])) :]
 
     def _decoded(self, ids: list) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
     def _until_stop(self, text: str) -> str:
-        """Return the letters, held ones first, that are certain to stand before any stop string."""
+        """Return the text, with the held one first, up to what is or may become a stop string."""
         text = self._held + text
         cut = min((at for at in map(text.find, self.stops) if at >= 0), default=len(text))
         if cut < len(text):
@@ -154,7 +155,8 @@ class Written:
             return [text] if text else []
         return self._counted(self.parser.parts(text)) if text else []
 
-    def _counted(self, parts: list) -> list:
+    def _counted(self, parts: list[Part]) -> list[Part]:
+        """Note the tool calls among parts, and drop what follows the call that ends the answer."""
         if self._called:
             return []
         for at, part in enumerate(parts):

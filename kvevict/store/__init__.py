@@ -1,1 +1,1 @@
-"""Compressed caches in files: a prompt is read once, and questions are asked later."""
+"""Stores caches in files, so that a prompt is read once and questions are asked later."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the texts in a user's files."""
+"""Writes files whole or not at all, and decodes a user's text files."""
 
 import codecs
 import contextlib
@@ -8,19 +8,18 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
-NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems
-MARKS = {  # what a text in these encodings begins with; that of UTF-32 begins with that of UTF-16
+NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems without hard links
+MARKS = {  # byte order marks; UTF-32 comes first, as its mark begins with UTF-16's
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 MOUNTS = "/proc/self/mountinfo"
-REMOTE = re.compile(r"nfs|cifs|smb|ceph|lustre|gpfs|beegfs|afs|9p|virtiofs|fuse")  # kinds of file systems
+REMOTE = re.compile(r"nfs|cifs|smb|ceph|lustre|gpfs|beegfs|afs|9p|virtiofs|fuse")  # types of network file systems
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-    """Tell whether other machines may change a file. False where the system does not say."""
+    """Return whether a file is on a network file system, where other machines may change it; False if unknown."""
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     with contextlib.suppress(FileNotFoundError), open(MOUNTS) as mounts:
@@ -32,8 +31,8 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def decoded(data: bytes, name: str | os.PathLike) -> str:
-    """Return the text of a file, with line ends \\n: in UTF-8, or in the encoding that its mark names. ValueError, with
-    `name` and the byte's place, for other bytes."""
+    """Decode a text in UTF-8, or in the encoding of its byte order mark, with line ends \\n. Raises ValueError, with
+    the file's name and the byte's place, for other bytes."""
     encoding = next((encoding for mark, encoding in MARKS.items() if data.startswith(mark)), "utf-8")
     try:
         return io.StringIO(data.decode(encoding).removeprefix("\ufeff"), newline=None).getvalue()
@@ -46,16 +45,13 @@ def decoded(data: bytes, name: str | os.PathLike) -> str:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, replace: bool = True, sync: bool = True) -> Iterator[str]:
-    """Yield the name of a temporary file to write. At the block's end it replaces `path`, or the target of a link
-    there. replace: False raises FileExistsError where there is one already.
+    """Yield the name of a temporary file to write, which replaces `path` at the end of the block. After an error `path`
+    is unchanged. Raises OSError if nothing can be written, and ValueError if `path` is not a regular file.
 
-    The temporary file is in a private folder beside the old one, so that processes that write the same path do not
-    collide. With `sync` it is on the disk before it gets its name. After an error `path` is unchanged and nothing else
-    is left.
-
-    Raises the file system's OSError if nothing can be written, and ValueError if `path` is not a regular file (a
-    device, for example).
+    replace  False: raise FileExistsError if `path` exists
+    sync     whether the data must be on the disk before the file gets its name
     """
+    # A private folder beside `path` keeps processes that write the same path apart.
     path = os.path.realpath(os.fsdecode(path))
     folder, name = os.path.split(path)
     if os.path.isdir(path):
@@ -72,13 +68,13 @@ def replacing(path: str | os.PathLike, replace: bool = True, sync: bool = True) 
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, path) from None  # with the name that the caller knows
+        raise OSError(error.errno, error.strerror, path) from None  # with the caller's name of the file
     if sync:
         _sync(folder)
 
 
-def _place(temporary: Any, path: str | os.PathLike) -> None:
-    """Give a file its name. Where the file system has hard links, only one process succeeds."""
+def _place(temporary: str, path: str) -> None:
+    """Rename a file to a new name. Raises FileExistsError if `path` exists; with hard links this is atomic."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -90,15 +86,15 @@ def _place(temporary: Any, path: str | os.PathLike) -> None:
 
 
 def write(path: str | os.PathLike, data: str | bytes, mode: int = 0o666, replace: bool = True) -> None:
-    """Write bytes, or text in UTF-8, to a file, whole or not at all (`replacing`). mode: as `os.open` takes it."""
+    """Write bytes, or text in UTF-8, to a file, whole or not at all. mode: the file's permissions."""
     with replacing(path, replace) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
-    """Yield a name under which a file stays while it is read, even if another process or machine removes `path`. That
-    takes hard links; without them this yields `path`. Raises FileNotFoundError if `path` does not exist."""
+    """Yield a hard link to a file, which stays while the file is read even if `path` is removed; `path` itself if the
+    file system has no links. Raises FileNotFoundError if `path` does not exist."""
     folder, name = os.path.split(path)
     with contextlib.ExitStack() as stack:
         try:
@@ -113,7 +109,7 @@ def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
 
 
 def _sync(path: str) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Some file systems cannot do the latter."""
+    """Wait until a file, or a folder's names, are on the disk. Some file systems cannot do this for folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

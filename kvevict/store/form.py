@@ -1,5 +1,6 @@
-"""The form of a cache's file: its tensors and facts, and whether they fit together."""
+"""The format of a cache file: its tensors and facts, and the check that they fit each other."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,34 +14,38 @@ from ..policy.run import Run
 from .sealed import Pieces, whole
 
 FORMAT = "kvevict-cache-5"
-ANY = FORMAT.rstrip("0123456789")  # how the format of every version begins
-FLAT = ("k", "v", "pos")  # a row per slot
+ANY = FORMAT.rstrip("0123456789")  # the start of every version's format
+FLAT = ("k", "v", "pos")  # tensors [slots, ..]: the slots of row 0's head 0, then of its head 1, ...
 OPTIONAL = ("carry", "decode_queries")
-OF_ROWS = ("seen", "budget")  # one value for all heads of a row
+OF_ROWS = ("seen", "budget")  # tensors [B], without heads
 WORDS = [kind.word for kind in ROW_KINDS]
-WRONG = LookupError, ValueError, TypeError, RuntimeError  # what a file that makes no sense raises
+WRONG = LookupError, ValueError, TypeError, RuntimeError  # errors of reading a file with impossible content
 
 
-def expect(name: str, tensor: Tensor | Pieces, shape: tuple, dtype: torch.dtype) -> None:
+def expect(name: str, tensor: Tensor | Pieces, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise ValueError unless a tensor has this shape and dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
 
 
 def expect_rows(name: str, tensor: Tensor | Pieces, rows: int, dim: int, dtype: Any, kind: int) -> None:
-    """`expect` for rows of `dim` numbers."""
+    """Raise ValueError unless a tensor has `rows` rows of `dim` numbers each, stored as `kind` says."""
     width, element = (dim, dtype) if kind == MODEL else (row_bytes(kind, dim, 0), torch.uint8)
     expect(name, tensor, (rows, width), element)
 
 
-def of_layer(tensors: dict, index: int) -> dict:
-    """The tensors of a layer, by name."""
+def of_layer(tensors: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the tensors of a layer, by their names within the layer."""
     own = f"{index}."
     return {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
 
 
-def check(tensors: Any, facts: list, common: dict) -> None:
-    """Raise ValueError, LookupError, TypeError or RuntimeError where parts of a file contradict each other. Such a file
-    is neither written nor read."""
+def check(tensors: Mapping[str, Any], facts: list[dict[str, Any]], common: dict[str, Any]) -> None:
+    """Raise one of `WRONG` if parts of a file contradict each other. Such a file is neither written nor read.
+
+    facts   of each layer
+    common  facts of all layers
+    """
     columns, batches, end = count("columns", facts[0].get("columns"), 0), set(), 0
     if any(fact.get("columns") != columns for fact in facts):
         raise ValueError("its layers disagree on the number of tokens seen")
@@ -69,7 +74,7 @@ def check(tensors: Any, facts: list, common: dict) -> None:
 
 
 def _check_sliding(tensors: dict, fact: dict) -> int:
-    """`check` of a sliding layer; how many rows it has."""
+    """Check a layer with a sliding window, and return its number of batch rows."""
     keys, length = tensors["keys"], min(fact["columns"], count("window", fact["window"], 1) - 1)
     expect("keys", keys, (*keys.shape[:2], length, *keys.shape[3:]), keys.dtype)
     expect("values", tensors["values"], keys.shape, keys.dtype)
@@ -77,7 +82,7 @@ def _check_sliding(tensors: dict, fact: dict) -> int:
 
 
 def _check_evicted(tensors: dict, fact: dict) -> int:
-    """`check` of a layer that is evicted from; how many rows it has."""
+    """Check a layer that evicts, and return its number of batch rows."""
     length, arrays, kinds = tensors["len"], [tensors["k"], tensors["v"]], kinds_of(fact)
     batch, heads = length.shape if length.ndim == 2 else (0, 0)
     rows = int(length.sum())
@@ -111,7 +116,7 @@ def _check_evicted(tensors: dict, fact: dict) -> int:
 
 
 def steps_of(pos: Tensor, length: Tensor) -> Tensor:
-    """How much further each slot of a head is than the one before it."""
+    """Return the differences between the positions of neighbouring slots of each head, for all heads in a row."""
     ends = length.flatten().cumsum(0)
     within = torch.ones(max(0, len(pos) - 1), dtype=torch.bool, device=pos.device)
     within[ends[(ends > 0) & (ends < len(pos))] - 1] = False
@@ -119,7 +124,7 @@ def steps_of(pos: Tensor, length: Tensor) -> Tensor:
 
 
 def kinds_of(fact: dict) -> tuple:
-    """Kinds of a layer's keys and values."""
+    """Return the kinds of a layer's stored keys and values (`ROW_KINDS`)."""
     words = fact.get("bits", [None, None])
     if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(each in WORDS for each in words):
         raise ValueError(f"slots of {words!r} bits, which this version of kvevict does not know")
@@ -127,6 +132,6 @@ def kinds_of(fact: dict) -> tuple:
 
 
 def policy_of(common: dict) -> tuple[Policy, Run]:
-    """The policy that a file names, and how it was run. An older file says both in the policy's JSON."""
+    """Return the policy of a file and its run, which older files have in the policy's JSON."""
     policy, run = from_json(common["policy"])
     return policy, Run(**common["run"]) if "run" in common else run

@@ -1,12 +1,16 @@
-"""Loads a cache from its file, in place where it can stay there."""
+"""Loads a cache from a file, whose slots may stay in the file."""
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers.cache_utils import DynamicCache
 
 from ..engine.memory import host
@@ -15,7 +19,7 @@ from ..engine.memory.carried import of_layer as carried_of
 from ..engine.memory.latent import LatentLayer
 from ..engine.memory.layer import EvictionLayer
 from ..engine.memory.mapped import Lent
-from ..engine.memory.ranks import of
+from ..engine.memory.ranks import Ranks, of
 from ..engine.memory.storage import Storage
 from ..models import families
 from ..models.owner import Owner
@@ -30,106 +34,127 @@ from .files import is_remote
 from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, expect_rows, kinds_of, of_layer, policy_of
 
 
-def load_cache(path: str | os.PathLike, model: Any, *, verify: bool = True) -> EvictionCache:
-    """Read a cache written by `save_cache` for use with the same (patched) model: a `DynamicCache`.
+def load_cache(path: str | os.PathLike, model: Module, *, verify: bool = True) -> EvictionCache:
+    """Load a cache that `save_cache` wrote, for the model that read it, patched: a `DynamicCache`.
 
-    verify   whether to compare the file's checksum with its content: all of the file is read, a second per GB
+    verify  whether to compare the file's checksum with its content, which reads all of the file: a second per GB
 
-    The slots of a cache that was read with recall=True stay in the file (`stays`): pages are read when they are needed,
-    count as no memory of the process, and all processes that load the file share them. A GPU gets a layer's when the
-    layer attends. The file may be replaced or deleted meanwhile. If it is written to or cut short in place, slots
-    change, or the process ends. Of any other cache all is copied.
+    The slots of a cache that was read with recall=True stay in the file, unless it is on a network file system: pages
+    are read when they are needed, do not count as the process's memory, and are shared by all processes. A GPU gets a
+    layer's slots when the layer attends. The file may be replaced or deleted meanwhile, but must not be changed in
+    place. Any other cache is copied into memory.
 
-    Pass it as `past_key_values`, with either the full history of ids or the new ids alone and an `attention_mask` that
-    covers `cache.get_seq_length()` seen tokens and the new ones. Raises ValueError for a file that is damaged, foreign,
-    of another version, or of another model, and OSError for one that cannot be read. Two models are the same if their
-    weights have the same fingerprint (where both are known) and their configurations have the same fields, but for
-    those that change no number a model computes (`kvevict.models.weights.SILENT`).
+    Pass the cache as `past_key_values`, with either the full history of ids, or the new ids and an `attention_mask`
+    that covers `cache.get_seq_length()` seen tokens and the new ones.
+
+    Raises OSError for a file that cannot be read, and ValueError for one that is damaged, foreign, of another version
+    or of another model: one whose weights have another fingerprint, if both are known, or whose configuration differs
+    in a field that changes a computed number (not in `kvevict.models.weights.SILENT`).
     """
-    decoder = families.find_decoder(model)
-    config, path = decoder.config, os.fsdecode(path)
-    try:
-        meta = sealed.texts(path)
-        facts, common = parsed(meta.get("layers", "null")), parsed(meta.get("cache", "null"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
-    if not str(meta.get("format")).startswith(ANY) or not isinstance(facts, list):
-        raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {meta.get('format')!r})")
-    if meta["format"] != FORMAT:
-        raise ValueError(
-            f"{path} was written by another version of kvevict: its format is {meta['format']!r}, kvevict {VERSION} "
-            f"reads {FORMAT!r}; read the prompt again and save the cache anew"
-        )
-    try:
-        tensors = sealed.tensors(path, verify)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
-    kinds = families.layer_kinds(config)
-    if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != kinds:
-        raise ValueError(
-            f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
-            "the one that read it"
-        )
-    ranks = of(families.base_model(model))
-    try:
+    decoder, base, path = families.find_decoder(model), families.base_model(model), os.fsdecode(path)
+    tensors, facts, common = _contents(path, verify, decoder)
+    with _impossible(f"{path} is damaged"):
         check(tensors, facts, common)
-        weights, configuration = common["weights"], common["configuration"]
-        known = None if configuration is None else Identity(weights, dict(configuration))
+        configuration = common["configuration"]
+        known = None if configuration is None else Identity(common["weights"], dict(configuration))
         policy, run = _policy_of(common, path)
-    except WRONG as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
     differs = known and known.difference(identity(decoder))
     if differs:
         raise ValueError(
             f"{path} was written for another model: {differs}; give the one that read it, with the same PEFT adapters "
             "on, or read the prompt again"
         )
-    cache: Any = DynamicCache(config=config)
-    dtype = families.base_model(model).dtype
-    adopt(cache, kinds, config, ranks)
-    latent, heads = families.is_latent(config), families.heads(config)
-    heads = heads[0] // ranks.size, 1 if latent else heads[1] // ranks.size
-    for index, (layer, fact) in enumerate(zip(cache.layers, facts, strict=True)):
-        if fact["kind"] == families.NOTHING:
-            continue
-        module = families.attention_of(families.layers_of(decoder)[index], index)
-        device, shape = families.device_of(module), (*heads, *families.widths(module, config))
-        if isinstance(layer, LatentLayer):
-            layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
-        whole = of_layer(tensors, index)
-        try:
-            file = ranks.size == 1 and stays(path, policy)
-            away = policy is not None and policy.recall and host.is_away(device)  # more than the device may hold
-            mine = _part(whole, ranks)
-            for name, tensor in mine.items():
-                if name not in FLAT or not file:
-                    mine[name] = tensor.to("cpu" if name in FLAT and away else device, copy=True)
-            fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
-            fill(layer, mine, fact, shape, dtype)
-            if isinstance(layer, EvictionLayer) and (file or away):
-                layer.storage = _before(layer.storage, file, device if away else None)
-            if ranks.size > 1 and "len" in whole:
-                ranks.note(layer, np.array(whole["len"].tolist()))
-                layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
-        except WRONG as error:
-            raise ValueError(f"{path}, layer {index}: {error}; the file is damaged or of another model") from None
-    try:
+    cache: Any = DynamicCache(config=decoder.config)
+    adopt(cache, families.layer_kinds(decoder.config), decoder.config, of(base))
+    recalls = policy is not None and policy.recall
+    for index, fact in enumerate(facts):
+        if fact["kind"] != families.NOTHING:
+            with _impossible(f"{path}, layer {index}", "; the file is damaged or of another model"):
+                stay = cache.ranks.size == 1 and stays(path, policy)
+                _fill_layer(cache, index, decoder, of_layer(tensors, index), fact, base.dtype, stay, recalls)
+    with _impossible(f"{path} is damaged"):
         _fill_cache(cache, common, policy, run)
-    except WRONG as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
     cache.owner = Owner(decoder, known)
     return cache
 
 
+def _contents(path: str, verify: bool, decoder: Module) -> tuple[dict[str, Tensor], list[dict], dict[str, Any]]:
+    """Return the tensors of a file, the facts of each layer and those of the cache. Raises ValueError for a file that
+    is not a cache's, or whose layers are not the decoder's."""
+    try:
+        texts = sealed.texts(path)
+        facts, common = parsed(texts.get("layers", "null")), parsed(texts.get("cache", "null"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a cache file ({error}); write it again with kvevict.save_cache") from None
+    if not str(texts.get("format")).startswith(ANY) or not isinstance(facts, list):
+        raise ValueError(f"{path} is not a cache written by kvevict.save_cache (format {texts.get('format')!r})")
+    if texts["format"] != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of kvevict: its format is {texts['format']!r}, kvevict {VERSION} "
+            f"reads {FORMAT!r}; read the prompt again and save the cache anew"
+        )
+    try:
+        tensors = sealed.tensors(path, verify)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; read the prompt again and save the cache anew") from None
+    if [isinstance(fact, dict) and fact.get("kind") for fact in facts] != families.layer_kinds(decoder.config):
+        raise ValueError(
+            f"{path} was written for another model: its layers are not those of {type(decoder).__name__}; give "
+            "the one that read it"
+        )
+    return tensors, facts, common
+
+
+@contextlib.contextmanager
+def _impossible(what: str, advice: str = "") -> Iterator[None]:
+    """Raise ValueError, with `what` and the reason, for a file whose content is impossible."""
+    try:
+        yield
+    except WRONG as error:
+        raise ValueError(f"{what}: {error}{advice}") from None
+
+
+def _fill_layer(
+    cache: Any, index: int, decoder: Module, whole: dict[str, Tensor], fact: dict, dtype: torch.dtype, stay: bool,
+    recalls: bool,
+) -> None:  # fmt: skip
+    """Fill a layer of a cache.
+
+    whole    the layer's tensors in the file, with the heads of all ranks
+    fact     the layer's facts in the file
+    stay     whether the slots stay in the file
+    recalls  whether the slots are those of all tokens, which a GPU may leave in the host's memory
+    """
+    layer, ranks, config = cache.layers[index], cache.ranks, decoder.config
+    module = families.attention_of(families.layers_of(decoder)[index], index)
+    device, heads = families.device_of(module), families.heads(config)
+    kv_heads = 1 if families.is_latent(config) else heads[1] // ranks.size
+    shape = heads[0] // ranks.size, kv_heads, *families.widths(module, config)
+    if isinstance(layer, LatentLayer):
+        layer.widths = module.kv_lora_rank, module.qk_rope_head_dim
+    away = recalls and host.is_away(device)
+    mine = _part(whole, ranks)
+    for name, tensor in mine.items():
+        if name not in FLAT or not stay:
+            mine[name] = tensor.to("cpu" if name in FLAT and away else device, copy=True)
+    fill = _fill_evicted if fact["kind"] == families.FULL_ATTENTION else _fill_sliding
+    fill(layer, mine, fact, shape, dtype)
+    if isinstance(layer, EvictionLayer) and (stay or away):
+        layer.storage = _before(layer.storage, stay, device if away else None)
+    if ranks.size > 1 and "len" in whole:
+        ranks.note(layer, np.array(whole["len"].tolist()))
+        layer.prompt = np.array(whole["prompt"].tolist()) if "prompt" in whole else None
+
+
 def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
-    """Whether `load_cache` leaves the slots of a cache, read by a policy, in its file: only where no other machine can
-    remove the file, as reading it would then end the process."""
+    """Return whether `load_cache` leaves the slots in the file of a cache that `policy` read. Not on a network file
+    system: if another machine removed the file, the next access to a page would end the process."""
     return policy is not None and policy.recall and not is_remote(path)
 
 
 def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
-    """The slots as a prefix of what is read from here on. file: they stay in it; device: of the layer, if theirs is the
-    host's memory and another; else None."""
+    """Make loaded slots the prefix of what is read next. file: whether they stay in the file; device: of a layer whose
+    slots stay in the host's memory; None: they are on the layer's device."""
     if file:
         lent = Lent(slots.buffers, len(slots.pos))
         slots = replace(slots, regions=(lent,) * len(slots.counts))
@@ -140,8 +165,8 @@ def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
     return there.blank_on(device, False, prefix=there)
 
 
-def _part(tensors: dict, ranks: Any) -> dict:
-    """This rank's part of a layer's tensors."""
+def _part(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return this rank's heads of a layer's tensors."""
     if ranks.size == 1:
         return tensors
     part = {n: t if n in (*FLAT, *OF_ROWS) else ranks.mine(t).contiguous() for n, t in tensors.items()}
@@ -157,8 +182,8 @@ def _part(tensors: dict, ranks: Any) -> dict:
 
 
 def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
-    """`policy_of` a file. No policy, and a warning, where this process does not take it, as where a part of it is not
-    registered: the file's slots are whole without it."""
+    """Return `policy_of` a file; no policy, and a warning, if this process cannot build the policy, for example as one
+    of its parts is not registered. The slots can be used without it."""
     if not isinstance(common["policy"], (str, type(None))):
         raise TypeError(f"policy is {common['policy']!r}, not a text")
     try:
@@ -174,20 +199,20 @@ def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
 
 
 def _fill_cache(cache: EvictionCache, fact: dict, policy: Policy | None, run: Run) -> None:
-    """Set the parts of a cache that concern all layers."""
+    """Set what all layers of a cache share."""
     sequence = cache.sequence
     sequence.policy, sequence.run, sequence.packed = policy, run, tuple(map(tuple, fact["packed"]))
     sequence.floor = sequence.columns
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer) and run.archive_kv is not None:
-            layer.kinds = KINDS[run.kv]  # of those that are chosen from these
+            layer.kinds = KINDS[run.kv]  # of the slots that will be chosen; those of the file have the archive's kinds
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
 
 
 def _fill_sliding(layer: Any, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
-    """A sliding layer may have another number of heads than the layers that evict."""
+    """Fill a layer with a sliding window, which may have another number of heads than layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
     keys, values = tensors["keys"], tensors["values"]
@@ -208,7 +233,7 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
     if "moments" in tensors:
         expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
     if "decode_queries" in tensors:
-        *_, rows, width = tensors["decode_queries"].shape  # queries, or queries and outputs
+        *_, rows, width = tensors["decode_queries"].shape  # a row has a query, or a query and an output
         expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")

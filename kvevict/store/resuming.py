@@ -1,9 +1,8 @@
-"""A reading that survives: each chunk's slots are written to a part beside the cache's file, and whoever reads the same
-text goes on after the parts of a process that was killed (docs/usage.md, "Recall").
+"""Reads a text into a file, so that a reading that was killed can be continued (docs/usage.md, "Recall").
 
-A part is a file as `save_cache` writes it, with the slots of some of the text's tokens; one with its first tokens is a
-cache. The cache's file is such a part, too. A part is whole or not there, also after kill -9; after a loss of power its
-checksum tells.
+During the read the slots of each chunk are written to a part beside the cache's file. A part is a file as `save_cache`
+writes it, with the slots of some of the text's tokens. The part with the first tokens is a cache, and so is the file.
+A part exists completely or not at all, also after kill -9. After a loss of power its checksum shows damage.
 """
 
 import contextlib
@@ -37,12 +36,12 @@ from .form import ANY, FLAT, FORMAT, policy_of
 from .loading import load_cache
 from .saving import write
 
-PART = FORMAT.replace("cache", "part")  # the format of slots that begin after the text's first token
-WRITTEN = {families.FULL_ATTENTION, families.SLIDING, families.NOTHING}  # the layers that a file has room for
+PART = FORMAT.replace("cache", "part")  # the format of a part without the text's first token
+WRITTEN = {families.FULL_ATTENTION, families.SLIDING, families.NOTHING}  # kinds of layers that a file can hold
 
 
-class Part(NamedTuple):
-    """A file's tokens start .. stop-1 of the text, and what is in it."""
+class TextPart(NamedTuple):
+    """A file with the slots of the text's tokens start .. stop-1."""
 
     path: str
     start: int
@@ -52,13 +51,13 @@ class Part(NamedTuple):
 
 
 class Reading(Watcher):
-    """A text, as ids, that is read into a file by a policy. Raises ValueError where what is read cannot be written."""
+    """Reads the ids of a text into a file. Raises ValueError for a policy, model or path that does not allow it."""
 
     def __init__(self, path: str | os.PathLike, model: Any, policy: Policy, run: Run, ids: list[int]) -> None:
         self.path = os.path.realpath(os.fsdecode(path))
         self.folder = f"{self.path}.parts"
         self.model, self.ids = model, np.array(ids, np.int64)
-        self.done, self.writes = 0, True  # how many tokens the parts have; whether they are written
+        self.done, self.writes = 0, True  # number of tokens in the parts; whether further parts are written
         decoder = families.find_decoder(model)
         if not policy.recall:
             raise ValueError(
@@ -67,7 +66,9 @@ class Reading(Watcher):
         if not WRITTEN.issuperset(families.layer_kinds(decoder.config)):
             raise ValueError("file= cannot hold this model's layers with a state: read without it")
         if ranks.of(families.base_model(model)).size > 1:
-            raise ValueError("file= is of one process: in tensor parallel read without it, and call kvevict.save_cache")
+            raise ValueError(
+                "file= needs a single process: in tensor parallel read without it, and call kvevict.save_cache"
+            )
         if getattr(getattr(families.unwrapped(model), "active_peft_config", None), "num_virtual_tokens", None):
             raise ValueError("file= names a text's tokens alone, not those that PEFT puts before it: read without it")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
@@ -78,8 +79,8 @@ class Reading(Watcher):
         self.comparable = _comparable(policy, run)
 
     def cache(self, forward: Callable[[EvictionCache | None, int], EvictionCache]) -> EvictionCache:
-        """The text's cache: out of the file, or read by forward(cache of the tokens before, their number), which this
-        watches."""
+        """Return the text's cache, from the file or by forward(cache of the tokens in the parts, their number), which
+        reads the rest while this watches."""
         done = self._part(self.path)
         if done is not None and done.stop == len(self.ids):
             return self._loaded(self.path)
@@ -95,12 +96,13 @@ class Reading(Watcher):
             return cache
 
     def chunk(self, cache: EvictionCache) -> None:
+        """Write the slots of the last chunk to a part."""
         stop, layers = cache.sequence.columns, cache.layers
         if self.writes:
             own = [index for index, layer in enumerate(layers) if isinstance(layer, EvictionLayer)]
             part = cache.with_storages({index: layers[index].archive.last(stop - self.done) for index in own})
             for index in own:
-                if part.layers[index].budget is None:  # it is decided at the prompt's end
+                if part.layers[index].budget is None:  # the budget is decided at the prompt's end
                     part.layers[index].budget = layers[index].archive.total_counts.sum(1)
             try:
                 self._write(part, self.done, stop, sync=False)
@@ -126,7 +128,7 @@ class Reading(Watcher):
             )
 
     def _end(self, part: str) -> None:
-        """Give the part that holds all the file's name; the folder goes."""
+        """Rename the part with all tokens to the file, and remove the others."""
         self._keep(part)
         if part != self.path:
             os.replace(part, self.path)
@@ -136,14 +138,14 @@ class Reading(Watcher):
         write(cache, self._name(start), self._texts(start, stop), sync)
 
     def _before(self) -> str | None:
-        """The file with what was read of the text, to go on after; None: nothing was. Parts are joined into one, others
-        removed."""
+        """Join the parts that follow one another from the text's first token on, and remove the others. Returns the
+        path of the joined part; None if nothing was read."""
         at = sorted(int(name) for name in os.listdir(self.folder) if name.isdecimal())
         found = {part.start: part for start in at if (part := self._part(self._name(start))) is not None}
         file = self._part(self.path)
         if file is not None and (0 not in found or file.stop >= found[0].stop):
             found[0] = file
-        chain: list[Part] = []
+        chain: list[TextPart] = []
         while self.done in found:
             chain.append(found[self.done])
             self.done = chain[-1].stop
@@ -160,7 +162,7 @@ class Reading(Watcher):
         return before
 
     def _keep(self, part: str | None) -> None:
-        """Remove all parts but this one, and what a killed process was writing."""
+        """Remove all parts but one, and unfinished files of killed processes."""
         for name in os.listdir(self.folder):
             path = os.path.join(self.folder, name)
             if path != part and name.isdecimal():
@@ -168,9 +170,9 @@ class Reading(Watcher):
             elif name.startswith(".kvevict-"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _part(self, path: str) -> Part | None:
-        """A part of this text, or its whole file; None if a part is damaged, or there is no file. Raises ValueError for
-        another one's."""
+    def _part(self, path: str) -> TextPart | None:
+        """Load a part, or the file. Returns None if it is missing, or is a damaged part. Raises ValueError if it is not
+        of this text, model and policy, or is a damaged file."""
         if not os.path.exists(path):
             return None
         advice = f"delete {self.path if path == self.path else self.folder}, or give another file="
@@ -187,7 +189,7 @@ class Reading(Watcher):
                 return None
             raise ValueError(f"{path} is damaged: {error}; {advice}") from None
         if "text" not in texts:
-            raise ValueError(f"{path} does not say what it is of, as kvevict.read(file=) has it say; {advice}")
+            raise ValueError(f"{path} does not name its text, as a file of kvevict.read(file=) does; {advice}")
         text, common = parsed(texts["text"]), parsed(texts["cache"])
         if texts["format"] != (PART if text["start"] else FORMAT):
             raise ValueError(f"{path} was written by another version of kvevict; {advice}")
@@ -200,10 +202,10 @@ class Reading(Watcher):
         others = [name for name, value in self.comparable.items() if theirs[name] != value]
         if others:
             raise ValueError(f"{path} was read with another {', '.join(others)}; give that, {advice}")
-        return Part(path, text["start"], text["stop"], tensors, texts)
+        return TextPart(path, text["start"], text["stop"], tensors, texts)
 
     def _text(self, start: int, stop: int) -> dict[str, Any]:
-        """What a part says of its text: its columns, and a hash of the ids up to its end."""
+        """Make a part's facts: its first token, its end, and a hash of all ids up to there."""
         return dict(start=start, stop=stop, ids=hashlib.sha256(self.ids[:stop].tobytes()).hexdigest())
 
     def _texts(self, start: int, stop: int) -> dict[str, str]:
@@ -213,10 +215,10 @@ class Reading(Watcher):
         return os.path.join(self.folder, f"{start:09d}")
 
     def _loaded(self, path: str) -> EvictionCache:
-        return load_cache(path, self.model, verify=False)  # `_part` did
+        return load_cache(path, self.model, verify=False)  # `_part` has verified it
 
     def _check_room(self) -> None:
-        """Raise OSError unless the disk holds the parts to come, and the file beside them."""
+        """Raise OSError unless the disk has room for all parts and, beside them, the file."""
         needed = self.slot_bytes * (2 * len(self.ids) - self.done)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
@@ -225,13 +227,13 @@ class Reading(Watcher):
 
 
 def _comparable(policy: Policy, run: Run) -> dict[str, Any]:
-    """The options that the slots of a reading depend on."""
+    """Return the options that decide which slots are stored, and how."""
     return parsed(policy.to_json()) | dict(kv=run.kv, recall_kv=run.archive_kv)
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor | sealed.Pieces]:
-    """The tensors of several parts as those of one: each head's slots follow each other."""
-    whole: dict[str, Tensor | sealed.Pieces] = dict(parts[-1])  # windows; what all parts have alike
+    """Join the tensors of parts that follow one another: each head gets its slots of every part, in order."""
+    whole: dict[str, Tensor | sealed.Pieces] = dict(parts[-1])  # windows, and what is equal in all parts
     for layer in [name.removesuffix("len") for name in parts[-1] if name.endswith(".len")]:
         lengths = [part[f"{layer}len"] for part in parts]
         whole[f"{layer}len"] = counts = sum(lengths[1:], lengths[0])
@@ -245,7 +247,7 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor | sealed.Pieces]
 
 @contextlib.contextmanager
 def _locked(folder: str, path: str) -> Iterator[None]:
-    """Inside, no other process reads a text into a folder, which is made. The lock goes with a killed process."""
+    """Make a folder, and lock it against other processes within the block. A killed process loses the lock."""
     name = os.path.join(folder, "lock")
     while True:
         with contextlib.suppress(FileExistsError):
@@ -259,7 +261,7 @@ def _locked(folder: str, path: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BlockingIOError(
-                    errno.EAGAIN, "another process reads a text into it: wait for that, or give another file=", path
+                    errno.EAGAIN, "another process is reading a text into it: wait, or give another file=", path
                 ) from None
             if os.path.exists(name) and os.path.samestat(os.stat(name), os.fstat(file.fileno())):
                 yield

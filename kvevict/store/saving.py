@@ -1,4 +1,4 @@
-"""Saves a cache to a file, from where its slots lie: they are not copied in memory."""
+"""Saves a cache to a file, without a copy of its slots in memory."""
 
 import json
 import os
@@ -28,12 +28,12 @@ from .form import FLAT, FORMAT, OF_ROWS, OPTIONAL, WORDS, WRONG, check, steps_of
 def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "") -> None:
     """Write a cache that a patched model filled to `path` (safetensors, 0600).
 
-    cache   `past_key_values` of a patched model's output. Raises ValueError when kvevict did not fill it. Of a cache
-            that was read with recall=True the slots of all tokens are written
+    cache   `past_key_values` of a patched model's output; with recall=True the slots of all tokens are written
     name    a text for the file's metadata, under `name`; the checksum covers it
 
-    In tensor parallel all ranks call this: the first rank writes one file with the heads of all, and any number of
-    ranks can load it. Raises OSError, and leaves `path` unchanged, if the file cannot be written.
+    In tensor parallel all ranks call this: the first one writes a file with all heads, which any number of ranks can
+    load. Raises ValueError for a cache that kvevict did not fill. Raises OSError if the file cannot be written, and
+    then leaves `path` unchanged.
     """
     if not isinstance(cache, EvictionCache):
         raise ValueError(
@@ -44,9 +44,8 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
     write(cache, path, dict(name=name))
 
 
-def write(cache: EvictionCache, path: str | os.PathLike, said: dict[str, str], sync: bool = True) -> None:
-    """Write what a cache holds, as `save_cache` does. said: further texts for the file's metadata, or in place of
-    others; sync: as `kvevict.store.files.replacing` takes it."""
+def write(cache: EvictionCache, path: str | os.PathLike, texts: dict[str, str], sync: bool = True) -> None:
+    """Write a cache to a file. texts: additions and changes to the file's metadata; sync: as in `files.replacing`."""
     sequence, ranks, failed = cache.sequence, cache.ranks, None
     tensors, facts = _contents(cache)
     following = None if sequence.next_position is None else sequence.next_position.tolist()
@@ -68,16 +67,16 @@ def write(cache: EvictionCache, path: str | os.PathLike, said: dict[str, str], s
             except WRONG as error:
                 raise ValueError(f"this cache cannot be saved, no file of it could be loaded: {error}") from None
             metadata = {"format": FORMAT, "layers": json.dumps(facts), "cache": json.dumps(common)}
-            sealed.write(path, all_heads, metadata | said, sync)
+            sealed.write(path, all_heads, metadata | texts, sync)
         except Exception as error:
             failed = error
-    failed = ranks.objects(failed)[0]  # the file is there, or every rank raises
+    failed = ranks.objects(failed)[0]  # so that every rank raises
     if failed is not None:
         raise failed
 
 
-def _contents(cache: EvictionCache) -> tuple[dict, list]:
-    """The tensors of a cache, by layer and name, and a fact of each layer."""
+def _contents(cache: EvictionCache) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the tensors of a cache, named "layer.name", and the facts of each layer."""
     sequence, tensors, facts = cache.sequence, {}, []
     for index, layer in enumerate(cache.layers):
         if type(layer).__name__ == "DummyLayer":
@@ -102,7 +101,7 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
             facts.append(fact if kinds == KINDS["model"] else fact | packed_as)
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
-            start = max(0, layer.keys.shape[2] - window + 1)  # longer while the past is recorded
+            start = max(0, layer.keys.shape[2] - window + 1)  # the cache is longer while tokens may be taken back
             values = {name: getattr(layer, name)[:, :, start:] for name in ("keys", "values")}
             facts.append(dict(kind=families.SLIDING, columns=layer.cumulative_length, window=window))
         else:
@@ -112,7 +111,8 @@ def _contents(cache: EvictionCache) -> tuple[dict, list]:
 
 
 def _rows(layer: EvictionLayer, every: list) -> dict[str, Any]:
-    """`len`, and each slot's k, v and pos where they lie. every: storages whose slots follow one another."""
+    """Return `len`, and k, v and pos of each slot as `Pieces`. every: storages, each with some slots of every head, in
+    the order of these slots."""
     counts, places = torch.zeros_like(layer.len, device="cpu"), []
     for b, h in np.ndindex(layer.counts.shape):
         for storage, rows in chain.from_iterable(slots.places(b, h) for slots in every):
@@ -127,8 +127,8 @@ def _rows(layer: EvictionLayer, every: list) -> dict[str, Any]:
     return dict(len=counts.to(layer.device)) | {name: pieces(name) for name in FLAT}
 
 
-def _moments(layer: EvictionLayer, index: int) -> Any:
-    """The one memory of a quantity that a file has room for."""
+def _moments(layer: EvictionLayer, index: int) -> torch.Tensor | None:
+    """Return the moments of a layer's queries. Raises ValueError for memory of another quantity."""
     others = sorted(layer.memory.keys() - {"moments"})
     if others:
         raise ValueError(
@@ -139,8 +139,8 @@ def _moments(layer: EvictionLayer, index: int) -> Any:
 
 
 def _positions_fact(index: int, tensors: dict, end: int) -> dict:
-    """The file's facts about a layer's positions. `end`: all positions are below it; it is at least the argument `end`.
-    `ties`: positions may repeat within a head, as those of a picture's tokens."""
+    """Return a layer's facts `end`, above all its positions and at least the argument `end`, and `ties`, whether a head
+    has equal positions, as those of a picture's tokens."""
     pos = sealed.whole(tensors[f"{index}.pos"])
     steps = steps_of(pos, tensors[f"{index}.len"])
     if bool((steps < 0).any()) or bool((pos < 0).any()):
@@ -148,13 +148,13 @@ def _positions_fact(index: int, tensors: dict, end: int) -> dict:
     return dict(end=max(end, int(pos.max()) + 1 if pos.numel() else 0), ties=bool((steps == 0).any()))
 
 
-def _joined(parts: Any) -> dict:
-    """The tensors of a whole cache, out of those of every rank."""
+def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Join the tensors of every rank to those of all heads."""
     whole = {}
     for name in parts[0]:
         index, kind = name.split(".", 1)
         each = [part[name].cpu() for part in parts]
-        if kind in FLAT:  # a head's slots follow the previous head's, row by row
+        if kind in FLAT:  # in the order of `FLAT`
             lens = [part[f"{index}.len"] for part in parts]
             rows = [t.split(n.flatten().tolist()) for t, n in zip(each, lens, strict=True)]
             batch, heads = lens[0].shape
@@ -169,8 +169,8 @@ def _joined(parts: Any) -> dict:
     return whole
 
 
-def _text_of(policy: Policy) -> Any:
-    """A policy as JSON; None if it is unknown, and with a warning if JSON cannot hold it."""
+def _text_of(policy: Policy | None) -> str | None:
+    """Write a policy as JSON; None without one, or, with a warning, for one that JSON cannot hold."""
     try:
         return None if policy is None else policy.to_json()
     except ValueError as error:

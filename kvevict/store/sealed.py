@@ -1,7 +1,6 @@
-"""Files with a checksum over every byte: safetensors, and JSON with a checksum that covers the file beside it too.
+"""Reads and writes safetensors files with a checksum, and pairs of a safetensors and a JSON file with one checksum.
 
-The checksum is a CRC-32 of the file with the checksum's eight digits set to zeros, so a field of the same file can hold
-it. It detects damage, not forgery.
+The checksum is a CRC-32 of all bytes, with zeros for its own eight digits. It detects damage, not forgery.
 """
 
 import json
@@ -23,9 +22,9 @@ from torch import Tensor
 from .files import replacing
 from .files import write as write_bytes
 
-NAME, EMPTY = "checksum", "0" * 8  # the field, and its content while the checksum is computed
+NAME, EMPTY = "checksum", "0" * 8  # the field, and its value while the checksum is computed
 FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
-TYPES = {  # names in a safetensors file, which has tensors of a later one first
+TYPES = {  # dtype -> its name in a safetensors file; tensors of later dtypes come first, as safetensors sorts them
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
@@ -33,33 +32,32 @@ TYPES = {  # names in a safetensors file, which has tensors of a later one first
 
 @dataclass
 class Pieces:
-    """A tensor to be written that lies in several places. `each` gives its parts, in the order of the first
-    dimension."""
+    """A tensor to write whose parts lie in several places."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    each: Callable[[], Iterable[Tensor]]
+    each: Callable[[], Iterable[Tensor]]  # yields the parts, in the order of the first dimension
 
 
 def whole(tensor: Tensor | Pieces) -> Tensor:
-    """A tensor in one place."""
+    """Return a tensor in one piece."""
     return torch.cat([*tensor.each()]) if isinstance(tensor, Pieces) else tensor
 
 
 def seal(data: bytearray, before: int = 0) -> None:
-    """Write the checksum of bytes into their field. before: the checksum of other bytes that this one continues."""
+    """Write the checksum of data into its field. before: the CRC-32 of a file that the checksum covers too."""
     start, digits = _checksum(data, before)
     data[start : start + len(digits)] = digits
 
 
 def is_whole(data: bytes | bytearray | mmap.mmap, before: int = 0) -> bool:
-    """Whether bytes have the checksum that they name."""
+    """Return whether data has the checksum in its field; `before` as in `seal`."""
     found = _checksum(data, before)
     return found is not None and data[found[0] : found[0] + len(EMPTY)] == found[1]
 
 
-def _checksum(data: Any, before: int) -> Any:
-    """(where the field's digits start, the digits that belong there), or None without the field."""
+def _checksum(data: bytes | bytearray | mmap.mmap, before: int) -> tuple[int, bytes] | None:
+    """Return (start of the digits in the field, the digits that belong there); None without the field."""
     field = FIELD.search(data)
     if field is None:
         return None
@@ -73,8 +71,8 @@ def _checksum(data: Any, before: int) -> Any:
 def write(
     path: str | os.PathLike, tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str], sync: bool = True
 ) -> None:
-    """Write tensors and texts to a safetensors file, whole or not at all, for the user alone (0600). Each part of a
-    tensor is read where it lies. sync: as `replacing` takes it. Raises OSError where that is impossible."""
+    """Write tensors and texts to a safetensors file, whole or not at all, with permissions 0600. sync: as in
+    `replacing`. Raises OSError if that is impossible."""
     names = sorted(tensors, key=lambda name: (-[*TYPES].index(tensors[name].dtype), name))
     head = _head({name: tensors[name] for name in names}, metadata | {NAME: EMPTY})
     field: Any = FIELD.search(head)
@@ -93,26 +91,26 @@ def write(
 
 
 def _head(tensors: Mapping[str, Tensor | Pieces], metadata: dict[str, str]) -> bytes:
-    """Return a safetensors file's header. It aligns the data to 8 bytes."""
+    """Make the header of a safetensors file, padded to a multiple of 8 bytes."""
     facts: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         facts[name] = dict(dtype=TYPES[tensor.dtype], shape=[*tensor.shape], data_offsets=[start, end])
-    said = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
-    said += b" " * (-len(said) % 8)
-    return len(said).to_bytes(8, "little") + said
+    data = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
+    data += b" " * (-len(data) % 8)
+    return len(data).to_bytes(8, "little") + data
 
 
 def _parts(tensor: Tensor | Pieces) -> Iterator[Any]:
-    """The bytes of a tensor, part by part."""
+    """Yield the bytes of a tensor, part by part."""
     for part in tensor.each() if isinstance(tensor, Pieces) else (tensor,):
         yield part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def texts(path: str | os.PathLike) -> dict[str, str]:
-    """The texts of a safetensors file. Raises ValueError if it is not one, and OSError if it cannot be read."""
-    with open(path, "rb"):  # or the file system's own error
+    """Return the metadata of a safetensors file. Raises ValueError for another file, OSError for an unreadable one."""
+    with open(path, "rb"):  # which raises the file system's own error
         pass
     try:
         with safe_open(path, framework="pt") as file:
@@ -122,9 +120,8 @@ def texts(path: str | os.PathLike) -> dict[str, str]:
 
 
 def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, Tensor]:
-    """The tensors of a file of `write`. They lie in it, mapped privately: pages are read when they are needed, and all
-    processes share them. Raises ValueError if the file does not match its checksum; verify=False does not check
-    that."""
+    """Return the tensors of a file of `write`, mapped privately: pages are read when they are needed, and shared by all
+    processes. Raises ValueError for a damaged file; verify=False skips the checksum."""
     if verify:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if not is_whole(data):
@@ -139,17 +136,17 @@ def tensors(path: str | os.PathLike, verify: bool = True) -> dict[str, Tensor]:
 def write_pair(
     weights: str | os.PathLike, config: str | os.PathLike, tensors: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Write tensors to the file `weights`, and facts with a checksum of both to the JSON file `config`: each file whole
-    or not at all. Raises OSError where that is impossible."""
+    """Write tensors to the file `weights`, and facts with a checksum of both files to the JSON file `config`: each file
+    whole or not at all. Raises OSError if that is impossible."""
     data = safetensors.torch.save(tensors, metadata={"format": "pt"})
-    said = bytearray(json.dumps({**facts, NAME: EMPTY}, indent=2) + "\n", "utf-8")
-    seal(said, zlib.crc32(data))
+    text = bytearray(json.dumps({**facts, NAME: EMPTY}, indent=2) + "\n", "utf-8")
+    seal(text, zlib.crc32(data))
     write_bytes(weights, data)
-    write_bytes(config, bytes(said))
+    write_bytes(config, bytes(text))
 
 
 def tensors_of_pair(weights: str | os.PathLike, config: str | os.PathLike) -> dict[str, Tensor]:
-    """The tensors that `write_pair` wrote. Raises OSError or ValueError where they are missing or damaged."""
+    """Return the tensors that `write_pair` wrote. Raises OSError or ValueError for missing or damaged files."""
     data = Path(weights).read_bytes()
     if not is_whole(Path(config).read_bytes(), zlib.crc32(data)):
         raise ValueError(f"its checksum is not the one in {Path(config).name}")

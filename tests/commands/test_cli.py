@@ -177,7 +177,7 @@ def test_a_span_of_the_prompt_observes(tmp_path, capsys):
     (["plot", "--kind", "budget", "--policies", "take", "r.jsonl"], "name it before --policies"),
     (["demo", "--out", "/proc/x"], "--out /proc/x: "),
     (["demo", "--out", "README.md/x"], "README.md is not a folder"),
-    (["demo", "--policies", "speckv"], "policy speckv: a smaller model drafts, which is missing; write speckv:draft_m"),
+    (["demo", "--policies", "speckv"], "policy speckv: the smaller model that drafts is missing; write speckv:draft_m"),
     (["generate", "Who?", "--file", "README.md", "--policy", "oracle"], "it needs to know the right answer"),
     (["inspect", "Who?", "--file", "README.md", "--out", "docs"], "--out docs: it is a folder; give a file"),
     (["train", "--data", "nope.jsonl", "--out", "out"], "--data nope.jsonl does not exist"),

@@ -13,7 +13,7 @@ from kvevict.answering.answer import continued, rows_of
 from kvevict.answering.batch import Batch
 from kvevict.answering.writing import Sampling, written
 from kvevict.engine.record.calls import Calls
-from kvevict.serve.sampling import Chooser, Decoding
+from kvevict.serve.sampling import Decoding, TokenChooser
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TEXT = "The river is long, and the town beside it is old. " * 5
@@ -209,7 +209,7 @@ def test_no_choice_reads_a_number(asked, temperature):
         custom_generate=lambda model, input_ids, logits_processor, **others: made.append(logits_processor) or input_ids,
     )  # fmt: skip
     noise = torch.Generator().manual_seed(3) if config.do_sample else None
-    choose, want = Chooser(QUESTIONS[0], 9, made[0], noise), torch.Generator().manual_seed(3)
+    choose, want = TokenChooser(QUESTIONS[0], 9, made[0], noise), torch.Generator().manual_seed(3)
     for step in range(9):
         logits = torch.randn(256, generator=torch.Generator().manual_seed(step))
         ids = choose._ids[:, : choose._length].clone()

@@ -221,7 +221,7 @@ def test_others(tmp_path):
         assert before == {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
         read(path, text, **SNAPKV | dict(progress=True, compiled=True, recall=str(tmp_path)))  # are no difference
     kvevict.save_cache(read(path, text), tmp_path / "saved")
-    with pytest.raises(ValueError, match="does not say what it is of"):
+    with pytest.raises(ValueError, match="does not name its text"):
         read(tmp_path / "saved", text)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match=f"cache is damaged: .*; delete {path}, or give another file="):
@@ -326,7 +326,7 @@ def test_two_readers(tmp_path):
     """The second one is refused while the first one reads, and reads once that has ended."""
     path, text = tmp_path / "cache", text_of(100)
     stopped(path, text, 2)
-    said = "another process reads a text into it: wait for that, or give"
+    said = "another process is reading a text into it: wait, or give"
     with resuming._locked(f"{path}.parts", str(path)), pytest.raises(BlockingIOError, match=said):
         read(path, text)
     assert equal(read(path, text), turns(text, [36, 64])) and os.listdir(tmp_path) == ["cache"]

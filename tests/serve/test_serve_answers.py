@@ -418,9 +418,9 @@ def test_an_answer_that_repeats_itself(path):
 
 def test_texts_do_not_repeat_themselves():
     """Neither do prose, tables and code, in any 1,024 of their tokens."""
-    from kvevict.serve.written import Repetition
+    from kvevict.serve.written import RepeatDetector
 
     tokenizer, folder = AutoTokenizer.from_pretrained(kvevict.small_llama()), Path(kvevict.__file__).parents[1]
     for file in ("docs/methods.md", "docs/results.md", "csrc/ops.def", "kvevict/serve/fields.py", "LICENSE"):
-        seen = Repetition()
+        seen = RepeatDetector()
         assert not any(map(seen.put, tokenizer((folder / file).read_text(), verbose=False)["input_ids"])), file

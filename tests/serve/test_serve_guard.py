@@ -326,11 +326,6 @@ def test_an_empty_key(monkeypatch, capsys):
     assert "--api-key is empty" in capsys.readouterr().err
 
 
-def test_an_option_that_is_gone(capsys):
-    assert main(["serve", "--stall=1", "/nowhere"]) == 2
-    assert "--stall is gone: a prompt that is read pauses after half a second" in capsys.readouterr().err
-
-
 @contextlib.contextmanager
 def held(monkeypatch, owner, name):
     """Inside, the first call of a function waits for an event that nobody but the test sets."""

@@ -216,6 +216,20 @@ def test_texts_are_looked_for_where_their_folder_has_changed(tmp_path, monkeypat
     assert looked()[0] == 1
 
 
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"[]", b"{}", b'"text"', b'{"text": 1}', b"\xff"])
+def test_a_file_that_is_not_a_text(tmp_path, data):
+    """Its name is free."""
+    from kvevict.serve.errors import Refused
+
+    (tmp_path / "me").mkdir()
+    (tmp_path / "me" / "a.json").write_bytes(data)
+    texts = Texts(100, tmp_path)
+    with pytest.raises(Refused, match="does not exist"):
+        texts.get("me", "a")
+    texts.put("me", "a", "a text")
+    assert texts.get("me", "a").text == "a text"
+
+
 def test_texts_of_others_count(tmp_path):
     from kvevict.serve.errors import Refused
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from ...commands import add_budget, add_model, add_policies, build_policies, check_complete, command, loaded, number
+from ...commands import add_budget, add_model, add_policies, command, complete_policies, loaded, number
 from ...policy.text import DEFAULT
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
     count("--repeat", args.repeat, 1)
     count("--new-tokens", args.new_tokens, 2)
-    policies = build_policies(args.policies, args)
-    check_complete(policies)
+    policies = complete_policies(args.policies, args)
     name, model, tokenizer = loaded(args)
     model.generation_config.eos_token_id = None  # all runs decode equally many tokens
     prompts = make_prompts(model, tokenizer, args)

@@ -10,10 +10,9 @@ from ...commands import (
     add_budget,
     add_model,
     add_policies,
-    build_policies,
-    check_complete,
     check_folder,
     command,
+    complete_policies,
     grid,
     loaded,
     number,
@@ -51,8 +50,7 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
     count("--cases", args.cases, 1)
     check_folder("--out", args.out)
-    policies = build_policies(args.policies, args)
-    check_complete(policies)
+    policies = complete_policies(args.policies, args)
     logging.disable_progress_bar()
     name, model, tokenizer = loaded(args)
     asked = list(ask(model, tokenizer, policies, args))

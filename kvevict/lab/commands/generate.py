@@ -1,6 +1,6 @@
 from argparse import ArgumentParser
 
-from ...commands import add_budget, add_model, add_policy, build_policies, check_complete, command, grid
+from ...commands import add_budget, add_model, add_policy, command, complete_policies, grid
 from . import add_question, load_prompts
 from .inspect import told_of
 
@@ -18,8 +18,7 @@ def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     from ..analysis.cost import UNPATCHED
     from ..analysis.run import measure
 
-    policies = build_policies([args.policy], args, progress=True)
-    check_complete(policies)
+    policies = complete_policies([args.policy], args, progress=True)
     _, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     ids = prompt.row(device_of(model))
     chosen = {UNPATCHED: None} | policies if args.compare else policies

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...commands import add_budget, add_model, build_policies, check_complete, check_file, command, options_of
+from ...commands import add_budget, add_model, check_file, command, complete_policies, options_of
 from ...policy.text import DEFAULT, FORM
 from . import add_question, load_prompts
 
@@ -35,8 +35,7 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
     out = Path(args.out)
     check_file("--out", out)
-    policies = build_policies(args.policy or [DEFAULT], args)
-    check_complete(policies)
+    policies = complete_policies(args.policy or [DEFAULT], args)
     name, model, tokenizer, prompts = load_prompts(args, args.question)
     several = len(prompts) > 1
     ids = min((p.row(device_of(model))[:, : len(p.context) if several else None] for p in prompts), key=torch.numel)
