@@ -22,6 +22,8 @@ from . import schedule
 from .budgets import Budgets
 from .plan import Plan
 
+OF_EVERY_TOKEN = "output_hidden_states", "output_router_logits"  # options of a call for outputs of every token
+
 
 class _Thread(threading.local):
     paused = False  # a driver's `pause` runs: tokens may be decoded, and no prompt read inside another's forward
