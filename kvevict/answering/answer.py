@@ -25,7 +25,6 @@ from ..policy.checks import PLENTY, count
 from ..policy.policy import Policy
 from ..policy.run import Run
 from ..policy.text import DEFAULT
-from ..policy.tokenizer import told
 from ..store.resuming import Reading
 from .writing import Sampling, written
 
@@ -219,7 +218,7 @@ def _patched(
     own, chosen = plan_of(decoder), _chosen(decoder, policy, options, tokens)
     if policy is None and own is not None and chosen == (own.policy, own.run):
         return using(base_model(model), decoder, own)
-    return evicting(model, chosen._replace(policy=told(chosen.policy, tokenizer)), tokenizer=False)
+    return evicting(model, chosen.with_tokenizer(tokenizer), tokenizer=False)
 
 
 def room_of(policy: Policy) -> int:

@@ -18,7 +18,6 @@ from ...models.compat import cache_of
 from ...models.families import device_of
 from ...patch import evicting
 from ...policy.building import Chosen
-from ...policy.tokenizer import told
 from ...report import report
 
 
@@ -91,7 +90,7 @@ def measure(
         return generate()
     asks = LastTurn(tokenizer, question) if question else None
     if tokenizer is not None:
-        chosen = chosen._replace(policy=told(chosen.policy, tokenizer))
+        chosen = chosen.with_tokenizer(tokenizer)
     with evicting(model, chosen, tokenizer=False), within(question=asks):
         result = generate()
         return result | {"report": report(model, positions=positions)}
@@ -103,7 +102,7 @@ def ask_each(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
     Returns answer and report, with positions, of the text (answer "") and of each question."""
-    by, recalls = chosen._replace(policy=told(chosen.policy, tokenizer)), chosen.policy.recall
+    by, recalls = chosen.with_tokenizer(tokenizer), chosen.policy.recall
     with evicting(model, by, tokenizer=False), torch.no_grad(), within(asks=False):
         text = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     made, choose = [dict(answer="", report=report(text, positions=True))], Sampling().chooser()

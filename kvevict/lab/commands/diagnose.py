@@ -89,7 +89,6 @@ def one(
     """Measure one prompt; return its numbers, and the first line of the full cache's answer."""
     from ...asking.prompts import until_line_end
     from ...models.families import device_of
-    from ...policy.tokenizer import told
     from ..analysis import compare
 
     ids = prompt.row(device_of(model))
@@ -97,8 +96,8 @@ def one(
     full = compare.full_cache(model, ids, new_tokens, stop)
     kept, runs = {}, {}
     for key, chosen in policies.items():
-        policy = told(compare.informed(chosen.policy, full.response), tokenizer)
-        left = compare.left(model, ids, chosen._replace(policy=policy))
+        informed = chosen._replace(policy=compare.informed(chosen.policy, full.response))
+        left = compare.left(model, ids, informed.with_tokenizer(tokenizer))
         layers, kept[key] = compare.compare(full, left), compare.positions(left)
         counts = [len(head) for layer in kept[key] for head in layer]
         means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}

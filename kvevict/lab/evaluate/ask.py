@@ -30,7 +30,6 @@ from ...patch import evicting, slot_bytes
 from ...policy.building import Chosen
 from ...policy.policy import Policy
 from ...policy.text import parse_policy
-from ...policy.tokenizer import told
 from ...report import report
 from ..analysis.run import EncodedPrompt
 from .metrics import METRICS
@@ -100,8 +99,7 @@ def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, al
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
-        policy, how = policy_for(run, len(ids), following, asked.case.task, model)
-        chosen = Chosen(told(policy, tokenizer), how)
+        chosen = policy_for(run, len(ids), following, asked.case.task, model).with_tokenizer(tokenizer)
         if prompt.said is not None and not alone and "probe" in options_of(chosen.policy) and "probe" not in named:
             observes = observing(prompt.said)
         options = named | options_of(chosen.policy)

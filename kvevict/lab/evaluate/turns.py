@@ -17,7 +17,6 @@ from ...asking.prompts import Tokenizer, ids_of, turns_frame
 from ...models.compat import CACHE
 from ...models.families import base_model, context_of, find_decoder
 from ...patch import evicting
-from ...policy.tokenizer import told
 from .ask import AskedCase, as_row, forked, judged, measured, measured_all, now, write
 from .results import Line
 from .runs import FULL, KEEP_ALL, RunSpec, policy_for
@@ -36,8 +35,9 @@ def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunS
     limit = context_of(find_decoder(model).config)
     if limit is not None and most > limit:
         raise ValueError(f"the turns of {asked[0].case.id} take up to {most} tokens, the model's context is {limit}")
-    chosen = None if run == FULL else policy_for(run, len(context), (), asked[0].case.task, model)
-    chosen = chosen and chosen._replace(policy=told(chosen.policy, tokenizer))
+    chosen = None
+    if run != FULL:
+        chosen = policy_for(run, len(context), (), asked[0].case.task, model).with_tokenizer(tokenizer)
     cache, stop, new = DynamicCache(config=model.config), ends_of(model, tokenizer), head + context
     other = run.mode == "other"
     with nullcontext() if chosen is None else evicting(model, chosen, tokenizer=tokenizer):
