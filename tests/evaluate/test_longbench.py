@@ -1,6 +1,7 @@
 """LongBench's records as tasks: prompts, cuts and scores; lm-eval's own files where it is installed."""
 
 import json
+import lzma
 
 import pytest
 from tiny import model
@@ -94,6 +95,20 @@ def test_an_evaluation(records, tmp_path):
 def test_other_records(record, said, records, tmp_path):
     with pytest.raises(ValueError, match=said):
         list(TASKS["longbench"](TaskSettings(tokenizer(), 100, 1, data=of(tmp_path / "wrong.jsonl", record))))
+
+
+@pytest.mark.parametrize("name, data, said", [
+    ("latin.jsonl", b'{"task": "caf\xe9"}', "byte 13 is not UTF-8"),
+    ("text.jsonl", b"it rained", "a line that is not JSON"),
+    ("cut.jsonl.xz", lzma.compress(b"{}")[:-9], "not an intact .xz file"),
+])  # fmt: skip
+def test_damaged_files(name, data, said, tmp_path):
+    """The error names the file, and is one sentence."""
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=said) as caught:
+        list(TASKS["longbench"](TaskSettings(tokenizer(), 100, 1, data=path)))
+    assert str(caught.value).startswith(str(path)) and "; give" in str(caught.value)
 
 
 def test_what_does_not_fit(records, tmp_path):

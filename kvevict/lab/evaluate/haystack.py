@@ -179,7 +179,7 @@ def _read(path: Path | None) -> Haystack:
     try:
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         documents = [text for file in files for text in _documents(file)]
-    except (OSError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"haystack: cannot read {path} ({error!r}); give a .txt, a folder of them, or a .jsonl or "
             ".jsonl.xz with the field 'text'"
@@ -191,8 +191,25 @@ def _read(path: Path | None) -> Haystack:
 
 
 def _documents(path: Path) -> list[str]:
+    return [record["text"] for record in records(path)] if ".jsonl" in path.suffixes else [text_of(path)]
+
+
+def text_of(path: Path) -> str:
+    """Read the text of a file, which is compressed if its name ends in .xz. Raises ValueError with the file's name for
+    bytes that are not xz or not text."""
     data = path.read_bytes()
-    text = decoded(lzma.decompress(data) if path.suffix == ".xz" else data, path)
-    if ".jsonl" in path.suffixes:
-        return [parsed(line)["text"] for line in text.split("\n") if line.strip()]
-    return [text]
+    if path.suffix == ".xz":
+        try:
+            data = lzma.decompress(data)
+        except lzma.LZMAError as error:
+            raise ValueError(f"{path} is not an intact .xz file ({error}); give one") from None
+    return decoded(data, path)
+
+
+def records(path: Path) -> list[Any]:
+    """Read a file with a JSON value in each line. Raises ValueError with the file's name for other files."""
+    lines = text_of(path).split("\n")
+    try:
+        return [parsed(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is not JSON ({error}); give a file of JSON lines") from None

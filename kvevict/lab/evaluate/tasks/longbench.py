@@ -13,14 +13,14 @@ of more than `settings.length` tokens loses the middle of its context, as in Lon
 import ast
 import functools
 import importlib.util
-import lzma
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ....asking.prompts import ids_of
-from ....policy.checks import installed, parsed
+from ....policy.checks import installed
+from .. import haystack
 from ..metrics import METRICS
 from . import TASKS, Case, TaskSettings
 
@@ -83,13 +83,10 @@ def records(data: Path | None) -> tuple[dict[str, Any], ...]:
             f"--data {data}: give a file or folder of LongBench's or MiniLongBench's records (.jsonl[.xz])"
         )
     files = sorted(file for file in data.glob("*.jsonl*")) if data.is_dir() else [data]
-    found = []
-    for file in files:
-        text = (lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()).decode()
-        found += [_record(parsed(line), file) for line in text.split("\n") if line.strip()]
+    found = tuple(_record(each, file) for file in files for each in haystack.records(file))
     if not found:
         raise ValueError(f"--data {data} has no records; give a file or folder of LongBench's records (.jsonl[.xz])")
-    return tuple(found)
+    return found
 
 
 def _record(each: Any, file: Path) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from ....policy.checks import parsed
-from ....store.files import decoded
-from ..haystack import depths, haystack, most, sentences
+from ..haystack import depths, haystack, most, records, sentences, text_of
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, TaskSettings, opening
 
@@ -179,7 +177,7 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
     try:
         articles = [
             [(p["context"], [(q["question"], q["answers"]) for q in p["qas"] if q["answers"]]) for p in a["paragraphs"]]
-            for a in json.loads(decoded(path.read_bytes(), path))["data"]
+            for a in json.loads(text_of(path))["data"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data: {path} is not in SQuAD's format ({error!r}); give xquad.en.json") from None
@@ -212,8 +210,8 @@ def loogle(settings: TaskSettings) -> Iterator[Case]:
     """Yield questions about the first complete sentences of a text, up to the length, that have their evidence."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
-    records = [parsed(row) for row in decoded(path.read_bytes(), path).split("\n") if row.strip()]
-    for i, record in settings.rng(task).sample(list(enumerate(records)), len(records))[: settings.cases]:
+    articles = list(enumerate(records(path)))
+    for i, record in settings.rng(task).sample(articles, len(articles))[: settings.cases]:
         try:
             known = [(q["Q"], [q["A"]], " ".join(q["S"].split())) for q in ast.literal_eval(record["qa_pairs"])]
             parts = sentences(record["input"])
