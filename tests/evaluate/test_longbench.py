@@ -60,13 +60,14 @@ def test_records(records):
     cases = {case.tags["of"]: case for case in TASKS["longbench"](TaskSettings(tokenizer(), 400, 2, data=records))}
     news, trec, hotpot = (cases[name] for name in ("multi_news", "trec", "hotpotqa"))
     assert news.context + news.question == f"news: {TEXT} sum up:" and news.answers == ("it rained", "rain")
-    assert trec.context + trec.question == TREC["prompt"] and trec.answers == ("abc", "abc", "de")
+    assert trec.context + trec.question == TREC["prompt"] and trec.answers == ("abc",)
     assert hotpot.context == f"read {TEXT}" and hotpot.question == "\n\nsay: who?\nAnswer:"
     assert [case.tags["work"] for case in cases.values()] == ["summaries", "examples", "documents"]
     assert [case.tags["chat"] for case in cases.values()] == [True, False, True]
     assert [case.one_line for case in cases.values()] == [False, True, False]
     assert METRICS[news.metric]("abc", news.answers) == 3 / 9
-    assert [METRICS[trec.metric](said, trec.answers) for said in ("abc", "abc de", "de")] == [1, 0.5, 0]
+    assert trec.classes == ("abc", "de")
+    assert [METRICS[trec.metric](said, trec.answers, trec.classes) for said in ("abc", "abc de", "de")] == [1, 0.5, 0]
     (only,) = TASKS["longbench/trec"](TaskSettings(tokenizer(), 400, 2, data=records))
     assert only.task == "longbench/trec" and only.answers == trec.answers
 

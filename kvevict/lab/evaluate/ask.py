@@ -222,7 +222,7 @@ def _bytes(cache: Cache) -> int:
 def judged(text: str, case: Case) -> dict:
     if case.metric == FIDELITY:
         return dict(score=0.0, same=1.0)
-    return dict(score=METRICS[case.metric](text, case.answers))
+    return dict(score=METRICS[case.metric](text, case.answers, *([case.classes] if case.classes else [])))
 
 
 def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:

@@ -40,6 +40,7 @@ class Case:
     one_line: bool = False  # the answer ends with its line
     said: str = ""  # the question alone, if `context + question` has other words around it
     likelihood: bool = False  # measure the likelihood of answers[0] after the question too
+    classes: tuple[str, ...] = ()  # all classes of a classification, for its metric
     turn: int = 0  # 0: the case is asked alone; from 1: its place among the turns of a conversation about the context
 
 

@@ -14,7 +14,7 @@ import ast
 import functools
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ WORK = {
     "code": ("lcc", "repobench-p"),
 }
 WORK_OF = {name: work for work, names in WORK.items() for name in names}
-CLASSES = ("trec", "lsht")  # classifications
 PLAIN = ("examples", "code")  # LongBench gives their prompts no chat template
 FIELDS = (("dataset", "context", "input", "answers"), ("task", "prompt", "gold"))
 
@@ -65,19 +64,17 @@ def _metrics() -> Any:
     return module
 
 
-def score(prediction: str, answers: tuple[str, ...], name: str) -> float:
-    """Compute LongBench's score of a prediction by lm-eval, the best over the answers. The first answer of a
-    classification is right, and the others are all classes; a single answer, as in MiniLongBench, is the only known
-    class."""
-    right, classes = (answers[:1], answers[1:] or answers) if name in CLASSES else (answers, ())
+def score(prediction: str, answers: Sequence[str], classes: Sequence[str] = (), *, name: str) -> float:
+    """Compute LongBench's score of a prediction by lm-eval, the best over the answers. `classes` are those of a
+    classification; without them the answers are the only known ones."""
     function = getattr(_metrics(), _official(name)["process_results"].removeprefix("metrics."))
-    return float(function(dict(answers=right, all_classes=list(classes)), [prediction])["score"])
+    return float(function(dict(answers=answers, all_classes=classes or answers), [prediction])["score"])
 
 
 @functools.lru_cache(maxsize=2)
 def records(data: Path | None) -> tuple[dict[str, Any], ...]:
-    """Read the records of a file or folder: `task`, `before`, `context`, `after`, `answers`. Raises ValueError for
-    missing files, and for records without the fields of either format."""
+    """Read the records of a file or folder: `task`, `before`, `context`, `after`, `answers`, `classes`. Raises
+    ValueError for missing files, and for records without the fields of either format."""
     if data is None or not data.exists():
         raise ValueError(
             f"--data {data}: give a file or folder of LongBench's or MiniLongBench's records (.jsonl[.xz])"
@@ -108,8 +105,8 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     if isinstance(answers, dict):
         answers, classes = answers["answers"], answers["all_classes"]
     answers, classes = (ast.literal_eval(x) if isinstance(x, str) and x[:1] in "[N" else x for x in (answers, classes))
-    answers = [*answers[:1], *(classes or ())] if name in CLASSES else answers
-    return dict(task=name, before=before, context=context, after=after, answers=tuple(map(str, answers)))
+    answers, classes = (tuple(map(str, x or ())) for x in (answers, classes))
+    return dict(task=name, before=before, context=context, after=after, answers=answers, classes=classes)
 
 
 def cut(record: dict[str, Any], settings: TaskSettings) -> tuple[str, bool]:
@@ -137,7 +134,7 @@ def longbench(settings: TaskSettings, only: str | None = None) -> Iterator[Case]
         yield Case(
             task, f"{task}/{settings.length}/{name}/{taken[name]}", record["before"] + context, record["after"],
             record["answers"], f"longbench/{name}", official["max_gen_toks"], tags, one_line="\n" in official["until"],
-            said=record["after"].strip(),
+            said=record["after"].strip(), classes=record["classes"],
         )  # fmt: skip
     if not taken:
         raise ValueError(f"--data {settings.data} has no record of {only}; leave the task out, or give other records")
