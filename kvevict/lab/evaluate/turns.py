@@ -1,8 +1,8 @@
 """Runs conversations: the cases about one text are the turns of a chat, one after the other on one cache.
 
-A run reads every turn under its policy, as plain `generate` with a cache that is carried along does. In mode `known`
-the first question ends the text's turn and is read with it; in modes `later` and `other` the text is read alone before.
-The model's own answers stay in the history. `full` is the unpatched model on a plain cache.
+A run reads every turn under its policy, as `generate` does with the cache of the turns before. In mode `known` the
+first turn is the text and a question; in modes `later` and `other` the text is read alone first. The model's own
+answers stay in the history. The run `full` is the unpatched model with Transformers' cache.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from .runs import FULL, KEEP_ALL, RunSpec, policy_for
 
 @torch.no_grad()
 def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunSpec) -> Iterator[Line]:
-    """Yield the fields of each turn's line beside the key. read_seconds are those to the turn's first token (the first
-    turn's include a text that is read alone), decode_seconds those of the answer's other tokens. Slots and bytes are
-    those after the turn was read."""
+    """Yield the fields of each turn's line beside the key. read_seconds is the time to the turn's first token, with
+    that of a text that was read alone before, and decode_seconds the time of the answer's other tokens. Slots and bytes
+    are counted after the turn was read."""
     head, ends, between = turns_frame(tokenizer)
     context, plain = ids_of(tokenizer, asked[0].case.context), not tokenizer.chat_template
     texts = [f"\n\nQuestion: {each.case.question.strip()}" if plain else each.case.question for each in asked]
