@@ -1,4 +1,4 @@
-"""Evaluates policies, or a paper's protocol, on tasks. It writes one JSON line per (case, run) as soon as it is known;
+"""Evaluates policies, or a paper's protocol, on tasks. One JSON line per (case, run) is written as soon as it is known;
 every case's first run is `full`."""
 
 import contextlib
@@ -49,9 +49,8 @@ class Evaluation:
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
     def runs(self, layers: int = 1) -> list[RunSpec]:
-        """List all runs, `full` first. A protocol's policies name shares of the `layers` layers that evict. Raises
-        ValueError for a policy that is unknown, does not fit the budget, or recalls from a folder that cannot be
-        written to."""
+        """List all runs, `full` first, for a model in which `layers` layers evict. Raises ValueError for a policy that
+        is unknown, does not fit the budget, or recalls from a folder that cannot be written to."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
@@ -77,12 +76,9 @@ def evaluate(
     model: Module, tokenizer: Tokenizer, plan: Evaluation, out: str | Path, name: str = "", batch_size: int = 1
 ) -> None:
     """Append every missing line to the file `out`, with a progress bar. Processes of one launch share the cases, and
-    the first one writes the file. At most `batch_size` questions about a text that was read once are asked together;
-    the full cache is asked one by one.
-
-    Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
-    than the model's context.
-    """
+    the first one writes the file. Up to `batch_size` questions about a text that was read once are asked together, but
+    of the full cache one by one. Raises ValueError if `out` was begun with another plan or model (its `name` and
+    weights), and for a prompt longer than the model's context."""
     layers = families.layer_kinds(find_decoder(model).config).count(families.FULL_ATTENTION)
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(
@@ -126,31 +122,29 @@ def evaluate(
 
 
 def _lines(
-    model: Module, tokenizer: Tokenizer, cases: list, wanted: dict, responses: dict, seed: int, plan: Evaluation,
-    batch_size: int,
+    model: Module, tokenizer: Tokenizer, cases: list[Case], wanted: dict[RunSpec, set[str]], responses: dict, seed: int,
+    plan: Evaluation, batch_size: int,
 ) -> Iterator[Line]:  # fmt: skip
-    """Yield the line of every run of cases with one context. `wanted` is {run: ids of its cases}, `responses` has the
-    known responses of full runs. Runs that need only one read of the context come first."""
+    """Yield the line of every run of cases with one context. `wanted` maps a run to the ids of its cases; `responses`
+    has the known responses of full runs. Runs that need only one read of the context come first."""
     asked = {}
     for case in cases:
         response = responses.get((case.task, case.id, seed))
         asked[case.id] = AskedCase(case, encode(model, tokenizer, case), seed, plan.temperature, response)
 
-    def line(each: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
-        measured = ask(model, tokenizer, each, run, text)
-        each.response = measured.get("response", each.response)
-        return full_line(each.case, run, measured)
-
-    def full_line(case: Case, run: RunSpec, measured: dict) -> Line:
+    def line(case: Case, run: RunSpec, measured: Line) -> Line:
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
+
+    def alone(each: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
+        measured = ask(model, tokenizer, each, run, text)
+        each.response = measured.get("response", each.response)
+        return line(each.case, run, measured)
 
     if cases[0].turn:
         for run, ids in wanted.items():
             conversation = converse(model, tokenizer, list(asked.values()), run) if ids else []
-            for case, measured in zip(cases, conversation):
-                if case.id in ids:
-                    yield full_line(case, run, measured)
+            yield from (line(case, run, measured) for case, measured in zip(cases, conversation) if case.id in ids)
         return
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
@@ -158,12 +152,12 @@ def _lines(
         text = read(model, tokenizer, mine[0], run)
         alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
         if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
-            yield from (line(each, run, text) for each in mine)
+            yield from (alone(each, run, text) for each in mine)
             continue
         lengths = [len(each.prompt.question) for each in mine]
         for batch in together(model, cache_of(text.out), lengths, batch_size):
             some = [mine[at] for at in batch]
             for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
-                yield full_line(each.case, run, measured)
+                yield line(each.case, run, measured)
     for case, each in asked.items():
-        yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)
+        yield from (alone(each, run) for run, ids in wanted.items() if case in ids and run not in once)

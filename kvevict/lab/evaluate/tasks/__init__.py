@@ -2,8 +2,8 @@
 
     task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, if the task has depths)
 
-Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so an interrupted evaluation finds
-equal cases again.
+Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so that an evaluation that was
+interrupted goes on with equal cases.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from ....policy.registry import Registry, load_folder
 TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
-RESPONSE = 64  # tokens that the full cache writes for fidelity, at most, or as many as the task answers with
-MARGIN = 8  # tokens that an answer may take beyond those of the right one
+RESPONSE = 64  # tokens of the full cache's response for fidelity, at most; more where the task's answers have more
+MARGIN = 8  # tokens that an answer may have beyond those of the right one
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question. The prompt is exactly `context + question`; a run of mode `later` compresses `context` alone."""
+    """One question. The prompt is `context + question`; a run of mode `later` evicts from `context` alone."""
 
     task: str
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
@@ -41,7 +41,7 @@ class Case:
     said: str = ""  # the question alone, if `context + question` has other words around it
     likelihood: bool = False  # measure the likelihood of answers[0] after the question too
     classes: tuple[str, ...] = ()  # all classes of a classification, for its metric
-    turn: int = 0  # 0: the case is asked alone; from 1: its place among the turns of a conversation about the context
+    turn: int = 0  # number of the case's turn in a conversation about the context, from 1; 0: no conversation
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def find(name: str) -> Callable[[TaskSettings], Iterator[Case]]:
 def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskSettings) -> Iterator[Case]:
     """Yield a task's cases with the full cache's response in place of answers."""
     for case in task(settings):
-        names: dict[str, Any] = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
-        most = max(RESPONSE, case.new_tokens)
-        new: dict[str, Any] = dict(answers=(), metric=FIDELITY, new_tokens=most, one_line=False)
-        yield dataclasses.replace(case, **names, **new)
+        yield dataclasses.replace(
+            case, task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}", metric=FIDELITY, answers=(),
+            new_tokens=max(RESPONSE, case.new_tokens), one_line=False,
+        )  # fmt: skip
 
 
 def opening(question: str, mark: str = "Answer:") -> str:

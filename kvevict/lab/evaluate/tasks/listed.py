@@ -1,12 +1,12 @@
 """A task with a long answer that walks through the text: twelve facts of one kind are hidden in other text
 (`settings.haystack`), at even depths, and one request asks for all of them in order.
 
-    listed    the numbers of twelve lockers; the score is the share of these that the answer has
+    listed    the numbers of twelve lockers; the score is the share of them that the answer has
 """
 
 from collections.abc import Iterator
 
-from ..haystack import depths, haystack
+from ..haystack import hide
 from ..words import LISTS
 from . import TASKS, Case, TaskSettings, opening
 
@@ -24,12 +24,9 @@ def listed(settings: TaskSettings) -> Iterator[Case]:
     for i in range(settings.cases):
         rng = settings.rng("listed", settings.length, i)
         people, numbers = rng.sample(LISTS["trade"], FACTS), rng.sample(range(10_000, 100_000), FACTS)
-        said = {
-            depth: f"The parcel for the {who} lies in locker {number}."
-            for depth, who, number in zip(depths(rng, FACTS), people, numbers, strict=True)
-        }
+        facts = [f"The parcel for the {who} lies in locker {number}." for who, number in zip(people, numbers)]
         asked = ASKED.format(who=people[0])
-        context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
+        context, _ = hide(settings, rng, facts, [asked])
         answers, tags = tuple(map(str, numbers)), dict(length=settings.length, text=i)
         room = settings.room(answers, every=True) + FACTS * LINE
         yield Case("listed", f"listed/{settings.length}/{i}", context, asked, answers, "contains_all", room, tags,

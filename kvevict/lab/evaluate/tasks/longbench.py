@@ -1,7 +1,7 @@
-"""The tasks of LongBench (Bai et al. 2024, arXiv 2308.14508): questions about documents, summaries, examples and code,
-with the prompts, answer lengths and metrics of lm-eval's tasks, which `pip install 'lm_eval[longbench]'` brings.
+"""The tasks of LongBench (Bai et al. 2024, arXiv 2308.14508): questions about documents, summaries, examples and code.
+Prompts, answer lengths and metrics are those of lm-eval's tasks (`pip install 'lm_eval[longbench]'`).
 
-    longbench         every task that the records are of, with `settings.cases` records of each
+    longbench         every task of which there are records, with `settings.cases` records of each
     longbench/NAME    one of these tasks, for instance longbench/multi_news
 
 `settings.data` is a file of records or a folder of such files (.jsonl, .jsonl.xz): LongBench's (`dataset`, `context`,
@@ -33,7 +33,7 @@ WORK = {
     "code": ("lcc", "repobench-p"),
 }
 WORK_OF = {name: work for work, names in WORK.items() for name in names}
-PLAIN = ("examples", "code")  # LongBench gives their prompts no chat template
+PLAIN = ("examples", "code")  # kinds of work whose prompts LongBench leaves without a chat template
 FIELDS = (("dataset", "context", "input", "answers"), ("task", "prompt", "gold"))
 
 
@@ -95,7 +95,7 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     before, _, after = _official(name)["doc_to_text"].partition("{{context}}")
     if fields == FIELDS[0]:
         context, after, answers = each["context"], after.replace("{{question}}", each["input"]), each["answers"]
-    else:  # the end of a complete prompt begins at the last place of the words between context and question
+    else:  # a complete prompt: its context ends at the last occurrence of the words between context and question
         words, prompt, answers = after.partition("{{question}}")[0], each["prompt"], each["gold"]
         before = before if prompt.startswith(before) else ""
         ends = [prompt.rindex(each) for each in (words, "\n\nQuestion:") if each.strip() and each in prompt]

@@ -1,12 +1,12 @@
-"""Tasks with many questions about one text. The questions are consecutive cases with an equal context, so an evaluation
-reads the text once per run (mode later).
+"""Tasks with many questions about one text. The questions are consecutive cases with an equal context, so that an
+evaluation reads the text once per run (mode later).
 
     many                facts of six kinds in other text (`settings.haystack`), at even depths
     many/paraphrased    the facts of `many`, asked for in other words than the text's
     many/xquad          articles of XQuAD or SQuAD, joined up to the length
     many/loogle         the first tokens of a LooGLE text, and the questions with their evidence in them
 
-`settings.cases` counts texts. The right answer's likelihood is measured too: `answers[0]`, as the text words it.
+`settings.cases` counts texts. The likelihood of the right answer, as the text words it, is measured too.
 """
 
 import ast
@@ -16,18 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from ..haystack import depths, haystack, most, records, sentences, text_of
+from ..haystack import hide, most, records, sentences, text_of
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, TaskSettings, opening
 
 EACH = 2  # questions of a kind about a text
 QUESTIONS = 24  # questions about a joined text, at most
-AFTER = 3  # tokens of an answer beyond those of the right one: its opening leaves no room for other words
-MORE_KEYS = 2  # facts worded like the asked ones of "keys", with other names and values
+AFTER = 3  # tokens of an answer beyond those of the right one: after its opening no other words are likely
+MORE_KEYS = 2  # further facts of the kind "keys", worded alike, which no question asks for
 
 # {kind: (subjects, ((statement, question, the question in other words), ...))}. {of} is the fact's subject, {answer}
-# the fact; the statement's words before the fact open the answer. Two facts of a kind in one text use two of the kind's
-# lines; the facts of "keys" share one.
+# the fact; the statement's words before {answer} open the answer. Two facts of a kind in one text have different
+# wordings; all facts of "keys" share one.
 SAID = dict(
     digits=(LISTS["house"], (
         ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?",
@@ -79,7 +79,7 @@ SAID = dict(
 
 
 def value(rng: Random, kind: str) -> tuple[str, ...]:
-    """Draw a fact of a kind: its accepted answers, first the one that the text has."""
+    """Draw the answer to a question of a kind: all accepted spellings, first that of the text."""
     if kind == "digits":
         number = rng.randrange(10_000, 100_000)
         return str(number), f"{number:,}"
@@ -96,22 +96,20 @@ def value(rng: Random, kind: str) -> tuple[str, ...]:
 
 
 def drawn_facts(rng: Random, paraphrased: bool = False) -> list[tuple[str, str, str, tuple[str, ...], bool]]:
-    """Draw the facts of one text, all about different subjects and of different answers within a kind: [(kind,
-    statement, question with the answer's opening, answers, whether it is asked)]."""
+    """Draw the facts of one text: [(kind, statement, question with the answer's opening, answers, whether the question
+    is asked)]. No two facts share a subject, and no two of a kind an answer."""
     facts, used = [], set()
     for kind, (subjects, lines) in SAID.items():
         count = EACH + MORE_KEYS * (kind == "keys")
         said = [rng.choice(lines)] * count if kind == "keys" else rng.sample(lines, count)
-        free = [subject for subject in subjects if subject not in used]
-        about, values = rng.sample(free, count), set()
+        about, values = rng.sample([subject for subject in subjects if subject not in used], count), set()
         while len(values) < count:
             values.add(value(rng, kind))
         stated = zip(said, about, rng.sample(sorted(values), count), strict=True)
         for number, ((line, *wordings), of, answers) in enumerate(stated):
             used.add(of)
-            asked = wordings[paraphrased]
-            opened = line[: line.index(" {answer}")].format(of=of)
-            question = f"\n\nQuestion: {asked.format(of=of)}\nAnswer: {opened}"
+            asked, opened = wordings[paraphrased].format(of=of), line[: line.index(" {answer}")].format(of=of)
+            question = f"\n\nQuestion: {asked}\nAnswer: {opened}"
             facts.append((kind, line.format(of=of, answer=answers[0]), question, answers, number < EACH))
     rng.shuffle(facts)
     return facts
@@ -121,10 +119,9 @@ def one(
     settings: TaskSettings, task: str, text: int, number: int, context: str, asked: str, answers: tuple[str, ...],
     after: int = MARGIN, metric: str = "contains_any", **tags: object,
 ) -> Case:  # fmt: skip
-    """Make the case of the number-th question about a text. The answer may take `after` tokens more than the right
+    """Make the case of the number-th question about a text. The answer may be `after` tokens longer than the right
     one."""
-    tags = dict(length=settings.length, text=text) | tags
-    case = f"{task}/{settings.length}/{text}/{number}"
+    tags, case = dict(length=settings.length, text=text) | tags, f"{task}/{settings.length}/{text}/{number}"
     room, opens = settings.room(answers) - MARGIN + after, opening(asked)
     return Case(task, case, context, asked, answers, metric, room, tags, opens, one_line=True, likelihood=True)
 
@@ -133,14 +130,11 @@ def many(settings: TaskSettings, task: str = "many", paraphrased: bool = False) 
     for i in range(settings.cases):
         rng = settings.rng("many", settings.length, i)
         facts = drawn_facts(rng, paraphrased)
-        where = depths(rng, len(facts))
-        said = {depth: fact[1] for depth, fact in zip(where, facts)}
-        longest = max((fact[2] for fact in facts), key=settings.tokens)
-        context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
-        for number, (kind, _, asked, answers, counts) in enumerate(facts):
+        context, depths = hide(settings, rng, [fact[1] for fact in facts], [fact[2] for fact in facts])
+        for number, ((kind, _, asked, answers, counts), depth) in enumerate(zip(facts, depths)):
             if counts:
-                depth = round(where[number], 2)
-                yield one(settings, task, i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
+                tags = dict(kind=kind, depth=round(depth, 2))
+                yield one(settings, task, i, number, context, asked, answers, AFTER, **tags)
 
 
 TASKS.add("many")(many)

@@ -83,7 +83,7 @@ def one_line(
     settings: TaskSettings, task: str, id: str, context: str, asked: str, answers: tuple[str, ...], metric: str,
     tags: dict,
 ) -> Case:  # fmt: skip
-    """Make a case with an answer of one line; the question ends with the answer's beginning."""
+    """Make a case with an answer of one line, whose beginning ends the question."""
     room = settings.room(answers, every=metric == "contains_all")
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
@@ -98,9 +98,9 @@ Build = Callable[[Random, list[tuple[str, str, str]]], tuple]
 
 
 def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Build], Build]:
-    """Return a decorator that registers a task of `count` facts. The function build(rng, facts) returns a case's parts:
-    (facts, question, answers, metric, further tags). With at_depths the first fact is at each of the settings' depths
-    in turn, else anywhere."""
+    """Return a decorator that registers a task of `count` facts. The decorated function build(rng, facts) returns
+    (facts, question, answers, metric, further tags) of a case. With at_depths the first fact is at each of the
+    settings' depths in turn, else anywhere."""
 
     def register(build: Build) -> Build:
         @TASKS.add(name)

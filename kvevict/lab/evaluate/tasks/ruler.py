@@ -1,13 +1,13 @@
-"""The shared parts of RULER's eleven tasks of made-up text (Hsieh et al. 2024); the tasks "ruler/niah_single_1" ... are
-in ruler_*.py. RULER's two tasks of SQuAD and HotpotQA are in lm-eval.
+"""The shared parts of RULER's eleven tasks of made-up text (Hsieh et al. 2024); ruler_*.py have the tasks, such as
+"ruler/niah_single_1". RULER's two tasks of SQuAD and HotpotQA are in lm-eval.
 
 Parameters are those of RULER's `synthetic.yaml`, wording and construction those of its `scripts/data/synthetic`
-(github.com/NVIDIA/RULER at c3f5e3b). As there, prompt and generated tokens together fit `settings.length`, and a prompt
-takes as many of its task's units (lines, words) as fit. Deliberate differences:
+(github.com/NVIDIA/RULER at c3f5e3b). Prompt and generated tokens together fit `settings.length`, and a prompt has as
+many of its task's units (lines, words) as fit. Deliberate differences:
 - the essay haystack is `settings.haystack`, in whole sentences (RULER: Paul Graham's essays, always from their start);
 - every case is drawn separately (RULER places and shuffles all cases alike), with distinct keys, values and words;
 - below 4096 tokens, RULER's shortest length, `vt`'s solved example is as short as possible;
-- generation ends with the line if the answer is one line, and once the answer's number of tokens is reached;
+- generation ends with a one-line answer's line, or once the right answer's number of tokens is reached;
 - words are those of words.py, not of the package wonderwords.
 """
 
@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from ..haystack import most
 from . import TASKS, Case, TaskSettings, opening
 
-# The published wording (RULER's constants.py): the words before the units; the question after the units, with the
-# answer's beginning; and the number of tokens to generate. As in RULER, a chat template gives the answer's beginning to
-# the assistant.
+# RULER's constants.py: words before the units; the question after them with the answer's beginning, which a chat
+# template gives to the assistant; and the number of tokens to generate.
 PROMPTS = {
     "needle": (
         "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -82,7 +81,8 @@ def fill(settings: TaskSettings, room: int, before: str, body: Callable[[int], s
 
 
 def shuffled(items: list, seed: float) -> list:
-    """Return a shuffled copy. Seed and length alone determine its order, since `fill` tries several lengths."""
+    """Return a shuffled copy. Its order depends on the seed and the length alone, since `fill` tries several
+    lengths."""
     return random.Random(seed).sample(items, len(items))
 
 
