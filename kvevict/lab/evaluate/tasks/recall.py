@@ -5,8 +5,10 @@
     multivalue   eight facts, of which two to four give values of the asked name
     tracking     eight facts, three of them in a chain: the asked name's value is another name's
     keyvalue     as many lines "name: value" as fit
+    listed       the numbers of twelve lockers at even depths, all asked for in order: a long answer that walks through
+                 the text. The score is the share of the numbers that the answer has
 
-Names are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
+Names, but for those of `listed`, are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
 name with `held_out` true, and these tasks use only such names.
 """
 
@@ -15,10 +17,18 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
 from random import Random
 
-from ..haystack import haystack, most
+from ..haystack import haystack, hide, most
+from ..words import LISTS
 from . import TASKS, Case, TaskSettings, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
+LOCKERS = 12  # facts of `listed`
+ENTRY = 16  # tokens of a line of its answer beside the number
+LISTED = (
+    "\n\nQuestion: The text says in which locker the parcel of each of twelve people lies. List all twelve in the "
+    "text's order, one in a line, each with the number of the locker."
+    "\nAnswer: 1. The parcel for the {who} lies in locker"
+)
 _ONSETS = tuple("b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w z".split())  # noqa: SIM905
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
@@ -169,3 +179,17 @@ def keyvalue(settings: TaskSettings) -> Iterator[Case]:
 
 def lines(facts: Iterable[tuple[str, str, str]]) -> str:
     return "".join(line(who, what) for _, who, what in facts)
+
+
+@TASKS.add("listed")
+def listed(settings: TaskSettings) -> Iterator[Case]:
+    for i in range(settings.cases):
+        rng = settings.rng("listed", settings.length, i)
+        people, numbers = rng.sample(LISTS["trade"], LOCKERS), rng.sample(range(10_000, 100_000), LOCKERS)
+        facts = [f"The parcel for the {who} lies in locker {number}." for who, number in zip(people, numbers)]
+        asked = LISTED.format(who=people[0])
+        context, _ = hide(settings, rng, facts, [asked])
+        answers, tags = tuple(map(str, numbers)), dict(length=settings.length, text=i)
+        room = settings.room(answers, every=True) + LOCKERS * ENTRY
+        yield Case("listed", f"listed/{settings.length}/{i}", context, asked, answers, "contains_all", room, tags,
+                   opening(asked))  # fmt: skip
