@@ -8,8 +8,8 @@
     listed       the numbers of twelve lockers at even depths, all asked for in order: a long answer that walks through
                  the text. The score is the share of the numbers that the answer has
 
-Names, but for those of `listed`, are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
-name with `held_out` true, and these tasks use only such names.
+Names, but for those of `listed`, are invented from syllables. The bundled model was trained on such facts
+(examples/small_llama), but never on a name with `held_out` true, and these tasks use only such names.
 """
 
 import zlib

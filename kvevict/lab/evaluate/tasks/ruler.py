@@ -59,8 +59,8 @@ DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in essays 
 
 
 def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[str]]], **parameters: str | int) -> None:
-    """Add the task "ruler/<name>". `build(settings, rng, room, **parameters)` makes a case's (context, question, answers),
-    where context and question have at most `room` tokens."""
+    """Add the task "ruler/<name>". `build(settings, rng, room, **parameters)` makes a case's (context, question,
+    answers), where context and question have at most `room` tokens."""
     name, published = f"ruler/{name}", PROMPTS[prompt][2]
     mark = "The special" if prompt.startswith("needle") else "Answer:"
 
