@@ -57,23 +57,22 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
-    """Load (name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) for a text's question."""
+    """Load (name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) for a file's text."""
     args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
     name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 
 def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
-    """Load what `load_file` does, with the prompts of cases that `kvevict demo` asks."""
+    """Load what `load_file` does, with prompts of the task that `kvevict demo` asks."""
     from ...policy.checks import count
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, TaskSettings
     from .demo import ANSWER, LONGEST, TASK
 
-    count("--cases", args.cases, 1)
-    for option, number in (("--max-new-tokens", args.max_new_tokens), ("--limit", args.limit)):
+    for option, number in (("cases", args.cases), ("max-new-tokens", args.max_new_tokens), ("limit", args.limit)):
         if number is not None:
-            count(option, number, 1)
+            count(f"--{option}", number, 1)
     name, model, tokenizer = loaded(args)
     new = ANSWER if args.max_new_tokens is None else args.max_new_tokens
     longest = room(model, new, args.limit or LONGEST) or LONGEST
@@ -118,7 +117,8 @@ def mean(found: list[Any]) -> Any:
     return first if len(found) == 1 else sum(found) / len(found)
 
 
-def cells(run: dict, errors: dict) -> list:
+def cells(run: dict, errors: dict) -> list[str]:
+    """Format a policy's slots per head, and its numbers with their standard errors."""
     least, most = (f"{slots:.0f}" for slots in run["slots"])
     beside = {name: "" if wide is None else f" ±{wide:.3f}" for name, wide in errors.items()}
     return [least if least == most else f"{least}..{most}", *(f"{run[name]:.3f}{beside[name]}" for name in errors)]

@@ -122,7 +122,8 @@ def read(path: str | Path) -> tuple[dict, list[Line]]:
 
 
 def _line(path: str | Path, number: int, text: bytes) -> dict:
-    line, wrong = None, ["not a JSON object"]
+    line: Any = None
+    wrong = ["not a JSON object"]
     with contextlib.suppress(ValueError):
         line = parsed(text)
     if isinstance(line, dict):

@@ -148,7 +148,7 @@ def _lines(
         return
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
-        mine = [each for case, each in asked.items() if case in wanted[run]]
+        mine = [each for id, each in asked.items() if id in wanted[run]]
         text = read(model, tokenizer, mine[0], run)
         alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
         if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
@@ -159,5 +159,5 @@ def _lines(
             some = [mine[at] for at in batch]
             for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
                 yield line(each.case, run, measured)
-    for case, each in asked.items():
-        yield from (alone(each, run) for run, ids in wanted.items() if case in ids and run not in once)
+    for id, each in asked.items():
+        yield from (alone(each, run) for run, ids in wanted.items() if id in ids and run not in once)

@@ -4,6 +4,7 @@ average is its cell in a table."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .intervals import Z, clustered, of_scores, standard_error
 from .results import Line
@@ -76,7 +77,7 @@ class Average:
 
 
 Cell = ScoreCell | FidelityCell | QuestionsCell
-Row = tuple[str, int | float | str | None, int | None]  # (policy, budget, chunk size)
+Row = tuple[str, Any, int | None]  # (policy, budget, chunk size)
 Column = tuple[str, tuple, str]  # (task, values of tags, mode)
 Summary = dict[Row, dict[Column, Cell]]
 

@@ -30,7 +30,7 @@ def render(lines: list[Line], by: Sequence[str] = ()) -> str:
 def _tables(summary: Summary, by: Sequence[str]) -> list[str]:
     columns, parts = list(dict.fromkeys(column for row in summary.values() for column in row)), []
     if not by:
-        heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
+        heads: dict = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
         for mode in dict.fromkeys(mode for *_, mode in columns):
             if means := averages(summary, mode):
                 heads = {f"average, {mode}": (None, (), mode)} | heads

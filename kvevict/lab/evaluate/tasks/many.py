@@ -133,8 +133,8 @@ def many(settings: TaskSettings, task: str = "many", paraphrased: bool = False) 
         context, depths = hide(settings, rng, [fact[1] for fact in facts], [fact[2] for fact in facts])
         for number, ((kind, _, asked, answers, counts), depth) in enumerate(zip(facts, depths)):
             if counts:
-                tags = dict(kind=kind, depth=round(depth, 2))
-                yield one(settings, task, i, number, context, asked, answers, AFTER, **tags)
+                depth = round(depth, 2)
+                yield one(settings, task, i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
 
 
 TASKS.add("many")(many)
