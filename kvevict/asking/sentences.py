@@ -23,9 +23,9 @@ BETWEEN = re.compile(
 
 
 def question_of(turn: str) -> str:
-    """Find the question of a user's turn; "" if there is none. Whole paragraphs near the end and then near the start
-    come before those that a long text may be in. A last paragraph without a question mark, after a text that no
-    paragraph introduces, is the question: question marks before that paragraph are the text's."""
+    """Find the question of a user's turn; "" if there is none. In a long turn, whole paragraphs near the end and then
+    near the start are looked at first. If none of them asks, and the turn's start is a single paragraph, the last
+    paragraph is the question: question marks before it are the text's."""
     turn = OPENING.sub("", turn.strip())
     if len(turn) <= NEAR:
         return (questions(turn) or [turn])[-1]

@@ -1,4 +1,4 @@
-"""Finds out how a chat template writes a user's turn, and the results and schemas of tools that it writes into one."""
+"""Finds out how a chat template writes a user's turn, and the tools' results and schemas in it."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 from .prompts import Tokenizer, rendered
 
-MARK = "\ue000"  # a message's content in the chats that a template is tried with: JSON leaves it as it is
+MARK = "\ue000"  # the content of a message, with which a template is tried: JSON leaves it as it is
 
 
 def _tool(name: str) -> dict:
@@ -15,12 +15,12 @@ def _tool(name: str) -> dict:
     return dict(type="function", function=dict(name=name, description=name, parameters=schema))
 
 
-TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # texts that both renderings share are the template's
+TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # what both renderings share is the template's text
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The texts of a chat template; "" for unknown ones, and without a template.
+    """The texts of a chat template; "" if a text is unknown, or without a template.
 
     opened   the text that opens a user's turn
     ends     the text that ends a user's turn

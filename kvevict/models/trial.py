@@ -40,7 +40,7 @@ def quiet(model: Module) -> Iterator[None]:
 
 def difference(model: Module, patched: Callable[[str, dict], AbstractContextManager]) -> str | None:
     """Describe how the output of a model of unknown type changes if its prompt is read in chunks; None if it does not.
-    `patched` makes a context manager that patches the model, from a policy's name and options."""
+    `patched` makes, of a policy's name and options, a context manager that patches the model."""
     try:
         ids = plain_ids(model.config, 2, SEEN + NEW)
         mask = torch.ones_like(ids)
@@ -119,7 +119,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _found(find: Callable[[Module, Module], dict | str], model: Module, decoder: Module, advice: str) -> dict:
-    """Return what a function finds out about a model, computed once. A text is a fault: raises ValueError with it and
+    """Return the result of a function of a model, computed once. If it is a text, raise ValueError with the text and
     the advice."""
     known = _known.setdefault(decoder, {})
     if find not in known:
