@@ -60,7 +60,7 @@ def patch(
 
 
 def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
-    """The `Plan` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
+    """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen, run = choose(policy, **options)
     if tokenizer is not None and tokenizer is not False:
@@ -104,13 +104,13 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
 
 
 def in_slots(policy: Policy, run: Run, model: Any) -> Policy:
-    """The policy, with a budget in bytes as slots per kv head of this model."""
+    """Return the policy with a budget in bytes as slots per kv head of this model."""
     return policy.in_slots(slot_bytes(model, run.kv)) if isinstance(policy.budget, str) else policy
 
 
 def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
-    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`; beside: bytes
-    of a slot beside its key and value."""
+    """Sum the bytes of one slot in each kv head, of all ranks, of each layer that evicts. `kind` is one of `kv.KINDS`;
+    `beside` counts the bytes of a slot beside its key and value."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
     widths = [families.widths(module, config)[0] for module in modules]
@@ -118,11 +118,8 @@ def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
 
 
 def unpatch(model: Any) -> Any:
-    """Remove the model's policy; does nothing on a model without one.
-
-    The model is then exactly as before `patch`, as soon as running calls and blocks of `evicting` in other threads have
-    ended.
-    """
+    """Remove a model's policy, if it has one. The model is then exactly as before `patch`, as soon as running calls and
+    blocks of `evicting` in other threads have ended."""
     try:
         decoder = find_decoder(model)
     except ValueError:  # no decoder that patch() would take
@@ -134,12 +131,13 @@ def unpatch(model: Any) -> Any:
 
 @contextlib.contextmanager
 def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any) -> Iterator[Any]:
-    """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
-    policy instead of the one that `patch` set.
+    """Give the calls of this thread and context a policy, in place of the one that `patch` set, for a block:
 
-    Other threads and asyncio tasks are not affected. Nor is a thread started inside: its calls have the model's policy,
-    unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model, policy and
-    options are as `patch` takes them.
+    with kvevict.evicting(model, "take", budget=512): ...
+
+    Other threads and asyncio tasks are not affected. Nor is a thread that the block starts: its calls have the model's
+    policy, unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model,
+    policy and options are as `patch` takes them.
     """
     made = _made(model, policy, options)
     _warn_of_learned_tokens(model, made, 4)

@@ -1,5 +1,5 @@
-"""Finds the parts of a decoder by its structure: its layers, each layer's kind of cache, and each layer's module that
-calls Transformers' attention interface. Facts about whole model types are in `known.py`."""
+"""Finds the parts of a decoder by its structure: its layers, each layer's kind of cache, and the module of each layer
+that calls Transformers' attention interface. known.py has facts about whole model types."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 FULL_ATTENTION, SLIDING = "full attention", "sliding window"
-STATE = "state"  # linear attention or convolution: the layer carries a state from call to call
+STATE = "state"  # the layer carries a state from call to call: linear attention or convolution
 NOTHING = "nothing"  # the layer is an MLP alone, or reads another layer's keys and values
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
@@ -101,14 +101,14 @@ def is_transformers(decoder: torch.nn.Module) -> bool:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Return the device that a module computes on. accelerate may keep the weights elsewhere, and meta tensors in their
-    place."""
+    """Return the device that a module computes on. accelerate may have put the weights elsewhere, with meta tensors in
+    their place."""
     for each in module.modules():
         hook = getattr(each, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "execution_device", None) is not None:
                 return torch.empty(0, device=one.execution_device).device
-    return next(module.parameters(), torch.empty(0)).device  # torch.ao's quantised modules have none, and are on CPUs
+    return next(module.parameters(), torch.empty(0)).device  # torch.ao's modules have no parameters and are on CPUs
 
 
 def mixer_of(layer: torch.nn.Module) -> Any:
@@ -117,14 +117,14 @@ def mixer_of(layer: torch.nn.Module) -> Any:
 
 
 def _keeps_state(kind: type) -> bool:
-    """Whether a method of the class stores a state. All methods count, since a forward's variant for a kernel is a
-    method of its own."""
+    """Whether any method of a class stores a state: each kernel has its own variant of the forward."""
     return any("update_conv_state" in _names(f) for f in vars(kind).values() if callable(f))
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """List each decoder layer's kind of cache: one of EVICTS (may be evicted from), SLIDING or STATE (stays as it is),
-    NOTHING, or the class name of a cache that is refused. A window as long as the context counts as full attention."""
+    """List each decoder layer's kind of cache: one of EVICTS, which may be evicted from; SLIDING, STATE or NOTHING,
+    which stay; or the class name of a cache that is refused. A window as long as the context counts as full
+    attention."""
     from transformers import cache_utils
 
     context = setting(config, "max_position_embeddings") or float("inf")
@@ -155,8 +155,8 @@ def heads(config: Any) -> tuple[Any, Any]:
 
 
 def readers(config: Any) -> dict[int, int | None]:
-    """Return {layer without keys and values: the layer that it reads from}, which is the last storing layer of its type
-    before it; None if there is none. A layer that reads from one that does not evict is left out."""
+    """Map each layer without keys and values to the one whose keys and values it reads: the last storing layer of its
+    type before it; None if there is none. A layer that reads from one that does not evict is left out."""
     kinds, found = layer_kinds(config), {}
     modes, types = setting(config, "kv_sharing_modes") or (), setting(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -173,7 +173,8 @@ def slot_heads(config: Any) -> int:
 
 
 def _alike(value: object, kinds: list) -> Any:
-    """Return a config's number; of a number for every layer, that of the layers that evict (None if they differ)."""
+    """Return a config's number; of a list with a number per layer, that of the layers that evict, or None if they
+    differ."""
     if not isinstance(value, (list, tuple)):
         return value
     own = {n for n, kind in zip(value, kinds, strict=True) if kind in EVICTS}
@@ -204,7 +205,7 @@ def widths(module: Any, config: Any) -> tuple[int, int]:
 
 
 def setting(owner: Any, name: str) -> Any:
-    """Return an attribute; None if there is none, or if layers differ in it."""
+    """Return an attribute; None if it is missing, or if layers have different values of it."""
     try:
         return getattr(owner, name, None)
     except Exception as error:
@@ -274,8 +275,8 @@ def counts_tokens(decoder: Any) -> bool:
 
 
 def context_of(config: Any) -> int | None:
-    """Return the largest number of tokens that a decoder's configuration names, scaled as its rotary embedding is; None
-    if it names none. Without the scale the number may be that of the decoder's first training."""
+    """Return the most tokens that a decoder's configuration allows, with its rotary embedding's scale: without it the
+    number may be that of the first training. Returns None if the configuration has no such number."""
     most = setting(config, "max_position_embeddings")
     if most is None:
         return None

@@ -27,8 +27,8 @@ def check_there(name: str) -> Path:
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """Call `kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises
-    ValueError or OSError if it cannot be loaded."""
+    """Call `kind.from_pretrained` with a folder, a hub id, or a .gguf file, for Transformers' loader. Raises ValueError
+    or OSError if it fails."""
     path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:

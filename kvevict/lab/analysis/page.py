@@ -1,4 +1,4 @@
-"""The kept slots of a prompt, as one self-contained HTML page (`page.html` and its data) and as a picture."""
+"""Shows the kept slots of a prompt, as one self-contained HTML page (page.html with data in it) and as a picture."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gaps(positions: list) -> list:
 
 
 def places(pieces: list, words: str) -> list:
-    """List the positions of the first token of every occurrence of `words` in the pieces' text."""
+    """List the positions of the first tokens of all occurrences of `words` in the pieces' text."""
     text = "".join(text for text, _ in pieces)
     starts = list(accumulate((len(text) for text, _ in pieces), initial=0))
     positions = list(accumulate((count for _, count in pieces), initial=0))
