@@ -150,12 +150,12 @@ class Asked(Finder):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        before = [self.before(*each) for each in zip(prompts, spans, tokens, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, spans, tokens)
-        starts = [start for start, _ in spans]
-        near = [is_near(arguments, *each) for each in zip(starts, tokens, arguments.seen, strict=True)]
-        each = zip(spans, kept, before, near, strict=True)
-        return arguments.policy.rows.asked([Question((span,), of, opens, close) for span, of, opens, close in each])
+        each = zip(prompts, spans, kept, tokens, arguments.seen, strict=True)
+        return arguments.policy.rows.asked([
+            Question((span,), of, self.before(ids, span, n, seen), is_near(arguments, span[0], n, seen))
+            for ids, span, of, n, seen in each
+        ])  # fmt: skip
 
     def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
         """Return the (start, stop) of a question in a prompt of `tokens` tokens; `ids` is None for embeddings."""

@@ -29,6 +29,8 @@ LISTED = (
     "text's order, one in a line, each with the number of the locker."
     "\nAnswer: 1. The parcel for the {who} lies in locker"
 )
+Fact = tuple[str, str, str]  # (relation, name, value)
+Build = Callable[[Random, list[Fact]], tuple]
 _ONSETS = tuple("b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w z".split())  # noqa: SIM905
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
@@ -80,15 +82,6 @@ def line_question(who: str) -> str:
     return f"\nQuestion: Which value has {who}?\nAnswer: {who}:"
 
 
-def hidden(
-    settings: TaskSettings, rng: Random, facts: list[tuple[str, str, str]], asked: str, depth: float | None = None
-) -> str:
-    """Make a passage with the facts (relation, name, value) in it, the first at `depth`, the others anywhere."""
-    depths = [rng.random() if depth is None else depth, *(rng.random() for _ in facts[1:])]
-    said = {place: statement(*fact) for place, fact in zip(depths, facts)}
-    return haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
-
-
 def one_line(
     settings: TaskSettings, task: str, id: str, context: str, asked: str, answers: tuple[str, ...], metric: str,
     tags: dict,
@@ -98,13 +91,10 @@ def one_line(
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
 
-def draw(rng: Random, count: int) -> list[tuple[str, str, str]]:
-    """Draw facts (relation, name, value) about different names, with different values."""
+def draw(rng: Random, count: int) -> list[Fact]:
+    """Draw facts about different names, with different values."""
     values = rng.sample(range(100_000, 1_000_000), count)
     return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
-
-
-Build = Callable[[Random, list[tuple[str, str, str]]], tuple]
 
 
 def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Build], Build]:
@@ -121,7 +111,9 @@ def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Bu
                 rng = settings.rng(name, *place)
                 facts, asked, answers, metric, more = build(rng, draw(rng, count))
                 tags = dict(length=settings.length, **dict(zip(["depth"], depth)), facts=count) | more
-                context = hidden(settings, rng, facts, asked, *depth)
+                where = [*(depth or [rng.random()]), *(rng.random() for _ in facts[1:])]
+                said = {at: statement(*fact) for at, fact in zip(where, facts)}
+                context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
                 id = "/".join(map(str, (name, *place)))
                 yield one_line(settings, name, id, context, asked, answers, metric, tags)
 
@@ -132,13 +124,13 @@ def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Bu
 
 @of_facts("facts")
 @of_facts("needle", 4, at_depths=True)
-def one_of_them(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+def one_of_them(rng: Random, facts: list[Fact]) -> tuple:
     relation, who, what = facts[0]
     return facts, question(relation, who), (what,), "exact", {}
 
 
 @of_facts("multivalue")
-def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+def several_of_one(rng: Random, facts: list[Fact]) -> tuple:
     wanted = rng.randint(2, 4)
     relation, who, _ = facts[0]
     facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
@@ -147,7 +139,7 @@ def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
 
 
 @of_facts("tracking")
-def chained(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+def chained(rng: Random, facts: list[Fact]) -> tuple:
     relation, _, what = facts[2]
     names = [who for _, who, _ in facts[:3]]
     facts = [(relation, *fact[1:]) for fact in facts]
@@ -177,7 +169,7 @@ def keyvalue(settings: TaskSettings) -> Iterator[Case]:
         yield one_line(settings, "keyvalue", case, lines(facts[:count]), asked, (what,), "exact", tags)
 
 
-def lines(facts: Iterable[tuple[str, str, str]]) -> str:
+def lines(facts: Iterable[Fact]) -> str:
     return "".join(line(who, what) for _, who, what in facts)
 
 
