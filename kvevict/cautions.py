@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from .models.families import context_of
 
 T = TypeVar("T")
-LITTLE = 0.25  # share of a text that must be kept, or answers about it are often wrong
+LITTLE = 0.25  # share of a text below which answers about it are often wrong
 _given: set[Hashable] = set()
 
 

@@ -147,7 +147,7 @@ def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any
 
 def _warn_of_learned_tokens(model: torch.nn.Module, made: Any, stacklevel: int) -> None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
-    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # before every prompt
+    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # these stand before every prompt
     most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
@@ -168,7 +168,7 @@ def check_type(model: Any, decoder: Any) -> None:
     changes when the prompt is read in chunks."""
     top = base_model(model)
     names = top.config.model_type, decoder.config.model_type
-    listed = families.is_transformers(decoder)  # remote code may use the name of a known type
+    listed = families.is_transformers(decoder)  # not so for remote code, which may use a known type's name
     if listed and known.is_verified(*names):
         return
 

@@ -29,7 +29,7 @@ from ..store.resuming import Reading
 from .writing import Sampling, written
 
 KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
-SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's positions
+SHORTEST = 16  # fewest tokens of a chunk that is repeated at the end of the model's positions
 
 
 def unasked(decoder: torch.nn.Module) -> str:
@@ -219,7 +219,7 @@ def _patched(
 
 def room_of(policy: Policy) -> int:
     """Return how many positions after a prompt a policy needs at least, to repeat the prompt in chunks."""
-    return SHORTEST + len(policy.rows.instruction)  # a text's characters are at least as many as its tokens
+    return SHORTEST + len(policy.rows.instruction)  # of an instruction as text: its characters
 
 
 def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:

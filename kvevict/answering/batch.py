@@ -25,7 +25,7 @@ class Batch:
         """Begin with `rows`, one for each batch row of `cache`."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
-        self.unseen: Any = None  # a kvevict.answering.writing.Unseen, while the host does not know the next tokens
+        self.unseen: Any = None  # a `kvevict.answering.writing.Unseen`, while the next tokens are not yet on the host
 
     def add(self, row: Any, cache: Any) -> None:
         """Let a sequence decode in the next steps. The batch takes over `cache`, with the sequence's tokens so far.

@@ -75,9 +75,9 @@ def ends_of(model: torch.nn.Module, tokenizer: Tokenizer) -> set[int]:
 class Answer:
     """An answer while it is written: a row of a `Batch`."""
 
-    choose: Callable[[torch.Tensor], torch.Tensor]  # from logits [vocabulary] to the next token, on their device
+    choose: Callable[[torch.Tensor], torch.Tensor]  # maps logits [vocabulary] to the next token, on the logits' device
     ends: Callable[[list[int]], bool]  # whether the last of the ids so far ends the answer; called after each id
-    most: int | None = None  # number of ids after which the answer ends, where that is known
+    most: int | None = None  # most ids of the answer; None: unknown
     ids: list[int] = field(default_factory=list)
     ended: bool = False
 
@@ -126,7 +126,7 @@ class Unseen:
                 answer.see(token)
 
 
-LATE = {"cuda"}  # devices where the host looks at tokens after it has launched the next step
+LATE = {"cuda"}  # kinds of devices on which the host launches a step before it looks at the tokens of the one before
 
 
 def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
@@ -156,7 +156,7 @@ def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
     if logits is None:
         unseen = batch.unseen
         if unseen is not None and any(answer.most == len(answer.ids) + 1 for answer in unseen.answers):
-            _look(batch)  # the number of tokens shows that the answer ends
+            _look(batch)  # an answer ends with this token, so no step follows it
             _leave(batch)
             unseen = None
         logits = _logits(batch)

@@ -34,7 +34,7 @@ def first_ids(
 ) -> tuple[list[int], bool]:
     """Return (the first `count` ids of a text, whether these are all of its ids). Only the needed part of a long text
     is tokenised, by `ids_of` or another function with its arguments."""
-    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # characters
+    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # in characters
     while True:
         ids, complete = tokenise(tokenizer, text[:size]), size >= len(text)
         if complete or len(ids) >= count + MARGIN:
@@ -82,9 +82,9 @@ def rendered(tokenizer: Tokenizer, messages: list[dict], what: str, **options: o
     `options`. Raises ValueError with the template's error if it refuses the messages, which the error calls `what`."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except ImportError:  # the template engine is missing; Transformers' error names it
+    except ImportError:  # Jinja is missing, and Transformers' error names it
         raise
-    except Exception as error:  # a template raises the engine's errors and those of its expressions
+    except Exception as error:  # Jinja's errors, and any error of a template's expressions
         raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None
 
 

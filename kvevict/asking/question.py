@@ -24,7 +24,7 @@ from .turns import Turns
 
 FEW = 8  # tokens, at most, that a template puts after a question ("Answer:"): more begin an answer
 END = 256  # tokens at a prompt's end, at most a quarter of it, that may be a request with its question
-SHORT = 4  # words, at most, of a last question that may refer to one before the text: "What is your answer?"
+SHORT = 4  # words, at most, of a last question such as "What is your answer?", which refers to one before the text
 AGAIN = 8  # tokens, at least, of a question that is looked for earlier in the prompt: the text may have shorter ones
 LINE = "\n"
 
@@ -183,7 +183,7 @@ class LastTurn(Finder):
     """
 
     tokenizer: Any
-    request: str = ""  # the turn's question, if the caller knows it
+    request: str = ""  # the question of the turn, if the caller knows it
 
     def rows(self, arguments: Arguments, prompt: int) -> Any:
         policy, rows = arguments.policy, arguments.policy.rows
@@ -202,7 +202,7 @@ class LastTurn(Finder):
             bool(spans) and is_near(arguments, spans[0][0], n, seen)
             for spans, n, seen in zip(asked, tokens, arguments.seen, strict=True)
         ]
-        for b, spans in enumerate(asked):  # the policy's rows observe in place of a question within them
+        for b, spans in enumerate(asked):  # a question within the policy's rows: these observe, too
             if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
                 asked[b] = ()
         if not any(asked):
@@ -224,12 +224,12 @@ class LastTurn(Finder):
         """Find the question in a prompt after `seen` tokens. Returns (the spans that ask, in order; the question before
         the text, as (start, stop, whether nothing repeats it), or None)."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if self.request and not self._turns.opened:  # no mark shows which turn is the last
+        if self.request and not self._turns.opened:  # without a template nothing shows where the last turn begins
             turn, rest = self.request, ""
         elif not turn or squeezed(self.request) in squeezed(turn):
             turn = self.request or turn
         asked, opens = question_of(turn), question_before(turn)
-        echo = asked and squeezed(asked) in squeezed(rest)  # a tool was called with it, or its result has it
+        echo = asked and squeezed(asked) in squeezed(rest)  # a call of a tool, or its result, has the question's words
         after = find(self.tokenizer, ids, rest) if echo else None
         span = find(self.tokenizer, ids[: after[0]] if after else ids, asked) if asked else None
         if span is None:

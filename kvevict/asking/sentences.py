@@ -5,7 +5,7 @@ import re
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 LINK = 4  # words, at most, between two questions that are asked together
 PARAGRAPH = "\n\n"
-OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
+OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line such as "Answer:", which the answer continues
 GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
 THAI = r"อะไร|ใคร|ไหน|ใด(?!\s?ๆ)|เมื่อไ|เท่าไ|กี่|อย่างไร|ทำไม|หรือไม่"  # question words; Thai has no question mark
 # A sentence asks if it ends with a question mark (a Greek one with a semicolon), or if it is a short Thai line with a

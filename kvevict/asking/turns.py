@@ -46,14 +46,14 @@ class Turns:
             return cls()
         try:
             _, end, begin, _ = rendered(tokenizer, [user, answer, user], "a second turn").split(MARK)
-        except ValueError:  # the template takes a single turn
+        except ValueError:  # the template refuses a second turn
             opened, ends = head, tail
         else:
             # Tokens are compared, since "<s>[INST]" and "</s>[INST]" share characters of two different tokens.
             both = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (head, begin))
             opened = tokenizer.decode(common(*both, last=True), clean_up_tokenization_spaces=False)
             ends = common(tail, end)
-        # White space alone is not a mark: a text has it, too.
+        # White space alone marks nothing: texts have it, too.
         opened, ends, tail = (mark if mark.strip() else "" for mark in (opened, ends, tail))
         if not opened:
             return cls(opened, ends, tail)

@@ -72,7 +72,7 @@ class Adapter(nn.Module):
             index, block, name = path
             layer = _inner(_inner(self.layers, str(index)), block)
             layer[name] = LoRA(inputs, outputs, rank, alpha / rank, device)
-        with torch.no_grad():  # initialised with embeddings of random tokens
+        with torch.no_grad():  # they start as embeddings of random tokens
             ids = torch.randint(embedding.weight.shape[0], (tokens,), device=device)
             self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
 

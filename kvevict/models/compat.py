@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-TESTED = (5, 4), (5, 24)  # the oldest version that works, and the newest that the tests have run with
+TESTED = (5, 4), (5, 24)  # the oldest and the newest version that the tests have run with
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 
 

@@ -14,13 +14,13 @@ NOTHING = "nothing"  # the layer is an MLP alone, or reads another layer's keys 
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
 
-_KINDS = {  # of Transformers' cache layers, by the name of the class
+_KINDS = {  # classes of Transformers' cache layers
     "DynamicLayer": FULL_ATTENTION, "DynamicSlidingWindowLayer": SLIDING, "LinearAttentionLayer": STATE,
     "DummyLayer": NOTHING, "LinearAttentionAndFullAttentionLayer": FULL_ATTENTION_AND_STATE,
 }  # fmt: skip
 
 LAYER_LISTS = ("layers", "h", "blocks")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # projections of attention's output
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # names of the output projection of attention
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -142,7 +142,7 @@ def layer_kinds(config: Any) -> list[str]:
 def heads(config: Any) -> tuple[Any, Any]:
     """Return (query heads, kv heads) of the layers that evict; None for a number in which they differ."""
     kinds = layer_kinds(config)
-    every = setting(config, "num_attention_heads_per_layer")  # in Laguna's config
+    every = setting(config, "num_attention_heads_per_layer")  # a list in Laguna's config
     queries = _alike(every or setting(config, "num_attention_heads"), kinds)
     if is_latent(config):
         return queries, queries
@@ -259,10 +259,10 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
     if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
         weight = weight.T if type(linear) is Conv1D else weight
-        if hasattr(weight, "to_local"):  # the weight is a DTensor
+        if hasattr(weight, "to_local"):  # a DTensor's method
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    # A wrapper without in_features has a part with it.
+    # A wrapper may lack in_features; a part of it has them.
     columns = next((part.in_features for part in linear.modules() if hasattr(part, "in_features")), 0)
     unit = torch.eye(columns or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():

@@ -41,7 +41,7 @@ class Owner:
         difference is seen. With thorough=False only the adapters of an identical object are checked, a microsecond
         each."""
         if self.model() is not model:
-            with contextlib.suppress(ValueError):  # the other one is gone, or has changed: its state is known
+            with contextlib.suppress(ValueError):  # of a model that is gone or has changed
                 known = self.identity()
                 differs = known and known.difference(identity(model))
                 return differs and f": {differs}"
@@ -81,7 +81,7 @@ class _State(NamedTuple):
     merged."""
 
     switches: list  # (reference to a PEFT module, its `_switches`)
-    on: list  # the set of active adapters of each PEFT module that has any
+    on: list  # per PEFT module with active adapters, the set of their names
     versions: dict  # id of a tensor -> its `_version`, which counts most writes
     names: list  # names of the sampled tensors
     sample: dict  # (device, dtype, width, whether adapters merge into them) -> bytes of tensors' numbers; {}: unknown
@@ -95,7 +95,7 @@ def _state(model: Any) -> _State:
     on = [frozenset(name for name, _, is_on in adapters_of(module) if is_on) for module in adapted]
     parts = [each for each in parts_of(modules, derived=True) if not each[2].is_meta]  # meta: offloaded, not written
     versions = {id(part): 0 if part.is_inference() else part._version for _, _, part in parts}
-    split = (getattr(model, "tp_size", None) or 1) > 1  # ranks might disagree
+    split = (getattr(model, "tp_size", None) or 1) > 1  # tensor parallel: ranks might come to different results
     sample = {} if split else _sample(parts, {id(module.base_layer) for module in adapted})
     names = [name for _, name, _ in parts]
     return _State(switches, [*filter(None, on)], versions, names, sample, settings(model.config, adapted))
@@ -110,7 +110,7 @@ def _sample(parts: list, merging: set[int]) -> dict:
     device are copied at once."""
     runs: dict = {}
     found = {}
-    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # as `fingerprint`
+    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # the errors of `fingerprint`
         for module, _, part in parts:
             for tensor in plain_of(part):
                 run = _runs(tensor)

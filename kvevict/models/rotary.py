@@ -56,7 +56,7 @@ def _split(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def axes(decoder: Module) -> int:
     """Return the number of axes that positions have (M-RoPE, for pictures); 0 if they are plain numbers."""
     sections = getattr(rotary_of(decoder), "mrope_section", None)
-    if isinstance(sections, dict):  # there is a section for every kind of layer
+    if isinstance(sections, dict):  # one list for every kind of layer
         sections = next(iter(sections.values()))
     return len(sections or ())
 

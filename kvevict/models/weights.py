@@ -14,8 +14,8 @@ RUNS, WIDTH = 16, 64  # RUNS runs of WIDTH numbers of each tensor are hashed
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are spread evenly over 0 .. 1
 LONG = 200  # characters of a configuration's field, at most, that an error writes out
 NAMED = 4  # fields, at most, that an error names
-POSITIONAL = re.compile("(?i)rotary|rope|position|inv_freq")  # in the class of a module, or the name of its buffer
-ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's name
+POSITIONAL = re.compile("(?i)rotary|rope|position|inv_freq")  # in the name of a module's class, or of its buffer
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's repr
 # Fields of a configuration that change no number of a model in eval mode; all other fields count.
 # tests/hf/test_identity.py changes each field of many families.
 SILENT = {
@@ -24,7 +24,7 @@ SILENT = {
     "ignore_keys_at_rope_validation", "torch_dtype", "transformers_version",
     "_attn_implementation_internal", "_experts_implementation_internal", "base_model_ep_plan", "base_model_fsdp_plan",
     "base_model_pp_plan", "base_model_tp_plan", "distributed_config",
-    # what is returned
+    # the outputs of a call
     "_output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
     # tokens that end or fill a text; labels
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id", "problem_type",
@@ -52,7 +52,7 @@ def fingerprint(model: Any) -> str | None:
             sample = _sampled(weight)
             dtypes.add(str(sample.dtype).removeprefix("torch."))
             digest.update(str(tuple(weight.shape)).encode() + sample.cpu().view(torch.uint8).numpy().tobytes())
-    except (Unreadable, RuntimeError, NotImplementedError):  # a quantiser's tensors know few operations
+    except (Unreadable, RuntimeError, NotImplementedError):  # quantised tensors have few operations
         return None
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
@@ -82,7 +82,7 @@ def identity(model: Any) -> Identity:
 def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
     """Write, as JSON, the settings that a model's numbers depend on beside its weights: the fields of its
     configuration, and of those within it, except SILENT; and the scales of the active adapters of PEFT's modules."""
-    scaled = [each for each in adapted if isinstance(getattr(each, "scaling", None), dict)]  # a kind may have none
+    scaled = [each for each in adapted if isinstance(getattr(each, "scaling", None), dict)]  # some kinds have none
     scales = [_written(each.scaling[name]) for each in scaled for name in _active(each) if name in each.scaling]
     return json.dumps(_written(config) | (dict(scaling=scales) if scales else {}), sort_keys=True)
 
@@ -156,7 +156,7 @@ def _weights(model: torch.nn.Module) -> Iterator[Any]:
     """Yield every saved tensor of a model, except those of inactive adapters, as plain tensors."""
     modules = [*model.modules()]
     if any(getattr(module, "_hf_device_mesh", None) is not None for module in modules):
-        raise Unreadable  # a plain tensor may be one rank's part of a weight
+        raise Unreadable  # a plain tensor may hold one rank's part of a weight
     for module, name, tensor in parts_of(modules):
         yield from plain_of(_offloaded(module, name) if tensor.is_meta else tensor)
     for module in modules:
@@ -201,7 +201,7 @@ def _offloaded(module: torch.nn.Module, name: str) -> Any:
 def plain_of(tensor: Any) -> Iterator[Any]:
     """Yield a tensor, or the plain tensors that a quantiser's is made of. Of bitsandbytes' tensors, which are packed
     again when they are used, yield the scales."""
-    if hasattr(tensor, "to_local"):  # a DTensor
+    if hasattr(tensor, "to_local"):  # a DTensor: other processes have parts of it
         raise Unreadable
     if getattr(tensor, "quant_state", None) is not None:
         tensor = tensor.quant_state.absmax

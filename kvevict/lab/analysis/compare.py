@@ -35,9 +35,9 @@ class _Queries(Watcher):
 class FullCache:
     """The full cache of a prompt and of the first R <= 64 tokens of its response."""
 
-    response: list[int]  # ids
-    tokens: int  # of the prompt
-    layers: list[tuple]  # of evicting layers: queries [H, R, D]; k and v [Hkv, tokens + R, D]; attention's options
+    response: list[int]  # the response's ids
+    tokens: int  # number of the prompt's tokens
+    layers: list[tuple]  # per evicting layer: queries [H, R, D]; k and v [Hkv, tokens + R, D]; attention's options
 
 
 @torch.no_grad()

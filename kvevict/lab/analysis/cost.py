@@ -86,7 +86,7 @@ def plan(
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
-    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # nothing to evict
+    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # with such a budget nothing is evicted
     _check(shape, policy)
     shape = replace(shape, kv=run.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
@@ -97,7 +97,7 @@ def plan(
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
         chunks += 1
     row = shape.row_bytes * batch
-    if chunks > 1:  # the previous chunk's last hidden state waits for the next one's
+    if chunks > 1:  # the last hidden state of a chunk is held while the next one is read
         row += shape.element * shape.hidden * batch
     result = dict(
         flops=dict(bill.flops), moved=dict(bill.moved), cache_bytes=round(slot * sum(layers.kept)),

@@ -42,7 +42,7 @@ def page(
         tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
     )  # fmt: skip
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # a text cannot end the script
+    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so that no text can end the script
 
 
 def gaps(positions: list) -> list:

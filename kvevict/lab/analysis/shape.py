@@ -22,7 +22,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]  # each layer's sliding window in tokens; None: full attention
-    products: int  # elements of the matrices, in all layers, that a token is multiplied with; of experts, of the chosen
+    products: int  # elements of all matrices that a token is multiplied with, of the chosen experts alone
     layer_weights: int  # weights of all layers
     head_weights: int  # weights of the matrix that makes logits
     weights: int  # weights of the whole model, of which shared ones count once
@@ -89,7 +89,7 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     own = kinds.index(families.FULL_ATTENTION)
-    fused = any("gate_up" in name for name in matrices)  # its two halves outlive the activation of one
+    fused = any("gate_up" in name for name in matrices)  # both halves live on after one is activated
     return Shape(
         hidden=config.hidden_size,
         mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),

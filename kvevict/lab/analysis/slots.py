@@ -24,7 +24,7 @@ class Taken:
     """One chunk of a read. Slots are per kv head; lists have an entry per full-attention layer."""
 
     chunk: Chunk
-    read: list  # the chunk's rows that get to the layer
+    read: list  # rows of the chunk that the layer reads (fewer after tsp)
     stored: list  # slots before the chunk
     kept: list  # slots after the chunk
     peak: float  # the most bytes of slots alive at once, of all layers

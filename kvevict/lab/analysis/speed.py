@@ -21,7 +21,7 @@ T = TypeVar("T")
 # come from rounding in different orders of sums, so their ratio is that of the lengths of two random vectors. With as
 # many independent parts as tokens are decoded it is above 4 once in 2,700 models for 8 tokens, the fewest.
 ALLOWED = 4
-DECODED = 32  # tokens at the prompt's end, or half of it
+DECODED = 32  # tokens that are decoded at the prompt's end, at most half of the prompt
 
 
 def slots(seen: dict) -> str:
@@ -60,13 +60,13 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         given, name = (args, kwargs or {}), func.__name__
         if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-            return func(*given[0], **given[1])  # in place
+            return func(*given[0], **given[1])  # an operation in place keeps its tensor's dtype
         args, kwargs = _cast(given, self.wider)
         if name in ("float", "half", "bfloat16"):
             return args[0].to(_cast(getattr(torch, name), self.wider))
         try:
             return func(*args, **kwargs)
-        except RuntimeError:  # grouped products have no float64
+        except RuntimeError:  # torch has no grouped product of float64
             args, kwargs = _cast(given, self.narrower)
             return func(*args, **kwargs)
 
@@ -100,7 +100,7 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
         ).logits  # fmt: skip
         return float((torch.cat(logits).to(exact) - exact).norm())
 
-    with using(base_model(model), find_decoder(model), None):  # so that one row's products are rounded alike
+    with using(base_model(model), find_decoder(model), None):  # its linear layers are then ours, which round alike
         want = distance()
     for name, chosen in policies.items():
         ample = choose(chosen, budget=ids.shape[1], threshold=None, tsp=None, kv="model")

@@ -53,7 +53,7 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     elif not Path(args.out).exists():
         raise ValueError(f"--out {args.out} does not exist; run without --table-only to make it")
     if Processes().rank > 0:
-        return None  # the first process has the file
+        return None  # only the first process writes the file
     settings, lines = read(args.out)
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:

@@ -83,9 +83,9 @@ class ReadResult:
     """The result of a run's read, before a question is asked."""
 
     out: Any  # the model's output, with the last token's logits and the cache
-    held: dict  # the result of `measured` or `measured_all` after the read
+    held: dict  # fields by `measured` or `measured_all`
     chosen: Chosen | None  # the policy and its run; None: the unpatched model read
-    options: dict | None  # the policy's options, as the result's line has them
+    options: dict | None  # the policy's options, for the result's line
     seconds: float  # how long the read took
 
 
@@ -196,7 +196,7 @@ def _likelihoods(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Cac
 def _asking(model: Module, tokenizer: Tokenizer, chosen: Chosen | None) -> AbstractContextManager:
     """Return a context manager that patches a model for a question after a text that was read under `chosen`."""
     if chosen is not None and chosen.policy.recall:
-        return evicting(model, chosen, tokenizer=tokenizer)  # finds the question's tokens, as `kvevict.answer` does
+        return evicting(model, chosen, tokenizer=tokenizer)  # a probe then finds the question, as in `kvevict.answer`
     return _patched(model, None if chosen is None else KEEP_ALL)
 
 

@@ -12,7 +12,7 @@ from .runs import FULL, RunSpec
 from .tasks import FIDELITY, PERPLEXITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
-FEWEST = 10  # cases, at least, that allow a verdict
+FEWEST = 10  # with fewer cases there is no verdict
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Haystack:
         if (left := room([])) < 0:
             raise ValueError(f"length: {tokens} tokens are too few for the task's own {tokens - left}; give more")
         take, guess = growing(self.sentences(rng)), 0
-        while left >= 0:  # the sentences' token counts add up to about the text's
+        while left >= 0:  # a guess: tokens of the sentences add up to about those of the text
             guess += 1
             left -= settings.tokens(" " + take(guess)[-1])
         if n := most(lambda n: room(take(n)) >= 0, guess - 1):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
 STYLES = ("-", "--", "-.", ":")
-MOST = 24  # panels that a page can hold
+MOST = 24  # panels of a figure at most
 DODGE = 0.2  # octaves, or turns, over which the points at one place are spread, to show their intervals side by side
 
 

@@ -11,7 +11,7 @@ from ...policy.checks import PLENTY, byte_count, parsed
 from .tasks import FIDELITY
 
 CASE = ("task", "id", "seed")
-Line = dict[str, Any]  # a line of the file: `FIELDS`, and some of `OPTIONAL`
+Line = dict[str, Any]  # the fields of a line: `FIELDS`, and some of `OPTIONAL`
 Check = Callable[[Any], bool]
 
 
@@ -56,7 +56,7 @@ OPTIONAL = dict(
     peak_cache_bytes=_measure, archive_bytes=_measure, recalled_bytes=_measure, read_seconds=_or_none(_measure),
     ask_seconds=_measure, ask_bytes=_measure,
 )  # fmt: skip
-KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the fields of `RunSpec`: unique to a line
+KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the fields of `RunSpec`; no two lines share all
 OLD_MODES = {"aware": "known", "agnostic": "later"}  # names of modes in files of earlier versions
 ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
 

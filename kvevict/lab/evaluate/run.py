@@ -39,12 +39,12 @@ class Evaluation:
     chunk_sizes: tuple[int | None, ...] = (None,)
     modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
-    cases: int = 20  # number per length and seed, and per depth where the task has depths
+    cases: int = 20  # number per length and seed, and per depth if the task has depths
     depths: tuple[float, ...] = TaskSettings.depths
     haystack: str | None = None
     data: str | None = None
-    temperature: float | None = None  # as in `kvevict.lab.evaluate.ask.AskedCase`
-    protocol: str | None = None  # a paper's, with policies and chunk sizes in place of those above
+    temperature: float | None = None  # None: the likeliest token; else tokens are drawn
+    protocol: str | None = None  # name of a paper's protocol, whose policies and chunk sizes replace those above
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
@@ -84,7 +84,7 @@ def evaluate(
     about = dict(
         model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
     )
-    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # an impossible plan fails before hours of work
+    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # so that an impossible plan fails at once
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
             if "other" in plan.modes and not case.turn:
@@ -101,7 +101,7 @@ def evaluate(
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
                 raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
-            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # exact if all groups have equal numbers
+            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # an estimate for unequal groups
             missing = {
                 case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
                 for case in cases

@@ -21,7 +21,7 @@ class ScoreCell:
     mean: float
     low: float
     high: float
-    share: float | None  # the score over the full run's (a perplexity: the full run's over this); None if that is 0
+    share: float | None  # of the full run's mean (perplexities: the inverse); None without a full run or if 0
     cases: int
     metric: str
 

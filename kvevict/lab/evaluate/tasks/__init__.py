@@ -31,9 +31,9 @@ class Case:
     task: str
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
     context: str
-    question: str  # up to the answer's start, with a leading newline or space
+    question: str  # begins with a newline or space, ends where the answer starts
     answers: tuple[str, ...]  # accepted answers; for the metric contains_all, all wanted parts
-    metric: str  # name in `kvevict.lab.evaluate.metrics.METRICS`
+    metric: str  # a name in `kvevict.lab.evaluate.metrics.METRICS`, FIDELITY or PERPLEXITY
     new_tokens: int  # tokens to generate at most
     tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
@@ -48,8 +48,8 @@ class Case:
 class TaskSettings:
     """The settings that a task builds its cases from."""
 
-    tokenizer: Any  # measures lengths
-    length: int  # tokens of context + question, at most; of RULER's tasks, as published, of the answer too
+    tokenizer: Any  # for the lengths of texts
+    length: int  # most tokens of context + question (in RULER's tasks of these and the answer)
     cases: int  # number per length, and per depth if the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -20,7 +20,7 @@ from . import TASKS, Case, TaskSettings
 from .many import drawn_facts
 
 PLACES = ("last", "before", "long", "first")
-ROOM = 24  # tokens for words of a free answer before the fact
+ROOM = 24  # tokens of a free answer before the fact, at most
 INSTRUCTIONS = (
     "Answer in one short sentence. Do not explain how you found it, do not repeat the question and do not add anything "
     "that the text does not say.",

@@ -20,7 +20,7 @@ from ..haystack import hide, most, records, sentences, text_of
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, TaskSettings, opening
 
-EACH = 2  # questions of a kind about a text
+EACH = 2  # questions of each kind about a text
 QUESTIONS = 24  # questions about a joined text, at most
 AFTER = 3  # tokens of an answer beyond those of the right one: after its opening no other words are likely
 MORE_KEYS = 2  # further facts of the kind "keys", worded alike, which no question asks for
@@ -185,7 +185,7 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
             return n <= len(left) and settings.tokens(joined(left[:n]) + longest) <= settings.length
 
         n = most(fits)
-        if n in (0, len(left)):  # nothing fits, or the text ends before the length
+        if n in (0, len(left)):  # nothing fits, or the paragraphs end before the length is reached
             raise ValueError(
                 f"data: {path} has too little text for {settings.cases} of {settings.length} tokens; give fewer "
                 "--cases, other --lengths or more articles"

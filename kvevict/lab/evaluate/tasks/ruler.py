@@ -55,7 +55,7 @@ PROMPTS = {
 }  # fmt: skip
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # of needles in essays are RULER's 40, in whole percents
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's 40 depths of a needle in essays, in whole percents
 
 
 def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[str]]], **parameters: str | int) -> None:
@@ -208,7 +208,7 @@ def fwe(settings: TaskSettings, rng: random.Random, room: int) -> tuple[str, str
         return [int(n / (zeta * k**2)) for k in range(1, len(coded) + 1)]
 
     def body(n: int) -> str:
-        while counts(n)[3] == counts(n)[4]:  # for n of 42 to 52 the last answer is no more frequent than the next word
+        while counts(n)[3] == counts(n)[4]:  # of 42 to 52 words the last answer is no more frequent than the next word
             n -= 1
         return " ".join(shuffled([word for word, count in zip(coded, counts(n)) for _ in range(count)], seed))
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from . import TASKS, Case, TaskSettings
 
 NEW = 8  # different questions of a text
-AGAIN = (5, 10)  # turns that ask an earlier question
+AGAIN = (5, 10)  # turns that repeat an earlier question
 ROOM = 24  # tokens of an answer beyond those of the right one: without an opening it is a sentence
 
 
