@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def patch(
     return model
 
 
-def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
+def _made(model: torch.nn.Module, policy: str | Policy | Chosen, options: dict) -> Plan:
     """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen, run = choose(policy, **options)
@@ -145,7 +146,7 @@ def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any
         yield model
 
 
-def _warn_of_learned_tokens(model: torch.nn.Module, made: Any, stacklevel: int) -> None:
+def _warn_of_learned_tokens(model: torch.nn.Module, made: Plan, stacklevel: int) -> None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
     learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # these stand before every prompt
     most = families.context_of(find_decoder(model).config)
@@ -172,7 +173,7 @@ def check_type(model: Any, decoder: Any) -> None:
     if listed and known.is_verified(*names):
         return
 
-    def patched(policy: str, options: dict) -> Any:
+    def patched(policy: str, options: dict) -> AbstractContextManager:
         return installed.using(top, decoder, Plan(build(policy, **options), Run(), decoder, ranks.of(top)))
 
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)

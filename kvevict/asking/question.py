@@ -16,7 +16,7 @@ from ..context import within
 from ..engine.hook.arguments import Arguments
 from ..engine.read.plan import Plan
 from ..policy.policy import Policy
-from ..policy.rows import Question
+from ..policy.rows import Question, Rows
 from . import prompts
 from .sentences import PARAGRAPH, question_before, question_of, same
 from .tokens import find, squeezed, start_after
@@ -80,7 +80,7 @@ class Finder:
     def _turns(self) -> Turns:
         return Turns.of(self.tokenizer)
 
-    def rows(self, arguments: Arguments, prompt: int) -> Any:
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         """Return the policy's rows for the first `prompt` columns of a call."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class Asked(Finder):
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
-    def rows(self, arguments: Arguments, prompt: int) -> Any:
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         if len(self.asked) not in (1, arguments.batch):
             raise ValueError(
                 f"{len(self.asked)} questions for a batch of {arguments.batch} rows: give one, or one a row"
@@ -185,7 +185,7 @@ class LastTurn(Finder):
     tokenizer: Any
     request: str = ""  # the question of the turn, if the caller knows it
 
-    def rows(self, arguments: Arguments, prompt: int) -> Any:
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         policy, rows = arguments.policy, arguments.policy.rows
         if arguments.ids is None or not rows.at_the_end:
             return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...commands import loaded, read_text, words
 from ...policy.registry import load_folder
@@ -12,6 +12,7 @@ from ...policy.registry import load_folder
 if TYPE_CHECKING:
     import torch
 
+    from ...asking.prompts import Tokenizer
     from ..analysis.run import EncodedPrompt
 
 
@@ -34,7 +35,9 @@ def add_question(
                         help=f"length of the answer at most; default {default}")  # fmt: skip
 
 
-def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[EncodedPrompt]]:
+def load_prompts(
+    args: argparse.Namespace, questions: list[str]
+) -> tuple[str, torch.nn.Module, Tokenizer, list[EncodedPrompt]]:
     """Load (name, model, tokenizer, an `EncodedPrompt` of each question) by the arguments of `add_model` and
     `add_question`."""
     from ...policy.checks import count

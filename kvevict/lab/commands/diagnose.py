@@ -56,14 +56,14 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     return {"model": name, "cases": len(each), "answers": said, **found, "standard_errors": errors}
 
 
-def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
+def load_file(args: Namespace) -> tuple[str, Module, Tokenizer, list[tuple[EncodedPrompt, int, bool]]]:
     """Load (name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) for a file's text."""
     args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
     name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 
-def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
+def load_facts(args: Namespace) -> tuple[str, Module, Tokenizer, list[tuple[EncodedPrompt, int, bool]]]:
     """Load what `load_file` does, with prompts of the task that `kvevict demo` asks."""
     from ...policy.checks import count
     from ..evaluate.ask import encode

@@ -41,7 +41,7 @@ def contains(prediction: str, answer: str) -> bool:
 
 @METRICS.add("contains_all")
 def contains_all(prediction: str, answers: Sequence[str]) -> float:
-    """The share of the answers that occur in the prediction."""
+    """Return the share of the answers that occur in the prediction."""
     return sum(contains(prediction, answer) for answer in answers) / len(answers)
 
 
