@@ -26,14 +26,9 @@ from .policy.tokenizer import depends, of_model, told
 
 
 def patch(
-    model: Any,
-    policy: str | Policy | Chosen = DEFAULT,
-    *,
-    budget: int | float | str | None = None,
-    chunk_size: int | None = None,
-    tokenizer: Any = None,
-    **options: Any,
-) -> Any:
+    model: Any, policy: str | Policy | Chosen = DEFAULT, *, budget: int | float | str | None = None,
+    chunk_size: int | None = None, tokenizer: Any = None, **options: Any,
+) -> Any:  # fmt: skip
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
     policy      a preset's name (`kvevict.policies()` lists them), a text NAME:OPTION=VALUE,... or a `kvevict.Policy`;

@@ -218,7 +218,7 @@ def _patched(
 
 
 def room_of(policy: Policy) -> int:
-    """Return how many positions after a prompt a policy needs at least, to repeat the prompt in chunks."""
+    """Return the least number of positions after a prompt with which a policy can repeat the prompt in chunks."""
     return SHORTEST + len(policy.rows.instruction)  # of an instruction as text: its characters
 
 

@@ -72,7 +72,7 @@ def _check(question: Any, tokenizer: Any) -> None:
 
 
 class Finder:
-    """Finds the question of a prompt."""
+    """The base of the classes that find a prompt's question."""
 
     tokenizer: Any = None
 
@@ -280,7 +280,7 @@ def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
 
 
 def reads_last_rows(plan: Plan) -> bool:
-    """Whether a plan measures the call's last rows as its observers."""
+    """Whether a plan takes the call's last rows for measurements (diagnose=True, TADA's budgets)."""
     return plan.run.diagnose or plan.policy.layers.measures
 
 

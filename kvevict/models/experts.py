@@ -28,7 +28,8 @@ def hooks(decoder: Any, rows: int, active: Callable[[], bool]) -> list:
 
 
 class _Separate:
-    """Hooks of one module of experts, called with rows [batch * T, E] and the rows' experts and weights [.., k]."""
+    """Hooks of a module of experts, whose arguments are rows [batch * T, E] and each row's experts and weights [..,
+    k]."""
 
     def __init__(self, rows: int, active: Callable[[], bool]) -> None:
         self.rows, self.active = rows, active

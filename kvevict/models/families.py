@@ -140,7 +140,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def heads(config: Any) -> tuple[Any, Any]:
-    """Return (query heads, kv heads) of the layers that evict; None for a number in which they differ."""
+    """Return (query heads, kv heads) of the layers that evict; None for a number that is not equal in all of them."""
     kinds = layer_kinds(config)
     every = setting(config, "num_attention_heads_per_layer")  # a list in Laguna's config
     queries = _alike(every or setting(config, "num_attention_heads"), kinds)
@@ -270,7 +270,7 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
 
 
 def counts_tokens(decoder: Any) -> bool:
-    """Whether the decoder, called without positions, numbers a row's tokens without counting its padding."""
+    """Whether a decoder that is called without positions leaves a row's padding out when it numbers the tokens."""
     return decoder.config.model_type == "opt"
 
 

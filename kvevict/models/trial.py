@@ -119,8 +119,8 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _found(find: Callable[[Module, Module], dict | str], model: Module, decoder: Module, advice: str) -> dict:
-    """Return the result of a function of a model, computed once. If it is a text, raise ValueError with the text and
-    the advice."""
+    """Return what `find` returns for a model; it is called once. If it returns a text, raise ValueError with the text
+    and the advice."""
     known = _known.setdefault(decoder, {})
     if find not in known:
         known[find] = find(model, decoder)

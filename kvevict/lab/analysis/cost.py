@@ -150,7 +150,7 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
 
 
 def _pair_flops(shape: Shape, batch: int) -> int:
-    """Count the FLOPs of q.k and a.v for one key and a row of every query head."""
+    """Count the FLOPs of q.k and a.v for one key and one row of every query head."""
     return 4 * shape.head_dim * shape.heads * batch
 
 

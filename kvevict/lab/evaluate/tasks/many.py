@@ -157,7 +157,7 @@ def asked_of(
     settings: TaskSettings, rng: Random, task: str, text: int, context: str,
     pairs: Sequence[tuple[str, Iterable[str]]], metric: str = "contains_any",
 ) -> Iterator[Case]:  # fmt: skip
-    """Yield cases of at most `QUESTIONS` of the pairs (question, answers)."""
+    """Draw at most `QUESTIONS` of the pairs (question, answers), and yield their cases."""
     for number, (question, answers) in enumerate(rng.sample(pairs, min(len(pairs), QUESTIONS))):
         yield one(settings, task, text, number, context, plain(question), tuple(answers), metric=metric)
 
@@ -201,7 +201,7 @@ def joined(paragraphs: Iterable[tuple[str, list]]) -> str:
 
 @TASKS.add("many/loogle")
 def loogle(settings: TaskSettings) -> Iterator[Case]:
-    """Yield questions about the first complete sentences of a text, up to the length, that have their evidence."""
+    """Yield questions about the first complete sentences of a text, up to the length, in which their evidence is."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
     articles = list(enumerate(records(path)))
