@@ -195,23 +195,18 @@ class LastTurn(Finder):
         found = [self._found(*each) for each in zip(prompts, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
-        asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
-        before = [opens for _, opens in found]
-        inside = [bool(spans) and spans[0][0] >= n - own for spans, n, own in zip(asked, tokens, last)]
-        near = [
-            bool(spans) and is_near(arguments, spans[0][0], n, seen)
-            for spans, n, seen in zip(asked, tokens, arguments.seen, strict=True)
-        ]
-        for b, spans in enumerate(asked):  # a question within the policy's rows: these observe, too
-            if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
-                asked[b] = ()
-        if not any(asked):
+        place, questions = not reads_last_rows(arguments.plan), []
+        each = zip(prompts, found, kept, tokens, last, arguments.seen, strict=True)
+        for ids, (spans, opens), request, n, own, seen in each:
+            spans = fitting(spans, policy.chunk_size or prompt)
+            near = bool(spans) and is_near(arguments, spans[0][0], n, seen)
+            inside = bool(spans) and spans[0][0] >= n - own
+            if not spans or (inside and (not near or self._begins(ids, spans[-1]))):
+                questions.append(Question(((n - own, n),), request, None, place, True))  # the policy's rows observe
+            else:
+                questions.append(Question(spans, request, opens, near))
+        if all(question.last for question in questions):
             return rows
-        place = not reads_last_rows(arguments.plan)
-        questions = [
-            Question(spans, of, opens, close) if spans else Question(((n - own, n),), of, None, place, True)
-            for spans, of, opens, close, n, own in zip(asked, kept, before, near, tokens, last, strict=True)
-        ]
         chosen = rows.asked(questions)
         return rows if not place and len(set(chosen.lengths(None))) > 1 else chosen
 

@@ -33,14 +33,12 @@ def page(
     find    words that are underlined wherever the prompt has them
     """
     tokens = ids.shape[1]
-    kept = [
-        [layer and [gaps([at for at in head if at < tokens]) for head in layer[0]] for layer in run["positions"]]
-        for run in runs
-    ]
-    runs = [{**run, "kept": layers, "positions": None} for run, layers in zip(runs, kept)]
-    data = dict(
-        tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
-    )  # fmt: skip
+
+    def kept(layer: list | None) -> list | None:
+        return layer and [gaps([at for at in head if at < tokens]) for head in layer[0]]
+
+    runs = [run | dict(kept=[*map(kept, run["positions"])], positions=None) for run in runs]
+    data = dict(tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=[*facts], find=find, runs=runs)
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so that no text can end the script
 

@@ -38,8 +38,9 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     policies = build_policies(args.policy or [DEFAULT], args)
     check_complete(policies)
     name, model, tokenizer, prompts = load_prompts(args, args.question)
-    several = len(prompts) > 1
-    ids = min((p.row(device_of(model))[:, : len(p.context) if several else None] for p in prompts), key=torch.numel)
+    several, device = len(prompts) > 1, device_of(model)
+    asked = ["no question", *args.question] if several else args.question
+    ids = min((p.row(device)[:, : len(p.context) if several else None] for p in prompts), key=torch.numel)
     how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening))
     runs, shown = {}, []
     for key, policy in policies.items():
@@ -48,7 +49,7 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         else:
             made = [measure(model, tokenizer, ids, policy, positions=True, question=args.question[0], **how)]
         alone = len(shown)
-        for question, run in zip(["no question", *args.question] if several else args.question, made, strict=True):
+        for question, run in zip(asked, made, strict=True):
             seen, answer = run["report"], run["answer"].strip()
             label = f"{' '.join(question.split())} ({key})" if several else key
             print(f"{label}: kept {told_of(seen)}" + (f"; answer: {answer}" if answer else ""))

@@ -232,7 +232,8 @@ def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:
     return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
 
 
-def _nats(logits: Tensor, ids: list) -> float:
+def _nats(logits: Tensor, ids: list[int]) -> float:
+    """Compute the mean negative log likelihood of ids by the logits [R, vocabulary] that predict them."""
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
 
 

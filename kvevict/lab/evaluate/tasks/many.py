@@ -182,7 +182,8 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
         longest = max((plain(question) for _, asked in left for question, _ in asked), key=len, default="")
 
         def fits(n: int, longest: str = longest, left: list = left) -> bool:
-            return n <= len(left) and settings.tokens(joined(left[:n]) + longest) <= settings.length
+            context = "\n\n".join(text for text, _ in left[:n])
+            return n <= len(left) and settings.tokens(context + longest) <= settings.length
 
         n = most(fits)
         if n in (0, len(left)):  # nothing fits, or the paragraphs end before the length is reached
@@ -192,11 +193,7 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
             )
         taken, left = left[:n], left[n:]
         pairs = [(q, dict.fromkeys(a["text"] for a in answers)) for _, asked in taken for q, answers in asked]
-        yield from asked_of(settings, rng, task, i, joined(taken), pairs)
-
-
-def joined(paragraphs: Iterable[tuple[str, list]]) -> str:
-    return "\n\n".join(text for text, _ in paragraphs)
+        yield from asked_of(settings, rng, task, i, "\n\n".join(text for text, _ in taken), pairs)
 
 
 @TASKS.add("many/loogle")
