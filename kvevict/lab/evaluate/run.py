@@ -81,9 +81,7 @@ def evaluate(
     weights), and for a prompt longer than the model's context."""
     layers = families.layer_kinds(find_decoder(model).config).count(families.FULL_ATTENTION)
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
-    about = dict(
-        model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
-    )
+    about = dict(model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype))
     for task, settings in groups[: len(groups) // len(plan.seeds)]:  # so that an impossible plan fails at once
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
@@ -94,7 +92,7 @@ def evaluate(
         first = processes.rank == 0
         if first:
             print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
-        results = stack.enter_context(Results(out, about)) if first else None
+        results = stack.enter_context(Results(out, about | dataclasses.asdict(plan))) if first else None
         keys, responses = processes.broadcast((results.keys, results.responses) if first else None)
         bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))
         for done, (task, settings) in enumerate(groups):
