@@ -6,7 +6,6 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 from .engine.hook.installed import plan_of
-from .engine.memory.meter import Meter
 from .models.families import find_decoder
 
 
@@ -63,7 +62,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     return result | {"seconds": dict(meter.seconds), "replayed": meter.replayed}
 
 
-def _of_model(model: Any) -> Meter:
+def _of_model(model: Any) -> Any:
     decoder = find_decoder(model)
     plan = plan_of(decoder)
     if plan is None:

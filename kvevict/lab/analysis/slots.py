@@ -8,12 +8,12 @@ equal values, where layer budgets depend on measurements.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...engine.read import schedule
 from ...engine.read.budgets import Budgets
-from ...engine.read.decisions import Decisions
 from ...engine.read.plan import tsp_of
 from ...policy.inputs import Chunk
 from ...policy.policy import Policy
@@ -69,7 +69,7 @@ class Layers:
             peak = self.sizes[0] * (sum(stored) + copy) + self.sizes[1] * sum(read)
         return Taken(chunk, read, stored, self.kept, peak)
 
-    def _carry_out(self, decisions: Decisions, read: list) -> float:
+    def _carry_out(self, decisions: Any, read: list) -> float:
         """Cut the slots as `kvevict.engine.read.choosers.Deciding` does, and return the most bytes alive at once."""
         peak, new, sizes = 0, np.zeros_like(self.slots), self.sizes
         for layer, rows in enumerate(read):
