@@ -100,7 +100,9 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
         ).logits  # fmt: skip
         return float((torch.cat(logits).to(exact) - exact).norm())
 
-    with using(base_model(model), find_decoder(model), None):  # its linear layers are then ours, which round alike
+    with using(
+        base_model(model), find_decoder(model), None
+    ):  # one row's products are then rounded as in a patched model
         want = distance()
     for name, chosen in policies.items():
         ample = choose(chosen, budget=ids.shape[1], threshold=None, tsp=None, kv="model")
