@@ -25,7 +25,7 @@ __all__ = [
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        """Load a missing name: all public names at once, or a module."""
+        """Load all public names at the first use of one; import a module that is named."""
         if name in __all__:
             api = importlib.import_module(f"{__name__}.api")
             vars(self).update({each: getattr(api, each) for each in __all__})
@@ -40,7 +40,7 @@ class _Package(ModuleType):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """The import of kvevict.patch must not put the module in the place of the function."""
+        """Keep the import of the module kvevict.patch from replacing the function of that name."""
         if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

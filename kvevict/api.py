@@ -1,5 +1,5 @@
-"""The public names of `kvevict`. It imports this module when the first of them is used. To a type checker an import
-without `as` is private."""
+"""The public names of `kvevict`, which imports this module when the first of them is used. Each import has `as`, since
+type checkers take others for private."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,13 +41,13 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def policies() -> list[str]:
-    """Names of the presets that `kvevict.patch` takes."""
+    """List the names of the presets that `kvevict.patch` takes."""
     return sorted(PRESETS)
 
 
 def register_score(name: str) -> Callable[[_Class], _Class]:
-    """Decorator that registers a `Score` under a name, for policies, their JSON and the command line. Raises ValueError
-    for a taken name and for unknown quantities."""
+    """Return a decorator that registers a `Score` under a name, for policies, their JSON and the command line. Raises
+    ValueError for a taken name and for unknown quantities."""
 
     def register(score: Any) -> Any:
         check_needs(score)
@@ -57,10 +57,10 @@ def register_score(name: str) -> Callable[[_Class], _Class]:
 
 
 def register_quantity(name: str) -> Callable[[_Class], _Class]:
-    """Decorator that registers a `Quantity` under a name, so that scores can need it."""
+    """Return a decorator that registers a `Quantity` under a name, so that scores can need it."""
     return QUANTITIES.add(name)
 
 
 def register_rows(name: str) -> Callable[[_Class], _Class]:
-    """Decorator that registers `Rows` under a name, for policies, their JSON and the command line."""
+    """Return a decorator that registers `Rows` under a name, for policies, their JSON and the command line."""
     return ROWS.add(name)

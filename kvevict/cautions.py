@@ -7,19 +7,19 @@ from typing import Any, TypeVar
 from .models.families import context_of
 
 T = TypeVar("T")
-LITTLE = 0.25  # share of a text that must be kept, or answers about it are often wrong
+LITTLE = 0.25  # share of a text below which answers about it are often wrong
 _given: set[Hashable] = set()
 
 
 def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
-    """Warn, unless a warning with this key was given before. With stacklevel 1 the warning names the caller's line."""
+    """Warn, unless a warning with this key was given before. With stacklevel=1 the warning names the caller's line."""
     if key not in _given:
         _given.add(key)
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def of_text(meter: Any, budget: Hashable, stacklevel: int) -> None:
-    """Warn, once for a budget, if a read has kept little of a text for questions that come later."""
+    """Warn, once for each budget, if a read has kept little of a text for questions that come later."""
     kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
     if kept < LITTLE:
         once(
@@ -31,8 +31,8 @@ def of_text(meter: Any, budget: Hashable, stacklevel: int) -> None:
 
 
 def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
-    """Warn of a prompt that is longer than the model's context, and of one that follows slots which were chosen for an
-    earlier question. `seen` counts the tokens of each row, with those in the cache."""
+    """Warn of a prompt that is longer than the model's context, and of one after slots that were chosen for an earlier
+    question. `seen` counts the tokens of each row, with those in the cache."""
     context = context_of(config)
     if context is not None and max(seen) > context:
         once(
@@ -74,7 +74,7 @@ def of_scores(tokens: int) -> None:
 
 
 def of_norms(layers: list[int]) -> None:
-    """Warn of layers whose first chunk was stored in kinds that do not hold rows of a later one."""
+    """Warn of layers whose first chunk was stored in kinds that may not hold the rows of later chunks."""
     if layers:
         once(
             "norms",

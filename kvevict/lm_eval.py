@@ -50,7 +50,7 @@ class KVEvict(HFLM):
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)
         for name in arguments.keys() - inspect.signature(HFLM.__init__).parameters.keys():
-            if difflib.get_close_matches(name, names):  # another name goes to the model's constructor
+            if difflib.get_close_matches(name, names):  # else the model's constructor gets it
                 raise ValueError(unknown("argument", name, names))
         super().__init__(pretrained, **arguments)
         patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,14 +26,9 @@ from .policy.tokenizer import depends, of_model, told
 
 
 def patch(
-    model: Any,
-    policy: str | Policy | Chosen = DEFAULT,
-    *,
-    budget: int | float | str | None = None,
-    chunk_size: int | None = None,
-    tokenizer: Any = None,
-    **options: Any,
-) -> Any:
+    model: Any, policy: str | Policy | Chosen = DEFAULT, *, budget: int | float | str | None = None,
+    chunk_size: int | None = None, tokenizer: Any = None, **options: Any,
+) -> Any:  # fmt: skip
     """Make a loaded Transformers model read long prompts in chunks and keep a bounded KV cache; returns the model.
 
     policy      a preset's name (`kvevict.policies()` lists them), a text NAME:OPTION=VALUE,... or a `kvevict.Policy`;
@@ -59,8 +55,8 @@ def patch(
     return model
 
 
-def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
-    """The `Plan` of a policy and a model. Raises ValueError or TypeError if they cannot be combined."""
+def _made(model: torch.nn.Module, policy: str | Policy | Chosen, options: dict) -> Plan:
+    """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if they cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen, run = choose(policy, **options)
     if tokenizer is not None and tokenizer is not False:
@@ -104,13 +100,13 @@ def _made(model: torch.nn.Module, policy: Any, options: dict) -> Plan:
 
 
 def in_slots(policy: Policy, run: Run, model: Any) -> Policy:
-    """The policy, with a budget in bytes as slots per kv head of this model."""
+    """Return the policy with a budget in bytes as slots per kv head of this model."""
     return policy.in_slots(slot_bytes(model, run.kv)) if isinstance(policy.budget, str) else policy
 
 
 def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
-    """Bytes of one slot in every kv head, of all ranks, of every layer that evicts. kind: of `kv.KINDS`; beside: bytes
-    of a slot beside its key and value."""
+    """Sum the bytes of one slot in each kv head, of all ranks, of each layer that evicts. `kind` is one of `kv.KINDS`;
+    `beside` counts the bytes of a slot beside its key and value."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
     widths = [families.widths(module, config)[0] for module in modules]
@@ -118,11 +114,8 @@ def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
 
 
 def unpatch(model: Any) -> Any:
-    """Remove the model's policy; does nothing on a model without one.
-
-    The model is then exactly as before `patch`, as soon as running calls and blocks of `evicting` in other threads have
-    ended.
-    """
+    """Remove a model's policy, if it has one. The model is then exactly as before `patch`, as soon as running calls and
+    blocks of `evicting` in other threads have ended."""
     try:
         decoder = find_decoder(model)
     except ValueError:  # no decoder that patch() would take
@@ -134,12 +127,13 @@ def unpatch(model: Any) -> Any:
 
 @contextlib.contextmanager
 def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any) -> Iterator[Any]:
-    """`with kvevict.evicting(model, "take", budget=512): ...`: inside, the calls of this thread and context have this
-    policy instead of the one that `patch` set.
+    """Give the calls of this thread and context a policy, in place of the one that `patch` set, for a block:
 
-    Other threads and asyncio tasks are not affected. Nor is a thread started inside: its calls have the model's policy,
-    unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model, policy and
-    options are as `patch` takes them.
+    with kvevict.evicting(model, "take", budget=512): ...
+
+    Other threads and asyncio tasks are not affected. Nor is a thread that the block starts: its calls have the model's
+    policy, unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model,
+    policy and options are as `patch` takes them.
     """
     made = _made(model, policy, options)
     _warn_of_learned_tokens(model, made, 4)
@@ -147,9 +141,9 @@ def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any
         yield model
 
 
-def _warn_of_learned_tokens(model: torch.nn.Module, made: Any, stacklevel: int) -> None:
+def _warn_of_learned_tokens(model: torch.nn.Module, made: Plan, stacklevel: int) -> None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
-    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # before every prompt
+    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # these stand before every prompt
     most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
@@ -170,11 +164,11 @@ def check_type(model: Any, decoder: Any) -> None:
     changes when the prompt is read in chunks."""
     top = base_model(model)
     names = top.config.model_type, decoder.config.model_type
-    listed = families.is_transformers(decoder)  # remote code may use the name of a known type
+    listed = families.is_transformers(decoder)  # not so for remote code, which may use a known type's name
     if listed and known.is_verified(*names):
         return
 
-    def patched(policy: str, options: dict) -> Any:
+    def patched(policy: str, options: dict) -> AbstractContextManager:
         return installed.using(top, decoder, Plan(build(policy, **options), Run(), decoder, ranks.of(top)))
 
     reason = (known.refused(*names) if listed else None) or trial.difference(top, patched)

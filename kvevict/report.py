@@ -12,9 +12,9 @@ from .models.families import find_decoder
 def report(source: Any, positions: bool = False) -> dict[str, Any]:
     """Return the slots and costs of a read, as a plain dict.
 
-    source   a patched model, for the last read of this thread or asyncio task, or of any if this one has not read; or a
-             cache (`past_key_values`, or the result of `kvevict.read`), for the last read into it or into the cache it
-             was forked from, by any thread and under the policy of that time
+    source   a patched model, for the last read of this thread or asyncio task, or of any one if this one has not read;
+             or a cache (`past_key_values`, or the result of `kvevict.read`), for the last read into it or into the
+             cache it was forked from, by any thread and under that read's policy
 
     seen               valid tokens per batch row, of this and earlier turns
     kept               [layer][row][kv head] slots stored when the read ended; None for layers that do not evict
@@ -24,15 +24,15 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
     full_cache_bytes   KV bytes of all tokens seen, as they are computed
     bits               [layer] bits of a number of stored keys and values; None for layers that do not evict
     wider_keys         layers that keep more bits for keys than the policy's kv: the expected error of a logit was above
-                       1, or the cache was filled under another kv
+                       1, or a run with another kv filled the cache
     padded_bytes       KV bytes if every head of a layer were padded to the longest
     peak_cache_bytes   the most live KV bytes at any moment of the read, the chunk in flight included
     archive_bytes      bytes of the archive that recall=True chooses from
     archive_in         where the archive lies: a device such as "cuda:0", "cpu" for the host's memory, or "files"; None
                        without an archive
-    recalled           [layer][row][kv head] the kept slots that had been evicted before this read, and came back with
+    recalled           [layer][row][kv head] kept slots that had been evicted before this read, and came back with
                        recall=True; None where none could come back
-    overhead_bytes     bytes of all else: free room, positions, carried scores
+    overhead_bytes     bytes of free room, positions and carried scores
     seconds            per stage: read (all), attend, evict (choosing and moving slots; score, select, compact and
                        diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice), and
                        decode (since the read). On a GPU only read is the time of the work; the others are the host's

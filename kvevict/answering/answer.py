@@ -25,12 +25,11 @@ from ..policy.checks import PLENTY, count
 from ..policy.policy import Policy
 from ..policy.run import Run
 from ..policy.text import DEFAULT
-from ..policy.tokenizer import told
 from ..store.resuming import Reading
 from .writing import Sampling, written
 
 KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
-SHORTEST = 16  # tokens of a chunk that is repeated at the end of the model's positions
+SHORTEST = 16  # fewest tokens of a chunk that is repeated at the end of the model's positions
 
 
 def unasked(decoder: torch.nn.Module) -> str:
@@ -46,31 +45,30 @@ def read(
 
     model             as `kvevict.patch` takes it
     context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. That is the patched
-                      model's policy if it is made for these (not take+edie, snapkv, h2o, ...). Else it is "gate" if the
-                      model's folder has gates of its weights or gates were named for the model before, or "read-twice"
-                      in chunks short enough to be repeated within the model's positions, with a patched model's budget
-                      and kv. With recall=True it is take+edie, and each question chooses its slots from all tokens
+    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. It is the patched
+                      model's policy if that is for such questions (not take+edie, snapkv, h2o, ...). Else it is "gate"
+                      if the model's folder has gates of its weights or gates were named for the model before, or
+                      "read-twice", in chunks that can be repeated within the model's positions, with a patched model's
+                      budget and kv. With recall=True it is take+edie, and each question chooses from all tokens
     file              with recall=True: the file that the cache is written to, as by `save_cache`. During the read every
                       chunk is written to a part in the folder FILE.parts. A call with an equal text, model and policy
                       loads the file, or goes on after the parts of a process that was killed; with a longer text that
                       begins with the file's it reads the rest. Raises ValueError for files of another text, model or
-                      policy, and OSError where the folder cannot be written to, or another process reads into it
+                      policy, and OSError if the folder cannot be written to, or another process reads into it
 
     The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
-    missing budget or a model in training mode. Warns, once for a budget, where less than a quarter of a text is kept.
+    missing budget or a model in training mode. Warns, once for each budget, if less than a quarter of a text is kept.
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
     prompts.check(tokenizer)
-    _check(model)
     body = ids_of(tokenizer, context)
     if not body:
         raise ValueError("context is empty: give a text to read")
     head, _ = frame(tokenizer, "")
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
-    _check_room(model, ids.shape[1], "the text")
+    _check(model, ids.shape[1], "the text")
 
     def forward(past: EvictionCache | None, at: int) -> EvictionCache:
         return cache_of(
@@ -105,12 +103,10 @@ def answer(
     one_line          an answer ends with its first line, as suits a model that is not tuned to chat
     temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), among the fewest likeliest
                       tokens with a total probability of top_p; equal sampling_seeds give a question equal answers
-
     batch_size        most questions asked at once; each takes the memory of its tokens and its answer's. Latents (MLA)
                       and sliding windows of the context are copied for each question, all else is shared. With a
                       sliding window, or rotary frequencies that depend on the length, only questions of equal length
-                      share a batch. With a state in a layer, or positions of several axes, questions are asked one by
-                      one
+                      share a batch. With a state in a layer, or positions of several axes, each is asked alone
 
     All questions share the context's kept slots. All tokens of a question and its answer are kept after them; where the
     context was read with recall=True, a question chooses its slots anew, within the budget, from all tokens. Raises
@@ -133,9 +129,8 @@ def answer(
         )
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
-    _check(model)
     ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
-    _check_room(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
+    _check(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
     by, run = context.sequence.policy, context.sequence.run
     recalls = by is not None and by.recall
     asks = Chosen(by, run) if recalls else Chosen(KEEPS, Run(compiled=run.compiled))
@@ -153,14 +148,14 @@ def answer(
 
 
 class Pipeline:
-    """Questions about contexts, called as Transformers' pipelines are:
+    """Answers questions about contexts, and is called as Transformers' pipelines are:
 
     pipe = kvevict.Pipeline(model, tokenizer, budget=512)
     pipe(context, question="Who is the captain?")["answer"]
     pipe(context, questions=["Who?", "Where?"])["answers"]
 
-    policy and options are as `kvevict.read` takes them and are checked here. A call takes `context` (a text or a cache)
-    and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
+    policy and options are as `kvevict.read` takes them and are checked at once. A call takes `context` (a text or a
+    cache) and batch_size=, max_new_tokens=, ... as `kvevict.answer` does.
     """
 
     def __init__(self, model: Any, tokenizer: Any, policy: str | Policy | None = None, **options: Any) -> None:
@@ -188,8 +183,8 @@ class Pipeline:
 
 
 def _chosen(decoder: torch.nn.Module, policy: str | Policy | Chosen | None, options: dict, tokens: int = 0) -> Chosen:
-    """Return the policy that reads a text of `tokens` tokens: the named one, the patched model's if that recalls or is
-    for questions that come later, or the default for such questions."""
+    """Return the policy that reads a text of `tokens` tokens: the named one; or the patched model's, if it recalls or
+    is for questions that come later; or the default for such questions."""
     own = plan_of(decoder)
     recalls = options.get("recall", own is not None and own.policy.recall)
     if policy is None and own is not None:
@@ -214,17 +209,17 @@ def _chosen(decoder: torch.nn.Module, policy: str | Policy | Chosen | None, opti
 def _patched(
     model: torch.nn.Module, tokenizer: Tokenizer, policy: str | Policy | None, options: dict, tokens: int
 ) -> AbstractContextManager:
-    """Return a context manager that patches the model with the policy that reads."""
+    """Return a context manager that patches the model with the policy that `_chosen` returns."""
     decoder = find_decoder(model)
     own, chosen = plan_of(decoder), _chosen(decoder, policy, options, tokens)
     if policy is None and own is not None and chosen == (own.policy, own.run):
         return using(base_model(model), decoder, own)
-    return evicting(model, chosen._replace(policy=told(chosen.policy, tokenizer)), tokenizer=False)
+    return evicting(model, chosen.with_tokenizer(tokenizer), tokenizer=False)
 
 
 def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
-    """Return the policy with chunks (or parts of a prompt that was read before) short enough for their repetition to
-    fit the model's positions. It is unchanged if that needs chunks under `SHORTEST` tokens."""
+    """Shorten the chunks (or the parts of a prompt that was read before) that a policy repeats, so that the repetition
+    fits the model's positions. The policy is returned unchanged if that needs chunks under `SHORTEST` tokens."""
     context: Any = families.context_of(config)
     if not policy.rows.repeats or context is None:
         return policy
@@ -233,15 +228,12 @@ def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     return build(policy, **{name: room}) if SHORTEST <= room < size else policy
 
 
-def _check(model: torch.nn.Module) -> None:
-    """Raise ValueError for a model in training mode."""
-    if find_decoder(model).training:
+def _check(model: torch.nn.Module, tokens: int, what: str) -> None:
+    """Raise ValueError for a model in training mode, and if `tokens` + 1 exceed the model's context."""
+    decoder = find_decoder(model)
+    if decoder.training:
         raise ValueError("in training mode the model runs unpatched: call model.eval()")
-
-
-def _check_room(model: torch.nn.Module, tokens: int, what: str) -> None:
-    """Raise ValueError if `tokens` + 1 exceed the model's context."""
-    context = families.context_of(find_decoder(model).config)
+    context = families.context_of(decoder.config)
     if context is not None and tokens >= context:
         raise ValueError(
             f"{what}: {tokens} tokens, and the model's context is {context}, with the answer: give a shorter one"
@@ -249,8 +241,8 @@ def _check_room(model: torch.nn.Module, tokens: int, what: str) -> None:
 
 
 def together(model: torch.nn.Module, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
-    """Group questions of these lengths into batches that can be asked of one cache, as lists of indices. The questions
-    of a batch are neighbours in length, and at most `most`."""
+    """Group questions of these lengths into batches of at most `most` that can be asked of one cache. Returns lists of
+    indices; the questions of a batch are neighbours in length."""
     decoder = find_decoder(model)
     kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
     one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
@@ -269,7 +261,7 @@ def together(model: torch.nn.Module, cache: EvictionCache, lengths: list[int], m
 
 
 def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
-    """Fork a cache of one row, with `rows` copies of that row."""
+    """Fork a cache of one row into one of `rows` equal rows."""
     fork = cache.fork()
     if rows > 1:
         fork.batch_select_indices(torch.zeros(rows, dtype=torch.long))
@@ -279,7 +271,7 @@ def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
 @torch.no_grad()
 def continued(model: torch.nn.Module, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
     """Append a text, given as ids, to each row of a cache. Returns logits [B, keep, vocabulary] of the texts' last
-    tokens; with keep=0 those of all tokens, where shorter texts are padded at the left."""
+    tokens; with keep=0 of all tokens, and shorter texts are padded at the left."""
     longest, here = max(map(len, texts)), device_of(model)
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
     known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)

@@ -17,15 +17,15 @@ class Batch:
     """The running sequences of a patched model: `rows`, in the order of the logits of a step.
 
     A row is any object of the caller's that stands for a sequence. Caches that come from one `Pools` join and leave
-    without a copy; others are copied once when they join. A row's slots, budgets and evictions are those that it would
-    have alone; logits are equal up to rounding.
+    without a copy; others are copied once, when they join. A row's slots, budgets and evictions equal those of the
+    sequence alone; logits are equal up to rounding.
     """
 
     def __init__(self, model: torch.nn.Module, rows: Iterable[Any] = (), cache: Any = None) -> None:
-        """Begin with `rows`, the sequences that are in `cache` already, one for each of its batch rows."""
+        """Begin with `rows`, one for each batch row of `cache`."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
-        self.unseen: Any = None  # a kvevict.answering.writing.Unseen, while the host does not know the next tokens
+        self.unseen: Any = None  # a `kvevict.answering.writing.Unseen`, while the next tokens are not yet on the host
 
     def add(self, row: Any, cache: Any) -> None:
         """Let a sequence decode in the next steps. The batch takes over `cache`, with the sequence's tokens so far.
@@ -43,11 +43,10 @@ class Batch:
         return cache
 
     def keep(self, rows: Sequence[Any]) -> None:
-        """Drop the sequences that are not among these rows of the batch."""
+        """Drop all other sequences than these rows of the batch."""
         self.cache, self.rows = self._part(rows) if rows else None, list(rows)
 
     def _part(self, rows: Sequence[Any]) -> Any:
-        """Return the cache of these rows."""
         return self.cache if len(rows) == len(self.rows) else part(self.cache, [self.rows.index(row) for row in rows])
 
     @torch.no_grad()

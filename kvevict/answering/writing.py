@@ -1,4 +1,4 @@
-"""Generates text after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
+"""Writes answers after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
 generation_config are ignored."""
 
 import hashlib
@@ -20,14 +20,12 @@ from .batch import Batch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How each token is chosen.
+    """Settings of how each token is chosen. Raises ValueError or TypeError for impossible numbers.
 
     temperature  None: the likeliest token is taken; else a token is drawn from softmax(logits / temperature)
     top_p        only the fewest likeliest tokens with this total probability are drawn (nucleus sampling, Holtzman et
                  al. 2020)
     seed         the draws' seed
-
-    Raises ValueError or TypeError for impossible numbers.
     """
 
     temperature: float | None = None
@@ -53,8 +51,8 @@ class Sampling:
 
 
 def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> torch.Tensor:
-    """Draw a token by logits [vocabulary], on their device, with Gumbel noise of a generator on the CPU: devices draw
-    alike, up to rounding."""
+    """Draw a token by logits [vocabulary], on their device. The Gumbel noise comes from a generator on the CPU, so that
+    all devices draw alike, up to rounding."""
     row = row.float() / temperature
     if top_p < 1:
         chances, order = row.softmax(0).sort(descending=True)
@@ -75,11 +73,11 @@ def ends_of(model: torch.nn.Module, tokenizer: Tokenizer) -> set[int]:
 
 @dataclass(eq=False)
 class Answer:
-    """One answer while the model writes it: a row of a `Batch`."""
+    """An answer while it is written: a row of a `Batch`."""
 
-    choose: Callable[[torch.Tensor], torch.Tensor]  # from logits [vocabulary] to the next token, on their device
+    choose: Callable[[torch.Tensor], torch.Tensor]  # maps logits [vocabulary] to the next token, on the logits' device
     ends: Callable[[list[int]], bool]  # whether the last of the ids so far ends the answer; called after each id
-    most: int | None = None  # number of ids after which the answer ends, where that is known
+    most: int | None = None  # most ids of the answer; None: unknown
     ids: list[int] = field(default_factory=list)
     ended: bool = False
 
@@ -98,7 +96,7 @@ class Answer:
 
 
 class Unseen:
-    """The next tokens [B] of answers, chosen on a device, while they are copied to the host."""
+    """The next tokens [B] of answers, chosen on a device and not yet on the host, to which they are being copied."""
 
     def __init__(self, answers: list[Answer], tokens: torch.Tensor) -> None:
         self.answers, self.tokens, self.copy, self.arrived = [*answers], tokens, tokens, None
@@ -109,7 +107,8 @@ class Unseen:
             self.arrived.record()
 
     def of(self, answers: list[Answer]) -> torch.Tensor:
-        """Return the last tokens of these answers, on the device: those chosen here, else those that the host knows."""
+        """Return the last token of each of these answers, on the device: the one chosen here, or else, of an answer
+        that has joined since, the one that the host knows."""
         if answers == self.answers:
             return self.tokens
         chosen = dict(zip(self.answers, self.tokens, strict=True))
@@ -127,7 +126,7 @@ class Unseen:
                 answer.see(token)
 
 
-LATE = {"cuda"}  # devices where the host looks at tokens after it has launched the next step
+LATE = {"cuda"}  # kinds of devices on which the host launches a step before it looks at the tokens of the one before
 
 
 def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
@@ -144,7 +143,7 @@ def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
 
 
 def _is_late(batch: Batch) -> bool:
-    """Whether the host may launch a step before it knows the tokens: the step is recorded, and can be taken back."""
+    """Whether the host may launch a step before it knows the tokens, as the step is recorded and can be taken back."""
     plan = plan_of(find_decoder(batch.model))
     if batch.device.type not in LATE or plan is None or not plan.run.compiled or batch.cache.sequence.awaits:
         return False
@@ -152,12 +151,12 @@ def _is_late(batch: Batch) -> bool:
 
 
 def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
-    """Write the next tokens as `step` does, but let the next call look at them, after it has launched the step that
-    reads them. If one of the tokens ends an answer, that step is taken back, and made again for the other answers."""
+    """Write the next tokens as `step` does, but leave it to the next call to look at them, after it has launched the
+    step that reads them. If a token ends an answer, that step is taken back, and made again for the other answers."""
     if logits is None:
         unseen = batch.unseen
         if unseen is not None and any(answer.most == len(answer.ids) + 1 for answer in unseen.answers):
-            _look(batch)  # the number of tokens shows that the answer ends
+            _look(batch)  # an answer ends with this token, so no step follows it
             _leave(batch)
             unseen = None
         logits = _logits(batch)

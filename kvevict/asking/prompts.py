@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import torch
 
 MARK = "\u0001"  # put beside a message in a chat template, to keep the template from trimming it
-MARGIN = 256  # tokens after a cut that may change those before it: far more than a tokenizer looks at
+MARGIN = 256  # tokens after a cut that may change those before the cut: far more than a tokenizer looks at
 
 
 class Tokenizer(Protocol):
-    """The parts of a model's tokenizer that are used."""
+    """The methods of a model's tokenizer that this package calls."""
 
     chat_template: str | None
     eos_token_id: int | None
@@ -34,7 +34,7 @@ def first_ids(
 ) -> tuple[list[int], bool]:
     """Return (the first `count` ids of a text, whether these are all of its ids). Only the needed part of a long text
     is tokenised, by `ids_of` or another function with its arguments."""
-    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # characters
+    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # in characters
     while True:
         ids, complete = tokenise(tokenizer, text[:size]), size >= len(text)
         if complete or len(ids) >= count + MARGIN:
@@ -43,14 +43,14 @@ def first_ids(
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenise a text as it is: a special token's name in it is text like any other."""
+    """Tokenise a text as it is: a special token's name in the text is plain text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def frame(tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int]]:
-    """Return (ids before a text, ids after it). After the text come the question and the answer's opening. In a chat
+    """Return (ids before a text, ids after it); the question and the answer's opening follow a text. In a chat
     template, if the tokenizer has one and `chat` is true, the question ends the user's turn and the opening starts the
-    assistant's. Raises ValueError for a template that refuses a single user's turn or changes it."""
+    assistant's. Raises ValueError for a template that refuses a single user's turn or changes its text."""
     if not (chat and tokenizer.chat_template):
         return tokenizer("")["input_ids"], ids_of(tokenizer, question + opening)
     try:
@@ -66,7 +66,7 @@ def frame(tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = T
 
 def turns_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
     """Return the ids before the first user's turn, after a user's turn, and between an answer and the next user's turn.
-    Raises ValueError for a chat template that refuses two turns or changes them."""
+    Raises ValueError for a chat template that refuses two turns or changes their texts."""
     if not tokenizer.chat_template:
         return tokenizer("")["input_ids"], ids_of(tokenizer, "\nAnswer:"), ids_of(tokenizer, "\n")
     asked = [dict(role=role, content=MARK) for role in ("user", "assistant", "user")]
@@ -82,9 +82,9 @@ def rendered(tokenizer: Tokenizer, messages: list[dict], what: str, **options: o
     `options`. Raises ValueError with the template's error if it refuses the messages, which the error calls `what`."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except ImportError:  # the template engine is missing; Transformers' error names it
+    except ImportError:  # Jinja is missing, and Transformers' error names it
         raise
-    except Exception as error:  # a template raises the engine's errors and those of its expressions
+    except Exception as error:  # Jinja's errors, and any error of a template's expressions
         raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None
 
 
@@ -94,12 +94,12 @@ def line_ended(tokenizer: Tokenizer, tokens: list[int] | torch.Tensor) -> bool:
 
 
 def until_line_end(tokenizer: Tokenizer, start: int) -> list[Callable[..., torch.Tensor]]:
-    """Make `generate`'s stopping_criteria that end one row with its first line that is not empty, from token `start`
-    on."""
+    """Make `generate`'s stopping_criteria for one row, which end it after a line that is not empty; lines count from
+    token `start` on."""
     return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
 
 
-LONGEST = 16  # tokens of a piece at most: bytes that are not text would never complete a character
+LONGEST = 16  # tokens of a piece at most: bytes that are not text may never complete a character
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[list]:

@@ -1,5 +1,5 @@
-"""Finds the question of a prompt, wherever it stands, and the request around it. The question's tokens observe, where
-the policy's rows are a probe, and the request is kept."""
+"""Finds the question of a prompt, wherever it stands, and the request around it. If the policy's rows are a probe, the
+question's tokens observe, and the request is kept."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from ..context import within
 from ..engine.hook.arguments import Arguments
 from ..engine.read.plan import Plan
 from ..policy.policy import Policy
-from ..policy.rows import Question
+from ..policy.rows import Question, Rows
 from . import prompts
 from .sentences import PARAGRAPH, question_before, question_of, same
 from .tokens import find, squeezed, start_after
@@ -24,27 +24,26 @@ from .turns import Turns
 
 FEW = 8  # tokens, at most, that a template puts after a question ("Answer:"): more begin an answer
 END = 256  # tokens at a prompt's end, at most a quarter of it, that may be a request with its question
-SHORT = 4  # words, at most, of a last question that may refer to one before the text: "What is your answer?"
-AGAIN = 8  # tokens, at least, of a question that is looked for earlier in the prompt: fewer may be words of the text
+SHORT = 4  # words, at most, of a last question such as "What is your answer?", which refers to one before the text
+AGAIN = 8  # tokens, at least, of a question that is looked for earlier in the prompt: the text may have shorter ones
 LINE = "\n"
 
 
 @contextlib.contextmanager
 def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None) -> Iterator[None]:
-    """Inside, the tokens of a question observe the prompts that are read, wherever the question stands:
+    """Let a question's tokens observe the prompts that are read in this block, wherever the question stands:
 
     with kvevict.observing("Who is the captain?", tokenizer):
         model.generate(**inputs)
 
-    question   a text that the prompt has, of which the last occurrence counts and white space does not; or its tokens,
+    question   a text in the prompt, of which the last occurrence counts and white space does not; or its tokens,
                (start, stop) as in a Python slice of the prompt without its padding; or a list of these, one for each
                row of a batch
     tokenizer  the model's tokenizer, for a question that is a text. With it the request around the question is kept
-               from its paragraph's start on, and a question that the prompt has twice does not observe its first place
+               from its paragraph's start on; and if the prompt has the question twice, the last one observes alone
 
     The question's tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A
-    read raises ValueError, before the cache changes, for a question that is missing in its prompt or as long as a
-    chunk.
+    read raises ValueError, before the cache changes, for a question that is not in its prompt or as long as a chunk.
     """
     asked = question if isinstance(question, list) else [question]
     for each in asked:
@@ -73,7 +72,7 @@ def _check(question: Any, tokenizer: Any) -> None:
 
 
 class Finder:
-    """Finds the question of a prompt."""
+    """The base of the classes that find a prompt's question."""
 
     tokenizer: Any = None
 
@@ -81,15 +80,15 @@ class Finder:
     def _turns(self) -> Turns:
         return Turns.of(self.tokenizer)
 
-    def rows(self, arguments: Arguments, prompt: int) -> Any:
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         """Return the policy's rows for the first `prompt` columns of a call."""
         raise NotImplementedError
 
     def before(
         self, ids: list[int] | None, span: tuple[int, int], tokens: int, seen: int
     ) -> tuple[int, int, bool] | None:
-        """Return `Question.before` for a prompt of `tokens` tokens after `seen` others: the span of a question before
-        the text; else the last earlier place of its words, or None. `ids` is None for embeddings."""
+        """Return `Question.before` of a prompt of `tokens` tokens after `seen` others: the question's span if it stands
+        before the text; else the last earlier place of its words, or None. `ids` is None for embeddings."""
         start, stop = span
         if not in_last_part(span, tokens, seen):
             return start, stop, True
@@ -103,9 +102,9 @@ class Finder:
         self, arguments: Arguments, prompts: Sequence[list[int] | None], spans: Sequence[tuple[int, int] | None],
         tokens: list[int],
     ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-        """Return, for each row of a call, the request's number of tokens up to the prompt's end: from the question's
-        paragraph, from its line, and from the question itself; () for a question that is not in the prompt's last part.
-        A row has its prompt's ids (None for embeddings) and its question's span (start, stop) or None."""
+        """Count, for each row of a call, the request's tokens up to the prompt's end: from the question's paragraph on,
+        from its line on, and from the question on; () if no question is in the prompt's last part. A row has its
+        prompt's ids (None for embeddings) and its question's span (start, stop) or None."""
         found: list[tuple[int, ...]] = []
         for ids, span, n, seen in zip(prompts, spans, tokens, arguments.seen, strict=True):
             if span is None or not in_last_part(span, n, seen):
@@ -125,12 +124,12 @@ class Finder:
 
 @dataclass(frozen=True)
 class Asked(Finder):
-    """Finds a question that the user gives by `observing`."""
+    """Finds the question that the user gives to `observing`."""
 
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
 
-    def rows(self, arguments: Arguments, prompt: int) -> Any:
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         if len(self.asked) not in (1, arguments.batch):
             raise ValueError(
                 f"{len(self.asked)} questions for a batch of {arguments.batch} rows: give one, or one a row"
@@ -151,12 +150,12 @@ class Asked(Finder):
                 "questions of different lengths observe from different rows of a call, and diagnose=True and TADA's "
                 "budgets take its last ones: give spans of one length, or read the rows of the batch one by one"
             )
-        before = [self.before(*each) for each in zip(prompts, spans, tokens, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, spans, tokens)
-        starts = [start for start, _ in spans]
-        near = [is_near(arguments, *each) for each in zip(starts, tokens, arguments.seen, strict=True)]
-        each = zip(spans, kept, before, near, strict=True)
-        return arguments.policy.rows.asked([Question((span,), of, opens, close) for span, of, opens, close in each])
+        each = zip(prompts, spans, kept, tokens, arguments.seen, strict=True)
+        return arguments.policy.rows.asked([
+            Question((span,), of, self.before(ids, span, n, seen), is_near(arguments, span[0], n, seen))
+            for ids, span, of, n, seen in each
+        ])  # fmt: skip
 
     def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
         """Return the (start, stop) of a question in a prompt of `tokens` tokens; `ids` is None for embeddings."""
@@ -175,18 +174,18 @@ class Asked(Finder):
 @dataclass(frozen=True)
 class LastTurn(Finder):
     """Finds the question of the last user's turn, by the tokenizer's chat template, or of the whole prompt without a
-    template. A tool's result is not the user's, wherever the template writes it.
+    template. A tool's result is no part of the user's turn, wherever the template writes it.
 
     The question is the last sentence with a question mark near the turn's end, or else the first near its start; a
     short turn without a question mark is itself the question. If a longer question stands before the text and the last
-    one has few words, both observe. The policy's rows are used unchanged if no question is found, or if the question
-    lies within those rows and the answer's first words follow it.
+    one has few words, both observe. The policy's rows stay as they are if no question is found, or if they contain the
+    question and the answer's first words follow it.
     """
 
     tokenizer: Any
-    request: str = ""  # the turn's question, if the caller knows it
+    request: str = ""  # the question of the turn, if the caller knows it
 
-    def rows(self, arguments: Arguments, prompt: int) -> Any:
+    def rows(self, arguments: Arguments, prompt: int) -> Rows:
         policy, rows = arguments.policy, arguments.policy.rows
         if arguments.ids is None or not rows.at_the_end:
             return rows
@@ -196,23 +195,18 @@ class LastTurn(Finder):
         found = [self._found(*each) for each in zip(prompts, arguments.seen, strict=True)]
         kept = self.requests(arguments, prompts, [spans[-1] if spans else None for spans, _ in found], tokens)
         rows = rows.keeping(kept) if any(kept) else rows
-        asked = [fitting(spans, policy.chunk_size or prompt) for spans, _ in found]
-        before = [opens for _, opens in found]
-        inside = [bool(spans) and spans[0][0] >= n - own for spans, n, own in zip(asked, tokens, last)]
-        near = [
-            bool(spans) and is_near(arguments, spans[0][0], n, seen)
-            for spans, n, seen in zip(asked, tokens, arguments.seen, strict=True)
-        ]
-        for b, spans in enumerate(asked):  # the policy's rows observe in place of a question within them
-            if inside[b] and (not near[b] or self._begins(prompts[b], spans[-1])):
-                asked[b] = ()
-        if not any(asked):
+        place, questions = not reads_last_rows(arguments.plan), []
+        each = zip(prompts, found, kept, tokens, last, arguments.seen, strict=True)
+        for ids, (spans, opens), request, n, own, seen in each:
+            spans = fitting(spans, policy.chunk_size or prompt)
+            near = bool(spans) and is_near(arguments, spans[0][0], n, seen)
+            inside = bool(spans) and spans[0][0] >= n - own
+            if not spans or (inside and (not near or self._begins(ids, spans[-1]))):
+                questions.append(Question(((n - own, n),), request, None, place, True))  # the policy's rows observe
+            else:
+                questions.append(Question(spans, request, opens, near))
+        if all(question.last for question in questions):
             return rows
-        place = not reads_last_rows(arguments.plan)
-        questions = [
-            Question(spans, of, opens, close) if spans else Question(((n - own, n),), of, None, place, True)
-            for spans, of, opens, close, n, own in zip(asked, kept, before, near, tokens, last, strict=True)
-        ]
         chosen = rows.asked(questions)
         return rows if not place and len(set(chosen.lengths(None))) > 1 else chosen
 
@@ -222,15 +216,15 @@ class LastTurn(Finder):
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
     def _found(self, ids: list, seen: int = 0) -> tuple:
-        """Find, in a prompt after `seen` tokens, (the spans that ask, in order; the question before the text as (start,
-        stop, whether nothing repeats it), or None)."""
+        """Find the question in a prompt after `seen` tokens. Returns (the spans that ask, in order; the question before
+        the text, as (start, stop, whether nothing repeats it), or None)."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if self.request and not self._turns.opened:  # no mark shows which turn is the last
+        if self.request and not self._turns.opened:  # without a template nothing shows where the last turn begins
             turn, rest = self.request, ""
         elif not turn or squeezed(self.request) in squeezed(turn):
             turn = self.request or turn
         asked, opens = question_of(turn), question_before(turn)
-        echo = asked and squeezed(asked) in squeezed(rest)  # a tool was called with it, or its result has it
+        echo = asked and squeezed(asked) in squeezed(rest)  # a call of a tool, or its result, has the question's words
         after = find(self.tokenizer, ids, rest) if echo else None
         span = find(self.tokenizer, ids[: after[0]] if after else ids, asked) if asked else None
         if span is None:
@@ -245,14 +239,14 @@ class LastTurn(Finder):
 
 
 def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
-    """Whether a question's span is near enough to the end of a prompt of `tokens` tokens, read after `before` others,
-    for the request around it to reach the end."""
+    """Whether a question's span is so near to the end of a prompt of `tokens` tokens, read after `before` others, that
+    the request around the question may reach the end."""
     return tokens - span[0] <= min(END, (before + tokens) // 2)
 
 
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
-    """Warn, once for each budget, if a request of `needed` tokens takes more than half of the budget of a row that has
-    seen `seen` tokens."""
+    """Warn, once for each budget, if a request of `needed` tokens takes more than half of the slots of a row that has
+    read `seen` tokens."""
     budget = policy.slots(seen)
     if 2 * needed <= budget or seen <= budget:
         return
@@ -266,23 +260,22 @@ def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
 
 
 def fitting(spans: tuple, most: int) -> tuple:
-    """Return the spans (start, stop) if they have fewer than `most` tokens in all, else the last span if it has, else
-    ()."""
+    """Return those of the spans (start, stop) that have fewer than `most` tokens together: all, the last, or none."""
     sizes = ((each, sum(stop - start for start, stop in each)) for each in (spans, spans[-1:]))
     return next((each for each, size in sizes if size < most), ())
 
 
 def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
     """Whether a question that starts at token `start` of a prompt of `tokens` tokens, read after `seen` others, is near
-    enough to the end to observe in place. Otherwise it is appended to the last chunk, too. It is also appended if the
-    call's last rows are measured, and if it starts before the tokens that every layer reads (tsp)."""
+    enough to the end to observe in place, not appended to the last chunk. It is not if the call's last rows are
+    measured, or if it starts before the tokens that every layer reads (tsp)."""
     policy = arguments.policy
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
     return not reads_last_rows(arguments.plan) and tokens - start <= min(most, (seen + tokens) // 4)
 
 
 def reads_last_rows(plan: Plan) -> bool:
-    """Whether a plan measures the call's last rows as its observers."""
+    """Whether a plan takes the call's last rows for measurements (diagnose=True, TADA's budgets)."""
     return plan.run.diagnose or plan.policy.layers.measures
 
 

@@ -5,7 +5,7 @@ import re
 NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
 LINK = 4  # words, at most, between two questions that are asked together
 PARAGRAPH = "\n\n"
-OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line that the answer continues: "Answer:"
+OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line such as "Answer:", which the answer continues
 GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
 THAI = r"อะไร|ใคร|ไหน|ใด(?!\s?ๆ)|เมื่อไ|เท่าไ|กี่|อย่างไร|ทำไม|หรือไม่"  # question words; Thai has no question mark
 # A sentence asks if it ends with a question mark (a Greek one with a semicolon), or if it is a short Thai line with a
@@ -23,9 +23,9 @@ BETWEEN = re.compile(
 
 
 def question_of(turn: str) -> str:
-    """Find the question of a user's turn; "" if there is none. Whole paragraphs near the end and then near the start
-    come before those that a long text may be in. A last paragraph without a question mark, after a text that no
-    paragraph introduces, is the question: question marks before that paragraph are the text's."""
+    """Find the question of a user's turn; "" if there is none. In a long turn, whole paragraphs near the end and then
+    near the start are looked at first. If none of them asks, and the turn's start is a single paragraph, the last
+    paragraph is the question: question marks before it are the text's."""
     turn = OPENING.sub("", turn.strip())
     if len(turn) <= NEAR:
         return (questions(turn) or [turn])[-1]

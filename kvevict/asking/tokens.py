@@ -7,8 +7,8 @@ from .prompts import Tokenizer
 
 
 def find(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, int] | None:
-    """Find the (start, stop) of the fewest ids that hold a text's last occurrence, white space aside; None without
-    one."""
+    """Find the (start, stop) of the fewest ids that hold the last occurrence of a text, white space aside; None if the
+    ids do not have the text."""
     wanted = squeezed(text)
 
     def has(start: int, stop: int) -> bool:
@@ -24,8 +24,8 @@ def find(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, int] | N
 
 
 def start_after(tokenizer: Tokenizer, ids: list[int], marks: Iterable[str], most: int) -> int | None:
-    """Count the ids up to the last of the marks in their text, with the white space after it; None if no mark is within
-    the last `most` ids. An empty mark is nowhere."""
+    """Count the ids up to the last of the marks in their text, with the white space after it. Returns None if the last
+    `most` ids have none of the marks; an empty mark does not count."""
 
     def text(start: int, stop: int | None = None) -> str:
         return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)

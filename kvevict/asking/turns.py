@@ -1,4 +1,4 @@
-"""Finds out how a chat template writes a user's turn, and the results and schemas of tools that it writes into one."""
+"""Finds out how a chat template writes a user's turn, and the tools' results and schemas in it."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 from .prompts import Tokenizer, rendered
 
-MARK = "\ue000"  # a message's content in the chats that a template is tried with: JSON leaves it as it is
+MARK = "\ue000"  # the content of a message, with which a template is tried: JSON leaves it as it is
 
 
 def _tool(name: str) -> dict:
@@ -15,12 +15,12 @@ def _tool(name: str) -> dict:
     return dict(type="function", function=dict(name=name, description=name, parameters=schema))
 
 
-TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # texts that both renderings share are the template's
+TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # what both renderings share is the template's text
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The texts of a chat template; "" for unknown ones, and without a template.
+    """The texts of a chat template; "" if a text is unknown, or without a template.
 
     opened   the text that opens a user's turn
     ends     the text that ends a user's turn
@@ -46,14 +46,14 @@ class Turns:
             return cls()
         try:
             _, end, begin, _ = rendered(tokenizer, [user, answer, user], "a second turn").split(MARK)
-        except ValueError:  # the template takes a single turn
+        except ValueError:  # the template refuses a second turn
             opened, ends = head, tail
         else:
             # Tokens are compared, since "<s>[INST]" and "</s>[INST]" share characters of two different tokens.
             both = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (head, begin))
             opened = tokenizer.decode(common(*both, last=True), clean_up_tokenization_spaces=False)
             ends = common(tail, end)
-        # White space alone is not a mark: a text has it, too.
+        # White space alone marks nothing: texts have it, too.
         opened, ends, tail = (mark if mark.strip() else "" for mark in (opened, ends, tail))
         if not opened:
             return cls(opened, ends, tail)

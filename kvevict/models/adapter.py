@@ -20,7 +20,7 @@ SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants 
 FORMAT, VERSION = "kvevict lookahead", 2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
 EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's prefix of a causal model's decoder
-# The fields of a base model's config that an adapter depends on.
+# Fields of a base model's config that an adapter depends on.
 BASE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
@@ -43,7 +43,7 @@ class LoRA(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Learned embeddings of `tokens` rows and a LoRA on the linear layers of a decoder, active for these rows only.
+    """Learned embeddings of `tokens` rows, and a LoRA of a decoder's linear layers that is active for these rows only.
 
     model    the loaded model that the adapter is for (causal, its decoder or under PEFT); it is not changed
     tokens   number of lookahead rows n_la
@@ -72,14 +72,14 @@ class Adapter(nn.Module):
             index, block, name = path
             layer = _inner(_inner(self.layers, str(index)), block)
             layer[name] = LoRA(inputs, outputs, rank, alpha / rank, device)
-        with torch.no_grad():  # initialised with embeddings of random tokens
+        with torch.no_grad():  # they start as embeddings of random tokens
             ids = torch.randint(embedding.weight.shape[0], (tokens,), device=device)
             self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
 
     @contextlib.contextmanager
     def on(self, decoder: Any) -> Iterator["Adapter"]:
-        """Inside, and in this thread alone, the last `tokens` rows of every call of the decoder carry the LoRA, and
-        experts of a mixture are called for these rows separately."""
+        """Apply the LoRA to the last `tokens` rows of every call of the decoder in this block and thread. Experts of a
+        mixture are called for these rows separately."""
         token = object()
         hooks = [
             module.register_forward_hook(_Add(token, parts, self.tokens)) for module, parts in self._places(decoder)

@@ -1,5 +1,5 @@
-"""Every branch on the version of Transformers, and a stand-in for every method of Transformers with an underscore that
-is replaced. Only functions import Transformers here: its import is slow."""
+"""All branches on the version of Transformers, and the stand-ins for methods of its models. Transformers, whose import
+is slow, is imported in functions only."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-TESTED = (5, 4), (5, 24)  # the oldest version that works, and the newest that the tests have run with
+TESTED = (5, 4), (5, 24)  # the oldest and the newest version that the tests have run with
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 
 
@@ -60,8 +60,8 @@ def named(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Mark the cache of assisted and prompt-lookup decoding, whose calls bring candidates that may be taken back.
-    (`activate_past_recording` is called before the cache is an `EvictionCache`.)"""
+    """Mark the cache of assisted and prompt-lookup decoding, whose calls have candidates that may be taken back:
+    Transformers calls `activate_past_recording` before the cache is an `EvictionCache`."""
     if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
         raise ValueError(
             "assistant_early_exit drafts with some of the model's layers, whose cache kvevict cannot share: give an "

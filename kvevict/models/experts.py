@@ -1,7 +1,7 @@
-"""Calls the experts of a mixture separately for the learned rows and for the others (METHODS section 6).
+"""Calls the experts of a mixture separately for a LookaheadKV adapter's rows and for the others (METHODS section 6).
 
 The number of rows that an expert multiplies may change how each product is rounded (another kernel, another order of
-summation). The adapter influences the learned rows' routing, so in a common call it would change the other rows' bits.
+summation). The adapter changes how its own rows are routed, so in a common call it would change other rows' bits.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,8 @@ def hooks(decoder: Any, rows: int, active: Callable[[], bool]) -> list:
 
 
 class _Separate:
-    """Hooks of one module of experts, called with rows [batch * T, E] and the rows' experts and weights [.., k]."""
+    """Hooks of a module of experts, whose arguments are rows [batch * T, E] and each row's experts and weights [..,
+    k]."""
 
     def __init__(self, rows: int, active: Callable[[], bool]) -> None:
         self.rows, self.active = rows, active
@@ -40,8 +41,8 @@ class _Separate:
             self.shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
     def before(self, module: Module, args: tuple) -> tuple | None:
-        """Call `forward` for the last rows, and return the arguments without these rows. A mixture that gives every
-        expert every row passes another number of rows, and is left as it is, since its products have one shape."""
+        """Call `forward` for the last rows, and return the arguments without these rows. A mixture in which every
+        expert gets every row passes another number of rows. Its products have one shape, so it is left alone."""
         if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
             return None
         each = [x.unflatten(0, self.shape) for x in args]

@@ -1,5 +1,5 @@
-"""Finds the parts of a decoder by its structure: its layers, each layer's kind of cache, and each layer's module that
-calls Transformers' attention interface. Facts about whole model types are in `known.py`."""
+"""Finds the parts of a decoder by its structure: its layers, each layer's kind of cache, and the module of each layer
+that calls Transformers' attention interface. known.py has facts about whole model types."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,18 +9,18 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 FULL_ATTENTION, SLIDING = "full attention", "sliding window"
-STATE = "state"  # linear attention or convolution: the layer carries a state from call to call
+STATE = "state"  # the layer carries a state from call to call: linear attention or convolution
 NOTHING = "nothing"  # the layer is an MLP alone, or reads another layer's keys and values
 FULL_ATTENTION_AND_STATE = "full attention and state"
 EVICTS = (FULL_ATTENTION, FULL_ATTENTION_AND_STATE)
 
-_KINDS = {  # of Transformers' cache layers, by the name of the class
+_KINDS = {  # classes of Transformers' cache layers
     "DynamicLayer": FULL_ATTENTION, "DynamicSlidingWindowLayer": SLIDING, "LinearAttentionLayer": STATE,
     "DummyLayer": NOTHING, "LinearAttentionAndFullAttentionLayer": FULL_ATTENTION_AND_STATE,
 }  # fmt: skip
 
 LAYER_LISTS = ("layers", "h", "blocks")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # projections of attention's output
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # names of the output projection of attention
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -101,14 +101,14 @@ def is_transformers(decoder: torch.nn.Module) -> bool:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Return the device that a module computes on. accelerate may keep the weights elsewhere, and meta tensors in their
-    place."""
+    """Return the device that a module computes on. accelerate may have put the weights elsewhere, with meta tensors in
+    their place."""
     for each in module.modules():
         hook = getattr(each, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "execution_device", None) is not None:
                 return torch.empty(0, device=one.execution_device).device
-    return next(module.parameters(), torch.empty(0)).device  # torch.ao's quantised modules have none, and are on CPUs
+    return next(module.parameters(), torch.empty(0)).device  # torch.ao's modules have no parameters and are on CPUs
 
 
 def mixer_of(layer: torch.nn.Module) -> Any:
@@ -117,14 +117,14 @@ def mixer_of(layer: torch.nn.Module) -> Any:
 
 
 def _keeps_state(kind: type) -> bool:
-    """Whether a method of the class stores a state. All methods count, since a forward's variant for a kernel is a
-    method of its own."""
+    """Whether any method of a class stores a state: each kernel has its own variant of the forward."""
     return any("update_conv_state" in _names(f) for f in vars(kind).values() if callable(f))
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """List each decoder layer's kind of cache: one of EVICTS (may be evicted from), SLIDING or STATE (stays as it is),
-    NOTHING, or the class name of a cache that is refused. A window as long as the context counts as full attention."""
+    """List each decoder layer's kind of cache: one of EVICTS, which may be evicted from; SLIDING, STATE or NOTHING,
+    which stay; or the class name of a cache that is refused. A window as long as the context counts as full
+    attention."""
     from transformers import cache_utils
 
     context = setting(config, "max_position_embeddings") or float("inf")
@@ -140,9 +140,9 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def heads(config: Any) -> tuple[Any, Any]:
-    """Return (query heads, kv heads) of the layers that evict; None for a number in which they differ."""
+    """Return (query heads, kv heads) of the layers that evict; None for a number that is not equal in all of them."""
     kinds = layer_kinds(config)
-    every = setting(config, "num_attention_heads_per_layer")  # in Laguna's config
+    every = setting(config, "num_attention_heads_per_layer")  # a list in Laguna's config
     queries = _alike(every or setting(config, "num_attention_heads"), kinds)
     if is_latent(config):
         return queries, queries
@@ -155,8 +155,8 @@ def heads(config: Any) -> tuple[Any, Any]:
 
 
 def readers(config: Any) -> dict[int, int | None]:
-    """Return {layer without keys and values: the layer that it reads from}, which is the last storing layer of its type
-    before it; None if there is none. A layer that reads from one that does not evict is left out."""
+    """Map each layer without keys and values to the one whose keys and values it reads: the last storing layer of its
+    type before it; None if there is none. A layer that reads from one that does not evict is left out."""
     kinds, found = layer_kinds(config), {}
     modes, types = setting(config, "kv_sharing_modes") or (), setting(config, "layer_types") or ()
     for index, mode in enumerate(modes):
@@ -173,7 +173,8 @@ def slot_heads(config: Any) -> int:
 
 
 def _alike(value: object, kinds: list) -> Any:
-    """Return a config's number; of a number for every layer, that of the layers that evict (None if they differ)."""
+    """Return a config's number; of a list with a number per layer, that of the layers that evict, or None if they
+    differ."""
     if not isinstance(value, (list, tuple)):
         return value
     own = {n for n, kind in zip(value, kinds, strict=True) if kind in EVICTS}
@@ -204,7 +205,7 @@ def widths(module: Any, config: Any) -> tuple[int, int]:
 
 
 def setting(owner: Any, name: str) -> Any:
-    """Return an attribute; None if there is none, or if layers differ in it."""
+    """Return an attribute; None if it is missing, or if layers have different values of it."""
     try:
         return getattr(owner, name, None)
     except Exception as error:
@@ -258,10 +259,10 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
     if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
         weight = weight.T if type(linear) is Conv1D else weight
-        if hasattr(weight, "to_local"):  # the weight is a DTensor
+        if hasattr(weight, "to_local"):  # a DTensor's method
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
-    # A wrapper without in_features has a part with it.
+    # A wrapper may lack in_features; a part of it has them.
     columns = next((part.in_features for part in linear.modules() if hasattr(part, "in_features")), 0)
     unit = torch.eye(columns or len(linear.weight), dtype=dtype, device=device_of(linear))
     with torch.no_grad():
@@ -269,13 +270,13 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
 
 
 def counts_tokens(decoder: Any) -> bool:
-    """Whether the decoder, called without positions, numbers a row's tokens without counting its padding."""
+    """Whether a decoder that is called without positions leaves a row's padding out when it numbers the tokens."""
     return decoder.config.model_type == "opt"
 
 
 def context_of(config: Any) -> int | None:
-    """Return the largest number of tokens that a decoder's configuration names, scaled as its rotary embedding is; None
-    if it names none. Without the scale the number may be that of the decoder's first training."""
+    """Return the most tokens that a decoder's configuration allows, with its rotary embedding's scale: without it the
+    number may be that of the first training. Returns None if the configuration has no such number."""
     most = setting(config, "max_position_embeddings")
     if most is None:
         return None

@@ -1,4 +1,5 @@
-"""Reads `known.tsv`, made by tests/hf/test_types.py: the model types that were compared with the unpatched model."""
+"""Reads `known.tsv`, a table by tests/hf/test_types.py of the model types whose patched models were compared with the
+unpatched ones."""
 
 import functools
 from pathlib import Path
@@ -16,9 +17,9 @@ class Type(NamedTuple):
     name      model_type of the whole model's config
     decoder   model_type of its text decoder's config
     verdict   "equal": equal to the unpatched model with every policy; "limited": equal, with the exceptions in `note`;
-              "refused": refused, for the reason in `note`; "untried": Transformers makes no tiny model of it that reads
-              ids
-    since     oldest version of Transformers, such as "5.23", from which on all that were tried gave equal or limited
+              "refused": refused, for the reason in `note`; "untried": Transformers makes no tiny model of this type
+              that reads ids
+    since     a version of Transformers, such as "5.23": it and all later ones that were tried gave equal or limited
     """
 
     name: str

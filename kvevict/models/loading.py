@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-CONFIGS = ("config.json", "adapter_config.json")  # files of a model, and of a model that PEFT has tuned
+CONFIGS = ("config.json", "adapter_config.json")  # one is in the folder of a model, or of PEFT's adapters
 
 
 def small_llama() -> str:
@@ -27,8 +27,8 @@ def check_there(name: str) -> Path:
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """Call `kind.from_pretrained` of a folder, a hub id, or a .gguf file (read by Transformers' loader). Raises
-    ValueError or OSError if it cannot be loaded."""
+    """Call `kind.from_pretrained` with a folder, a hub id, or a .gguf file, for Transformers' loader. Raises ValueError
+    or OSError if it fails."""
     path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:
@@ -43,7 +43,7 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
         return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
     except ImportError as error:
         raise ValueError(f"{name}: {error}; run: pip install 'kvevict[gguf]'") from None
-    except Exception as error:  # the loader's kinds of errors are many, and most name a key of the file
+    except Exception as error:  # the loader raises many kinds of errors, most with a key of the file alone
         raise ValueError(
             f"{name} cannot be loaded: {error!r}; give a folder with safetensors, or a GGUF file of an architecture "
             "that Transformers' loader knows"

@@ -1,4 +1,4 @@
-"""Tells whether a model is as it was when it filled a cache."""
+"""Tells whether a model has changed since it filled a cache."""
 
 import contextlib
 import weakref
@@ -9,13 +9,13 @@ import torch
 from . import weights
 from .weights import Identity, Unreadable, adapted_in, adapters_of, identity, parts_of, plain_of, settings
 
-RUNS, WIDTH = 16, 16  # of a tensor, so many runs of so many numbers are looked at: at the begin of a turn
-ROUNDED = 2**-17  # how far adapters that were merged and unmerged move weights in float32, of the largest of a run
+RUNS, WIDTH = 16, 16  # at the start of a turn, RUNS runs of WIDTH numbers of each tensor are compared
+ROUNDED = 2**-17  # largest error of a float32 weight after adapters were merged and unmerged, of the run's maximum
 
 
 class Owner:
-    """The model that filled a cache. It is hashed on request, and only while it exists with unchanged weights, adapters
-    and configuration."""
+    """The model that filled a cache. Its weights are hashed on request, and only while the model exists with unchanged
+    weights, adapters and configuration."""
 
     def __init__(self, model: Any, known: Identity | None = None) -> None:
         self.model = (lambda: None) if model is None else weakref.ref(model)
@@ -23,8 +23,8 @@ class Owner:
         self.form = None if model is None else form(model)
 
     def identity(self) -> Identity | None:
-        """The identity of the weights that filled the cache; None if no model did. Raises ValueError where it is not
-        known and these are no more."""
+        """Return the identity of the weights that filled the cache; None if no model did. Raises ValueError if it was
+        not computed while the model had these weights."""
         if self.known is None and self.state is not None:
             model = self.model()
             reason = "that is gone" if model is None else self._change(model)
@@ -37,13 +37,11 @@ class Owner:
         return self.known
 
     def difference(self, model: Any, thorough: bool = True) -> str | None:
-        """How a model differs from the one that filled the cache, in words that follow that one; None if no difference
-        is seen.
-
-        thorough   False: of the same model only its adapters are checked, a microsecond each
-        """
+        """Describe how a model differs from the one that filled the cache, in words that follow "the model"; None if no
+        difference is seen. With thorough=False only the adapters of an identical object are checked, a microsecond
+        each."""
         if self.model() is not model:
-            with contextlib.suppress(ValueError):  # the other one is gone, or has changed: its state is known
+            with contextlib.suppress(ValueError):  # of a model that is gone or has changed
                 known = self.identity()
                 differs = known and known.difference(identity(model))
                 return differs and f": {differs}"
@@ -53,7 +51,7 @@ class Owner:
         return change and f", {change}"
 
     def agrees(self, other: "Owner") -> bool:
-        """Whether the same model filled two caches, with the same weights."""
+        """Whether one model, with equal weights, filled two caches."""
         one, two = self.state, other.state
         if self is other or self.model() is not other.model() or one is None or two is None:
             return self.model() is other.model()
@@ -62,7 +60,7 @@ class Owner:
     def _change(self, model: Any) -> str | None:
         before: Any = self.state
         if self.model() is not model:
-            before = before._replace(versions={})  # by ids, which may be another tensor's by now
+            before = before._replace(versions={})  # a key is an id, which may be another tensor's by now
         return _change(before, _state(model))
 
     def __deepcopy__(self, memo: dict) -> "Owner":
@@ -73,20 +71,20 @@ class Owner:
 
 
 def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
-    """The dtype of a model's weights and the device they are on."""
+    """Return the dtype and the device of a model's weights."""
     weight = next(model.parameters())
     return weight.dtype, weight.device
 
 
 class _State(NamedTuple):
-    """A state of a model that changes with its weights, buffers and configuration, and every switch or merge of
-    adapters."""
+    """Facts about a model that change when its weights, buffers or configuration do, or when adapters are switched or
+    merged."""
 
     switches: list  # (reference to a PEFT module, its `_switches`)
-    on: list  # the set of active adapters of each PEFT module that has any
+    on: list  # per PEFT module with active adapters, the set of their names
     versions: dict  # id of a tensor -> its `_version`, which counts most writes
-    names: list  # of the tensors that are looked at
-    sample: dict  # (device, dtype, width, whether adapters merge into it) -> bytes of their numbers; empty: unknown
+    names: list  # names of the sampled tensors
+    sample: dict  # (device, dtype, width, whether adapters merge into them) -> bytes of tensors' numbers; {}: unknown
     settings: str  # `settings` of its configuration
 
 
@@ -95,9 +93,9 @@ def _state(model: Any) -> _State:
     adapted = adapted_in(modules)
     switches = [(weakref.ref(module), _switches(module)) for module in adapted]
     on = [frozenset(name for name, _, is_on in adapters_of(module) if is_on) for module in adapted]
-    parts = [each for each in parts_of(modules, derived=True) if not each[2].is_meta]  # nobody writes to offloaded ones
+    parts = [each for each in parts_of(modules, derived=True) if not each[2].is_meta]  # meta: offloaded, not written
     versions = {id(part): 0 if part.is_inference() else part._version for _, _, part in parts}
-    split = (getattr(model, "tp_size", None) or 1) > 1  # ranks might disagree
+    split = (getattr(model, "tp_size", None) or 1) > 1  # tensor parallel: ranks might come to different results
     sample = {} if split else _sample(parts, {id(module.base_layer) for module in adapted})
     names = [name for _, name, _ in parts]
     return _State(switches, [*filter(None, on)], versions, names, sample, settings(model.config, adapted))
@@ -108,11 +106,11 @@ def _switches(module: Any) -> tuple:
 
 
 def _sample(parts: list, merging: set[int]) -> dict:
-    """Numbers of each tensor, at even distances, by `_State.sample`'s keys; none if a tensor cannot be read. One copy
-    brings those of a device."""
+    """Make `_State.sample`: numbers of each tensor, at even distances; {} if a tensor cannot be read. The numbers of a
+    device are copied at once."""
     runs: dict = {}
     found = {}
-    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # as `fingerprint`
+    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # the errors of `fingerprint`
         for module, _, part in parts:
             for tensor in plain_of(part):
                 run = _runs(tensor)
@@ -126,7 +124,8 @@ def _sample(parts: list, merging: set[int]) -> dict:
 
 
 def _runs(tensor: torch.Tensor) -> torch.Tensor:
-    """A view [RUNS, WIDTH] of a tensor's storage, from its first number to its last; [1, n] of a short one."""
+    """Return a view [RUNS, WIDTH] of a tensor's storage, from the first number to the last; [1, n] of a short
+    tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = tensor.numel() if tensor.is_contiguous() else 1 + sum((size - 1) * step for size, step in steps)
     if span <= RUNS * WIDTH:
@@ -135,7 +134,7 @@ def _runs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _change(before: _State, now: _State) -> str | None:
-    """How a model has changed between two states, in words."""
+    """Describe how a model has changed between two states; None if it has not."""
     if now.on != before.on:
         was, are = (", ".join(sorted(frozenset().union(*each.on))) or "none" for each in (before, now))
         return f"whose PEFT adapters on were {was}, this one's are {are}"
@@ -148,7 +147,7 @@ def _change(before: _State, now: _State) -> str | None:
 
 
 def _alike(before: _State, now: _State) -> bool:
-    """Whether two states' numbers are the same, but for the rounding of adapters that were merged and unmerged."""
+    """Whether two states' numbers are equal, except for rounding by adapters that were merged and unmerged."""
     if before.names != now.names or before.sample.keys() != now.sample.keys():
         return False
     return all(_near(held, now.sample[key], *key[1:]) for key, held in before.sample.items())

@@ -1,6 +1,5 @@
 """Finds a decoder's rotary embedding and the axes of its positions, and rotates queries and keys by it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,45 +30,39 @@ def rotate(
         positions = positions.expand(axes(decoder), -1, -1)
     angles = rotary(x, positions, *layer_type)
     if isinstance(angles, torch.Tensor):  # complex [B, 1 + n, rotary / 2], for pairs of neighbouring dimensions
-        turn = (angles[:, 1:] / angles[:, :1]).mean(1, keepdim=True)
-        return _part(module, x, lambda part: _turn_pairs(part, turn))
+        factor = (angles[:, 1:] / angles[:, :1]).mean(1, keepdim=True)
+        before, part, after = _split(module, x)
+        pairs = torch.view_as_complex(part.float().unflatten(-1, (-1, 2)).contiguous())
+        rotated = torch.view_as_real(pairs * factor[:, None]).flatten(-2).to(x.dtype)
+        return torch.cat([before, rotated, after], -1)
     cos, sin = angles  # [B, 1 + n, rotary]
     scale = cos[:, :1].square() + sin[:, :1].square()  # the square of the family's attention scaling
-    turn_cos = ((cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
-    turn_sin = ((sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
-    if is_latent(decoder.config):  # pairs of dimensions are in two halves, in whatever order its weights have them
-        return _part(module, x, lambda part: part * turn_cos[:, None] + _halves(part) * turn_sin[:, None])
-    return compat.apply_rotary(module, x, turn_cos, turn_sin)
+    new_cos = ((cos[:, 1:] * cos[:, :1] + sin[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
+    new_sin = ((sin[:, 1:] * cos[:, :1] - cos[:, 1:] * sin[:, :1]) / scale).mean(1, keepdim=True)
+    if is_latent(decoder.config):  # dimension i is paired with i + rotary / 2, whatever the order of the weights
+        before, part, after = _split(module, x)
+        first, second = part.chunk(2, -1)
+        rotated = part * new_cos[:, None] + torch.cat([-second, first], -1) * new_sin[:, None]
+        return torch.cat([before, rotated, after], -1)
+    return compat.apply_rotary(module, x, new_cos, new_sin)
 
 
-def _part(module: Any, x: torch.Tensor, turned: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Rotate the rotary dimensions of x in a latent layer."""
-    start = module.qk_nope_head_dim
-    stop = start + module.qk_rope_head_dim
-    return torch.cat([x[..., :start], turned(x[..., start:stop]), x[..., stop:]], -1)
-
-
-def _halves(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
-def _turn_pairs(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs of neighbouring dimensions of x [B, H, p, D] by complex `turn` [B, 1, D / 2]."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
+def _split(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split x of a latent layer into its dimensions before the rotary ones, these, and those after them."""
+    rest = x.shape[-1] - module.qk_nope_head_dim - module.qk_rope_head_dim
+    return x.split([module.qk_nope_head_dim, module.qk_rope_head_dim, rest], -1)
 
 
 def axes(decoder: Module) -> int:
     """Return the number of axes that positions have (M-RoPE, for pictures); 0 if they are plain numbers."""
     sections = getattr(rotary_of(decoder), "mrope_section", None)
-    if isinstance(sections, dict):  # there is a section for every kind of layer
+    if isinstance(sections, dict):  # one list for every kind of layer
         sections = next(iter(sections.values()))
     return len(sections or ())
 
 
 def rope_depends_on_length(decoder: Module) -> bool:
-    """Whether the rotary frequencies depend on the largest position of the call (longrope, dynamic NTK)."""
+    """Whether the rotary frequencies depend on the largest position of a call (longrope, dynamic NTK)."""
     kind = getattr(rotary_of(decoder), "rope_type", "default")
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any(k == "longrope" or "dynamic" in k for k in kinds)

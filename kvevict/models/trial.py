@@ -40,7 +40,7 @@ def quiet(model: Module) -> Iterator[None]:
 
 def difference(model: Module, patched: Callable[[str, dict], AbstractContextManager]) -> str | None:
     """Describe how the output of a model of unknown type changes if its prompt is read in chunks; None if it does not.
-    `patched` makes a context manager that patches the model, from a policy's name and options."""
+    `patched` makes, of a policy's name and options, a context manager that patches the model."""
     try:
         ids = plain_ids(model.config, 2, SEEN + NEW)
         mask = torch.ones_like(ids)
@@ -61,12 +61,12 @@ def difference(model: Module, patched: Callable[[str, dict], AbstractContextMana
         if not isinstance(cache, EvictionCache):
             return "its cache is not filled by its text decoder"
         got = said[valid]
-        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # index of each valid token among the valid ones
+        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # numbers the valid tokens, row by row
         prompt = place[:, :SEEN][part]
         errors = {"rows appended to a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    # With quantised weights rounding depends on the number of rows.
+    # Rounding by quantised weights depends on the number of rows.
     quantised = any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
     limit = ROUNDED if quantised else TOLERANCE.get(want.dtype, ROUNDED)
     wrong = [f"{what} change its output by {error:.0e}" for what, error in errors.items() if not error < limit]
@@ -119,8 +119,8 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _found(find: Callable[[Module, Module], dict | str], model: Module, decoder: Module, advice: str) -> dict:
-    """Return what a function finds out about a model, computed once. A text is a fault: raises ValueError with it and
-    the advice."""
+    """Return what `find` returns for a model; it is called once. If it returns a text, raise ValueError with the text
+    and the advice."""
     known = _known.setdefault(decoder, {})
     if find not in known:
         known[find] = find(model, decoder)
@@ -225,7 +225,7 @@ def _after_attention(model: Module, decoder: Module) -> dict | str:
     def child(index: int, name: str) -> Callable:
         def note(module: Module, args: tuple) -> None:
             if args and isinstance(args[0], torch.Tensor) and (index, name) not in inputs:
-                alike = args[0].numel() == entered[index].numel()  # OPT's MLPs get [B * T, E]
+                alike = args[0].numel() == entered[index].numel()  # OPT's MLPs get inputs [B * T, E]
                 inputs[index, name] = alike and _error(args[0].reshape(entered[index].shape), entered[index])
 
         return note

@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-RUNS, WIDTH = 16, 64  # of a tensor, so many runs of so many numbers are looked at
-GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, are spread evenly over 0 .. 1
-LONG = 200  # letters of a field of a configuration that is named as it is
-NAMED = 4  # fields that an error names
-POSITIONAL = re.compile("(?i)rotary|rope|position|inv_freq")  # in the class of a module, or the name of its buffer
-ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's name
-# Fields of a configuration that change no number of a model in eval mode. All others count, whatever their effect is.
+RUNS, WIDTH = 16, 64  # RUNS runs of WIDTH numbers of each tensor are hashed
+GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are spread evenly over 0 .. 1
+LONG = 200  # characters of a configuration's field, at most, that an error writes out
+NAMED = 4  # fields, at most, that an error names
+POSITIONAL = re.compile("(?i)rotary|rope|position|inv_freq")  # in the name of a module's class, or of its buffer
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in an object's repr
+# Fields of a configuration that change no number of a model in eval mode; all other fields count.
 # tests/hf/test_identity.py changes each field of many families.
 SILENT = {
-    # where it comes from, how it is run
+    # the model's origin, and how it is run
     "_auto_class", "_commit_hash", "_is_quantized", "_name_or_path", "_post_init_done", "architectures", "dtype",
     "ignore_keys_at_rope_validation", "torch_dtype", "transformers_version",
     "_attn_implementation_internal", "_experts_implementation_internal", "base_model_ep_plan", "base_model_fsdp_plan",
     "base_model_pp_plan", "base_model_tp_plan", "distributed_config",
-    # what is returned
+    # the outputs of a call
     "_output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
     # tokens that end or fill a text; labels
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id", "problem_type",
@@ -35,15 +35,14 @@ SILENT = {
 
 
 class Unreadable(Exception):
-    """Raised for weights with numbers outside this process."""
+    """Raised for weights whose numbers are not in this process."""
 
 
 def fingerprint(model: Any) -> str | None:
-    """The dtypes of a model's weights, and a hash of numbers sampled from each weight and from each active adapter
-    (PEFT). Equal weights give the same result on any device.
-
-    Numbers are rounded to bfloat16, so that a float32 model and its bfloat16 copy are alike. None where the numbers
-    cannot be had: of weights that are split over processes, or that no loader has put anywhere.
+    """Return the dtypes of a model's weights, and a hash of numbers sampled from each weight and from each active
+    adapter (PEFT). Equal weights give one result on all devices, and so do a float32 model and its bfloat16 copy, as
+    numbers are rounded to bfloat16. Returns None if the numbers cannot be read, as of weights that are split over
+    processes.
     """
     if (getattr(model, "tp_size", None) or 1) > 1:
         return None
@@ -53,13 +52,13 @@ def fingerprint(model: Any) -> str | None:
             sample = _sampled(weight)
             dtypes.add(str(sample.dtype).removeprefix("torch."))
             digest.update(str(tuple(weight.shape)).encode() + sample.cpu().view(torch.uint8).numpy().tobytes())
-    except (Unreadable, RuntimeError, NotImplementedError):  # a quantiser's tensors know few operations
+    except (Unreadable, RuntimeError, NotImplementedError):  # quantised tensors have few operations
         return None
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
 
 class Identity(NamedTuple):
-    """What the numbers of a cache depend on, beside its tokens.
+    """The facts that the numbers of a cache depend on, beside its tokens.
 
     weights  the `fingerprint` of the model
     config   the fields of its configuration that count, as JSON; long ones as a hash
@@ -69,27 +68,27 @@ class Identity(NamedTuple):
     config: dict[str, str]
 
     def difference(self, other: "Identity") -> str | None:
-        """What differs, in words; None: nothing does, as far as both are known."""
+        """Describe what differs; None if nothing that is known of both does."""
         if differ(self.weights, other.weights):
             return f"its weights are {self.weights!r}, this model's {other.weights!r}"
         return _difference(self.config, other.config)
 
 
 def identity(model: Any) -> Identity:
-    """The identity of a decoder, as it is now."""
+    """Return the present identity of a decoder."""
     return Identity(fingerprint(model), _by_field(settings(model.config, adapted_in(model.modules()))))
 
 
 def settings(config: Any, adapted: Iterable[Any] = ()) -> str:
-    """What may change a number that a model computes, beside its weights, as JSON: the fields of its configuration but
-    those of SILENT, also in the configurations within it, and the scales of the active adapters of PEFT's modules."""
-    scaled = [each for each in adapted if isinstance(getattr(each, "scaling", None), dict)]  # a kind may have none
+    """Write, as JSON, the settings that a model's numbers depend on beside its weights: the fields of its
+    configuration, and of those within it, except SILENT; and the scales of the active adapters of PEFT's modules."""
+    scaled = [each for each in adapted if isinstance(getattr(each, "scaling", None), dict)]  # some kinds have none
     scales = [_written(each.scaling[name]) for each in scaled for name in _active(each) if name in each.scaling]
     return json.dumps(_written(config) | (dict(scaling=scales) if scales else {}), sort_keys=True)
 
 
 def _written(value: object) -> Any:
-    """A value of a configuration, as JSON takes it and any process writes it."""
+    """Turn a value of a configuration into one that JSON takes, and that is equal in all processes."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, (list, tuple)):
@@ -97,9 +96,9 @@ def _written(value: object) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, PreTrainedConfig):
-        fields = vars(value) | dict(model_type=value.model_type)  # which a loaded one has among them, a made one not
+        fields = vars(value) | dict(model_type=value.model_type)  # only a loaded configuration has it in `vars`
         value = {name: each for name, each in fields.items() if name not in SILENT}
-    elif hasattr(value, "to_dict"):  # of a quantiser
+    elif hasattr(value, "to_dict"):  # a quantiser's settings
         value = value.to_dict()
     elif dataclasses.is_dataclass(value):
         value = vars(value)
@@ -109,7 +108,7 @@ def _written(value: object) -> Any:
 
 
 def _by_field(text: str) -> dict[str, str]:
-    """The fields in `settings`, each as a short text."""
+    """Split a text of `settings` into its fields, each as a short text."""
     found = {name: json.dumps(value, sort_keys=True) for name, value in json.loads(text).items()}
     return {
         name: value if len(value) <= LONG else f"a hash of {hashlib.sha256(value.encode()).hexdigest()[:16]}"
@@ -118,15 +117,14 @@ def _by_field(text: str) -> dict[str, str]:
 
 
 def settings_difference(one: str, other: str) -> str | None:
-    """The fields in which two texts of `settings` differ, in words; None: in none."""
+    """Describe the fields in which two texts of `settings` differ; None if there are none."""
     return _difference(_by_field(one), _by_field(other))
 
 
 def _difference(one: dict[str, str], other: dict[str, str]) -> str | None:
-    """The fields in which two configurations differ, in words; None: in none."""
     names = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
-    told = [f"its {name} is {one.get(name, 'not set')}, this model's {other.get(name, 'not set')}" for name in names]
-    return "; ".join([*told[:NAMED], *([f"{len(told) - NAMED} more fields differ"] if told[NAMED:] else [])]) or None
+    texts = [f"its {name} is {one.get(name, 'not set')}, this model's {other.get(name, 'not set')}" for name in names]
+    return "; ".join([*texts[:NAMED], *([f"{len(texts) - NAMED} more fields differ"] if texts[NAMED:] else [])]) or None
 
 
 def differ(one: str | None, other: str | None) -> bool:
@@ -137,17 +135,17 @@ def differ(one: str | None, other: str | None) -> bool:
 
 
 def adapted_in(modules: Iterable[Any]) -> list:
-    """PEFT's wrappers among a model's modules."""
+    """List PEFT's wrappers among a model's modules."""
     return [m for m in modules if "base_layer" in m._modules and hasattr(m, "active_adapters")]
 
 
 def _active(module: torch.nn.Module) -> Any:
-    """The names of a PEFT module's adapters that are on, beside its own weights."""
+    """Return the names of a PEFT module's active adapters; none if they are merged into its weights."""
     return () if module.disable_adapters or module.merged else module.active_adapters
 
 
 def adapters_of(module: torch.nn.Module) -> Iterator[Any]:
-    """(name, part, whether it is on) of the parts of a PEFT module's adapters."""
+    """Yield (name, part, whether it is active) of the parts of a PEFT module's adapters."""
     on = _active(module)
     for child in module.children():
         if child is not module.base_layer:
@@ -155,23 +153,21 @@ def adapters_of(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[Any]:
-    """Every saved tensor of a model, except inactive adapters', as plain tensors."""
+    """Yield every saved tensor of a model, except those of inactive adapters, as plain tensors."""
     modules = [*model.modules()]
     if any(getattr(module, "_hf_device_mesh", None) is not None for module in modules):
-        raise Unreadable  # a plain tensor may be one rank's part of a weight
+        raise Unreadable  # a plain tensor may hold one rank's part of a weight
     for module, name, tensor in parts_of(modules):
         yield from plain_of(_offloaded(module, name) if tensor.is_meta else tensor)
     for module in modules:
-        packed = getattr(module, "_weight_bias", None)  # of torch.ao: its weight is in an object of C++
+        packed = getattr(module, "_weight_bias", None)  # torch.ao keeps the weight in an object of C++
         if packed is not None:
             yield packed()[0].int_repr()
 
 
 def parts_of(modules: list, derived: bool = False) -> Iterator[Any]:
-    """(module, name, tensor) of every saved tensor of a model's modules, except inactive adapters'.
-
-    derived   also of the buffers that are not saved, except tables of positions: a forward may write these anew
-    """
+    """Yield (module, name, tensor) of every saved tensor of a model's modules, except those of inactive adapters. With
+    `derived`, yield the buffers that are not saved too, except tables of positions, which a forward may rewrite."""
     off = {id(part) for module in adapted_in(modules) for _, part, is_on in adapters_of(module) if not is_on}
     for module in modules:
         if id(module) in off:
@@ -183,7 +179,7 @@ def parts_of(modules: list, derived: bool = False) -> Iterator[Any]:
 
 
 def _own(module: torch.nn.Module, derived: bool = False) -> Iterator[Any]:
-    """The (name, part) of a module itself: its modules, parameters and buffers, except those that `parts_of` passes."""
+    """Yield (name, part) of a module's own modules, parameters and buffers, except those that `parts_of` leaves out."""
     passed = module._non_persistent_buffers_set
     if derived:
         passed = {name for name in passed if POSITIONAL.search(f"{type(module).__name__} {name}")}
@@ -194,7 +190,7 @@ def _own(module: torch.nn.Module, derived: bool = False) -> Iterator[Any]:
 
 
 def _offloaded(module: torch.nn.Module, name: str) -> Any:
-    """The tensor of a module that accelerate has offloaded."""
+    """Return a module's tensor that accelerate has offloaded."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "weights_map", None) is not None:
@@ -203,9 +199,9 @@ def _offloaded(module: torch.nn.Module, name: str) -> Any:
 
 
 def plain_of(tensor: Any) -> Iterator[Any]:
-    """A tensor, or the plain ones that a quantiser's is made of. Of those that bitsandbytes packs, and packs again when
-    they are used, their scales."""
-    if hasattr(tensor, "to_local"):  # a DTensor
+    """Yield a tensor, or the plain tensors that a quantiser's is made of. Of bitsandbytes' tensors, which are packed
+    again when they are used, yield the scales."""
+    if hasattr(tensor, "to_local"):  # a DTensor: other processes have parts of it
         raise Unreadable
     if getattr(tensor, "quant_state", None) is not None:
         tensor = tensor.quant_state.absmax
@@ -217,7 +213,7 @@ def plain_of(tensor: Any) -> Iterator[Any]:
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to RUNS * WIDTH of its numbers; float32 and bfloat16 as bfloat16."""
+    """Take up to RUNS * WIDTH numbers of a tensor; those of float32 as bfloat16."""
     flat, most = tensor.flatten(), RUNS * WIDTH
     if len(flat) > most:
         starts = (torch.arange(RUNS, dtype=torch.float64) * GOLDEN % 1 * (len(flat) - WIDTH)).long()

@@ -9,6 +9,7 @@ from .policy import Policy
 from .presets import PRESETS
 from .run import OPTIONS, Run, apart
 from .text import parse_policy
+from .tokenizer import told
 
 BOUNDS = ("budget", "chunk_size")  # options of `patch` that, where they are None, leave a text's value
 
@@ -18,6 +19,10 @@ class Chosen(NamedTuple):
 
     policy: Policy
     run: Run = Run()
+
+    def with_tokenizer(self, tokenizer: Any) -> "Chosen":
+        """Return the policy with the values that its options take from a tokenizer (`tokenizer.told`)."""
+        return self._replace(policy=told(self.policy, tokenizer))
 
 
 def choose(policy: Any, **options: Any) -> Chosen:

@@ -457,7 +457,7 @@ ERRORS = [
     (["--tokens", "0"], "tokens must be at least 1"),
     (["--batch", "-1"], "batch must be at least 1"),
     (["--efficiency", "70"], r"efficiency must be a number in \(0, 1\]"),
-    (["--tflops", "0"], "tflops must be a positive number"),
+    (["--tflops", "0"], "tflops must be a finite number > 0"),
     (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
     (["--new-tokens", "-1"], "new_tokens must be at least 0"),
     (["--policy", "oracle"], "needs ids="),

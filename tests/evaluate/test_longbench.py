@@ -1,6 +1,7 @@
 """LongBench's records as tasks: prompts, cuts and scores; lm-eval's own files where it is installed."""
 
 import json
+import lzma
 
 import pytest
 from tiny import model
@@ -59,13 +60,14 @@ def test_records(records):
     cases = {case.tags["of"]: case for case in TASKS["longbench"](TaskSettings(tokenizer(), 400, 2, data=records))}
     news, trec, hotpot = (cases[name] for name in ("multi_news", "trec", "hotpotqa"))
     assert news.context + news.question == f"news: {TEXT} sum up:" and news.answers == ("it rained", "rain")
-    assert trec.context + trec.question == TREC["prompt"] and trec.answers == ("abc", "abc", "de")
+    assert trec.context + trec.question == TREC["prompt"] and trec.answers == ("abc",)
     assert hotpot.context == f"read {TEXT}" and hotpot.question == "\n\nsay: who?\nAnswer:"
     assert [case.tags["work"] for case in cases.values()] == ["summaries", "examples", "documents"]
     assert [case.tags["chat"] for case in cases.values()] == [True, False, True]
     assert [case.one_line for case in cases.values()] == [False, True, False]
     assert METRICS[news.metric]("abc", news.answers) == 3 / 9
-    assert [METRICS[trec.metric](said, trec.answers) for said in ("abc", "abc de", "de")] == [1, 0.5, 0]
+    assert trec.classes == ("abc", "de")
+    assert [METRICS[trec.metric](said, trec.answers, trec.classes) for said in ("abc", "abc de", "de")] == [1, 0.5, 0]
     (only,) = TASKS["longbench/trec"](TaskSettings(tokenizer(), 400, 2, data=records))
     assert only.task == "longbench/trec" and only.answers == trec.answers
 
@@ -94,6 +96,20 @@ def test_an_evaluation(records, tmp_path):
 def test_other_records(record, said, records, tmp_path):
     with pytest.raises(ValueError, match=said):
         list(TASKS["longbench"](TaskSettings(tokenizer(), 100, 1, data=of(tmp_path / "wrong.jsonl", record))))
+
+
+@pytest.mark.parametrize("name, data, said", [
+    ("latin.jsonl", b'{"task": "caf\xe9"}', "byte 13 is not UTF-8"),
+    ("text.jsonl", b"it rained", "a line that is not JSON"),
+    ("cut.jsonl.xz", lzma.compress(b"{}")[:-9], "not an intact .xz file"),
+])  # fmt: skip
+def test_damaged_files(name, data, said, tmp_path):
+    """The error names the file, and is one sentence."""
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=said) as caught:
+        list(TASKS["longbench"](TaskSettings(tokenizer(), 100, 1, data=path)))
+    assert str(caught.value).startswith(str(path)) and "; give" in str(caught.value)
 
 
 def test_what_does_not_fit(records, tmp_path):

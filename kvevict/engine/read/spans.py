@@ -25,9 +25,7 @@ from .answering import Answered, Asking
 from .choosers import Chooser, Deciding
 from .decisions import while_decoding
 from .plan import Plan
-from .step import Read, Step, span
-
-OF_EVERY_TOKEN = ("output_hidden_states", "output_router_logits")  # flags of outputs that have a row for every token
+from .step import OF_EVERY_TOKEN, Read, Step, span
 
 
 class Spans:

@@ -23,6 +23,8 @@ from . import schedule
 from .budgets import Budgets
 from .plan import Plan
 
+OF_EVERY_TOKEN = "output_hidden_states", "output_router_logits"  # options of a call for outputs of every token
+
 _thread = threading.local()  # `_thread.paused`: a driver's `pause` runs in this thread
 
 

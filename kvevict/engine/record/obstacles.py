@@ -11,12 +11,11 @@ from torch.utils.hooks import RemovableHandle
 from ...models import rotary
 from ...ops.few_rows import is_watched
 from ..memory.layer import EvictionLayer
-from ..read.step import Step
+from ..read.step import OF_EVERY_TOKEN, Step
 from .calls import RECORDERS
 
 Inputs = dict[str, Any]  # of a decoder's forward
 Test = Callable[[Step, Inputs], bool]  # whether a reason holds for a decoded token
-OUTPUTS = "output_hidden_states", "output_router_logits"  # further outputs that a config may ask for
 HARMLESS = "kvevict.", "transformers.utils.output_capturing"  # modules whose hooks do nothing during a decoded token
 
 
@@ -29,7 +28,7 @@ def _is_spread(step: Step, inputs: Inputs) -> bool:
 
 
 def _wants_more(step: Step, inputs: Inputs) -> bool:
-    by_config = {name: getattr(step.decoder.config, name, False) for name in OUTPUTS}
+    by_config = {name: getattr(step.decoder.config, name, False) for name in OF_EVERY_TOKEN}
     given = {name: x for name, x in inputs.items() if name.startswith("output_") and x is not None}
     return any((by_config | given).values())
 

@@ -1,4 +1,5 @@
-"""Compares the slots that a policy kept of one prompt with the full cache, for the full cache's response."""
+"""Compares the slots that a policy kept of one prompt with the full cache, by the attention of the full cache's
+response."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -34,16 +35,14 @@ class _Queries(Watcher):
 class FullCache:
     """The full cache of a prompt and of the first R <= 64 tokens of its response."""
 
-    response: list[int]  # ids
+    response: list[int]  # the response's ids
     tokens: int  # number of the prompt's tokens
-    layers: (
-        list  # per evicting layer: the response's queries [H, R, D], k and v [Hkv, tokens + R, D], attention's options
-    )
+    layers: list[tuple]  # per evicting layer: queries [H, R, D]; k and v [Hkv, tokens + R, D]; attention's options
 
 
 @torch.no_grad()
 def full_cache(model: Any, ids: Tensor, max_new_tokens: int, stopping_criteria: list | None = None) -> FullCache:
-    """Generate the unpatched model's greedy response to ids [1, N], and keep the data to compute its attention."""
+    """Generate the unpatched model's greedy response to ids [1, N], and read both into a full cache."""
     how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     read = out[:, : ids.shape[1] + diagnostics.ROWS]
@@ -64,23 +63,23 @@ def left(model: torch.nn.Module, ids: Tensor, policy: Policy | Chosen) -> list[l
     k and v [n, D])."""
     with evicting(model, policy, tokenizer=False):
         cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
-    own = [layer for layer in cache.layers if hasattr(layer, "segments")]
     return [
         [(layer.pos[at].long(), *(layer.storage.numbers(x, b, h, at) for x in "kv")) for b, h, at in layer.segments()]
-        for layer in own
+        for layer in cache.layers
+        if hasattr(layer, "segments")
     ]
 
 
 def informed(policy: Policy, response: list[int]) -> Policy:
-    """Return the policy; an oracle policy without a response gets this one."""
+    """Return the policy, whose rows get the response's ids if they are the oracle's."""
     rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
 
 @torch.no_grad()
 def compare(full: FullCache, kept: list) -> list:
-    """Compute a dict of `NAMES` for each evicting layer. The numbers are means over the response's rows; `kept` is the
-    result of `left`.
+    """Compute a dict of `NAMES` for each evicting layer, from the result `kept` of `left`. The numbers are means over
+    the response's rows:
 
     joint_error    CAOTE eq. 24 of all evicted slots, by the full cache's attention, keys and values
     output_error   || o - o' || / || o ||, where o' attends to the keys and values that the policy stored (they differ

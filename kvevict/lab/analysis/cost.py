@@ -1,10 +1,9 @@
 """Computes the cost of reading a prompt and decoding after it from a model's config, a policy and two hardware numbers,
 without weights.
 
-Slots follow the policy chunk by chunk (`slots`) and are exact: `cache_bytes` and `peak_cache_bytes` equal those of
-`kvevict.report` after such a read. Layer budgets that measure the prompt count as uniform, or as TADA's history in this
-process has them; with them only `cache_bytes` is exact. The slots that a threshold leaves depend on the text, and their
-upper bound is counted.
+Slots follow the policy chunk by chunk (slots.py): `cache_bytes` and `peak_cache_bytes` equal those of `kvevict.report`.
+Layer budgets that measure the prompt count as uniform, or as in TADA's history of this process; with them only
+`cache_bytes` is exact. Of a threshold, whose slots depend on the text, the upper bound is counted.
 
 FLOPs are those of matrix products (a multiply and an add are two). Bytes are the least possible: weights and a layer's
 slots are moved once per pass, and activations stay on the chip. Each stage of each chunk and of each decoded token
@@ -20,7 +19,7 @@ from typing import Any
 from ...engine.measure import quantities
 from ...engine.read.plan import tsp_of
 from ...engine.read.schedule import overfull
-from ...policy.checks import count
+from ...policy.checks import at_least_0, count
 from ...policy.kv import POSITION
 from ...policy.policy import Policy
 from ...policy.run import Run
@@ -40,11 +39,10 @@ class Hardware:
     efficiency: float = 0.7
 
     def __post_init__(self) -> None:
-        endless = float("inf")
-        for name, most in (("tflops", endless), ("bandwidth", endless), ("efficiency", 1)):
-            if not 0 < getattr(self, name) <= most:
-                wanted = "a positive number" if most > 1 else "a number in (0, 1]"
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        for name in ("tflops", "bandwidth"):
+            at_least_0(name, getattr(self, name), positive=True)
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency must be a number in (0, 1], got {self.efficiency}")
 
     def seconds(self, flops: float, moved: float) -> float:
         return max(flops / (self.tflops * 1e12), moved / (self.bandwidth * 1e9)) / self.efficiency
@@ -88,7 +86,7 @@ def plan(
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
-    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # nothing to evict
+    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # with such a budget nothing is evicted
     _check(shape, policy)
     shape = replace(shape, kv=run.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
@@ -99,7 +97,7 @@ def plan(
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
         chunks += 1
     row = shape.row_bytes * batch
-    if chunks > 1:  # the previous chunk's last hidden state waits for the next one's
+    if chunks > 1:  # the last hidden state of a chunk is held while the next one is read
         row += shape.element * shape.hidden * batch
     result = dict(
         flops=dict(bill.flops), moved=dict(bill.moved), cache_bytes=round(slot * sum(layers.kept)),
@@ -137,7 +135,7 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
     """Return {stage: (FLOPs, bytes moved)} of one chunk."""
     chunk, linear = taken.chunk, 2 * shape.products * batch
     head = shape.head_weights if chunk.last else 0  # logits of the last row
-    pair, slot, new = _pair(shape, batch), shape.slot_bytes * batch, shape.new_bytes * batch
+    pair, slot, new = _pair_flops(shape, batch), shape.slot_bytes * batch, shape.new_bytes * batch
     seen = iter(zip(taken.stored, taken.read, strict=True))
     layers = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
     attended = sum(pairs(rows, n, w, causal) for n, rows, w in layers)
@@ -151,8 +149,8 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
     }
 
 
-def _pair(shape: Shape, batch: int) -> int:
-    """Count the FLOPs of q.k and a.v for one key and a row of every query head."""
+def _pair_flops(shape: Shape, batch: int) -> int:
+    """Count the FLOPs of q.k and a.v for one key and one row of every query head."""
     return 4 * shape.head_dim * shape.heads * batch
 
 
@@ -163,15 +161,14 @@ def _decode(
     if policy.keep_prompt:
         budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
     slot = shape.slot_bytes * batch
-    weights = (
-        min(shape.layer_weights, shape.products * batch) + shape.head_weights
-    )  # a mixture reads the chosen experts
+    # A mixture reads the chosen experts alone.
+    weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights
     linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
     for number in range(1, new_tokens + 1):
         slots = [n + 1 for n in slots]
         windows = sum(min(seen + number, w) for w in shape.windows if w is not None)
         attended, moved = sum(slots) + windows, slot * sum(slots) + shape.new_bytes * batch * windows
-        stages = {"linear": linear, "attention": (_pair(shape, batch) * attended, moved)}
+        stages = {"linear": linear, "attention": (_pair_flops(shape, batch) * attended, moved)}
         each.append((*map(sum, zip(*stages.values())), bill.add(stages)))
         slots = [budget if overfull(policy, n, budget) else n for n, budget in zip(slots, budgets, strict=True)]
     interval: Any = policy.interval if policy.decode else 1

@@ -1,4 +1,4 @@
-"""The kept slots of a prompt, as one self-contained HTML page (`page.html` and its data) and as a picture."""
+"""Shows the kept slots of a prompt, as one self-contained HTML page (page.html with data in it) and as a picture."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ def page(
     find    words that are underlined wherever the prompt has them
     """
     tokens = ids.shape[1]
-    kept = [
-        [layer and [gaps([at for at in head if at < tokens]) for head in layer[0]] for layer in run["positions"]]
-        for run in runs
-    ]
-    runs = [{**run, "kept": layers, "positions": None} for run, layers in zip(runs, kept)]
-    data = dict(
-        tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=list(facts), find=find, runs=runs
-    )  # fmt: skip
+
+    def kept(layer: list | None) -> list | None:
+        return layer and [gaps([at for at in head if at < tokens]) for head in layer[0]]
+
+    runs = [run | dict(kept=[*map(kept, run["positions"])], positions=None) for run in runs]
+    data = dict(tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=[*facts], find=find, runs=runs)
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # a text cannot end the script
+    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so that no text can end the script
 
 
 def gaps(positions: list) -> list:
@@ -58,7 +56,7 @@ def gaps(positions: list) -> list:
 
 
 def places(pieces: list, words: str) -> list:
-    """List the positions of the first token of every occurrence of `words` in the pieces' text."""
+    """List the positions of the first tokens of all occurrences of `words` in the pieces' text."""
     text = "".join(text for text, _ in pieces)
     starts = list(accumulate((len(text) for text, _ in pieces), initial=0))
     positions = list(accumulate((count for _, count in pieces), initial=0))

@@ -1,4 +1,4 @@
-"""One measured generation, patched or not, for the commands."""
+"""Runs a prompt, patched or not, and measures time and memory."""
 
 import ctypes
 import os
@@ -18,7 +18,6 @@ from ...models.compat import cache_of
 from ...models.families import device_of
 from ...patch import evicting
 from ...policy.building import Chosen
-from ...policy.tokenizer import told
 from ...report import report
 
 
@@ -27,9 +26,9 @@ class EncodedPrompt:
     """The token ids of a prompt, and of the answer that is scored after it."""
 
     context: list[int]
-    question: list[int]  # all ids after the context, the end of a chat template and the answer's opening among them
+    question: list[int]  # all ids after the context: the question, a chat template's end, the answer's opening
     answer: list[int] | None = None  # the continuation to score
-    said: tuple[int, int] | None = None  # (start, stop) of the question's own tokens, where a case has them
+    said: tuple[int, int] | None = None  # (start, stop) of the question's own tokens, if a case names them
 
     def row(self, device: str | torch.device) -> torch.Tensor:
         """Return the prompt's ids [1, N]."""
@@ -60,13 +59,12 @@ def measure(
     model: Any, tokenizer: Any, ids: torch.Tensor, chosen: Chosen | None = None, max_new_tokens: int = 64,
     positions: bool = False, one_line: bool = False, question: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate greedily under a policy (chosen=None: unpatched), to the line's end if `one_line`, and measure the
-    cost. `question` is the request at the prompt's end: a probe observes from the question in it, as with
-    `kvevict.patch(tokenizer=..)`.
+    """Generate greedily under a policy (chosen=None: unpatched), to the line's end if `one_line`. `question` is the
+    request at the prompt's end: a probe observes from the question in it, as with `kvevict.patch(tokenizer=..)`.
 
     Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
-    peak_bytes (the process' peak memory above the memory resident before) and, if patched, the read's report, with the
-    kept positions if `positions`.
+    peak_bytes (peak memory above that in use before) and, if patched, the read's report, with the kept positions if
+    `positions`.
     """
     ids, timer = ids.to(device_of(model)), _Times()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
@@ -89,12 +87,10 @@ def measure(
 
     if chosen is None:
         return generate()
-    asks = LastTurn(tokenizer, question) if question else None
     if tokenizer is not None:
-        chosen = chosen._replace(policy=told(chosen.policy, tokenizer))
-    with evicting(model, chosen, tokenizer=False), within(question=asks):
-        result = generate()
-        return result | {"report": report(model, positions=positions)}
+        chosen = chosen.with_tokenizer(tokenizer)
+    with evicting(model, chosen, tokenizer=False), within(question=LastTurn(tokenizer, question) if question else None):
+        return generate() | {"report": report(model, positions=positions)}
 
 
 def ask_each(
@@ -102,8 +98,8 @@ def ask_each(
     max_new_tokens: int, one_line: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
-    Returns answer and report, with positions, of the text (answer "") and of each question."""
-    by, recalls = chosen._replace(policy=told(chosen.policy, tokenizer)), chosen.policy.recall
+    Returns answer ("" of the text) and report, with positions, of the text and of each question."""
+    by, recalls = chosen.with_tokenizer(tokenizer), chosen.policy.recall
     with evicting(model, by, tokenizer=False), torch.no_grad(), within(asks=False):
         text = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     made, choose = [dict(answer="", report=report(text, positions=True))], Sampling().chooser()
@@ -118,7 +114,7 @@ def ask_each(
 
 
 class _Times(list[float]):
-    """A streamer that records when the prompt and then each new token came."""
+    """A streamer that records the times at which the prompt and then each new token came."""
 
     def put(self, tokens: torch.Tensor) -> None:
         self.append(time.perf_counter())
@@ -133,8 +129,8 @@ def _status(field: str) -> int:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Reset the peak memory of a GPU or of the process, and return the bytes in use now. The process' memory is known
-    on Linux only; elsewhere it reads 0."""
+    """Reset the peak memory of a GPU or of this process, and return the bytes in use now. Of a process other systems
+    than Linux do not tell; there the result is 0."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)

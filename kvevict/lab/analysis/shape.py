@@ -1,4 +1,4 @@
-"""The sizes of a model that determine its costs, from its config alone: the model is built without weights."""
+"""The sizes of a model that determine its costs, from its config alone: the model is built on the meta device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +14,16 @@ ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. Weights are counted in elements, summed over the layers."""
+    """The sizes of a model. Weights are counted in elements."""
 
     hidden: int
-    mlp: int  # most activations of a token in the MLP: gate, up, product, and a mixture's gathered inputs
+    mlp: int  # the most activations of a token in an MLP: gate, up, product, and a mixture's gathered inputs
     heads: int
     kv_heads: int
     head_dim: int
-    windows: tuple  # per layer: its sliding window in tokens, None for full attention
-    products: int  # elements of the matrices that a token goes through; a mixture counts only the experts that it takes
-    layer_weights: int
+    windows: tuple[int | None, ...]  # each layer's sliding window in tokens; None: full attention
+    products: int  # elements of all matrices that a token is multiplied with, of the chosen experts alone
+    layer_weights: int  # weights of all layers
     head_weights: int  # weights of the matrix that makes logits
     weights: int  # weights of the whole model, of which shared ones count once
     element: int  # bytes of a weight, an activation, a key's or value's component
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def new_bytes(self) -> int:
-        """Bytes of a token's key and value in all kv heads of one layer, as they are computed."""
+        """Bytes of a token's computed key and value, in all kv heads of one layer."""
         return 2 * self.element * self.head_dim * self.kv_heads
 
     @property
@@ -42,8 +42,8 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's activations at a Transformers layer's fullest moment: embedding, layer input, residual and
-        its norm, rotary cosine and sine, position, and the larger of MLP and rotary embedding of queries."""
+        """The most bytes of a token's activations at a time in a Transformers layer: embedding, layer input, residual
+        and its norm, rotary cosine and sine, position, and the larger of MLP and rotary embedding of queries."""
         attention = (4 * self.heads + 2 * self.kv_heads) * self.head_dim
         return self.element * (4 * self.hidden + 2 * self.head_dim + max(self.mlp, attention)) + 8
 
@@ -89,7 +89,7 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     own = kinds.index(families.FULL_ATTENTION)
-    fused = any("gate_up" in name for name in matrices)  # its two halves outlive the activation of one
+    fused = any("gate_up" in name for name in matrices)  # both halves live on after one is activated
     return Shape(
         hidden=config.hidden_size,
         mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),

@@ -1,9 +1,9 @@
-"""Simulates the slots of every layer while a prompt is read. The engine's chunks, budgets and decisions run on counts
+"""Simulates the slots of every layer while a prompt is read: the engine's chunks, budgets and decisions, run on counts
 instead of tensors, without weights or text.
 
-A layer's slots are counted as if they were split evenly over its heads, which does not change their sum. A selection
-that leaves some of the budget unused (chunk, exact=False) and a threshold are counted as if they used all of it. Layer
-budgets that depend on measurements of the prompt are counted as if all layers measured equal values.
+Three things are assumed: a layer's slots are split evenly over its heads, which does not change their sum; a threshold,
+or a selection that leaves a part of the budget unused (chunk, exact=False), uses all of it; and all layers measure
+equal values, where layer budgets depend on measurements.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ class Taken:
     """One chunk of a read. Slots are per kv head; lists have an entry per full-attention layer."""
 
     chunk: Chunk
-    read: list  # the chunk's rows that get to the layer
+    read: list  # rows of the chunk that the layer reads (fewer after tsp)
     stored: list  # slots before the chunk
     kept: list  # slots after the chunk
-    peak: float  # most slots alive at once, summed over the layers and weighted by `sizes`
+    peak: float  # the most bytes of slots alive at once, of all layers
 
 
 class Layers:
-    """The slots of `count` layers that evict, from chunk to chunk of a prompt. `sizes` are those of a stored slot and
-    of a new one, the units of `Taken.peak`."""
+    """The slots of `count` layers that evict, from chunk to chunk of a prompt. `sizes` are the bytes of a stored slot
+    and of a new one, for `Taken.peak`."""
 
     def __init__(self, policy: Policy, tokens: int, count: int, kv_heads: int = 1, sizes: tuple = (1, 1)) -> None:
         self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
@@ -70,7 +70,7 @@ class Layers:
         return Taken(chunk, read, stored, self.kept, peak)
 
     def _carry_out(self, decisions: Any, read: list) -> float:
-        """Cut the slots as `kvevict.engine.read.choosers.Deciding` does, and return the most that are alive at once."""
+        """Cut the slots as `kvevict.engine.read.choosers.Deciding` does, and return the most bytes alive at once."""
         peak, new, sizes = 0, np.zeros_like(self.slots), self.sizes
         for layer, rows in enumerate(read):
             new[layer] = rows * self.kv_heads
@@ -84,5 +84,5 @@ class Layers:
                 new[cut.layer] = 0
         return peak / self.kv_heads
 
-    def _per_head(self, slots: Any) -> list:
+    def _per_head(self, slots: np.ndarray) -> list:
         return [n / self.kv_heads if n % self.kv_heads else n // self.kv_heads for n in slots[:, 0].tolist()]

@@ -1,7 +1,7 @@
 """Runs of a model under several policies, beside the unpatched model."""
 
-import statistics
 from collections.abc import Callable
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -17,24 +17,23 @@ from .run import measure
 
 T = TypeVar("T")
 
-# How many times as far from the exact logits as the unpatched model's a patched model's may be. Both differ from these
-# by rounding of one size, in another order of sums: the ratio of the two distances is that of two draws of a random
-# vector. If this has as many independent parts as tokens are decoded, the ratio is above 4 once in 2,700 models for 8
-# tokens, the fewest.
+# The largest allowed ratio of two distances from the exact logits, the patched model's to the unpatched one's. Both
+# come from rounding in different orders of sums, so their ratio is that of the lengths of two random vectors. With as
+# many independent parts as tokens are decoded it is above 4 once in 2,700 models for 8 tokens, the fewest.
 ALLOWED = 4
-DECODED = 32  # tokens at the prompt's end, or half of it
+DECODED = 32  # tokens that are decoded at the prompt's end, at most half of the prompt
 
 
 def slots(seen: dict) -> str:
-    """Kept slots per kv head, the range over layers and heads, from the report of a batch of one row."""
+    """Format the kept slots per kv head, as a range over layers and heads, from the report of a batch of one row."""
     counts = [count for layer in seen["kept"] if layer is not None for count in layer[0]]
     least, most = min(counts), max(counts)
     return str(least) if least == most else f"{least}..{most}"
 
 
 def held(run: dict, seen: dict) -> tuple:
-    """(slots per kv head, bytes) of the cache after a run of `measure`. seen: the report of any patched run of the same
-    prompt, to compute the unpatched model's slots and bytes."""
+    """Return (slots per kv head, bytes) of the cache after a run of `measure`. `seen` is the report of any patched run
+    of the prompt: it has the unpatched model's slots and bytes, too."""
     own = run.get("report")
     return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), seen["full_cache_bytes"])
 
@@ -43,14 +42,14 @@ COSTS = ("slots/head", "KV MiB", "read s", "decode s", "peak growth MiB")
 
 
 def costs(run: dict, slots: str, cache_bytes: int) -> list:
-    """The texts of the columns `COSTS`."""
+    """Format the columns `COSTS`."""
     seconds = [f"{run[key]:.2f}" for key in ("read_seconds", "decode_seconds")]
     return [slots, f"{cache_bytes / 2**20:.2f}", *seconds, f"{run['peak_bytes'] / 2**20:.1f}"]
 
 
 class Wide(TorchFunctionMode):
-    """Within, a model of a dtype computes in fp32 in place of 16 bits, or in float64 in place of fp32, where torch can.
-    Its weights stay as they are: each is cast where it is read."""
+    """Lets a model of 16-bit weights compute in fp32, and one of fp32 weights in float64, where torch can. Each weight
+    is cast when it is read."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -61,19 +60,19 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         given, name = (args, kwargs or {}), func.__name__
         if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-            return func(*given[0], **given[1])  # in place
+            return func(*given[0], **given[1])  # an operation in place keeps its tensor's dtype
         args, kwargs = _cast(given, self.wider)
         if name in ("float", "half", "bfloat16"):
             return args[0].to(_cast(getattr(torch, name), self.wider))
         try:
             return func(*args, **kwargs)
-        except RuntimeError:  # grouped products have no float64
+        except RuntimeError:  # torch has no grouped product of float64
             args, kwargs = _cast(given, self.narrower)
             return func(*args, **kwargs)
 
 
 def _cast(values: T, to: dict[torch.dtype, torch.dtype]) -> T:
-    """Tensors and dtypes in nested values, of one dtype in another."""
+    """Replace dtypes by others in nested values: cast tensors, and exchange dtypes."""
 
     def one(x: object) -> object:
         if isinstance(x, torch.Tensor):
@@ -101,7 +100,9 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
         ).logits  # fmt: skip
         return float((torch.cat(logits).to(exact) - exact).norm())
 
-    with using(base_model(model), find_decoder(model), None):  # so that one row's products are rounded alike
+    with using(
+        base_model(model), find_decoder(model), None
+    ):  # one row's products are then rounded as in a patched model
         want = distance()
     for name, chosen in policies.items():
         ample = choose(chosen, budget=ids.shape[1], threshold=None, tsp=None, kv="model")
@@ -115,16 +116,12 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
 
 
 def alternate(
-    model: Any,
-    ids: torch.Tensor,
-    policies: dict[str, Chosen],
-    max_new_tokens: int,
-    repeat: int,
+    model: Any, ids: torch.Tensor, policies: dict[str, Chosen], max_new_tokens: int, repeat: int,
     progress: Callable[[], Any] = lambda: None,
-) -> dict[str, dict[str, Any]]:
-    """Name -> medians of `repeat` runs of the model as it is and of each policy, interleaved so that a machine that
-    slows down slows all of them: read_seconds, decode_tokens_per_second, peak_bytes, cache_bytes; and `slots`, kept per
-    kv head."""
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Return {name: medians of `repeat` runs} of the unpatched model and of each policy: read_seconds,
+    decode_tokens_per_second, peak_bytes, cache_bytes; and `slots`, kept per kv head. Runs alternate, so that a machine
+    that slows down slows all of them."""
     runs = {name: [] for name in (UNPATCHED, *policies)}
     for _ in range(repeat):
         for name, made in runs.items():
@@ -135,13 +132,11 @@ def alternate(
     return {name: medians(made, full) | dict(slots=held(made[0], seen)[0]) for name, made in runs.items()}
 
 
-def medians(made: list, full: int) -> dict:
-    def median(value: Any) -> float:
-        return statistics.median(value(run) for run in made)
-
+def medians(made: list[dict[str, Any]], full: int) -> dict[str, Any]:
+    """Return the medians of runs of `measure`; `full` is the full cache's bytes."""
     return dict(
-        read_seconds=median(lambda run: run["read_seconds"]),
-        decode_tokens_per_second=median(lambda run: (run["new_tokens"] - 1) / run["decode_seconds"]),
-        peak_bytes=median(lambda run: run["peak_bytes"]),
+        read_seconds=median(run["read_seconds"] for run in made),
+        decode_tokens_per_second=median((run["new_tokens"] - 1) / run["decode_seconds"] for run in made),
+        peak_bytes=median(run["peak_bytes"] for run in made),
         cache_bytes=made[0]["report"]["cache_bytes"] if "report" in made[0] else full,
     )

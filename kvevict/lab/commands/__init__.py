@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...commands import loaded, read_text, words
 from ...policy.registry import load_folder
@@ -12,13 +12,15 @@ from ...policy.registry import load_folder
 if TYPE_CHECKING:
     import torch
 
+    from ...asking.prompts import Tokenizer
     from ..analysis.run import EncodedPrompt
 
 
 def add_question(
     parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True, several: str = ""
 ) -> None:
-    """Add the question and its options. `several` says what several questions mean, where a command takes them."""
+    """Add the question and its options to a command's parser. `several`: the command takes several questions, and this
+    end of the help text tells what they mean."""
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs="+" if several else None if needed else "?", type=words,
@@ -33,9 +35,11 @@ def add_question(
                         help=f"length of the answer at most; default {default}")  # fmt: skip
 
 
-def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, Any, Any, list[EncodedPrompt]]:
-    """Load (name, model, tokenizer, an `EncodedPrompt` of each question) for a command with the arguments of
-    `add_model` and `add_question`."""
+def load_prompts(
+    args: argparse.Namespace, questions: list[str]
+) -> tuple[str, torch.nn.Module, Tokenizer, list[EncodedPrompt]]:
+    """Load (name, model, tokenizer, an `EncodedPrompt` of each question) by the arguments of `add_model` and
+    `add_question`."""
     from ...policy.checks import count
     from ..analysis.run import encode
 
@@ -50,8 +54,8 @@ def load_prompts(args: argparse.Namespace, questions: list[str]) -> tuple[str, A
 
 
 def room(model: torch.nn.Module, new_tokens: int, limit: int | None = None) -> int | None:
-    """Return the largest number of prompt tokens that leaves room for the answer, by `--limit` and the model's context;
-    None without either."""
+    """Return the largest number of prompt tokens by `--limit` and by the model's context, less the answer's tokens;
+    None if there is neither."""
     from ...models.families import context_of, find_decoder
 
     context = context_of(find_decoder(model).config)
@@ -61,7 +65,7 @@ def room(model: torch.nn.Module, new_tokens: int, limit: int | None = None) -> i
         raise ValueError(
             f"--max-new-tokens {new_tokens}: the model's context is {context} tokens; give at most {context - 1}"
         )
-    return context - new_tokens if limit is None else min(limit, context - new_tokens)
+    return min(context if limit is None else limit, context - new_tokens)
 
 
 load_folder(__name__)

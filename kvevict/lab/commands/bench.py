@@ -52,8 +52,8 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
                 bar.write(f"{length:8} {key:{width}}" + cells(row, found[UNPATCHED]))
                 rows.append(dict(prompt_tokens=length, policy=key) | row)
     print(f"In brackets: relative to the {UNPATCHED} model.")
-    return {"model": name, "budget": number(args.budget), "chunk_size": args.chunk_size,
-            "new_tokens": args.new_tokens, "repeat": args.repeat, "rows": rows}  # fmt: skip
+    settings = {name: getattr(args, name) for name in ("chunk_size", "new_tokens", "repeat")}
+    return {"model": name, "budget": number(args.budget), **settings, "rows": rows}
 
 
 def make_prompts(model: torch.nn.Module, tokenizer: Tokenizer, args: Namespace) -> dict[int, torch.Tensor]:
@@ -65,11 +65,12 @@ def make_prompts(model: torch.nn.Module, tokenizer: Tokenizer, args: Namespace) 
     from ..evaluate.tasks import TaskSettings
 
     context: Any = context_of(find_decoder(model).config)
-    lengths = sorted(set(args.lengths or (min(n, context - args.new_tokens) for n in (1024, 4096))))
-    if lengths[0] < 16 or lengths[-1] + args.new_tokens > context:
+    most = context - args.new_tokens
+    lengths = sorted(set(args.lengths or (min(n, most) for n in (1024, 4096))))
+    if lengths[0] < 16 or lengths[-1] > most:
         raise ValueError(
-            f"--lengths {lengths[0]} to {lengths[-1]}: give 16 to {context - args.new_tokens} tokens, what the model's "
-            f"context of {context} leaves beside --new-tokens {args.new_tokens}"
+            f"--lengths {lengths[0]} to {lengths[-1]}: give 16 to {most} tokens, what the model's context of {context} "
+            f"leaves beside --new-tokens {args.new_tokens}"
         )
     settings = TaskSettings(tokenizer, lengths[-1] + 200, 1)
     text = haystack(settings).passage(settings.rng("bench"), settings.length, settings)

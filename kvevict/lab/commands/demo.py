@@ -56,13 +56,13 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     asked = list(ask(model, tokenizer, policies, args))
     totals = {run: total(run, asked) for run in (FULL, *policies)}
     print(f"{asked[0]['ids'].shape[1]} prompt tokens; budget {args.budget}, chunks of {args.chunk_size}\n")
-    answers: list = [("question", "truth", *asked[0]["runs"])]
-    for one in asked:
-        answers.append((asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())))
-    told: list = [("", "right", *COSTS)]
-    for run, row in totals.items():
-        told.append((run, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])))
-    print(grid(answers, left=len(answers[0])), grid(told), sep="\n\n")
+    answers = [[asks(one["case"]), " ".join(one["case"].answers), *map(said, one["runs"].values())] for one in asked]
+    taken = [
+        [run, f"{row['right']}/{row['cases']}", *costs(row, row["slots"], row["cache_bytes"])]
+        for run, row in totals.items()
+    ]
+    heads = ["question", "truth", *totals]
+    print(grid([heads, *answers], left=len(heads)), grid([["", "right", *COSTS], *taken]), sep="\n\n")
     made = write(Path(args.out), tokenizer, asked, policies, name)
     print("\nWhich tokens were kept:", *made, sep="\n  ")
     settings = {"budget": number(args.budget), "chunk_size": args.chunk_size, "seed": args.seed}
@@ -70,8 +70,8 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Chosen], args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a dict for each case: case, ids [1, N], and runs, {name: the result of `kvevict.lab.analysis.run.measure`,
-    and whether the answer is `right`}."""
+    """Yield a dict for each case: case, ids [1, N], and runs, {name: the result of `kvevict.lab.analysis.run.measure`
+    with `right`, whether the answer is}."""
     from tqdm import tqdm
 
     from ...models.families import device_of
@@ -94,7 +94,7 @@ def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Chosen], args: Nam
 
 
 def total(name: str, asked: list) -> dict:
-    """Return the median costs of a run over all cases, and the number of right answers."""
+    """Return a run's median costs over all cases, and its number of right answers."""
     from ..analysis.speed import held
 
     runs = [one["runs"][name] for one in asked]
@@ -119,8 +119,8 @@ def asks(case: Case) -> str:
 def write(
     out: Path, tokenizer: Tokenizer, asked: list[dict[str, Any]], policies: dict[str, Chosen], model: str
 ) -> list[str]:
-    """Write the page and, with matplotlib, the picture of the first case that the runs disagree about. Returns their
-    paths."""
+    """Write the page and, with matplotlib, the picture of the first case of which the runs give right and wrong
+    answers. Returns their paths."""
     from ...asking.prompts import pieces
     from ..analysis.page import page, picture, places
 

@@ -56,24 +56,23 @@ def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     return {"model": name, "cases": len(each), "answers": said, **found, "standard_errors": errors}
 
 
-def load_file(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
-    """Load (name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) for a text's question."""
+def load_file(args: Namespace) -> tuple[str, Module, Tokenizer, list[tuple[EncodedPrompt, int, bool]]]:
+    """Load (name, model, tokenizer, [(prompt, new tokens, whether the answer is one line)]) for a file's text."""
     args.max_new_tokens = NEW if args.max_new_tokens is None else args.max_new_tokens
     name, model, tokenizer, (prompt,) = load_prompts(args, [args.question])
     return name, model, tokenizer, [(prompt, args.max_new_tokens, bool(args.opening))]
 
 
-def load_facts(args: Namespace) -> tuple[str, Any, Any, list[tuple[EncodedPrompt, int, bool]]]:
-    """Load what `load_file` does, with the prompts of cases that `kvevict demo` asks."""
+def load_facts(args: Namespace) -> tuple[str, Module, Tokenizer, list[tuple[EncodedPrompt, int, bool]]]:
+    """Load what `load_file` does, with prompts of the task that `kvevict demo` asks."""
     from ...policy.checks import count
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, TaskSettings
     from .demo import ANSWER, LONGEST, TASK
 
-    count("--cases", args.cases, 1)
-    for option, number in (("--max-new-tokens", args.max_new_tokens), ("--limit", args.limit)):
+    for option, number in (("cases", args.cases), ("max-new-tokens", args.max_new_tokens), ("limit", args.limit)):
         if number is not None:
-            count(option, number, 1)
+            count(f"--{option}", number, 1)
     name, model, tokenizer = loaded(args)
     new = ANSWER if args.max_new_tokens is None else args.max_new_tokens
     longest = room(model, new, args.limit or LONGEST) or LONGEST
@@ -89,7 +88,6 @@ def one(
     """Measure one prompt; return its numbers, and the first line of the full cache's answer."""
     from ...asking.prompts import until_line_end
     from ...models.families import device_of
-    from ...policy.tokenizer import told
     from ..analysis import compare
 
     ids = prompt.row(device_of(model))
@@ -97,8 +95,8 @@ def one(
     full = compare.full_cache(model, ids, new_tokens, stop)
     kept, runs = {}, {}
     for key, chosen in policies.items():
-        policy = told(compare.informed(chosen.policy, full.response), tokenizer)
-        left = compare.left(model, ids, chosen._replace(policy=policy))
+        informed = chosen._replace(policy=compare.informed(chosen.policy, full.response))
+        left = compare.left(model, ids, informed.with_tokenizer(tokenizer))
         layers, kept[key] = compare.compare(full, left), compare.positions(left)
         counts = [len(head) for layer in kept[key] for head in layer]
         means = {name: sum(layer[name] for layer in layers) / len(layers) for name in compare.NAMES}
@@ -119,7 +117,8 @@ def mean(found: list[Any]) -> Any:
     return first if len(found) == 1 else sum(found) / len(found)
 
 
-def cells(run: dict, errors: dict) -> list:
+def cells(run: dict, errors: dict) -> list[str]:
+    """Format a policy's slots per head, and its numbers with their standard errors."""
     least, most = (f"{slots:.0f}" for slots in run["slots"])
     beside = {name: "" if wide is None else f" ±{wide:.3f}" for name, wide in errors.items()}
     return [least if least == most else f"{least}..{most}", *(f"{run[name]:.3f}{beside[name]}" for name in errors)]

@@ -53,15 +53,14 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     elif not Path(args.out).exists():
         raise ValueError(f"--out {args.out} does not exist; run without --table-only to make it")
     if Processes().rank > 0:
-        return None  # the first process has the file
+        return None  # only the first process writes the file
     settings, lines = read(args.out)
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
-    tables = [render(lines, tuple(args.by))]
+    print(render(lines, tuple(args.by)))
     if settings.get("protocol"):
-        tables.append(_claims(settings, lines))
-    print(*tables, sep="\n")
+        print(_claims(settings, lines))
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 
@@ -116,8 +115,8 @@ def _protocol(args: Namespace) -> None:
 def _claims(settings: dict, lines: list) -> str:
     from ..evaluate.claims import render
 
-    names = ("protocol", "budgets", "modes", "layers", "adapter", "draft")
-    name, budgets, modes, layers, adapter, draft = (settings.get(key) for key in names)
+    about = (settings.get(key) for key in ("protocol", "budgets", "modes", "layers", "adapter", "draft"))
+    name, budgets, modes, layers, adapter, draft = about
     if not (name and isinstance(budgets, list) and modes and isinstance(modes, list) and isinstance(layers, int)):
         raise ValueError("--out: its settings lack the protocol's budgets, modes or layers; evaluate into another file")
     return f"\n{render(lines, name, budgets, modes[0], layers, adapter, draft)}"

@@ -37,8 +37,9 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     check_file("--out", out)
     policies = complete_policies(args.policy or [DEFAULT], args)
     name, model, tokenizer, prompts = load_prompts(args, args.question)
-    several = len(prompts) > 1
-    ids = min((p.row(device_of(model))[:, : len(p.context) if several else None] for p in prompts), key=torch.numel)
+    several, device = len(prompts) > 1, device_of(model)
+    asked = ["no question", *args.question] if several else args.question
+    ids = min((p.row(device)[:, : len(p.context) if several else None] for p in prompts), key=torch.numel)
     how: dict = dict(max_new_tokens=args.max_new_tokens, one_line=bool(args.opening))
     runs, shown = {}, []
     for key, policy in policies.items():
@@ -47,7 +48,7 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
         else:
             made = [measure(model, tokenizer, ids, policy, positions=True, question=args.question[0], **how)]
         alone = len(shown)
-        for question, run in zip(["no question", *args.question] if several else args.question, made, strict=True):
+        for question, run in zip(asked, made, strict=True):
             seen, answer = run["report"], run["answer"].strip()
             label = f"{' '.join(question.split())} ({key})" if several else key
             print(f"{label}: kept {told_of(seen)}" + (f"; answer: {answer}" if answer else ""))
@@ -62,7 +63,7 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def told_of(seen: dict) -> str:
-    """Describe in words what a read kept, and how much of that came back from the archive."""
+    """Describe in words how many slots a read kept, and the share of them that came back from the archive."""
     from ..analysis.speed import slots
 
     kept = f"{slots(seen)} of {seen['seen'][0]} slots per kv head"
@@ -76,7 +77,8 @@ def told_of(seen: dict) -> str:
 
 
 def page_run(name: str, chosen: Chosen, answer: str, seen: dict, facts: Iterable = ()) -> dict:
-    """Make a run for `kvevict.lab.analysis.page` from a policy's report with positions; `facts` come first."""
+    """Make a run, as `kvevict.lab.analysis.page.page` takes it, from a policy's report with positions. `facts` come
+    first."""
     kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
     sizes = f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"
     said = [("answer", answer)] if answer else []

@@ -37,7 +37,7 @@ def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def chosen(lines: list[dict[str, Any]], args: Namespace) -> list[dict[str, Any]]:
-    """Return the lines that the arguments ask for. Raises ValueError, naming it, for the first argument that leaves no
+    """Return the lines that the arguments ask for. Raises ValueError with the name of the first argument that leaves no
     line of a policy."""
     for field, wanted in dict(task=args.tasks, policy=args.policies, budget=args.budgets).items():
         if wanted:

@@ -1,7 +1,7 @@
 """Runs one case in one way, and measures it.
 
-The continuation of a perplexity case, and the response of a fidelity case, which the full run writes, are scored in
-one call that does not evict.
+One call, which does not evict, scores the continuation of a perplexity case, or a fidelity case's response, which the
+full run writes.
 """
 
 import copy
@@ -23,14 +23,12 @@ from ...asking.prompts import Tokenizer, frame, ids_of
 from ...asking.question import observing
 from ...asking.tokens import find
 from ...context import within
-from ...engine.memory.cache import EvictionCache
 from ...models.compat import CACHE, cache_of
 from ...models.families import context_of, device_of, find_decoder
 from ...patch import evicting, slot_bytes
 from ...policy.building import Chosen
 from ...policy.policy import Policy
 from ...policy.text import parse_policy
-from ...policy.tokenizer import told
 from ...report import report
 from ..analysis.run import EncodedPrompt
 from .metrics import METRICS
@@ -46,16 +44,17 @@ class AskedCase:
     case: Case
     prompt: EncodedPrompt
     seed: int = 0
-    temperature: float | None = None  # it samples tokens, with equal noise in all runs; None: the likeliest are taken
-    response: list[int] | None = None  # ids that the full run generated; None before that
-    logits: Tensor | None = None  # [R, vocabulary] of the full cache, for the response's tokens; for fidelity alone
+    temperature: float | None = None  # tokens are drawn, with equal noise in all runs; None: the likeliest are taken
+    response: list[int] | None = None  # ids that the full run generated; None before it
+    logits: Tensor | None = None  # fidelity: the full cache's [R, vocabulary] that predict the response's tokens
 
     def scored(self, run: RunSpec) -> list[int] | None:
-        """Return the ids that a run scores; None if it generates."""
+        """Return the ids that a run scores; None if the run generates an answer."""
         return self.response if self.case.metric == FIDELITY and run != FULL else self.prompt.answer
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
-        """Return a function from logits [vocabulary] to the next token."""
+        """Return a function from logits [vocabulary] to the next token: the likeliest, or one drawn with noise that all
+        runs of the case share."""
         temperature, key = self.temperature, "/".join(map(str, (self.case.task, self.case.id, self.seed)))
         noise = torch.Generator().manual_seed(zlib.crc32(key.encode()))
         return torch.argmax if temperature is None else lambda row: drawn(row, noise, temperature)
@@ -84,9 +83,9 @@ class ReadResult:
     """The result of a run's read, before a question is asked."""
 
     out: Any  # the model's output, with the last token's logits and the cache
-    held: dict  # the result of `measured` or `measured_all` after the read
+    held: dict  # fields by `measured` or `measured_all`
     chosen: Chosen | None  # the policy and its run; None: the unpatched model read
-    options: dict | None  # the policy's options, as the result's line has them
+    options: dict | None  # the policy's options, for the result's line
     seconds: float  # how long the read took
 
 
@@ -100,8 +99,7 @@ def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, al
     if run != FULL:
         named = parse_policy(run.policy)[1]
         following = later + ((asked.response or []) if scored is None else scored)
-        policy, how = policy_for(run, len(ids), following, asked.case.task, model)
-        chosen = Chosen(told(policy, tokenizer), how)
+        chosen = policy_for(run, len(ids), following, asked.case.task, model).with_tokenizer(tokenizer)
         if prompt.said is not None and not alone and "probe" in options_of(chosen.policy) and "probe" not in named:
             observes = observing(prompt.said)
         options = named | options_of(chosen.policy)
@@ -117,12 +115,14 @@ def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, al
 @torch.no_grad()
 def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
     """Run one case in one way, and return the fields of its line beside the key. `text` is the run's `read` of the
-    case's context, of which a fork is asked; with None the case is read here.
+    case's context, and the question is asked of a fork; with None the case is read here. The fields:
 
-    read_seconds and decode_seconds are those of reading (with an appended question) and of decoding. For a fork,
-    read_seconds are the text's, ask_seconds those of question and answer, and ask_bytes the bytes added to the cache.
-    kept ([layer][kv head] slots, None for sliding-window layers) and cache_bytes are those after the read under the
-    policy. nats, if the case asks for it, is the mean negative log likelihood of a token of the right answer.
+    read_seconds, decode_seconds   of reading, with a question that follows the text, and of decoding
+    ask_seconds, ask_bytes         of a fork: seconds of question and answer, and the bytes that they add to the cache;
+                                   its read_seconds are the text's
+    kept, cache_bytes              slots [layer][kv head] (None for sliding-window layers) and their bytes after the
+                                   read under the policy
+    nats                           the mean negative log likelihood of the right answer's tokens, if the case wants it
     """
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
     alone = run.mode == "later" or text is not None
@@ -133,7 +133,7 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
         result["options"] = own.options
         if case.metric == FIDELITY and asked.logits is None:
             full = model(as_row(model, prompt.context + prompt.question), use_cache=True, logits_to_keep=1)
-            asked.logits = _follow(model, full.logits, cache_of(full), scored or [])
+            (asked.logits,) = _follow(model, full.logits, cache_of(full), [scored or []])
     later, keeping = alone or scored is not None, None if chosen is None else KEEP_ALL
     before, start = 0 if text is None else _bytes(cache), now(model)
     with _asking(model, tokenizer, chosen) if later else _patched(model, chosen):
@@ -142,15 +142,14 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
         asking = now(model) - start
         if case.likelihood:
             with _patched(model, keeping):
-                answer = ids_of(tokenizer, f" {case.answers[0]}")
-                result["nats"] = _nats(_follow(model, out.logits, forked(cache), answer), answer)
+                result["nats"] = _likelihoods(model, tokenizer, out.logits, cache, [case])[0]
         start = now(model)
         if scored is None:
             tokens = write(model, tokenizer, out.logits, cache, [asked])[0]
             written = tokenizer.decode(tokens, skip_special_tokens=True)
             result |= dict(prediction=written) | judged(written, case)
         else:
-            result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, scored), scored)
+            result |= dict(prediction="") | _compared(asked, _follow(model, out.logits, cache, [scored])[0], scored)
         decoding = now(model) - start
     if chosen is None:
         result["response"] = tokens if scored is None else []
@@ -164,9 +163,8 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
 def ask_together(
     model: Module, tokenizer: Tokenizer, asked: list[AskedCase], run: RunSpec, text: ReadResult
 ) -> list[Line]:
-    """`ask` several cases about one text as rows of one batch, and return the fields of their lines. None of the cases
-    scores given tokens. Numbers equal those of `ask` up to rounding; each case's seconds are an equal share of the
-    batch's."""
+    """Do what `ask` does for several cases about one text, as rows of one batch. No case scores given tokens. Numbers
+    equal those of `ask` up to rounding; each case's seconds are an equal share of the batch's."""
     cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]
     cache, start = rows_of(cache_of(text.out), len(asked)), now(model)
     with _asking(model, tokenizer, text.chosen):
@@ -188,20 +186,17 @@ def ask_together(
     return lines
 
 
-def _likelihoods(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: EvictionCache, cases: list[Case]) -> list:
-    """Compute the `nats` of each case's right answer after its row of a cache, with the logits of the rows' last
-    tokens."""
+def _likelihoods(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Cache, cases: list[Case]) -> list[float]:
+    """Compute the `nats` of each case's right answer after its row of a cache, whose last tokens have `logits`."""
     answers = [ids_of(tokenizer, f" {case.answers[0]}") for case in cases]
-    further = [answer[:-1] for answer in answers]
-    rows = continued(model, cache.fork(), further, 0) if any(further) else logits[:, :0]
-    each = ((last[-1:], row[row.shape[0] - len(more) :]) for last, row, more in zip(logits, rows, further, strict=True))
-    return [_nats(torch.cat(parts).float(), answer) for parts, answer in zip(each, answers, strict=True)]
+    rows = _follow(model, logits, forked(cache), answers)
+    return [_nats(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
 
 def _asking(model: Module, tokenizer: Tokenizer, chosen: Chosen | None) -> AbstractContextManager:
     """Return a context manager that patches a model for a question after a text that was read under `chosen`."""
     if chosen is not None and chosen.policy.recall:
-        return evicting(model, chosen, tokenizer=tokenizer)  # finds the question's tokens, as `kvevict.answer` does
+        return evicting(model, chosen, tokenizer=tokenizer)  # a probe then finds the question, as in `kvevict.answer`
     return _patched(model, None if chosen is None else KEEP_ALL)
 
 
@@ -224,7 +219,7 @@ def _bytes(cache: Cache) -> int:
 def judged(text: str, case: Case) -> dict:
     if case.metric == FIDELITY:
         return dict(score=0.0, same=1.0)
-    return dict(score=METRICS[case.metric](text, case.answers))
+    return dict(score=METRICS[case.metric](text, case.answers, *([case.classes] if case.classes else [])))
 
 
 def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:
@@ -237,16 +232,18 @@ def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:
     return dict(score=float(divergence), same=float((full.argmax(1) == own.argmax(1)).float().mean()))
 
 
-def _nats(logits: Tensor, ids: list) -> float:
+def _nats(logits: Tensor, ids: list[int]) -> float:
+    """Compute the mean negative log likelihood of ids by the logits [R, vocabulary] that predict them."""
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
 
 
-def _follow(model: Module, logits: Tensor, cache: Cache, ids: list) -> Tensor:
-    """Return fp32 logits [R, vocabulary] that predict each of the ids after a cache, whose last token has `logits`."""
-    rows = [logits[0, -1:]]
-    if len(ids) > 1:
-        rows.append(model(as_row(model, ids[:-1]), **{CACHE: cache}).logits[0])
-    return torch.cat(rows).float()
+def _follow(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) -> list[Tensor]:
+    """Append a text, given as ids, to each row of a cache, whose last tokens have `logits`. Returns for each row the
+    fp32 logits [R, vocabulary] that predict the text's R ids."""
+    further = [ids[:-1] for ids in texts]
+    rows = continued(model, cache, further, 0) if any(further) else logits[:, :0]
+    each = zip(logits, rows, further, strict=True)
+    return [torch.cat([last[-1:], row[len(row) - len(more) :]]).float() for last, row, more in each]
 
 
 def now(model: Module) -> float:
@@ -262,16 +259,15 @@ def as_row(model: Module, ids: list) -> Tensor:
 
 
 def write(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Cache, asked: list[AskedCase]) -> list:
-    """Write each case's answer, and return its ids: the likeliest, or drawn with the noise that all runs of the case
-    have. Either all answers end with a line, or none does."""
-    most = [each.case.new_tokens for each in asked]
-    choosers = [each.chooser() for each in asked]
+    """Write each case's answer after its row of a cache, and return its ids. Either all answers end with a line, or
+    none does."""
+    most, choosers = [each.case.new_tokens for each in asked], [each.chooser() for each in asked]
     return written(model, tokenizer, logits, cache, most, choosers, asked[0].case.one_line)
 
 
 def measured(model: Module) -> dict:
-    """Return what a patched model's last read left, as fields of a line. recalled_bytes counts the slots that came
-    back."""
+    """Return the fields of a line that describe a patched model's last read. recalled_bytes counts the kept slots that
+    had been evicted before."""
     seen = report(model)
     kept, back = ([layer and layer[0] for layer in seen[key] or ()] for key in ("kept", "recalled"))
     slots, recalled = (sum(sum(heads) for heads in layers if heads) for layers in (kept, back))
@@ -280,8 +276,7 @@ def measured(model: Module) -> dict:
 
 
 def measured_all(cache: Cache) -> dict:
-    """Return `ReadResult.held` of an unpatched model's cache. As in a report, only full-attention layers count."""
-    own = [None if layer.is_sliding else layer for layer in cache.layers]
+    """Return the fields `measured` of an unpatched model's cache. As in a report, only full-attention layers count."""
+    kept = [None if l.is_sliding else [l.keys.shape[2]] * l.keys.shape[1] for l in cache.layers]
     live = _bytes(cache)
-    kept = [None if layer is None else [layer.keys.shape[2]] * layer.keys.shape[1] for layer in own]
     return dict(kept=kept, cache_bytes=live, peak_cache_bytes=live)

@@ -1,5 +1,5 @@
-"""Tests a protocol's claims on results. Each claim gets the mean difference of its two sides over the same cases, its
-95 % interval, and a verdict."""
+"""Tests a protocol's claims on results: the mean difference of a claim's two sides over the same cases, its 95 %
+interval, and a verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from .runs import FULL, RunSpec
 from .tasks import FIDELITY, PERPLEXITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
-FEWEST = 10  # cases, at least, that allow a verdict
+FEWEST = 10  # with fewer cases there is no verdict
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one side of a claim is above the other: the mean over cases, in the scores' unit and positive where the
-    side `better` is better; its 95 % interval; and the number of cases that each side won."""
+    """The difference of a claim's two sides: its mean over cases, in the scores' unit and positive if the side `better`
+    is better; its 95 % interval; and the number of cases that each side won."""
 
     mean: float
     low: float
@@ -35,8 +35,8 @@ class Difference:
 
 
 def difference(values: Sequence[float], least: float = 0) -> Difference:
-    """Compute the `Difference` of one number per case. The interval's half-width is Student's, and at least `least`
-    (for scores 3 / n, the most that n cases without a difference leave possible)."""
+    """Compute the `Difference` of one number per case. Half the interval's width is Student's or, if that is less,
+    `least` (for scores 3 / n, the largest difference that n equal cases leave possible)."""
     n, mean = len(values), sum(values) / len(values)
     half = max(least, student(values))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
@@ -56,19 +56,19 @@ def scores(lines: list[Line], fidelity: bool) -> Scores:
 
 def compared(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> Difference | None:
     """Compare the two runs of a claim at each budget. A case's number is its mean difference over the budgets that
-    have both sides, so that cases stay independent. None if no case has both."""
-    values = []
+    have both sides, so that cases stay independent. Returns None if no case has both."""
+    values, sign = [], -1 if fidelity else 1
     for case in dict.fromkeys(case for case, _ in known):
-        found = [tuple(known.get((case, run)) for run in both) for both in sides]
-        apart = [better - than for better, than in found if better is not None and than is not None]
-        if apart:
-            values.append(sum(apart) / len(apart) * (-1 if fidelity else 1))
+        held = [(better, than) for better, than in sides if {(case, better), (case, than)} <= known.keys()]
+        if held:
+            apart = sum(known[case, better] - known[case, than] for better, than in held)
+            values.append(sign * apart / len(held))
     return difference(values, least=0 if fidelity else 3 / len(values)) if values else None
 
 
 def usual(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> float:
-    """Return the number that a margin is a share of: the full cache's mean score, or the second sides' mean
-    divergence."""
+    """Return the full cache's mean score or, if `fidelity`, the second sides' mean divergence: margins are shares of
+    it."""
     than = {both[1] for both in sides} if fidelity else {FULL}
     own = [score for (_, run), score in known.items() if run in than]
     return sum(own) / len(own) if own else 0.0

@@ -3,10 +3,9 @@
     text = haystack(settings).passage(rng, tokens, settings)
     text = haystack(settings).passage(rng, tokens, settings, facts={0.5: "The code is 7."}, before=intro, after=asked)
 
-`haystack(settings)` reads `settings.haystack` (a .txt, a folder of them, or .jsonl or .jsonl.xz with a field
-"text") or, without one, makes English sentences from words.py, without digits and with nothing copied from a corpus.
-Every draw is from the given `rng`, so equal seeds give equal text. `insert` hides facts in a text, `words` draws
-distinct words; `growing` and `most` fill a prompt with as much as fits.
+`haystack(settings)` reads `settings.haystack` (a .txt, a folder of them, or .jsonl or .jsonl.xz with a field "text").
+Without one it makes English sentences from words.py, which have no digits and are not copied from a corpus. All draws
+are from `rng`, so equal seeds give equal text.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import functools
 import lzma
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from random import Random
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from .tasks import TaskSettings
 
 SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
-LONGEST = 80  # words of a sentence: verse and tables without full stops are cut, or one could fill a passage
+LONGEST = 80  # words of a sentence at most: verse and tables have no full stops, and one could fill a passage
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into its sentences, white space normalised: joined by spaces they are the text."""
+    """Split a text into sentences that, joined by spaces, are the text with its white space normalised."""
     whole = (s.split() for s in SENTENCE.findall(" ".join(text.split())))
     return [" ".join(s[i : i + LONGEST]) for s in whole for i in range(0, len(s), LONGEST)]
 
@@ -50,14 +49,8 @@ def insert(text: str, facts: dict[float, str]) -> str:
     return " ".join(parts)
 
 
-def depths(rng: Random, count: int) -> list[float]:
-    """Draw `count` depths, one in each of `count` equal parts of a text."""
-    return [(part + rng.random()) / count for part in range(count)]
-
-
 def most(fits: Callable[[int], bool], guess: int = 1) -> int:
-    """Find the largest n >= 0 with `fits(n)`, for a `fits` that is true up to some n and false beyond. `fits(0)` is
-    not called."""
+    """Find the largest n >= 0 with `fits(n)`, which is true up to some n and false beyond. `fits(0)` is not called."""
     low, n, step = 0, max(guess, 1), 1
     high: float = math.inf
     while high - low > 1:
@@ -73,7 +66,7 @@ def most(fits: Callable[[int], bool], guess: int = 1) -> int:
 
 
 def growing(source: Iterator[str]) -> Callable[[int], list[str]]:
-    """Return `take(n)`, which gives the first n items of an iterator, or all if it ends earlier, at every call."""
+    """Return a function take(n) that, at every call, gives the first n items of an iterator or, of fewer, all."""
     items: list[str] = []
 
     def take(n: int) -> list[str]:
@@ -84,16 +77,15 @@ def growing(source: Iterator[str]) -> Callable[[int], list[str]]:
 
 
 class Haystack:
-    """Text without end: passages of `documents`, or made-up sentences where `documents` is None."""
+    """Text without end: passages of `documents` or, if there are none, made-up sentences."""
 
-    def __init__(self, documents: list[str] | None = None) -> None:
-        self.documents: Any = documents
-        self.split = functools.cache(lambda i: sentences((documents or [])[i]))
+    def __init__(self, documents: Sequence[str] = ()) -> None:
+        self.documents = documents
+        self.split = functools.cache(lambda i: sentences(documents[i]))
 
     def sentences(self, rng: Random) -> Iterator[str]:
-        """Yield sentences without end from a random one on: each document is followed by the next, the last by the
-        first."""
-        if self.documents is None:
+        """Yield sentences without end, from a random one of the documents on. The first document follows the last."""
+        if not self.documents:
             yield from made_up(rng)
         which = rng.choices(range(len(self.documents)), list(map(len, self.documents)))[0]
         yield from self.split(which)[rng.randrange(len(self.split(which))) :]
@@ -105,10 +97,8 @@ class Haystack:
         self, rng: Random, tokens: int, settings: TaskSettings, facts: dict[float, str] | None = None,
         before: str = "", after: str = "",
     ) -> str:  # fmt: skip
-        """Take as many whole sentences, with the facts inserted, as keep `before + passage + after` within `tokens`
-        tokens. Returns the passage alone, which is a part of a sentence where not even one fits. Raises ValueError
-        where the rest is too long.
-        """
+        """Return as many whole sentences, with the facts inserted, as keep `before + passage + after` within `tokens`
+        tokens, or a part of a sentence if not even one fits. Raises ValueError if nothing fits."""
 
         def text(parts: list) -> str:
             return insert(" ".join(parts), facts or {})
@@ -119,7 +109,7 @@ class Haystack:
         if (left := room([])) < 0:
             raise ValueError(f"length: {tokens} tokens are too few for the task's own {tokens - left}; give more")
         take, guess = growing(self.sentences(rng)), 0
-        while left >= 0:  # the sentences' token counts add up to about the text's
+        while left >= 0:  # a guess: tokens of the sentences add up to about those of the text
             guess += 1
             left -= settings.tokens(" " + take(guess)[-1])
         if n := most(lambda n: room(take(n)) >= 0, guess - 1):
@@ -169,17 +159,23 @@ def words(rng: Random) -> Iterator[str]:
 
 def haystack(settings: TaskSettings) -> Haystack:
     """Return the haystack that the settings ask for. Raises ValueError if its file is missing or of another format."""
-    return _read(None if settings.haystack is None else Path(settings.haystack))
+    return Haystack() if settings.haystack is None else _read(Path(settings.haystack))
+
+
+def hide(settings: TaskSettings, rng: Random, facts: Sequence[str], asked: Iterable[str]) -> tuple[str, list[float]]:
+    """Hide n facts in a text, one in each n-th of it. Returns the text, which leaves room for the longest of the
+    questions that are `asked`, and the facts' depths."""
+    depths = [(part + rng.random()) / len(facts) for part in range(len(facts))]
+    said, longest = dict(zip(depths, facts)), max(asked, key=settings.tokens)
+    return haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest), depths
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: Path | None) -> Haystack:
-    if path is None:
-        return Haystack()
+def _read(path: Path) -> Haystack:
     try:
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         documents = [text for file in files for text in _documents(file)]
-    except (OSError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"haystack: cannot read {path} ({error!r}); give a .txt, a folder of them, or a .jsonl or "
             ".jsonl.xz with the field 'text'"
@@ -191,8 +187,25 @@ def _read(path: Path | None) -> Haystack:
 
 
 def _documents(path: Path) -> list[str]:
+    return [record["text"] for record in records(path)] if ".jsonl" in path.suffixes else [text_of(path)]
+
+
+def text_of(path: Path) -> str:
+    """Read the text of a file, which is compressed if its name ends in .xz. Raises ValueError with the file's name for
+    bytes that are not xz or not text."""
     data = path.read_bytes()
-    text = decoded(lzma.decompress(data) if path.suffix == ".xz" else data, path)
-    if ".jsonl" in path.suffixes:
-        return [parsed(line)["text"] for line in text.split("\n") if line.strip()]
-    return [text]
+    if path.suffix == ".xz":
+        try:
+            data = lzma.decompress(data)
+        except lzma.LZMAError as error:
+            raise ValueError(f"{path} is not an intact .xz file ({error}); give one") from None
+    return decoded(data, path)
+
+
+def records(path: Path) -> list[Any]:
+    """Read a file with a JSON value in each line. Raises ValueError with the file's name for other files."""
+    lines = text_of(path).split("\n")
+    try:
+        return [parsed(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is not JSON ({error}); give a file of JSON lines") from None

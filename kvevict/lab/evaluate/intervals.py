@@ -9,24 +9,21 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean; infinite for a single value."""
+    """Compute the standard error of the mean; infinite for a single value."""
     from scipy import stats
 
     return float(stats.sem(values)) if len(values) > 1 else math.inf
 
 
 def student(values: Sequence[float]) -> float:
-    """Half the width of Student's interval for the mean; infinite for a single value."""
-    from scipy import stats
-
-    n = len(values)
-    return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * standard_error(values) if n > 1 else math.inf
+    """Compute half the width of Student's interval for the mean; infinite for a single value."""
+    return clustered(values, range(len(values)))
 
 
 def clustered(values: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """Half the width of Student's interval for the mean where values of one group may be correlated; groups[i] is the
-    group of values[i]. The standard error is Liang and Zeger's (1986), with one degree of freedom fewer than groups.
-    Infinite for a single group."""
+    """Compute half the width of Student's interval for the mean of values of which those of one group may be
+    correlated. groups[i] is the group of values[i]. The standard error is Liang and Zeger's (1986), with one degree of
+    freedom fewer than groups. Infinite for a single group."""
     from scipy import stats
 
     mean, sums = sum(values) / len(values), {}
@@ -40,7 +37,7 @@ def clustered(values: Sequence[float], groups: Sequence[Hashable]) -> float:
 
 
 def of_scores(scores: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of scores in [0, 1]: Wilson's interval where all are 0 or 1, else a normal one, cut to
+    """Compute (mean, low, high) of scores in [0, 1]: Wilson's interval if all are 0 or 1, else a normal one, cut to
     [0, 1]."""
     from scipy import stats
 

@@ -1,8 +1,7 @@
 """Scores of an answer: METRICS maps a name to a function(prediction, answers) -> a number in [0, 1].
 
-The best of the accepted answers counts, except where the answers are parts ("contains_all"). The conventions of
-"contains_any" and "contains_all" are those of RULER (arXiv 2404.06654). ask.py computes "perplexity" and "fidelity",
-which are not functions of texts.
+The best of the accepted answers counts; of "contains_all" the share of the answers, which are parts. "contains_any" and
+"contains_all" follow RULER (arXiv 2404.06654). ask.py computes "perplexity" and "fidelity", which need logits.
 """
 
 import re
@@ -42,7 +41,7 @@ def contains(prediction: str, answer: str) -> bool:
 
 @METRICS.add("contains_all")
 def contains_all(prediction: str, answers: Sequence[str]) -> float:
-    """The share of the answers that occur in the prediction."""
+    """Return the share of the answers that occur in the prediction."""
     return sum(contains(prediction, answer) for answer in answers) / len(answers)
 
 

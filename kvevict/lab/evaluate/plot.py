@@ -1,5 +1,4 @@
-"""Draws the figures of `kvevict plot`. Colours are those of Okabe and Ito, which the colour-blind can tell apart. Every
-line has a marker as well."""
+"""Draws the figures of `kvevict plot`, in the colours of Okabe and Ito, which the colour-blind can tell apart."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
 STYLES = ("-", "--", "-.", ":")
-MOST = 24  # panels that a page can hold
-DODGE = 0.2  # octaves over which the lines' points at one budget are spread, to show intervals side by side
+MOST = 24  # panels of a figure at most
+DODGE = 0.2  # octaves, or turns, over which the points at one place are spread, to show their intervals side by side
 
 
 def budget(lines: list[Line]) -> Figure:
-    """Draw score against budget with 95 % intervals from lines of `kvevict eval`: a panel per task and mode, a line per
-    policy, and the full cache and the oracle as references."""
+    """Draw scores against the budget, with 95 % intervals: a panel per task and mode, and a line per policy. The full
+    cache and the oracle are references."""
     summary = summarize(lines)
     rows = [row for row in summary if row[1] is not None]
     if not rows:
@@ -40,7 +39,7 @@ def budget(lines: list[Line]) -> Figure:
     figure, panels = _panels(len(columns))
     for panel, column in zip(panels, columns):
         _draw(panel, summary, column, names, budgets)
-        half = 2**0.5  # axes extend half an octave beyond, so that shifts look small with a single budget, too
+        half = 2**0.5  # axes extend half an octave beyond the budgets: of a single one shifts would look large
         panel.set(xscale="log", xlabel=f"budget, {unit}", xlim=(budgets[0] / half, budgets[-1] * half))
         panel.set_xticks(budgets, [f"{each:,}" for each in budgets], rotation=45)
         panel.minorticks_off()
@@ -48,8 +47,8 @@ def budget(lines: list[Line]) -> Figure:
 
 
 def turns(lines: list[Line]) -> Figure:
-    """Draw score against the turn of a conversation with 95 % intervals from lines of `kvevict eval --tasks turns`: a
-    panel per task and mode, and a line for each policy and budget and for the full cache."""
+    """Draw scores against the turn of a conversation, with 95 % intervals: a panel per task and mode, and a line for
+    each policy and budget and for the full cache."""
     summary = summarize(lines, ("turn",))
     columns = list(dict.fromkeys((task, mode) for row in summary.values() for task, _, mode in row))
     if not columns:

@@ -11,7 +11,7 @@ from ...policy.checks import PLENTY, byte_count, parsed
 from .tasks import FIDELITY
 
 CASE = ("task", "id", "seed")
-Line = dict[str, Any]  # a line of the file: `FIELDS`, and some of `OPTIONAL`
+Line = dict[str, Any]  # the fields of a line: `FIELDS`, and some of `OPTIONAL`
 Check = Callable[[Any], bool]
 
 
@@ -56,14 +56,14 @@ OPTIONAL = dict(
     peak_cache_bytes=_measure, archive_bytes=_measure, recalled_bytes=_measure, read_seconds=_or_none(_measure),
     ask_seconds=_measure, ask_bytes=_measure,
 )  # fmt: skip
-KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the fields of `RunSpec`: unique to a line
+KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the fields of `RunSpec`; no two lines share all
 OLD_MODES = {"aware": "known", "agnostic": "later"}  # names of modes in files of earlier versions
 ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
 
 
 class Results:
-    """A results file open for more lines. Lines are added, never changed; the incomplete last line of a killed process
-    is cut off. Raises ValueError if the file was begun with other settings: `ADDED` may differ, except for a protocol.
+    """A results file that is open for more lines; the incomplete last line of a killed process is cut off. Raises
+    ValueError if the file was begun with other settings: only those in `ADDED` may differ, and none of a protocol's.
 
     keys        the values of `KEY` of every line
     responses   {values of `CASE`: ids that the full run generated}
@@ -71,8 +71,7 @@ class Results:
 
     def __init__(self, path: str | Path, settings: dict) -> None:
         self.keys, self.responses = set(), {}
-        settings = json.loads(json.dumps(settings))
-        path = Path(path)
+        path, settings = Path(path), json.loads(json.dumps(settings))
         begun = path.exists() and not _only_a_start(path)
         if begun:
             before, lines = read(path)
@@ -108,10 +107,9 @@ class Results:
 
 
 def read(path: str | Path) -> tuple[dict, list[Line]]:
-    """Read (settings, lines) of a results file, without a half-written last line and with today's names of modes.
-    Raises ValueError for other files."""
-    text = Path(path).read_bytes()
-    first, *rest = text[: text.rfind(b"\n") + 1].split(b"\n")
+    """Read (settings, lines) of a results file, without an incomplete last line and with today's names of modes. Raises
+    ValueError for other files."""
+    first, *rest = Path(path).read_bytes().split(b"\n")  # the last one is empty, or was not completed
     try:
         settings = parsed(first)["settings"]
     except (ValueError, TypeError, KeyError):
@@ -124,12 +122,11 @@ def read(path: str | Path) -> tuple[dict, list[Line]]:
 
 
 def _line(path: str | Path, number: int, text: bytes) -> dict:
-    try:
+    line: Any = None
+    wrong = ["not a JSON object"]
+    with contextlib.suppress(ValueError):
         line = parsed(text)
-    except ValueError:
-        line = None
-    wrong = [] if isinstance(line, dict) else ["not a JSON object"]
-    if not wrong:
+    if isinstance(line, dict):
         wrong = [name for name, fits in FIELDS.items() if name not in line or not fits(line[name])]
         wrong += [name for name, fits in OPTIONAL.items() if name in line and not fits(line[name])]
         wrong += ["same"] if line.get("metric") == FIDELITY and "same" not in line else []
@@ -141,7 +138,7 @@ def _line(path: str | Path, number: int, text: bytes) -> dict:
 
 
 def _only_a_start(path: str | Path) -> bool:
-    """Whether a file is empty or has only a part of its first line, without a line end of any kind."""
+    """Whether a file has no more than a part of its first line."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 

@@ -1,4 +1,4 @@
-"""Evaluates policies, or a paper's protocol, on tasks. It writes one JSON line per (case, run) as soon as it is known;
+"""Evaluates policies, or a paper's protocol, on tasks. One JSON line per (case, run) is written as soon as it is known;
 every case's first run is `full`."""
 
 import contextlib
@@ -39,19 +39,18 @@ class Evaluation:
     chunk_sizes: tuple[int | None, ...] = (None,)
     modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
-    cases: int = 20  # number per length and seed, and per depth where the task has depths
+    cases: int = 20  # number per length and seed, and per depth if the task has depths
     depths: tuple[float, ...] = TaskSettings.depths
     haystack: str | None = None
     data: str | None = None
-    temperature: float | None = None  # as in `kvevict.lab.evaluate.ask.AskedCase`
-    protocol: str | None = None  # a paper's, with policies and chunk sizes in place of those above
+    temperature: float | None = None  # None: the likeliest token; else tokens are drawn
+    protocol: str | None = None  # name of a paper's protocol, whose policies and chunk sizes replace those above
     adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
     draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
 
     def runs(self, layers: int = 1) -> list[RunSpec]:
-        """List all runs, `full` first. A protocol's policies name shares of the `layers` layers that evict. Raises
-        ValueError for a policy that is unknown, does not fit the budget, or recalls from a folder that cannot be
-        written to."""
+        """List all runs, `full` first, for a model in which `layers` layers evict. Raises ValueError for a policy that
+        is unknown, does not fit the budget, or recalls from a folder that cannot be written to."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
             product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
@@ -77,18 +76,13 @@ def evaluate(
     model: Module, tokenizer: Tokenizer, plan: Evaluation, out: str | Path, name: str = "", batch_size: int = 1
 ) -> None:
     """Append every missing line to the file `out`, with a progress bar. Processes of one launch share the cases, and
-    the first one writes the file. At most `batch_size` questions about a text that was read once are asked together;
-    the full cache is asked one by one.
-
-    Raises ValueError if `out` was begun with another plan or model (its `name` and weights), and for a prompt longer
-    than the model's context.
-    """
+    the first one writes the file. Up to `batch_size` questions about a text that was read once are asked together, but
+    of the full cache one by one. Raises ValueError if `out` was begun with another plan or model (its `name` and
+    weights), and for a prompt longer than the model's context."""
     layers = families.layer_kinds(find_decoder(model).config).count(families.FULL_ATTENTION)
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
-    about = dict(
-        model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype), **dataclasses.asdict(plan)
-    )
-    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # an impossible plan fails before hours of work
+    about = dict(model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype))
+    for task, settings in groups[: len(groups) // len(plan.seeds)]:  # so that an impossible plan fails at once
         for case in itertools.islice(task(settings), 1):
             encode(model, tokenizer, case)
             if "other" in plan.modes and not case.turn:
@@ -98,14 +92,14 @@ def evaluate(
         first = processes.rank == 0
         if first:
             print(f"{len(runs)} runs of every case; results go to {out}", file=sys.stderr)
-        results = stack.enter_context(Results(out, about)) if first else None
+        results = stack.enter_context(Results(out, about | dataclasses.asdict(plan))) if first else None
         keys, responses = processes.broadcast((results.keys, results.responses) if first else None)
         bar = stack.enter_context(tqdm(desc="evaluating", unit="run", disable=None if first else True))
         for done, (task, settings) in enumerate(groups):
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
                 raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
-            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # exact if all groups have equal numbers
+            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # an estimate for unequal groups
             missing = {
                 case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
                 for case in cases
@@ -126,44 +120,42 @@ def evaluate(
 
 
 def _lines(
-    model: Module, tokenizer: Tokenizer, cases: list, wanted: dict, responses: dict, seed: int, plan: Evaluation,
-    batch_size: int,
+    model: Module, tokenizer: Tokenizer, cases: list[Case], wanted: dict[RunSpec, set[str]], responses: dict, seed: int,
+    plan: Evaluation, batch_size: int,
 ) -> Iterator[Line]:  # fmt: skip
-    """Yield the line of every run of cases with one context. `wanted` is {run: ids of its cases}, `responses` has the
-    known responses of full runs. Runs that need only one read of the context come first."""
+    """Yield the line of every run of cases with one context. `wanted` maps a run to the ids of its cases; `responses`
+    has the known responses of full runs. Runs that need only one read of the context come first."""
     asked = {}
     for case in cases:
         response = responses.get((case.task, case.id, seed))
         asked[case.id] = AskedCase(case, encode(model, tokenizer, case), seed, plan.temperature, response)
 
-    def line(each: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
-        measured = ask(model, tokenizer, each, run, text)
-        each.response = measured.get("response", each.response)
-        return full_line(each.case, run, measured)
-
-    def full_line(case: Case, run: RunSpec, measured: dict) -> Line:
+    def line(case: Case, run: RunSpec, measured: Line) -> Line:
         about = dict(task=case.task, id=case.id, seed=seed, **dataclasses.asdict(run), metric=case.metric)
         return about | measured | dict(tags=case.tags)
+
+    def alone(each: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
+        measured = ask(model, tokenizer, each, run, text)
+        each.response = measured.get("response", each.response)
+        return line(each.case, run, measured)
 
     if cases[0].turn:
         for run, ids in wanted.items():
             conversation = converse(model, tokenizer, list(asked.values()), run) if ids else []
-            for case, measured in zip(cases, conversation):
-                if case.id in ids:
-                    yield full_line(case, run, measured)
+            yield from (line(case, run, measured) for case, measured in zip(cases, conversation) if case.id in ids)
         return
     once = [run for run, ids in wanted.items() if ids and len(cases) > 1 and reads_alone(run)]
     for run in once:
-        mine = [each for case, each in asked.items() if case in wanted[run]]
+        mine = [each for id, each in asked.items() if id in wanted[run]]
         text = read(model, tokenizer, mine[0], run)
         alike = len({(each.case.one_line, bool(each.case.likelihood)) for each in mine}) == 1
         if batch_size == 1 or run == FULL or not alike or any(each.scored(run) is not None for each in mine):
-            yield from (line(each, run, text) for each in mine)
+            yield from (alone(each, run, text) for each in mine)
             continue
         lengths = [len(each.prompt.question) for each in mine]
         for batch in together(model, cache_of(text.out), lengths, batch_size):
             some = [mine[at] for at in batch]
             for each, measured in zip(some, ask_together(model, tokenizer, some, run, text), strict=True):
-                yield full_line(each.case, run, measured)
-    for case, each in asked.items():
-        yield from (line(each, run) for run, ids in wanted.items() if case in ids and run not in once)
+                yield line(each.case, run, measured)
+    for id, each in asked.items():
+        yield from (alone(each, run) for run, ids in wanted.items() if id in ids and run not in once)

@@ -1,16 +1,15 @@
-"""How a case is read and answered: a `RunSpec`, and its policy.
+"""Describes the ways to read and answer a case, and builds their policies.
 
 A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks. Its mode
-says whether the question is known then:
+tells whether the policy reads the question:
 
-    known   context and question are one prompt, read under the policy; a policy that evicts while decoding does so. If
-            the case has the question's place, the question's tokens observe
-    later   the context alone is read under the policy. Then the question is appended to the kept slots and the answer
-            is decoded, and all their tokens are kept: the budget is the context's. (An ordinary follow-up turn would
-            be read like a prompt and evict again, this time knowing the question.) A policy with recall=True reads the
-            question too, and chooses the slots anew
+    known   the policy reads context and question as one prompt; if it evicts while decoding, it does so here. If the
+            case has the question's place, the question's tokens observe
+    later   the policy reads the context alone. The question and the answer follow, and all their tokens are kept: the
+            budget is the context's. (An ordinary further turn would evict again, this time knowing the question.) A
+            policy with recall=True reads the question too, and chooses the slots anew
     other   a control, for conversations: a turn is asked of the slots that the turn before chose, and all its tokens
-            are kept; then it is read under the policy, as in `known`, so that the next turn finds what this one chose
+            are kept. Then the policy reads the turn, as in `known`, and the next turn is asked of the slots chosen here
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from ...policy.text import parse_policy
 MODES = ("known", "later", "other")
 ONE_PASS = 2**30  # a chunk size above every prompt's length
 KEEP_ALL = Policy(score="knorm", budget=2**30)
-OBSERVERS = ("window", "probe", "recent")  # options that count slots, which a small budget limits
+OBSERVERS = ("window", "probe", "recent")  # options that are limited to half of a small budget
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,11 @@ def policy_for(
     run: RunSpec, tokens: int, response: Sequence[int], task: str = "eval", model: Module | None = None
 ) -> Chosen:
     """Build the policy of a run that reads `tokens` tokens. TADA keeps a separate history of each run and `task`, for
-    the life of the process. A budget in bytes becomes slots of the model; without a model it is left as it is.
+    the life of the process. A budget in bytes becomes slots of the model; without a model it stays in bytes.
 
-    Windows, probes and recent slots without a number in the run's name are limited to half the budget. Rows that may
-    know the response (the oracle's) get its ids, and the prompt is then read in one pass, because a response's rows
-    mean nothing before they have seen the whole prompt.
+    A window, probe or number of recent slots that the run's name leaves open is limited to half the budget. The
+    oracle's rows get the response's ids. The prompt is then read in one pass, because the response must have seen all
+    of it to observe.
     """
     name, given = parse_policy(run.policy)
     if {"budget", "chunk_size"} & given.keys():
@@ -81,7 +80,7 @@ def policy_for(
 
 
 def reads_alone(run: RunSpec) -> bool:
-    """Whether a run's read of a context is equal for all questions, so that one read is enough."""
+    """Whether a run reads a context alike for all questions, so that one read is enough."""
     if run == FULL or run.mode == "known":
         return run == FULL
     return policy_for(run, 1, (0,)).policy.rows == policy_for(run, 1, (1,)).policy.rows

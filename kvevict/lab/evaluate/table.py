@@ -5,14 +5,14 @@ from statistics import median
 
 from ...commands import grid
 from .results import Line
-from .summary import averages, summarize
+from .summary import Summary, averages, summarize
 from .tasks import FIDELITY
 
 
 def render(lines: list[Line], by: Sequence[str] = ()) -> str:
-    """Make a table with a column per task and mode, after the average of several tasks. With tags `by` it is a table
-    per task and mode with a column per value. Tables of costs follow: of reading and of a question, if texts were read
-    once for many questions; of each turn, if texts were talked about in turns."""
+    """Make a table with a column per task and mode, and first the average if there are several tasks. With tags `by`
+    make a table per task and mode, with a column per value. Tables of costs follow: of reading and of a question, if
+    texts were read once for many questions; of each turn, if there are conversations."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
@@ -27,10 +27,10 @@ def render(lines: list[Line], by: Sequence[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def _tables(summary: dict, by: Sequence[str]) -> list:
+def _tables(summary: Summary, by: Sequence[str]) -> list[str]:
     columns, parts = list(dict.fromkeys(column for row in summary.values() for column in row)), []
     if not by:
-        heads = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
+        heads: dict = {f"{task}, {mode}": (task, (), mode) for task, _, mode in columns}
         for mode in dict.fromkeys(mode for *_, mode in columns):
             if means := averages(summary, mode):
                 heads = {f"average, {mode}": (None, (), mode)} | heads
@@ -45,7 +45,7 @@ def _tables(summary: dict, by: Sequence[str]) -> list:
 
 
 def _costs(lines: list, columns: dict, *by: str) -> list:
-    """Make rows of text, the head first, one for each setting and its values of the fields or tags `by`."""
+    """Make a table's rows, the head first: one for each setting and its values of the fields or tags `by`."""
     rows: dict = {}
     for line in lines:
         known = line | line["tags"]

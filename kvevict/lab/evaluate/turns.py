@@ -1,8 +1,8 @@
 """Runs conversations: the cases about one text are the turns of a chat, one after the other on one cache.
 
-A run reads every turn under its policy, as plain `generate` with a cache that is carried along does. In mode `known`
-the first question ends the text's turn and is read with it; in modes `later` and `other` the text is read alone before.
-The model's own answers stay in the history. `full` is the unpatched model on a plain cache.
+A run reads every turn under its policy, as `generate` does with the cache of the turns before. In mode `known` the
+first turn is the text and a question; in modes `later` and `other` the text is read alone first. The model's own
+answers stay in the history. The run `full` is the unpatched model with Transformers' cache.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from ...asking.prompts import Tokenizer, ids_of, turns_frame
 from ...models.compat import CACHE
 from ...models.families import base_model, context_of, find_decoder
 from ...patch import evicting
-from ...policy.tokenizer import told
 from .ask import AskedCase, as_row, forked, judged, measured, measured_all, now, write
 from .results import Line
 from .runs import FULL, KEEP_ALL, RunSpec, policy_for
@@ -25,9 +24,9 @@ from .runs import FULL, KEEP_ALL, RunSpec, policy_for
 
 @torch.no_grad()
 def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunSpec) -> Iterator[Line]:
-    """Yield the fields of each turn's line beside the key. read_seconds are those to the turn's first token (the first
-    turn's include a text that is read alone), decode_seconds those of the answer's other tokens. Slots and bytes are
-    those after the turn was read."""
+    """Yield the fields of each turn's line beside the key. read_seconds is the time to the turn's first token, with
+    that of a text that was read alone before, and decode_seconds the time of the answer's other tokens. Slots and bytes
+    are counted after the turn was read."""
     head, ends, between = turns_frame(tokenizer)
     context, plain = ids_of(tokenizer, asked[0].case.context), not tokenizer.chat_template
     texts = [f"\n\nQuestion: {each.case.question.strip()}" if plain else each.case.question for each in asked]
@@ -36,8 +35,9 @@ def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunS
     limit = context_of(find_decoder(model).config)
     if limit is not None and most > limit:
         raise ValueError(f"the turns of {asked[0].case.id} take up to {most} tokens, the model's context is {limit}")
-    chosen = None if run == FULL else policy_for(run, len(context), (), asked[0].case.task, model)
-    chosen = chosen and chosen._replace(policy=told(chosen.policy, tokenizer))
+    chosen = None
+    if run != FULL:
+        chosen = policy_for(run, len(context), (), asked[0].case.task, model).with_tokenizer(tokenizer)
     cache, stop, new = DynamicCache(config=model.config), ends_of(model, tokenizer), head + context
     other = run.mode == "other"
     with nullcontext() if chosen is None else evicting(model, chosen, tokenizer=tokenizer):

@@ -2,8 +2,8 @@
 
     task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, if the task has depths)
 
-Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so an interrupted evaluation finds
-equal cases again.
+Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so that an evaluation that was
+interrupted goes on with equal cases.
 """
 
 import dataclasses
@@ -20,35 +20,36 @@ from ....policy.registry import Registry, load_folder
 TASKS = Registry("task", listed=True)
 FIDELITY = "fidelity"  # the task, and its metric
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
-RESPONSE = 64  # tokens that the full cache writes for fidelity, at most, or as many as the task answers with
-MARGIN = 8  # tokens that an answer may take beyond those of the right one
+RESPONSE = 64  # tokens of the full cache's response for fidelity, at most; more where the task's answers have more
+MARGIN = 8  # tokens that an answer may have beyond those of the right one
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question. The prompt is exactly `context + question`; a run of mode `later` compresses `context` alone."""
+    """One question. The prompt is `context + question`; a run of mode `later` evicts from `context` alone."""
 
     task: str
     id: str  # unique and stable within an evaluation, e.g. "needle/1024/0.5/3"
     context: str
-    question: str  # up to the answer's start, with a leading newline or space
+    question: str  # begins with a newline or space, ends where the answer starts
     answers: tuple[str, ...]  # accepted answers; for the metric contains_all, all wanted parts
-    metric: str  # name in `kvevict.lab.evaluate.metrics.METRICS`
+    metric: str  # a name in `kvevict.lab.evaluate.metrics.METRICS`, FIDELITY or PERPLEXITY
     new_tokens: int  # tokens to generate at most
     tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
     one_line: bool = False  # the answer ends with its line
     said: str = ""  # the question alone, if `context + question` has other words around it
     likelihood: bool = False  # measure the likelihood of answers[0] after the question too
-    turn: int = 0  # 0: the case is asked alone; from 1: its place among the turns of a conversation about the context
+    classes: tuple[str, ...] = ()  # all classes of a classification, for its metric
+    turn: int = 0  # number of the case's turn in a conversation about the context, from 1; 0: no conversation
 
 
 @dataclass(frozen=True)
 class TaskSettings:
     """The settings that a task builds its cases from."""
 
-    tokenizer: Any  # measures lengths
-    length: int  # tokens of context + question, at most; of RULER's tasks, as published, of the answer too
+    tokenizer: Any  # for the lengths of texts
+    length: int  # most tokens of context + question (in RULER's tasks of these and the answer)
     cases: int  # number per length, and per depth if the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -78,10 +79,10 @@ def find(name: str) -> Callable[[TaskSettings], Iterator[Case]]:
 def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskSettings) -> Iterator[Case]:
     """Yield a task's cases with the full cache's response in place of answers."""
     for case in task(settings):
-        names: dict[str, Any] = dict(task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}")
-        most = max(RESPONSE, case.new_tokens)
-        new: dict[str, Any] = dict(answers=(), metric=FIDELITY, new_tokens=most, one_line=False)
-        yield dataclasses.replace(case, **names, **new)
+        yield dataclasses.replace(
+            case, task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}", metric=FIDELITY, answers=(),
+            new_tokens=max(RESPONSE, case.new_tokens), one_line=False,
+        )  # fmt: skip
 
 
 def opening(question: str, mark: str = "Answer:") -> str:

@@ -1,6 +1,7 @@
-"""Tasks about the question's place: facts hidden in other text (`settings.haystack`) are asked for at four places in
-turn. A case's tag `place` is "last" if the question ends the prompt, "before" if instructions of 30 to 100 tokens
-follow the question, "long" if it stands within a request of 60 to 200 tokens, and "first" if it stands before the text.
+"""Tasks about the question's place in the prompt: questions about facts that are hidden in other text
+(`settings.haystack`) stand at four places in turn. A case's tag `place` is "last" if the question ends the prompt,
+"before" if instructions of 30 to 100 tokens follow it, "long" if it stands within a request of 60 to 200 tokens, and
+"first" if it stands before the text.
 
     asked           the answer is written freely
     asked/opened    the fact's words open the answer, as small models need it
@@ -13,13 +14,13 @@ import functools
 from collections.abc import Iterator
 from random import Random
 
-from ..haystack import depths, haystack
+from ..haystack import hide
 from ..words import LISTS
 from . import TASKS, Case, TaskSettings
 from .many import drawn_facts
 
 PLACES = ("last", "before", "long", "first")
-ROOM = 24  # tokens for the words that a free answer puts before the fact
+ROOM = 24  # tokens of a free answer before the fact, at most
 INSTRUCTIONS = (
     "Answer in one short sentence. Do not explain how you found it, do not repeat the question and do not add anything "
     "that the text does not say.",
@@ -48,7 +49,7 @@ MORE = dict(
 
 
 def facts_of(rng: Random) -> list[tuple]:
-    """Draw a fact of each kind for one text, in random order: [(kind, statement, question, answers, opening)]."""
+    """Draw a fact of each kind, in random order: [(kind, statement, question, answers, the answer's opening)]."""
     of_many = {}
     for kind, fact, asked, answers, counts in drawn_facts(rng):
         if counts:
@@ -67,7 +68,7 @@ def facts_of(rng: Random) -> list[tuple]:
 
 
 def framed(place: str, question: str, number: int) -> tuple:
-    """Return (words before the text, words after it) of a question, in the number-th wording."""
+    """Put a question at its place: return (words before the text, words after it), in the number-th wording."""
     if place == "first":
         return f"Read the text with this question in mind: {question}\n\n", REMINDER
     if place == "before":
@@ -81,18 +82,16 @@ def asked(settings: TaskSettings, task: str = "asked", opened: bool = False) -> 
     for i in range(settings.cases):
         rng = settings.rng("asked", settings.length, i)
         facts = facts_of(rng)
-        where = depths(rng, len(facts))
-        said = {depth: fact for depth, (_, fact, *_) in zip(where, facts)}
         closed = [f"{end} {words}" if opened else end for *_, words in facts]
-        longest = max(
-            ("".join(framed(place, f"{opens}{fact[2]}{closing}", wording)) for fact, closing in zip(facts, closed)
-             for place in PLACES for wording in range(len(INSTRUCTIONS))), key=settings.tokens,
+        prompts = (
+            "".join(framed(place, f"{opens}{fact[2]}{closing}", wording)) for fact, closing in zip(facts, closed)
+            for place in PLACES for wording in range(len(INSTRUCTIONS))
         )  # fmt: skip
-        text = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
+        text, depths = hide(settings, rng, [fact[1] for fact in facts], prompts)
         for turn, which in enumerate(sorted(range(len(facts)), key=lambda which: facts[which][0])):
             (kind, _, question, answers, _), place = facts[which], PLACES[(turn + i) % len(PLACES)]
             before, after = framed(place, opens + question, i + which)
-            tags = dict(length=settings.length, kind=kind, place=place, depth=round(where[which], 2), text=i)
+            tags = dict(length=settings.length, kind=kind, place=place, depth=round(depths[which], 2), text=i)
             id, new = f"{task}/{settings.length}/{i}/{kind}", settings.room(answers) + ROOM
             opening = closed[which].lstrip() if opened else ""
             asks = after + ("\n" + opening if opened else end)

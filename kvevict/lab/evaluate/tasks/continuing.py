@@ -1,10 +1,9 @@
 """Tasks about the continuation of a text.
 
-fidelity     how near a policy's next-token distributions stay to the full cache's, on a response that the full
-             cache writes. It needs no right answers, so any text will do: here the haystack's, in
-             `fidelity/NAME` the prompts of the task NAME
-perplexity   how well a model predicts the continuation of a long text. The answer's tokens are scored, and none is
-             generated
+fidelity     compares a policy's next-token distributions with the full cache's, on a response that the full cache
+             writes. It needs no right answers, so any text will do: here the haystack's, in `fidelity/NAME` the
+             prompts of the task NAME
+perplexity   scores the continuation of a long text by its likelihood, and generates nothing
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from ..haystack import haystack, most, sentences
 from . import FIDELITY, RESPONSE, TASKS, Case, TaskSettings
 
-SCORED = 256  # tokens, about, of a continuation
+SCORED = 256  # tokens of a continuation, about
 
 
 @TASKS.add(FIDELITY)

@@ -1,7 +1,7 @@
-"""The tasks of LongBench (Bai et al. 2024, arXiv 2308.14508): questions about documents, summaries, examples and code,
-with the prompts, answer lengths and metrics of lm-eval's tasks, which `pip install 'lm_eval[longbench]'` brings.
+"""The tasks of LongBench (Bai et al. 2024, arXiv 2308.14508): questions about documents, summaries, examples and code.
+Prompts, answer lengths and metrics are those of lm-eval's tasks (`pip install 'lm_eval[longbench]'`).
 
-    longbench         every task that the records are of, with `settings.cases` records of each
+    longbench         every task of which there are records, with `settings.cases` records of each
     longbench/NAME    one of these tasks, for instance longbench/multi_news
 
 `settings.data` is a file of records or a folder of such files (.jsonl, .jsonl.xz): LongBench's (`dataset`, `context`,
@@ -13,14 +13,14 @@ of more than `settings.length` tokens loses the middle of its context, as in Lon
 import ast
 import functools
 import importlib.util
-import lzma
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ....asking.prompts import ids_of
-from ....policy.checks import installed, parsed
+from ....policy.checks import installed
+from .. import haystack
 from ..metrics import METRICS
 from . import TASKS, Case, TaskSettings
 
@@ -33,8 +33,7 @@ WORK = {
     "code": ("lcc", "repobench-p"),
 }
 WORK_OF = {name: work for work, names in WORK.items() for name in names}
-CLASSES = ("trec", "lsht")  # classifications
-PLAIN = ("examples", "code")  # LongBench gives their prompts no chat template
+PLAIN = ("examples", "code")  # kinds of work whose prompts LongBench leaves without a chat template
 FIELDS = (("dataset", "context", "input", "answers"), ("task", "prompt", "gold"))
 
 
@@ -65,31 +64,26 @@ def _metrics() -> Any:
     return module
 
 
-def score(prediction: str, answers: tuple[str, ...], name: str) -> float:
-    """Compute LongBench's score of a prediction by lm-eval, the best over the answers. The first answer of a
-    classification is right, and the others are all classes; a single answer, as in MiniLongBench, is the only known
-    class."""
-    right, classes = (answers[:1], answers[1:] or answers) if name in CLASSES else (answers, ())
+def score(prediction: str, answers: Sequence[str], classes: Sequence[str] = (), *, name: str) -> float:
+    """Compute LongBench's score of a prediction by lm-eval, the best over the answers. `classes` are those of a
+    classification; without them the answers are the only known ones."""
     function = getattr(_metrics(), _official(name)["process_results"].removeprefix("metrics."))
-    return float(function(dict(answers=right, all_classes=list(classes)), [prediction])["score"])
+    return float(function(dict(answers=answers, all_classes=classes or answers), [prediction])["score"])
 
 
 @functools.lru_cache(maxsize=2)
 def records(data: Path | None) -> tuple[dict[str, Any], ...]:
-    """Read the records of a file or folder: `task`, `before`, `context`, `after`, `answers`. Raises ValueError for
-    missing files, and for records without the fields of either format."""
+    """Read the records of a file or folder: `task`, `before`, `context`, `after`, `answers`, `classes`. Raises
+    ValueError for missing files, and for records without the fields of either format."""
     if data is None or not data.exists():
         raise ValueError(
             f"--data {data}: give a file or folder of LongBench's or MiniLongBench's records (.jsonl[.xz])"
         )
     files = sorted(file for file in data.glob("*.jsonl*")) if data.is_dir() else [data]
-    found = []
-    for file in files:
-        text = (lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()).decode()
-        found += [_record(parsed(line), file) for line in text.split("\n") if line.strip()]
+    found = tuple(_record(each, file) for file in files for each in haystack.records(file))
     if not found:
         raise ValueError(f"--data {data} has no records; give a file or folder of LongBench's records (.jsonl[.xz])")
-    return tuple(found)
+    return found
 
 
 def _record(each: Any, file: Path) -> dict[str, Any]:
@@ -101,7 +95,7 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     before, _, after = _official(name)["doc_to_text"].partition("{{context}}")
     if fields == FIELDS[0]:
         context, after, answers = each["context"], after.replace("{{question}}", each["input"]), each["answers"]
-    else:  # the end of a complete prompt begins at the last place of the words between context and question
+    else:  # a complete prompt: its context ends at the last occurrence of the words between context and question
         words, prompt, answers = after.partition("{{question}}")[0], each["prompt"], each["gold"]
         before = before if prompt.startswith(before) else ""
         ends = [prompt.rindex(each) for each in (words, "\n\nQuestion:") if each.strip() and each in prompt]
@@ -111,8 +105,8 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     if isinstance(answers, dict):
         answers, classes = answers["answers"], answers["all_classes"]
     answers, classes = (ast.literal_eval(x) if isinstance(x, str) and x[:1] in "[N" else x for x in (answers, classes))
-    answers = [*answers[:1], *(classes or ())] if name in CLASSES else answers
-    return dict(task=name, before=before, context=context, after=after, answers=tuple(map(str, answers)))
+    answers, classes = (tuple(map(str, x or ())) for x in (answers, classes))
+    return dict(task=name, before=before, context=context, after=after, answers=answers, classes=classes)
 
 
 def cut(record: dict[str, Any], settings: TaskSettings) -> tuple[str, bool]:
@@ -140,7 +134,7 @@ def longbench(settings: TaskSettings, only: str | None = None) -> Iterator[Case]
         yield Case(
             task, f"{task}/{settings.length}/{name}/{taken[name]}", record["before"] + context, record["after"],
             record["answers"], f"longbench/{name}", official["max_gen_toks"], tags, one_line="\n" in official["until"],
-            said=record["after"].strip(),
+            said=record["after"].strip(), classes=record["classes"],
         )  # fmt: skip
     if not taken:
         raise ValueError(f"--data {settings.data} has no record of {only}; leave the task out, or give other records")

@@ -1,12 +1,12 @@
-"""Tasks with many questions about one text. The questions are consecutive cases with an equal context, so an evaluation
-reads the text once per run (mode later).
+"""Tasks with many questions about one text. The questions are consecutive cases with an equal context, so that an
+evaluation reads the text once per run (mode later).
 
     many                facts of six kinds in other text (`settings.haystack`), at even depths
     many/paraphrased    the facts of `many`, asked for in other words than the text's
     many/xquad          articles of XQuAD or SQuAD, joined up to the length
     many/loogle         the first tokens of a LooGLE text, and the questions with their evidence in them
 
-`settings.cases` counts texts. The right answer's likelihood is measured too: `answers[0]`, as the text words it.
+`settings.cases` counts texts. The likelihood of the right answer, as the text words it, is measured too.
 """
 
 import ast
@@ -16,20 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from ....policy.checks import parsed
-from ....store.files import decoded
-from ..haystack import depths, haystack, most, sentences
+from ..haystack import hide, most, records, sentences, text_of
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, TaskSettings, opening
 
-EACH = 2  # questions of a kind about a text
+EACH = 2  # questions of each kind about a text
 QUESTIONS = 24  # questions about a joined text, at most
-AFTER = 3  # tokens of an answer beyond those of the right one: its opening leaves no room for other words
-MORE_KEYS = 2  # facts worded like the asked ones of "keys", with other names and values
+AFTER = 3  # tokens of an answer beyond those of the right one: after its opening no other words are likely
+MORE_KEYS = 2  # further facts of the kind "keys", worded alike, which no question asks for
 
 # {kind: (subjects, ((statement, question, the question in other words), ...))}. {of} is the fact's subject, {answer}
-# the fact; the statement's words before the fact open the answer. Two facts of a kind in one text use two of the kind's
-# lines; the facts of "keys" share one.
+# the fact; the statement's words before {answer} open the answer. Two facts of a kind in one text have different
+# wordings; all facts of "keys" share one.
 SAID = dict(
     digits=(LISTS["house"], (
         ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?",
@@ -81,7 +79,7 @@ SAID = dict(
 
 
 def value(rng: Random, kind: str) -> tuple[str, ...]:
-    """Draw a fact of a kind: its accepted answers, first the one that the text has."""
+    """Draw the answer to a question of a kind: all accepted spellings, first that of the text."""
     if kind == "digits":
         number = rng.randrange(10_000, 100_000)
         return str(number), f"{number:,}"
@@ -98,22 +96,20 @@ def value(rng: Random, kind: str) -> tuple[str, ...]:
 
 
 def drawn_facts(rng: Random, paraphrased: bool = False) -> list[tuple[str, str, str, tuple[str, ...], bool]]:
-    """Draw the facts of one text, all about different subjects and of different answers within a kind: [(kind,
-    statement, question with the answer's opening, answers, whether it is asked)]."""
+    """Draw the facts of one text: [(kind, statement, question with the answer's opening, answers, whether the question
+    is asked)]. No two facts share a subject, and no two of a kind an answer."""
     facts, used = [], set()
     for kind, (subjects, lines) in SAID.items():
         count = EACH + MORE_KEYS * (kind == "keys")
         said = [rng.choice(lines)] * count if kind == "keys" else rng.sample(lines, count)
-        free = [subject for subject in subjects if subject not in used]
-        about, values = rng.sample(free, count), set()
+        about, values = rng.sample([subject for subject in subjects if subject not in used], count), set()
         while len(values) < count:
             values.add(value(rng, kind))
         stated = zip(said, about, rng.sample(sorted(values), count), strict=True)
         for number, ((line, *wordings), of, answers) in enumerate(stated):
             used.add(of)
-            asked = wordings[paraphrased]
-            opened = line[: line.index(" {answer}")].format(of=of)
-            question = f"\n\nQuestion: {asked.format(of=of)}\nAnswer: {opened}"
+            asked, opened = wordings[paraphrased].format(of=of), line[: line.index(" {answer}")].format(of=of)
+            question = f"\n\nQuestion: {asked}\nAnswer: {opened}"
             facts.append((kind, line.format(of=of, answer=answers[0]), question, answers, number < EACH))
     rng.shuffle(facts)
     return facts
@@ -123,10 +119,9 @@ def one(
     settings: TaskSettings, task: str, text: int, number: int, context: str, asked: str, answers: tuple[str, ...],
     after: int = MARGIN, metric: str = "contains_any", **tags: object,
 ) -> Case:  # fmt: skip
-    """Make the case of the number-th question about a text. The answer may take `after` tokens more than the right
+    """Make the case of the number-th question about a text. The answer may be `after` tokens longer than the right
     one."""
-    tags = dict(length=settings.length, text=text) | tags
-    case = f"{task}/{settings.length}/{text}/{number}"
+    tags, case = dict(length=settings.length, text=text) | tags, f"{task}/{settings.length}/{text}/{number}"
     room, opens = settings.room(answers) - MARGIN + after, opening(asked)
     return Case(task, case, context, asked, answers, metric, room, tags, opens, one_line=True, likelihood=True)
 
@@ -135,13 +130,10 @@ def many(settings: TaskSettings, task: str = "many", paraphrased: bool = False) 
     for i in range(settings.cases):
         rng = settings.rng("many", settings.length, i)
         facts = drawn_facts(rng, paraphrased)
-        where = depths(rng, len(facts))
-        said = {depth: fact[1] for depth, fact in zip(where, facts)}
-        longest = max((fact[2] for fact in facts), key=settings.tokens)
-        context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest)
-        for number, (kind, _, asked, answers, counts) in enumerate(facts):
+        context, depths = hide(settings, rng, [fact[1] for fact in facts], [fact[2] for fact in facts])
+        for number, ((kind, _, asked, answers, counts), depth) in enumerate(zip(facts, depths)):
             if counts:
-                depth = round(where[number], 2)
+                depth = round(depth, 2)
                 yield one(settings, task, i, number, context, asked, answers, AFTER, kind=kind, depth=depth)
 
 
@@ -165,7 +157,7 @@ def asked_of(
     settings: TaskSettings, rng: Random, task: str, text: int, context: str,
     pairs: Sequence[tuple[str, Iterable[str]]], metric: str = "contains_any",
 ) -> Iterator[Case]:  # fmt: skip
-    """Yield cases of at most `QUESTIONS` of the pairs (question, answers)."""
+    """Draw at most `QUESTIONS` of the pairs (question, answers), and yield their cases."""
     for number, (question, answers) in enumerate(rng.sample(pairs, min(len(pairs), QUESTIONS))):
         yield one(settings, task, text, number, context, plain(question), tuple(answers), metric=metric)
 
@@ -179,7 +171,7 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
     try:
         articles = [
             [(p["context"], [(q["question"], q["answers"]) for q in p["qas"] if q["answers"]]) for p in a["paragraphs"]]
-            for a in json.loads(decoded(path.read_bytes(), path))["data"]
+            for a in json.loads(text_of(path))["data"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data: {path} is not in SQuAD's format ({error!r}); give xquad.en.json") from None
@@ -190,30 +182,27 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
         longest = max((plain(question) for _, asked in left for question, _ in asked), key=len, default="")
 
         def fits(n: int, longest: str = longest, left: list = left) -> bool:
-            return n <= len(left) and settings.tokens(joined(left[:n]) + longest) <= settings.length
+            context = "\n\n".join(text for text, _ in left[:n])
+            return n <= len(left) and settings.tokens(context + longest) <= settings.length
 
         n = most(fits)
-        if n in (0, len(left)):  # nothing fits, or the text ends before the length
+        if n in (0, len(left)):  # nothing fits, or the paragraphs end before the length is reached
             raise ValueError(
                 f"data: {path} has too little text for {settings.cases} of {settings.length} tokens; give fewer "
                 "--cases, other --lengths or more articles"
             )
         taken, left = left[:n], left[n:]
         pairs = [(q, dict.fromkeys(a["text"] for a in answers)) for _, asked in taken for q, answers in asked]
-        yield from asked_of(settings, rng, task, i, joined(taken), pairs)
-
-
-def joined(paragraphs: Iterable[tuple[str, list]]) -> str:
-    return "\n\n".join(text for text, _ in paragraphs)
+        yield from asked_of(settings, rng, task, i, "\n\n".join(text for text, _ in taken), pairs)
 
 
 @TASKS.add("many/loogle")
 def loogle(settings: TaskSettings) -> Iterator[Case]:
-    """Yield questions about the first complete sentences of a text, up to the length, that have their evidence."""
+    """Yield questions about the first complete sentences of a text, up to the length, in which their evidence is."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
-    records = [parsed(row) for row in decoded(path.read_bytes(), path).split("\n") if row.strip()]
-    for i, record in settings.rng(task).sample(list(enumerate(records)), len(records))[: settings.cases]:
+    articles = list(enumerate(records(path)))
+    for i, record in settings.rng(task).sample(articles, len(articles))[: settings.cases]:
         try:
             known = [(q["Q"], [q["A"]], " ".join(q["S"].split())) for q in ast.literal_eval(record["qa_pairs"])]
             parts = sentences(record["input"])

@@ -5,9 +5,11 @@
     multivalue   eight facts, of which two to four give values of the asked name
     tracking     eight facts, three of them in a chain: the asked name's value is another name's
     keyvalue     as many lines "name: value" as fit
+    listed       the numbers of twelve lockers at even depths, all asked for in order: a long answer that walks through
+                 the text. The score is the share of the numbers that the answer has
 
-Names are invented from syllables. The bundled model was trained on such facts (examples/small_llama), but never on a
-name with `held_out` true, and these tasks use only such names.
+Names, but for those of `listed`, are invented from syllables. The bundled model was trained on such facts
+(examples/small_llama), but never on a name with `held_out` true, and these tasks use only such names.
 """
 
 import zlib
@@ -15,10 +17,20 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
 from random import Random
 
-from ..haystack import haystack, most
+from ..haystack import haystack, hide, most
+from ..words import LISTS
 from . import TASKS, Case, TaskSettings, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
+LOCKERS = 12  # facts of `listed`
+ENTRY = 16  # tokens of a line of its answer beside the number
+LISTED = (
+    "\n\nQuestion: The text says in which locker the parcel of each of twelve people lies. List all twelve in the "
+    "text's order, one in a line, each with the number of the locker."
+    "\nAnswer: 1. The parcel for the {who} lies in locker"
+)
+Fact = tuple[str, str, str]  # (relation, name, value)
+Build = Callable[[Random, list[Fact]], tuple]
 _ONSETS = tuple("b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w z".split())  # noqa: SIM905
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 _MIDDLES = ("", "", "", "l", "m", "n", "r", "s")
@@ -70,37 +82,25 @@ def line_question(who: str) -> str:
     return f"\nQuestion: Which value has {who}?\nAnswer: {who}:"
 
 
-def hidden(
-    settings: TaskSettings, rng: Random, facts: list[tuple[str, str, str]], asked: str, depth: float | None = None
-) -> str:
-    """Make a passage with the facts (relation, name, value) in it, the first at `depth`, the others anywhere."""
-    depths = [rng.random() if depth is None else depth, *(rng.random() for _ in facts[1:])]
-    said = {place: statement(*fact) for place, fact in zip(depths, facts)}
-    return haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
-
-
 def one_line(
     settings: TaskSettings, task: str, id: str, context: str, asked: str, answers: tuple[str, ...], metric: str,
     tags: dict,
 ) -> Case:  # fmt: skip
-    """Make a case with an answer of one line; the question ends with the answer's beginning."""
+    """Make a case with an answer of one line, whose beginning ends the question."""
     room = settings.room(answers, every=metric == "contains_all")
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
 
-def draw(rng: Random, count: int) -> list[tuple[str, str, str]]:
-    """Draw facts (relation, name, value) about different names, with different values."""
+def draw(rng: Random, count: int) -> list[Fact]:
+    """Draw facts about different names, with different values."""
     values = rng.sample(range(100_000, 1_000_000), count)
     return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
 
 
-Build = Callable[[Random, list[tuple[str, str, str]]], tuple]
-
-
 def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Build], Build]:
-    """Return a decorator that registers a task of `count` facts. The function build(rng, facts) returns a case's parts:
-    (facts, question, answers, metric, further tags). With at_depths the first fact is at each of the settings' depths
-    in turn, else anywhere."""
+    """Return a decorator that registers a task of `count` facts. The decorated function build(rng, facts) returns
+    (facts, question, answers, metric, further tags) of a case. With at_depths the first fact is at each of the
+    settings' depths in turn, else anywhere."""
 
     def register(build: Build) -> Build:
         @TASKS.add(name)
@@ -111,7 +111,9 @@ def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Bu
                 rng = settings.rng(name, *place)
                 facts, asked, answers, metric, more = build(rng, draw(rng, count))
                 tags = dict(length=settings.length, **dict(zip(["depth"], depth)), facts=count) | more
-                context = hidden(settings, rng, facts, asked, *depth)
+                where = [*(depth or [rng.random()]), *(rng.random() for _ in facts[1:])]
+                said = {at: statement(*fact) for at, fact in zip(where, facts)}
+                context = haystack(settings).passage(rng, settings.length, settings, facts=said, after=asked)
                 id = "/".join(map(str, (name, *place)))
                 yield one_line(settings, name, id, context, asked, answers, metric, tags)
 
@@ -122,13 +124,13 @@ def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Bu
 
 @of_facts("facts")
 @of_facts("needle", 4, at_depths=True)
-def one_of_them(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+def one_of_them(rng: Random, facts: list[Fact]) -> tuple:
     relation, who, what = facts[0]
     return facts, question(relation, who), (what,), "exact", {}
 
 
 @of_facts("multivalue")
-def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+def several_of_one(rng: Random, facts: list[Fact]) -> tuple:
     wanted = rng.randint(2, 4)
     relation, who, _ = facts[0]
     facts[:wanted] = [(relation, who, what) for _, _, what in facts[:wanted]]
@@ -137,7 +139,7 @@ def several_of_one(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
 
 
 @of_facts("tracking")
-def chained(rng: Random, facts: list[tuple[str, str, str]]) -> tuple:
+def chained(rng: Random, facts: list[Fact]) -> tuple:
     relation, _, what = facts[2]
     names = [who for _, who, _ in facts[:3]]
     facts = [(relation, *fact[1:]) for fact in facts]
@@ -167,5 +169,19 @@ def keyvalue(settings: TaskSettings) -> Iterator[Case]:
         yield one_line(settings, "keyvalue", case, lines(facts[:count]), asked, (what,), "exact", tags)
 
 
-def lines(facts: Iterable[tuple[str, str, str]]) -> str:
+def lines(facts: Iterable[Fact]) -> str:
     return "".join(line(who, what) for _, who, what in facts)
+
+
+@TASKS.add("listed")
+def listed(settings: TaskSettings) -> Iterator[Case]:
+    for i in range(settings.cases):
+        rng = settings.rng("listed", settings.length, i)
+        people, numbers = rng.sample(LISTS["trade"], LOCKERS), rng.sample(range(10_000, 100_000), LOCKERS)
+        facts = [f"The parcel for the {who} lies in locker {number}." for who, number in zip(people, numbers)]
+        asked = LISTED.format(who=people[0])
+        context, _ = hide(settings, rng, facts, [asked])
+        answers, tags = tuple(map(str, numbers)), dict(length=settings.length, text=i)
+        room = settings.room(answers, every=True) + LOCKERS * ENTRY
+        yield Case("listed", f"listed/{settings.length}/{i}", context, asked, answers, "contains_all", room, tags,
+                   opening(asked))  # fmt: skip

@@ -1,25 +1,30 @@
-"""The shared parts of RULER's eleven tasks of made-up text (Hsieh et al. 2024); the tasks "ruler/niah_single_1" ... are
-in ruler_*.py. RULER's two tasks of SQuAD and HotpotQA are in lm-eval.
+"""RULER's eleven tasks of made-up text (Hsieh et al. 2024): needles ("ruler/niah_..."), variable tracking ("ruler/vt"),
+and the most frequent words of a list ("ruler/cwe") or of a code ("ruler/fwe"). lm-eval has RULER's other two, of SQuAD
+and HotpotQA.
 
 Parameters are those of RULER's `synthetic.yaml`, wording and construction those of its `scripts/data/synthetic`
-(github.com/NVIDIA/RULER at c3f5e3b). As there, prompt and generated tokens together fit `settings.length`, and a prompt
-takes as many of its task's units (lines, words) as fit. Deliberate differences:
+(github.com/NVIDIA/RULER at c3f5e3b). Prompt and generated tokens together fit `settings.length`, and a prompt has as
+many of its task's units (lines, words) as fit. Deliberate differences:
 - the essay haystack is `settings.haystack`, in whole sentences (RULER: Paul Graham's essays, always from their start);
 - every case is drawn separately (RULER places and shuffles all cases alike), with distinct keys, values and words;
 - below 4096 tokens, RULER's shortest length, `vt`'s solved example is as short as possible;
-- generation ends with the line if the answer is one line, and once the answer's number of tokens is reached;
+- generation ends with a one-line answer's line, or once the right answer's number of tokens is reached;
 - words are those of words.py, not of the package wonderwords.
 """
 
+import math
 import random
+import string
+import uuid
 from collections.abc import Callable, Iterator
+from itertools import islice, pairwise, repeat
 
-from ..haystack import most
+from ..haystack import growing, haystack, most, words
+from ..words import LISTS
 from . import TASKS, Case, TaskSettings, opening
 
-# The published wording (RULER's constants.py): the words before the units; the question after the units, with the
-# answer's beginning; and the number of tokens to generate. As in RULER, a chat template gives the answer's beginning to
-# the assistant.
+# RULER's constants.py: words before the units; the question after them with the answer's beginning, which a chat
+# template gives to the assistant; and the number of tokens to generate.
 PROMPTS = {
     "needle": (
         "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -48,10 +53,13 @@ PROMPTS = {
         "What are the three most frequently appeared words in the above coded text?"
         " Answer: According to the coded text above, the three most frequently appeared words are:", 50),
 }  # fmt: skip
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's 40 depths of a needle in essays, in whole percents
 
 
 def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[str]]], **parameters: str | int) -> None:
-    """Add the task "ruler/<name>". `build(settings, rng, room, i, **parameters)` makes case i's (context, question,
+    """Add the task "ruler/<name>". `build(settings, rng, room, **parameters)` makes a case's (context, question,
     answers), where context and question have at most `room` tokens."""
     name, published = f"ruler/{name}", PROMPTS[prompt][2]
     mark = "The special" if prompt.startswith("needle") else "Answer:"
@@ -60,7 +68,7 @@ def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[s
     def cases(settings: TaskSettings) -> Iterator[Case]:
         for i in range(settings.cases):
             rng, room = settings.rng(name, i), settings.length - published
-            context, question, answers = build(settings, rng, room, i, **parameters)
+            context, question, answers = build(settings, rng, room, **parameters)
             id, tags = f"{name}/{settings.length}/{i}", {"length": settings.length}
             new_tokens = min(published, settings.room(answers, every=True))
             how = new_tokens, tags, opening(question, mark), prompt in ("needle", "vt")
@@ -82,7 +90,8 @@ def fill(settings: TaskSettings, room: int, before: str, body: Callable[[int], s
 
 
 def shuffled(items: list, seed: float) -> list:
-    """Return a shuffled copy. Seed and length alone determine its order, since `fill` tries several lengths."""
+    """Return a shuffled copy. Its order depends on the seed and the length alone, since `fill` tries several
+    lengths."""
     return random.Random(seed).sample(items, len(items))
 
 
@@ -98,3 +107,122 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
 def codes(rng: random.Random, alphabet: str, length: int) -> Iterator[str]:
     """Yield distinct strings of random letters of the alphabet, without end."""
     return distinct(lambda: "".join(rng.choices(alphabet, k=length)))
+
+
+def hidden(lines: list[str], facts: list[str], seed: float) -> str:
+    """Join the lines with the facts among them, in the facts' order and each before another line."""
+    at = sorted(random.Random(seed).sample(range(len(lines)), len(facts)))
+    for moved, (i, fact) in enumerate(zip(at, facts)):
+        lines.insert(i + moved, fact)
+    return "\n".join(lines)
+
+
+def drawn(rng: random.Random, kind: str) -> Iterator[str]:
+    """Yield distinct keys or values without end: numbers of 7 digits, UUIDs, or words such as "mossy-anvil"."""
+    draw = {
+        "number": lambda: str(rng.randrange(10**6, 10**7)),
+        "uuid": lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+        "word": lambda: f"{rng.choice(LISTS['adj'])}-{rng.choice(LISTS['noun'])}",
+    }
+    return distinct(draw[kind])
+
+
+def niah(
+    settings: TaskSettings, rng: random.Random, room: int, hay: str, key: str = "word", kind: str = "number",
+    keys: int = 1, values: int = 1, queries: int = 1,
+) -> tuple[str, str, list[str]]:  # fmt: skip
+    """Hide `values` needles for each of `keys` keys in "noise", "essay" or other needles; ask for `queries` keys."""
+    some_key, some_value = drawn(rng, key), drawn(rng, kind)
+    sought = {k: list(islice(some_value, values)) for k in islice(some_key, keys)}
+    needles = [NEEDLE.format(kind=kind, key=k, value=v) for k in sought for v in sought[k]]
+    rng.shuffle(needles)
+    asked = rng.sample(list(sought), queries)
+    query = ", ".join(asked[:-1]) + (", and " if queries > 1 else "") + asked[-1]
+    prompt = PROMPTS["needle" if queries * values == 1 else "needles"]
+    before, after = (text.format(kind=kind, query=query) for text in prompt[:2])
+    if hay == "essay":
+        facts = dict(zip(rng.sample(DEPTHS, len(needles)), needles))
+        body = haystack(settings).passage(rng, room, settings, facts, before, after)
+    else:
+        others = (NEEDLE.format(kind=kind, key=k, value=v) for k, v in zip(some_key, some_value))
+        take, seed = growing(repeat(NOISE) if hay == "noise" else others), rng.random()
+        body = fill(settings, room, before, lambda n: hidden(take(n), needles, seed), after, len(needles))
+    return before + body, after, [v for k in asked for v in sought[k]]
+
+
+def chain(rng: random.Random, length: int, value: int, hops: int = 4) -> tuple[list[str], list[str]]:
+    """Draw variables of `length` letters, and the statements that give all of them one value: VAR A = 1, VAR B = VAR A,
+    ... The copies end with a space, as RULER's do."""
+    names = list(islice(codes(rng, string.ascii_uppercase, length), hops + 1))
+    return names, [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(names))]
+
+
+def vt(settings: TaskSettings, rng: random.Random, room: int) -> tuple[str, str, list[str]]:
+    """Write a solved example of at most 500 tokens with three-letter variables, then the task with five-letter ones."""
+    head, tail, _ = PROMPTS["vt"]
+    known, value = rng.sample(range(10000, 99999), 2)
+    (shown, shown_links), (names, links) = chain(rng, 3, known), chain(rng, 5, value)
+    seed, least = rng.random(), len(links)
+
+    def example(n: int) -> str:
+        text = hidden([NOISE] * n, shown_links, seed)
+        return head + text + tail.format(query=known, count=len(shown))
+
+    more = 0 if settings.length < 4096 else most(lambda n: settings.tokens(example(least + n)) <= 500)
+    before = example(least + more) + " " + " ".join(shown) + "\n\n" + head
+    after = tail.format(query=value, count=len(names))
+    body = fill(settings, room, before, lambda n: hidden([NOISE] * n, links, seed), after, least)
+    return before + body, after, names
+
+
+def numbered(items: list[str]) -> str:
+    return " ".join(f"{i}. {item}" for i, item in enumerate(items, 1))
+
+
+def mixed(chosen: list[str], common: int, often: int, rarely: int, seed: float) -> str:
+    """Number, in random order, the first `common` words `often` times each and the others `rarely` times."""
+    return numbered(shuffled(chosen[:common] * often + chosen[common:] * rarely, seed))
+
+
+def cwe(settings: TaskSettings, rng: random.Random, room: int, common: int = 10) -> tuple[str, str, list[str]]:
+    """Write a solved example, then the list. Below 4096 tokens words come less often, as in RULER's code."""
+    size, shown, asked = (20, (3, 1), (6, 1)) if settings.length < 4096 else (40, (10, 3), (30, 3))
+    seed, (before, after) = rng.random(), PROMPTS["cwe"][:2]
+    take = growing(words(rng))
+    example = before + mixed(take(size), common, *shown, seed) + after + " " + numbered(take(common)) + "\n" + before
+
+    def body(n: int) -> str:
+        return mixed(take(size + n)[size:], common, *asked, seed)
+
+    text = fill(settings, room, example, body, after, common + 1)
+    return example + text, after, take(size + common)[size:]
+
+
+def fwe(settings: TaskSettings, rng: random.Random, room: int) -> tuple[str, str, list[str]]:
+    """Write a text in which the k-th of n words takes the share k^-2 / ζ(2). The first word is the noise "...", the
+    next three are the answers."""
+    zeta, seed, (before, after) = math.pi**2 / 6, rng.random(), PROMPTS["fwe"][:2]
+    coded = ["...", *islice(codes(rng, string.ascii_lowercase, 6), max(room // 50 - 1, 4))]
+
+    def counts(n: int) -> list[int]:
+        return [int(n / (zeta * k**2)) for k in range(1, len(coded) + 1)]
+
+    def body(n: int) -> str:
+        while counts(n)[3] == counts(n)[4]:  # of 42 to 52 words the last answer is no more frequent than the next word
+            n -= 1
+        return " ".join(shuffled([word for word, count in zip(coded, counts(n)) for _ in range(count)], seed))
+
+    return before + fill(settings, room, before, body, after, math.ceil(16 * zeta)), after, coded[1:4]
+
+
+register("niah_single_1", "needle", niah, hay="noise")
+register("niah_single_2", "needle", niah, hay="essay")
+register("niah_single_3", "needle", niah, hay="essay", kind="uuid")
+register("niah_multikey_1", "needle", niah, hay="essay", keys=4)
+register("niah_multikey_2", "needle", niah, hay="needle")
+register("niah_multikey_3", "needle", niah, hay="needle", key="uuid", kind="uuid")
+register("niah_multivalue", "needles", niah, hay="essay", values=4)
+register("niah_multiquery", "needles", niah, hay="essay", keys=4, queries=4)
+register("vt", "vt", vt)
+register("cwe", "cwe", cwe)
+register("fwe", "fwe", fwe)

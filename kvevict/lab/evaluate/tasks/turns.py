@@ -1,13 +1,12 @@
-"""Tasks of conversations of ten turns about one text. Eight turns ask questions of a task of many.py without the
-answers' openings; turns 5 and 10 ask one of these again. Each turn follows the model's own answers
-(evaluate/turns.py).
+"""Tasks of conversations: ten turns about one text, each after the model's own answers (evaluate/turns.py). Eight turns
+ask questions of a task of many.py, without the answers' openings. Turns 5 and 10 repeat an earlier question.
 
     turns               twelve facts of six kinds in other text, at even depths
     turns/paraphrased   the facts of `turns`, asked for in other words than the text's
     turns/xquad         questions of people, as in `many/xquad`
     turns/loogle        questions of people, as in `many/loogle`
 
-`settings.cases` counts texts. A case's tag `turn` counts from 1; `again` is true if the question was asked before.
+`settings.cases` counts texts. A case's tag `turn` counts from 1; its tag `again` is true for a repeated question.
 """
 
 import dataclasses
@@ -18,8 +17,8 @@ from collections.abc import Iterator
 from . import TASKS, Case, TaskSettings
 
 NEW = 8  # different questions of a text
-AGAIN = (5, 10)  # turns that ask an earlier question
-ROOM = 24  # tokens of an answer beyond those of the right one: it is a sentence of the model's
+AGAIN = (5, 10)  # turns that repeat an earlier question
+ROOM = 24  # tokens of an answer beyond those of the right one: without an opening it is a sentence
 
 
 def turns(settings: TaskSettings, other: str, task: str) -> Iterator[Case]:
@@ -30,10 +29,8 @@ def turns(settings: TaskSettings, other: str, task: str) -> Iterator[Case]:
         cases = list(group)
         if len(cases) < NEW:
             continue
-        few = False
-        rng = settings.rng(task, settings.length, cases[0].id)
-        new = rng.sample(cases, NEW)
-        asked: list[Case] = []
+        few, rng = False, settings.rng(task, settings.length, cases[0].id)
+        new, asked = rng.sample(cases, NEW), list[Case]()
         for turn in range(1, NEW + len(AGAIN) + 1):
             again = turn in AGAIN
             case = rng.choice(asked) if again else new.pop()

@@ -1,0 +1,244 @@
+"""Papers' claims about their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model.
+
+A comparison changes one thing, gives both sides the same cases, and pairs them case by case.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...policy.registry import Registry
+from .runs import FULL, RunSpec
+from .tasks import FIDELITY
+
+PROTOCOLS = Registry("protocol", listed=True)
+TASKS = ("facts", "keyvalue", FIDELITY)  # the default of --tasks
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim that `better` answers better than `than`; with a margin, that `better` is not worse by more than this
+    share of the full cache's score.
+
+    better, than   policies, NAME or NAME:OPTION=VALUE,... with words in braces: {B} and {B20} are the budget and 20
+                   times the budget; {L4}, {L2}, {L34} and {L} a quarter, half, three quarters and all of the layers
+                   that evict; {adapter} or, after other options, {and_adapter} the option that names --adapter; {draft}
+                   the folder of --draft (without --draft the claim is left out)
+    chunks         tokens read at once by each of the two; None: the prompt is read in one pass
+    least          smallest budget that can test it, in slots
+    layers         fewest evicting layers of a model that can test it
+    """
+
+    says: str  # the paper's claim, with its place
+    better: str
+    than: str
+    margin: float | None = None
+    chunks: tuple[int | None, int | None] = (None, None)
+    least: int = 0
+    layers: int = 1
+
+    def runs(self, budget: int, mode: str, names: dict[str, object]) -> tuple[RunSpec, ...]:
+        """Return the `RunSpec`s of both sides; `names` has the values of the words in braces."""
+        sides = zip((self.better, self.than), self.chunks)
+        return tuple(RunSpec(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A paper's claims, and remarks about claims that cannot be tested here and about differences from the paper."""
+
+    paper: str
+    claims: tuple[Claim, ...]
+    cannot: tuple[str, ...] = ()
+
+
+Claims = Callable[[], Iterable[Claim]]
+
+
+def protocol(name: str, paper: str, *cannot: str) -> Callable[[Claims], Claims]:
+    """Return a decorator that registers the `Protocol` of the claims that a function yields."""
+
+    def register(claims: Claims) -> Claims:
+        PROTOCOLS.add(name)(Protocol(paper, tuple(claims()), cannot))
+        return claims
+
+    return register
+
+
+def each(says: str, policies: Iterable[str], than: str, **options: Any) -> list[Claim]:
+    """Make a claim for every policy; {better} and {than} in the text are the two sides."""
+    return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
+
+
+def pairs(
+    name: str, budgets: Iterable[int], mode: str, layers: int, adapter: str | None = None, draft: str | None = None
+) -> list[tuple[Claim, list[tuple[RunSpec, RunSpec]]]]:
+    """List (claim, its two runs at each budget that can test it) of a protocol. With few layers some shares of the
+    layers are equal; a claim whose sides are then equal is left out."""
+    option, found = f"adapter={adapter}" if adapter else "", []
+    for claim in PROTOCOLS.find(name).claims:
+        if layers < claim.layers or ("{draft}" in claim.better + claim.than and not draft):
+            continue
+        sides = []
+        for budget in budgets:
+            names = dict(
+                B=budget, B20=20 * budget, L4=max(1, layers // 4), L2=max(1, layers // 2), L34=max(1, 3 * layers // 4),
+                L=layers, adapter=option and f":{option}", and_adapter=option and f",{option}", draft=draft,
+            )  # fmt: skip
+            better, than = claim.runs(budget, mode, names)
+            if budget >= claim.least and better != than:
+                sides.append((better, than))
+        if sides:
+            found.append((claim, sides))
+    return found
+
+
+def runs(*args: Any) -> list[RunSpec]:
+    """List every run of a protocol once, `full` first; takes the arguments of `pairs`."""
+    return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
+
+
+# -- papers -----------------------------------------------------------------------------------------------------------
+
+
+BLOCK = (128, 128)
+REFINED = "caote", "fastcaote"
+SNAPKV = "snapkv:decode=True,interval=1"
+
+
+@protocol(
+    "caote",
+    "CAOTE (Goel et al. 2025), tables 2 to 5",
+    "Its numbers: LongBench and Booksum with models of 3 to 8 billion parameters.",
+    "Table 6's overhead, and table 7's correlation.",
+    "Fidelity scores a response that evicts nothing, so its numbers are the same whatever is evicted while decoding.",
+)
+def caote_claims() -> Iterator[Claim]:
+    for name, base in (("h2o", "h2o"), ("tova", "tova:per_head=True"), ("snapkv", SNAPKV)):
+        for refine in REFINED:
+            yield Claim(f"tables 2 to 5: {refine} improves {name}", f"{name}+{refine}", base, chunks=BLOCK)
+        says = f"tables 2 to 5: fastcaote is about as good over {name}"
+        yield Claim(says, f"{name}+fastcaote", f"{name}+caote", margin=0.05, chunks=BLOCK)
+    for name, base in (("h2o", "h2o:decode=False"), ("tova", "tova:per_head=True,decode=False"), ("snapkv", "snapkv")):
+        for refine in REFINED:
+            says = f"the same, nothing evicted while decoding: {refine} improves {name}"
+            yield Claim(says, f"{name}+{refine}:decode=False", base, chunks=BLOCK)
+    for refine, size in itertools.product(REFINED, (64, 256, 512)):
+        says = f"section 4: {refine} improves snapkv in blocks of {size}, too"
+        yield Claim(says, f"snapkv+{refine}", SNAPKV, chunks=(size, size))
+
+
+ALONE = "chunkkv:per_head=True"  # runs chosen by every head, like SnapKV's slots
+HYBRID = 'chunkkv:select_by_layer=[[{L2},null,"token"]]'  # runs in the lower half of the layers, single slots above
+
+
+@protocol(
+    "chunkkv",
+    "ChunkKV (Liu et al. 2025), its tables of LongBench, needles, chunk sizes and index reuse",
+    "Its numbers: LongBench, GSM8K and needles with models of 7 and 8 billion parameters.",
+    "Its hybrid with SnapKV above: there SnapKV's pooling comes back too; here the selection alone changes.",
+    "Latencies of reuse: scoring is below 1 % of a read here, so sharing it saves less than can be measured.",
+)
+def chunkkv_claims() -> Iterator[Claim]:
+    yield Claim("its tables of LongBench and needles: ChunkKV beats SnapKV", "chunkkv", "snapkv")
+    yield Claim("its idea alone: runs of 10 instead of single slots, no pooling", ALONE, "snapkv:pool=none")
+    yield Claim("runs of 10 instead of pooling over 7", ALONE, "snapkv")
+    yield Claim("one choice for all heads is about as good as one each", "chunkkv", ALONE, 0.05)
+    for c in (3, 5, 20, 30):
+        yield Claim(f"its table of chunk sizes: 10 beats {c}", "chunkkv", f"chunkkv:c={c}")
+    yield Claim("its hybrid: runs in every layer beat single slots in the upper half", "chunkkv", HYBRID)
+    reuse = [f"chunkkv:n_reuse={n}" for n in (2, 3, 4)]
+    yield from each("its table of index reuse: {better} costs little", reuse, "chunkkv", margin=0.05)
+
+
+ADAKV = "adakv:pool=avg"  # EDIE's appendix: mean pooling
+WEIGHTS = ("none", "all", "i<=t-2w", "i>w")
+
+
+@protocol(
+    "edie",
+    "EDIE and TADA, tables 1 to 4",
+    "Its numbers: LongBench with models of 7 and 8 billion parameters.",
+    "Table 5's batch sizes in 64 GB: `kvevict plan` prices them.",
+)
+def edie_claims() -> Iterator[Claim]:
+    yield Claim("table 2: EDIE instead of attention times value norm, heads as in AdaKV", "edie:heads=ada", "paasvn")
+    yield Claim("table 2: attention times value norm instead of attention", "paasvn", ADAKV)
+    yield Claim("table 1: EDIE beats AdaKV", "edie", ADAKV)
+    yield Claim("table 1: EDIE with TADA beats AdaKV", "edie+tada", ADAKV)
+    yield Claim("table 1: EDIE with TADA beats SnapKV", "edie+tada", "snapkv")
+    yield Claim("table 2: alpha 0.05 is about as good as 0.1", "edie:alpha=0.05", "edie", 0.05)
+    yield Claim("table 2: alpha 0.2 is about as good as 0.1", "edie:alpha=0.2", "edie", 0.05)
+    yield Claim("table 2: TADA instead of uniform layers", "edie+tada", "edie")
+    yield Claim("table 2: TADA instead of PyramidKV's layers", "edie+tada", "edie:layers=pyramid")
+    yield Claim("table 4: TADA with the cosine instead of without", "edie+tada", "edie+tada:cd=off")
+    for weight in WEIGHTS:
+        yield Claim(f"table 3: rows weighed by the middle instead of {weight}", "edie", f"edie:weight={weight}")
+    yield Claim("ours: the exact error is about as good as the bound", "edie", "edie-exact", 0.05)
+    yield Claim("ours: drafted rows instead of the window's", "edie:rows=drafted", "edie")
+
+
+LEARNED = "lookahead{adapter}"
+# Appendix F: 32 drafted rows and a window of 32 observe together, and the mean over a group counts.
+LAQ = "laq:n_d=32,window=32,draft_keys=true"
+
+
+@protocol(
+    "lookaheadkv",
+    "LookaheadKV, tables 1 and 4 (with --temperature)",
+    "Its numbers: LongBench and RULER with models of 1 to 8 billion parameters.",
+    "SpecKV where no --draft is given: a smaller model of the same tokenizer.",
+    "Table 5 (embeddings only, q and v, fewer rows) needs adapters of `kvevict train --targets` and `--tokens`.",
+    "Table 8 (other responses).",
+)
+def lookaheadkv_claims() -> Iterator[Claim]:
+    for base in ("streaming", "snapkv", "pyramidkv"):
+        yield from each("table 1: beats {than}", [LEARNED], base)
+    yield Claim("table 1: beats SpecKV", LEARNED, LAQ + ",draft_model={draft}", least=64)
+    yield Claim("its section 2: a smaller model's draft beats snapkv", "speckv:draft_model={draft}", "snapkv")
+    yield from each("table 1: beats {than}", [LEARNED], LAQ, least=64)
+    yield from each("ours: about as good as {than}, which drafts", [LEARNED], "laq", margin=0.05)
+    yield from each("ours: about as good as the response's own rows", [LEARNED], "oracle", margin=0.05)
+    yield from each("ours: EDIE over learned rows instead of attention", ["edie:rows=lookahead{and_adapter}"], LEARNED)
+
+
+Z = (256, 256)
+NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe
+NO_DELAY = "take:warmup_layers=none"  # no layer waits
+NEITHER = NO_PROBE + ",warmup_layers=none"
+RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup is 20 times the budget, as in the paper
+LARGEST = "edie:rows=probe,heads=equal,kernel=31"
+MEAN = LARGEST + ",pool=avg"
+
+
+@protocol(
+    "take",
+    "TAKE, tables 1 and 2, figure 7",
+    "Its numbers: LongBench and needles at 128k tokens with models of 7 and 8 billion parameters.",
+    "Delay with fewer than four layers that evict: none would wait.",
+    "Time and memory of figure 6: `kvevict bench` and `kvevict plan` have ours.",
+)
+def take_claims() -> Iterator[Claim]:
+    yield Claim("table 2: the probe helps", "take", NO_PROBE, chunks=Z)
+    yield Claim("table 2: the probe helps without delay", NO_DELAY, NEITHER, chunks=Z)
+    yield Claim("table 2: delay helps", RELAXED + "{L2}", NO_DELAY, chunks=Z, layers=4)
+    says = "table 2: delay without probe neither helps nor harms"
+    yield Claim(says, NO_PROBE + ",warmup_budget={B20}", NEITHER, 0.05, Z, layers=4)
+    for fewer, more, said in (("{L4}", "{L2}", "L/4 beats L/2"), ("{L2}", "{L34}", "L/2 beats 3L/4"),
+                              ("{L34}", "{L}", "3L/4 beats L")):  # fmt: skip
+        yield Claim(f"figure 7: W = {said}", RELAXED + fewer, RELAXED + more, chunks=Z)
+    yield Claim("figure 7: B_warmup of 20 B beats B", RELAXED + "{L2}", "take:warmup_budget={B}", chunks=Z, layers=4)
+    yield Claim("eq. 9: the accumulated probe helps", "take", "take:ema_alpha=0.0", chunks=Z)
+    yield from each("section 4: 0.32 instead of 0.2 helps retrieval", ["take:ema_alpha=0.32"], "take", chunks=Z)
+    for tokens in (16, 48, 64, 128):
+        says = f"ours: a probe of {tokens} tokens is about as good as one of 32"
+        yield Claim(says, f"take:probe={tokens}", "take", 0.05, Z, least=tokens + 16)
+    yield Claim(
+        "table 1: no worse than SnapKV, which reads the prompt in one pass", "take", "snapkv", 0.05, (256, None)
+    )
+    yield Claim("ours: runs of 10 tokens help", "take+chunkkv", "take", chunks=Z)
+    yield Claim("ours: EDIE's error instead of attention", "edie:rows=probe,heads=equal", NO_DELAY, chunks=Z)
+    yield Claim("ours: pooling over 31 slots instead of 7", LARGEST, "edie:rows=probe,heads=equal", chunks=Z)
+    yield Claim("ours: their mean instead of the largest", MEAN, LARGEST, chunks=Z)
+    yield Claim("ours: the first four tokens are kept", "take+edie", MEAN, chunks=Z)
