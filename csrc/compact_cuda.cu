@@ -1,7 +1,6 @@
 /* Moves the kept slots of [stored | new] together on a GPU. A block moves a strip of 32 bytes of every row of one
- * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. A second kernel follows,
- * which packs or unpacks rows that are packed on one side only; in place, new rows are so packed after the packed ones
- * have moved.
+ * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. A second kernel packs or
+ * unpacks the rows that are packed on one side only; in place, new rows are packed when the packed ones have moved.
  *
  * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones. No later tile reads what
  * a tile overwrites, and the barrier separates all reads of a tile from its writes.

@@ -32,7 +32,7 @@ static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
 /* The number of a head's slots in the prefix. */
 KV_DEVICE int prefix_len(const kv_decode &a, int64_t head) { return a.prefix.len ? a.prefix.len[head] : 0; }
 
-/* How a head's slots are cut. A split has slots of the prefix or the head's own, not both. */
+/* How a head's slots are cut. A split has slots of the prefix or the head's own, not both, so there may be one more. */
 struct Cut {
   int size, before, splits; /* slots of a split; splits of the prefix, and of all slots */
 };

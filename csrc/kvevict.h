@@ -60,7 +60,7 @@ typedef enum {
   KV_BAD_DTYPE, /* a dtype, kind or reduction is not one of the above, or this op does not take it */
   KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index is out of range */
   KV_NO_MEMORY, /* scratch could not be allocated */
-  KV_BAD_KIND,  /* rows that are moved or read together are packed in different kinds */
+  KV_BAD_KIND,  /* rows that are moved or read together are packed as different kinds */
   KV_NO_KIND,   /* the slots are packed, and only this op's CPU kernel reads such slots */
   KV_BAD_ISA,   /* KVEVICT_CPU_ISA is not an instruction set of this build */
 } kv_status;

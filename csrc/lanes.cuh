@@ -209,10 +209,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t heads = a->B * a->Hkv,
-                mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1; /* splits of a mean head */
-  const int64_t blocks =
-      4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's blocks take several */
+  /* A head has four blocks for each split of a head of mean length; if it has more splits, a block takes several. */
+  const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;
+  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits;
   const dim3 grid((unsigned)heads, (unsigned)blocks);
   const auto shared = (size_t)HeadRows<E, L, V, HEADS, false>::shared_bytes(a->D);
   const Logits logits = logits_of(a->scale, a->softcap);

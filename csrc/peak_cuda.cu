@@ -6,7 +6,7 @@
 // budget: regs 255, smem 98304
 #include "observe.cuh"
 
-/* Returns how many shares columns are cut into: about 512 blocks. The shape alone decides, so results repeat. */
+/* Returns into how many shares columns are cut, for about 512 blocks. The shape alone decides, so results repeat. */
 static int sweep_parts(const kv_observers *a) {
   const int64_t tiles = (a->R * (a->H / a->Hkv) + 63) / 64 * a->B * a->Hkv;
   return (int)(tiles > 256 ? 1 : tiles > 16 ? 512 / tiles : 32);

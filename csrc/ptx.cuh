@@ -107,7 +107,7 @@ KV_DEVICE void cp_async_wait_but(int n) {
   if (n == 3) cp_async_wait<3>();
 }
 
-/* Returns log2 x with an error of 2^-22: relative to the result for x over 2 or under 1/2, else absolute. */
+/* Returns log2 x with an error of 2^-22, relative to the result for x over 2 or under 1/2. */
 KV_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -78,7 +78,7 @@ struct RingQueries {
 
 /* How the stages lie in shared memory, after the queries; sizes are in bytes. */
 struct Ring {
-  int warps, stages, keys, values; /* a stage's keys, and its values after them */
+  int warps, stages, keys, values; /* keys, values: of a stage, in this order */
 
   __host__ __device__ __forceinline__ int stage() const { return keys + values; }
   __host__ __device__ __forceinline__ int bytes() const { return warps * stages * stage(); }

@@ -145,8 +145,7 @@ KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
 /* Returns a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
 
-/* The larger, the smaller number; b if either is NaN, as x86's instructions do, which compilers make of no
- * comparison. */
+/* vf_max and vf_min return b if either is NaN, as x86's instructions do. Compilers do not make those of comparisons. */
 #if defined(__AVX512F__)
 KV_INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 KV_INLINE vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -158,7 +157,7 @@ KV_INLINE vf vf_max(vf a, vf b) { return vf_select((vu)(a > b), a, b); }
 KV_INLINE vf vf_min(vf a, vf b) { return vf_select((vu)(a < b), a, b); }
 #endif
 
-/* The larger of two numbers >= 0, or NaN if either is NaN: the bits of such numbers have their order, NaN comes
+/* The larger of two numbers >= 0, or NaN if either is NaN: as integers their bits have the same order, with NaN
  * last. */
 KV_INLINE vf vf_max_nan(vf a, vf b) {
   const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;

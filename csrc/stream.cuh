@@ -5,8 +5,8 @@
 #define KV_STREAM_CUH
 #include "state.cuh"
 
-/* Returns the slots of a split for n slots in at most `splits` splits: a multiple of STEP (as `least` is), >=
- * `least`. */
+/* Returns the size of a split, of n slots in at most `splits` splits: a multiple of STEP, as `least`, its minimum,
+ * is. */
 template <int STEP>
 KV_DEVICE int split_size(int n, int splits, int least = 2 * STEP) {
   const int fair = (n + splits - 1) / splits;

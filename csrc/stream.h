@@ -1,6 +1,6 @@
 /* Attention of a few query rows over many slots, which are read once and in place: limited by memory bandwidth. Up to
  * SHARE rows share each load. A row's sums run over the slots in ascending order whatever else is computed with it, and
- * it does not matter to any bit if the slots lie in one segment or two. Logits are in log2 units. */
+ * their bits do not depend on whether the slots lie in one segment or two. Logits are in log2 units. */
 #ifndef KVEVICT_STREAM_H
 #define KVEVICT_STREAM_H
 #include "products.h"

@@ -242,7 +242,7 @@ static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, i
 /* Does as kv_row_o below, with the sums of kv_tile_o. p is the first row of a tile, whose other rows are ignored. */
 static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
   const int64_t whole = n / (2 * SQUARE) * SQUARE, words = n / 2;
-  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair of bf16 */
+  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* the first bf16 of a pair */
   float sums[SQUARE][2 * SQUARE], seen[SQUARE][2 * SQUARE];
   for (int64_t d = 0; d < width; d += 2 * SQUARE) {
     memset(sums, 0, sizeof sums), memset(seen, 0, sizeof seen);
@@ -267,7 +267,7 @@ static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const
     return;
   }
   const int64_t words = pairs ? n / 2 : n;
-  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* of a pair of bf16 */
+  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* the first bf16 of a pair */
   for (int64_t d = 0; d < width; d += VL) {
     vf acc = alpha * vf_load(o + d);
     for (int64_t c = 0; c < words; c++) {
