@@ -86,8 +86,7 @@ static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int
   memcpy(to.d, x->state.d, (size_t)rows * sizeof *to.d);
 }
 
-/* Computes the few rows of a head: first the columns that every step sees, for all rows; then, step by step, the
- * rest. */
+/* Computes the few rows of a head: the columns that every step sees, for all rows; then, step by step, the rest. */
 static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
   const kv_attend_head head = kv_attend_head_of(job->a, at);
   const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);

@@ -92,8 +92,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   }
 }
 
-/* Returns into how many splits at most a tile X's columns are cut. Fewer than four gain less than merging them
- * takes. */
+/* Returns into how many splits at most a tile X's columns are cut: fewer than 4 gain less than merging them takes. */
 template <class X>
 static int64_t splits_of(const kv_attend *a) {
   const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS * a->B * a->Hkv;
@@ -104,8 +103,7 @@ static int64_t splits_of(const kv_attend *a) {
   return splits < 4 ? 1 : splits;
 }
 
-/* Calls f(e, d, x, split, parts): x is the tile of attend_kernel, split says if columns are cut; parts is in
- * scratch. */
+/* Calls f(e, d, x, split, parts), with x the tile of attend_kernel, split if columns are cut, parts in scratch. */
 template <class F>
 static int planned(const kv_attend *a, Cutter &scratch, F f) {
   const int64_t heads = a->B * a->Hkv, rows = heads ? a->T * (a->H / a->Hkv) : 0;

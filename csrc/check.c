@@ -41,8 +41,7 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   return bad;
 }
 
-/* Checks an op of alive slots, [stored | new]: new ones end at stop, or at S without it. No head may have more than
- * C. */
+/* Checks an op of alive slots, [stored | new]: new ones end at stop, or at S without it. A head may have C at most. */
 static kv_status kv_alive_check(kv_dtype dtype, int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t D, int64_t C,
                                 const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int counts) {
   if (kv_bad_heads(B, H, Hkv, D, counts) || S < 0 || C < 0) return KV_BAD_SHAPE;

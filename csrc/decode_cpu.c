@@ -63,8 +63,7 @@ static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Pass 2: writes probs of one split's columns of one head. Split 0 also writes out, lse and the zeros after the
- * slots. */
+/* Pass 2: writes probs of one split of one head. Split 0 also writes out, lse and the zeros after the slots. */
 static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t G = job->shape.rows, width = job->shape.width, at = b * a->Hkv + h, n = kv_decode_slots(a, at) + 1;

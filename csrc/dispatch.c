@@ -1,5 +1,4 @@
-/* The public CPU functions, which check arguments and run the best instruction set's kernels, and the hook for
- * threads. */
+/* The public CPU functions, which check arguments and run the best instruction set's kernels; the hook for threads. */
 #define _DEFAULT_SOURCE /* syscall */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -128,8 +127,7 @@ const char *kv_cpu_isa(void) {
 static _Atomic(kv_parallel) kv_hook;
 static atomic_int kv_hook_threads = 1;
 
-/* torch's binding calls this before every op. A value that is set already is only read: callers share its cache
- * line. */
+/* torch's binding calls this before every op: a value already set is only read, so callers share its cache line. */
 void kv_set_parallel(kv_parallel parallel, int threads) {
   const int wanted = parallel && threads > 1 ? threads : 1;
   if (atomic_load(&kv_hook) != parallel) atomic_store(&kv_hook, parallel);

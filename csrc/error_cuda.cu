@@ -6,8 +6,7 @@
 // budget: regs 255, smem 99840
 #include "observe.cuh"
 
-/* Shared memory: KEYS keys and values, ROWS queries and outputs, their norms and the rows' RowValues; at most 98
- * KiB. */
+/* Shared memory: KEYS keys and values, ROWS queries and outputs, their norms, the rows' RowValues; at most 98 KiB. */
 template <class E, int D>
 struct ErrorTile {
   static constexpr bool HALF = sizeof(E) == 2;

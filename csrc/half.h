@@ -18,8 +18,7 @@ static inline float kv_float(uint32_t u) {
   return x;
 }
 
-/* Adds 112 to f16's exponent, twice if it is all ones (inf, NaN). 0 and denormals get an implicit one, then
- * subtracted. */
+/* Adds 112 to f16's exponent, twice if all ones (inf, NaN). 0 and denormals get an implicit one, then subtracted. */
 static inline float kv_float_of_f16(uint16_t h) {
   const uint32_t top = 0x7c00u << 13, sign = (uint32_t)(h & 0x8000u) << 16;
   const uint32_t u = (uint32_t)(h & 0x7fffu) << 13, exponent = u & top;

@@ -43,8 +43,8 @@ KV_DEVICE uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(OPERAND | b), "r"((int)add)                                  \
       : "memory")
 
-/* Starts d = A B^T, or d += A B^T if `add`; b: operand() of B. Until wgmma_wait d is undefined; a and B must not
- * change. */
+/* Starts d = A B^T, or d += A B^T if `add`; b: operand() of B. a and B must not change, nor d be read, before
+ * wgmma_wait. */
 template <class E>
 KV_DEVICE void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add);
 template <>

@@ -28,10 +28,13 @@ struct HeadRows {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       state[g] = {-INFINITY, 0};
-      unrolled<V, W>([&](int v, int i) {
-        q[g][v][i] = element(v) < D ? scale * to_float(query[g * stride + element(v) + i]) : 0;
-        o[g][v][i] = 0;
-      });
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+          q[g][v][i] = element(v) < D ? scale * to_float(query[g * stride + element(v) + i]) : 0;
+          o[g][v][i] = 0;
+        }
     }
     if constexpr (PACKED) start_packed(D, k);
   }
@@ -41,9 +44,11 @@ struct HeadRows {
     for (int g = 0; g < HEADS; g++) {
       more[g] = 0;
       if (k.kind == KV_AS_COMPUTED) continue;
-      unrolled<V, W>([&](int v, int i) {
-        if (k.centre && element(v) < D) more[g] += q[g][v][i] * k.centre[element(v) + i];
-      });
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++)
+          if (k.centre && element(v) < D) more[g] += q[g][v][i] * k.centre[element(v) + i];
       more[g] = lanes_sum<L>(more[g]);
       if (kv_is_rotated(k.kind)) hadamard<W, L, V>(q[g], D);
     }
@@ -62,14 +67,17 @@ struct HeadRows {
    * begin with element(0). */
   KV_DEVICE void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
     each_kind(x, [&](auto packed) {
-      unrolled<AHEAD, V>([&](int u, int v) {
-        const int c = c0 + u * GROUPS;
-        const uint64_t row = kv_segments_at(&x.at, c);
-        if constexpr (decltype(packed)::value)
-          part[u][v] = packed_part<E>(row, x.kind, element(v), D, c < c1);
-        else
-          part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(row) + v * L, c < c1 && element(v) < D);
-      });
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+          const int c = c0 + u * GROUPS;
+          const uint64_t row = kv_segments_at(&x.at, c);
+          if constexpr (decltype(packed)::value)
+            part[u][v] = packed_part<E>(row, x.kind, element(v), D, c < c1);
+          else
+            part[u][v] = load_once_16_if(reinterpret_cast<const uint4 *>(row) + v * L, c < c1 && element(v) < D);
+        }
     });
   }
 
@@ -90,7 +98,10 @@ struct HeadRows {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
       float sum = 0;
-      unrolled<V, W>([&](int v, int i) { sum += q[g][v][i] * x[v][i]; });
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) sum += q[g][v][i] * x[v][i];
       s[g] = lanes_sum<L>(sum) + (packed ? more[g] : 0);
     }
   }
@@ -107,7 +118,10 @@ struct HeadRows {
       x.d *= alpha;
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) x.d += s[u][g] = x.weight(s[u][g]);
-      unrolled<V, W>([&](int v, int i) { o[g][v][i] *= alpha; });
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++) o[g][v][i] *= alpha;
     }
   }
 
@@ -117,7 +131,10 @@ struct HeadRows {
     for (int v = 0; v < V; v++) {
       float x[W];
       numbers<packed>(value[v], kind, x);
-      unrolled<HEADS, W>([&](int g, int i) { o[g][v][i] += p[g] * x[i]; });
+#pragma unroll
+      for (int g = 0; g < HEADS; g++)
+#pragma unroll
+        for (int i = 0; i < W; i++) o[g][v][i] += p[g] * x[i];
     }
   }
 
@@ -137,15 +154,26 @@ struct HeadRows {
         for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.kind, s[u]);
       });
       load(k, c + STEP, c1, D, keys); /* these loads run during the rest */
-      if (logits.cap > 0) unrolled<AHEAD, HEADS>([&](int u, int g) { s[u][g] = logits.capped(s[u][g]); });
-      if (base + STEP > c1)
-        unrolled<AHEAD, HEADS>([&](int u, int g) {
-          if (c + u * GROUPS >= c1) s[u][g] = -INFINITY;
-        });
-      if (logit && threadIdx.x % L == 0)
-        unrolled<AHEAD, HEADS>([&](int u, int g) {
-          if (c + u * GROUPS < c1) logit[g * C + c + u * GROUPS] = s[u][g];
-        });
+      if (logits.cap > 0) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++) s[u][g] = logits.capped(s[u][g]);
+      }
+      if (base + STEP > c1) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++)
+            if (c + u * GROUPS >= c1) s[u][g] = -INFINITY;
+      }
+      if (logit && threadIdx.x % L == 0) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+          for (int g = 0; g < HEADS; g++)
+            if (c + u * GROUPS < c1) logit[g * C + c + u * GROUPS] = s[u][g];
+      }
       softmax(s);
       each_kind(v, [&](auto packed) {
 #pragma unroll
@@ -169,9 +197,11 @@ struct HeadRows {
     for (int g = 0; g < HEADS; g++) {
       const int at = g * GROUPS + group();
       if (threadIdx.x % L == 0) states[at] = state[g];
-      unrolled<V, W>([&](int v, int i) {
-        if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
-      });
+#pragma unroll
+      for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < W; i++)
+          if (element(v) < D) part[at * D + element(v) + i] = o[g][v][i];
     }
     merge_groups(GROUPS, states, part, HEADS, D, o_out, states_out);
   }

@@ -32,8 +32,7 @@ static int launch(dim3 grid, int threads, size_t shared, void *stream, Args... a
   return launch_with<kernel>(false, grid, threads, shared, stream, args...);
 }
 
-/* Does as launch, for a kernel that calls await_kernels_before: its blocks may start while the one before still
- * runs. */
+/* Does as launch, for a kernel that calls await_kernels_before: its blocks may start while the one before runs. */
 template <auto kernel, class... Args>
 static int launch_early(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   cudaFuncAttributes made = {};

@@ -55,8 +55,7 @@ static void kv_linear_store(const kv_linear *a, int64_t r, int64_t n0, int64_t n
   kv_store_row(a->dtype, y, (char *)a->out + (r * a->N + n0) * size, n);
 }
 
-/* Computes outputs n0 .. n0 + n - 1 in tile registers; at the matrix's end also some before them, as 64 are
- * computed. */
+/* Computes outputs n0 .. n0 + n - 1 in tile registers; at the matrix's end some before them, too, to have 64. */
 static void kv_linear_tiles(const kv_linear_job *job, int64_t n0, int64_t n) {
   const kv_linear *a = job->a;
   const int64_t rows = a->B * a->T, group = job->group, from = kv_min(n0, a->N - OUTPUTS), words = a->K / 2;

@@ -1,5 +1,5 @@
-/* Observing rows and their attention weights a[r,i] = exp(logit[r,i] - lse[r]) over the alive slots, shared by score,
- * peak and error. */
+/* Observing rows and their attention weights a[r,i] = exp(logit[r,i] - lse[r]) over the alive slots, for score, peak,
+ * error. */
 #ifndef KV_OBSERVE_CUH
 #define KV_OBSERVE_CUH
 #include "attention.cuh"

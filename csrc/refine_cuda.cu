@@ -31,8 +31,7 @@ KV_DEVICE float share_of(const kv_refine &a, int64_t head, int n, int c, float s
   return sum == 0 ? 1 / (float)n : a.score[head * a.C + c] / sum;
 }
 
-/* Block (i, head) computes the part of split i, mean [B, Hkv, splits, D]. Each group of L lanes takes every GROUPS-th
- * row. */
+/* Block (i, head) computes the part of split i, mean [B, Hkv, splits, D]. L lanes together take every GROUPS-th row. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a, const float *sum, float *mean) {
   const int64_t head = block_head();

@@ -13,8 +13,7 @@ typedef int64_t kv_span;
 typedef uint64_t kv_unsigned;
 #endif
 
-/* Slot i is stored row i if i < len, else a new row. The address of a slot that does not exist may be computed but is
- * never read. */
+/* Slot i is stored row i if i < len, else a new row. The address of a slot that does not exist is never read. */
 typedef struct {
   uint64_t stored, chunk;              /* addresses that slot 0 would have in the two parts */
   kv_span stored_stride, chunk_stride; /* in bytes */

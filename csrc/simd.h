@@ -157,8 +157,7 @@ KV_INLINE vf vf_max(vf a, vf b) { return vf_select((vu)(a > b), a, b); }
 KV_INLINE vf vf_min(vf a, vf b) { return vf_select((vu)(a < b), a, b); }
 #endif
 
-/* The larger of two numbers >= 0, or NaN if either is NaN: as integers their bits have the same order, with NaN
- * last. */
+/* The larger of two numbers >= 0, or NaN if either is NaN: as integers their bits have the same order, NaN last. */
 KV_INLINE vf vf_max_nan(vf a, vf b) {
   const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;
   return vf_select((vu)(x > y), (vf)x, (vf)y);

@@ -5,8 +5,7 @@
 #define KV_STREAM_CUH
 #include "state.cuh"
 
-/* Returns the size of a split, of n slots in at most `splits` splits: a multiple of STEP, as `least`, its minimum,
- * is. */
+/* Returns the size of a split, of n slots in at most `splits` splits: a multiple of STEP, as `least`, its minimum. */
 template <int STEP>
 KV_DEVICE int split_size(int n, int splits, int least = 2 * STEP) {
   const int fair = (n + splits - 1) / splits;

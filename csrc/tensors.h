@@ -89,8 +89,7 @@ struct Kernels {
   int (*cuda)(const Args *, void *scratch, void *stream);
 };
 
-/* One call of an op, on the device of its first tensor, which must be that of all. A GPU is current while this
- * lives. */
+/* One call of an op, on the device of its first tensor, where all must be. A GPU is current while this lives. */
 class Call {
  public:
   /* Takes every argument off torch's stack before anything is checked: those left there by an error are never freed. */

@@ -74,8 +74,7 @@ static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, floa
     kv_load_query(x, g, t, q);
 }
 
-/* Called before and after kv_tile_s, kv_tile_o and kv_row_o, which may multiply in tile registers (the queries'
- * amx). */
+/* Called before and after kv_tile_s, kv_tile_o and kv_row_o. amx: these multiply in tile registers (kv_queries). */
 static inline kv_amx kv_tiles_begin(int amx) {
   kv_amx none;
   memset(&none, 0, sizeof none);
@@ -282,8 +281,7 @@ static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const
   }
 }
 
-/* Caps a row's logits s [width], cap * tanh(s) if cap > 0; columns from n on, which the row does not see, become
- * -inf. */
+/* Caps a row's logits s [width], cap * tanh(s) if cap > 0; from column n on, which the row does not see, s is -inf. */
 static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width) {
   if (cap > 0)
     for (int64_t c = 0; c < n; c += VL) vf_store(s + c, cap * vf_tanh(vf_load(s + c)));

@@ -10,8 +10,7 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 KV_DEVICE int lane_id() { return threadIdx.x % 32; }
 KV_DEVICE int warp_id() { return threadIdx.x / 32; }
 
-/* Sums over aligned groups of `Width` lanes: 4 are a row of an mma fragment, 32 the warp. All lanes get the same
- * bits. */
+/* Sums over aligned groups of `Width` lanes: 4 are a row of an mma fragment, 32 the warp. All get the same bits. */
 template <int Width = 32, class T>
 KV_DEVICE T lanes_sum(T x) {
 #pragma unroll
