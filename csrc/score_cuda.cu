@@ -30,7 +30,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
   const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
   const Rows all = seeing(a, x, c0);
   const int heads = all.heads.n, count = all.count;
-  int seen = 0; /* by this thread's row of the next tile */
+  int seen = 0; /* how many keys this thread's row of the next tile sees */
   const auto load = [&](int stage, int g, int r0) {
     if (g == x.G || r0 >= count) return RowValues{};
     const Rows some = {all.head + g, all.from, count, all.heads};

@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
     if (next_row >= all.count) next_row = 0, next_g += heads;
     return thread < tile ? row_values(a.rows, x, some, row + thread) : RowValues{};
   };
-  int seen[3] = {}; /* by this thread's rows of this tile and the next two */
+  int seen[3] = {}; /* how many keys this thread's row of this tile, of the next two see */
   const auto keep = [&](int t, const RowValues &row) {
     seen[0] = seen[1], seen[1] = seen[2], seen[2] = row.seen;
     if (thread < X::ROWS) values[t % X::STAGES * X::ROWS + thread] = {row.lse * power, row.weight, row.seen};
