@@ -1,5 +1,5 @@
-/* Products of pairs of bf16 in Intel's tile registers: an instruction adds 16 x 32 by 32 x 16 numbers to 16 x 16 sums
- * in fp32. Words are two bf16, as in tile.h, whose packed blocks are the operands as they lie. */
+/* Products of pairs of bf16 in Intel's tile registers: an instruction multiplies 16 x 32 by 32 x 16 numbers and adds
+ * the products to 16 x 16 sums of fp32. A word is two bf16. The packed blocks of tile.h are operands as they lie. */
 #ifndef KVEVICT_AMX_H
 #define KVEVICT_AMX_H
 #include "simd.h"
@@ -7,7 +7,7 @@
 enum { SQUARE = 16 /* rows, columns and words of a tile register */ };
 
 #if KV_AMX
-/* Not the compilers' intrinsics: GCC's do not say that they read memory. */
+/* Assembly, since GCC's intrinsics do not tell the compiler that they read memory. */
 #define KV_TILE(name, ...) __asm__ volatile(name ::__VA_ARGS__ : "memory")
 #define KV_TILE_LOAD(tile, x, stride) KV_TILE("tileloadd (%0,%1,1), %%tmm" #tile, "r"(x), "r"(stride))
 #define KV_TILE_STORE(tile, x, stride) KV_TILE("tilestored %%tmm" #tile ", (%0,%1,1)", "r"(x), "r"(stride))
@@ -19,8 +19,8 @@ typedef struct {
   uint8_t bytes[64];
 } kv_amx;
 
-/* Makes all registers 16 rows of 64 bytes. kv_amx_end restores the configuration before: another library may have left
- * one for its next call. */
+/* Configures all registers as 16 rows of 64 bytes and returns the configuration before, which kv_amx_end restores:
+ * another library may have left one for its next call. */
 static inline kv_amx kv_amx_begin(void) {
   kv_amx before, squares = {{1}}; /* byte 0: the palette */
   for (int i = 0; i < 8; i++) squares.bytes[16 + 2 * i] = 64, squares.bytes[48 + i] = SQUARE;
@@ -36,8 +36,8 @@ static inline void kv_amx_end(kv_amx before) {
     __asm__ volatile("tilerelease" :);
 }
 
-/* C [16 or, if `both`, 32, 32] (add: +)= A [.., words] B [words, 32]; words is a multiple of 16. Every sum runs over
- * the words in ascending order. */
+/* C = A B, or C += A B if `add`, with A [rows, words], B [words, 32] and 32 rows if `both`, else 16. words is a
+ * multiple of 16; every sum runs over the words in ascending order. */
 KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t words,
                             float *c, int64_t ldc) {
   const int64_t as = 4 * lda, bs = 4 * ldb, cs = 4 * ldc;
@@ -75,7 +75,7 @@ KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, cons
   }
 }
 
-/* As kv_amx_block for `rows` rows and `columns` columns, rounded up to multiples of 16 and of 32. */
+/* Does as kv_amx_block for any number of rows and columns, rounded up to multiples of 16 and of 32. */
 static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b,
                                    int64_t ldb, int64_t words, float *c, int64_t ldc) {
   for (int64_t j = 0; j < columns; j += 2 * SQUARE)
@@ -85,7 +85,7 @@ static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const
       else
         kv_amx_block(0, add, a + r * lda, lda, b + j, ldb, words, c + r * ldc + j, ldc);
 }
-/* C [64, 16] = A [64, words] B [words, 16], as kv_amx_block: A is read once, in order, B lies in the first caches. */
+/* C [64, 16] = A [64, words] B [words, 16], summed as in kv_amx_block. A is read once, in order; B stays cached. */
 static inline void kv_amx_column(const float *a, int64_t words, const float *b, float *c) {
   const int64_t as = 4 * words, step = SQUARE * words, size = sizeof *c * SQUARE;
   KV_TILE_ZERO(0);

@@ -1,36 +1,36 @@
 /* Chunk attention over [stored | new] on a CPU.
  *
- * A task is some steps of one (b, kv head), with the rows of all G query heads: they share the packed keys and values.
+ * A task is some steps of one (b, kv head), with the rows of all G query heads, which share the packed keys and values.
  * The outer loop goes over blocks of keys, the inner one over tiles of rows, so each key is packed once per task.
  * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked.
  *
- * Where rows are few, the columns are cut too: into splits that depend on the shapes alone, not on the number of
- * threads; their states are merged in order. Very few rows read keys and values in place, as decode does. */
+ * Where rows are few, the columns are cut into splits, too, whose states are merged in order. Splits depend on the
+ * shapes alone, not on the number of threads. Very few rows read keys and values in place, as decode does. */
 #include <stdatomic.h>
 
 #include "rows.h"
 #include "stream.h"
 
 enum {
-  FEW = 16,           /* rows of a head up to which packing costs more than it saves */
-  SHORT = 64,         /* steps of a chunk up to which columns are cut */
-  TASKS = 32,         /* tasks of a chunk whose columns are cut, about */
-  COLUMNS = 4 * KEYS, /* columns of a split, at least */
+  FEW = 16,           /* the most rows of a head that read keys and values in place: packing would cost more */
+  SHORT = 64,         /* the most steps of a chunk whose columns are cut */
+  TASKS = 32,         /* about how many tasks a chunk has whose columns are cut */
+  COLUMNS = 4 * KEYS, /* the fewest columns of a split */
 };
 
 typedef struct {
   const kv_attend *a;
-  int64_t steps;        /* of a task */
-  int64_t most;         /* columns of a head */
-  int64_t splits, span; /* of a head's columns, and columns of each; 1 and 0: not cut */
+  int64_t steps;        /* steps of a task */
+  int64_t most;         /* columns of the longest head */
+  int64_t splits, span; /* splits of a head's columns, columns of a split; 1 and 0: not cut */
   int few;              /* keys and values are read in place */
-  kv_stream stream;     /* its shape; rows of a head */
-  float *states;        /* states of [B, Hkv, splits, rows] rows (kv_state_in), or NULL: not cut */
+  kv_stream stream;     /* the shape of a head's rows; its scratch is each worker's own */
+  float *states;        /* states of [B, Hkv, splits, rows] rows (kv_state_in); NULL: columns are not cut */
   atomic_int failed;
 } kv_attend_job;
 
 typedef struct {
-  int64_t b, h, n; /* columns */
+  int64_t b, h, n; /* n columns */
   kv_queries query;
   kv_columns k, v;
   kv_bounds bounds;
@@ -48,14 +48,14 @@ static kv_attend_head kv_attend_head_of(const kv_attend *a, int64_t at) {
   return x;
 }
 
-/* out and lse of row r of a head, from its normalized state. */
+/* Writes out and lse of row r of a head from its normalized state. */
 static void kv_attend_write(const kv_attend *a, const kv_attend_head *x, int64_t r, kv_state state) {
   const int64_t G = x->query.G, t = r / G, head = x->h * G + r % G, size = kv_size(a->dtype);
   kv_store_row(a->dtype, state.o, (char *)a->out + ((x->b * a->T + t) * a->H + head) * a->D * size, a->D);
   a->lse[(x->b * a->H + head) * a->T + t] = KV_LN2 * kv_state_lse(state);
 }
 
-/* out and lse of a task's rows: o / d, or 0 if the row sees nothing. */
+/* Writes out and lse of a task's rows; out is 0 where a row sees nothing. */
 static void kv_attend_finish(const kv_attend *a, const kv_attend_head *head, kv_rows *x, int64_t t0, int64_t rows,
                              int64_t width) {
   for (int64_t r = 0; r < rows; r++) {
@@ -86,8 +86,7 @@ static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int
   memcpy(to.d, x->state.d, (size_t)rows * sizeof *to.d);
 }
 
-/* Computes the few rows of a head: first the columns that every step sees, for all rows at once; then, step by step,
- * the others. */
+/* Computes the few rows of a head: the columns that every step sees, for all rows; then, step by step, the rest. */
 static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
   const kv_attend_head head = kv_attend_head_of(job->a, at);
   const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);
@@ -103,7 +102,7 @@ static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t 
   }
 }
 
-/* The steps that see most come first, so that no thread starts a long task while the others are done. */
+/* Runs tasks. The last steps see most and come first, so that no thread starts a long task when the others are done. */
 static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   kv_attend_job *job = ctx;
   const kv_attend *a = job->a;
@@ -112,11 +111,8 @@ static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   kv_stream stream = job->stream;
   void *memory =
       job->few ? kv_stream_alloc(&stream) : kv_rows_alloc(&x, kv_min(job->steps, a->T) * (a->H / a->Hkv), a->D, 1);
-  if (!memory) {
-    job->failed = 1;
-    return;
-  }
-  for (int64_t i = begin; i < end; i++) {
+  if (!memory) job->failed = 1;
+  for (int64_t i = begin; memory && i < end; i++) {
     const int64_t t0 = (last - i / pieces) * job->steps, at = i % pieces / job->splits, split = i % job->splits;
     if (job->few)
       kv_attend_few(job, &stream, at, split);
@@ -146,7 +142,7 @@ static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
   }
 }
 
-/* Decides how the work is cut. Columns are cut by the shapes and the lengths of heads alone. */
+/* Decides how the work is cut into tasks. Columns are cut by the shapes and the lengths of heads alone. */
 static void kv_attend_cut(kv_attend_job *job, int64_t heads, int64_t rows) {
   const kv_attend *a = job->a;
   for (int64_t i = 0; i < heads; i++) job->most = kv_max(job->most, kv_attend_head_of(a, i).n);

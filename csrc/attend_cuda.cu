@@ -1,25 +1,24 @@
 /* Chunk attention over [stored | new] on a GPU, sm_80 and up.
  *
  * A block computes one tile of rows of one (b, kv head), the rows of its G query heads in time-major order, against
- * tiles of keys in ascending order. Q, one tile of K and one of V are in shared memory, S and O in registers: V is
+ * tiles of keys in ascending order. Shared memory holds Q, one tile of K and one of V; registers hold S and O. V is
  * copied while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
- * masked; tiles that no row sees are not read. Where so few tiles would leave most of a GPU idle, the columns of each
- * are cut into splits, a block for each, and a second kernel combines them. */
+ * masked; tiles that no row sees are not read. Where so few tiles of rows would leave most of a GPU idle, the columns
+ * of each are cut into splits, a block for each, and a second kernel merges them. */
 // budget: regs 255, smem 99424
 #include "stream.cuh"
 
-constexpr int64_t FEW = 128;  /* tiles of all heads up to which columns are cut: a large GPU has more multiprocessors */
-constexpr int64_t FULL = 512; /* blocks, about at most, if so: two to four on each multiprocessor */
+constexpr int64_t FEW = 128;  /* the most tiles of all heads whose columns are cut: a large GPU runs more at once */
+constexpr int64_t FULL = 512; /* about the most blocks if columns are cut: two to four for each multiprocessor */
 
-/* A row's bounds and place, kept in shared memory: registers are scarce. */
+/* A row's bounds and place, in shared memory since registers are scarce. */
 struct alignas(16) AttendRow {
   int seen, step, to; /* seen: of the split's columns; to: b * H + its head, or in a split its tile's first row */
 };
 
 /* Writes a lane's rows of out and lse. */
 template <class E, int D, int MT>
-static __device__ __forceinline__ void attend_finish(const kv_attend &a, const Attended<MT, D> &done,
-                                                     const AttendRow *rows) {
+KV_DEVICE void attend_finish(const kv_attend &a, const Attended<MT, D> &done, const AttendRow *rows) {
   each_row<MT>([&](int m, int half) {
     const int t = rows[16 * m + 8 * half].step, to = rows[16 * m + 8 * half].to;
     kv_state state = {done.top[m][half], lanes_sum<4>(done.sum[m][half])};
@@ -48,7 +47,7 @@ static __device__ __forceinline__ void attend_finish(const kv_attend &a, const A
   });
 }
 
-/* Blocks of a head: its tiles of rows, each with its splits; without SPLIT there is one, which writes out and lse. */
+/* A head's blocks are its tiles of rows, each with its splits: without SPLIT one, which writes out and lse. */
 template <class E, int D, class X, bool SPLIT>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     attend_kernel(const kv_attend a, const Logits logits, const Parts parts) {
@@ -65,7 +64,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   const Bounds bounds = {(int)(keys.at.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.at.n : keys.at.len,
                          keys.at.n};
 
-  /* The last rows see most: they start first. */
+  /* The last rows see most, so they start first. */
   const int splits = SPLIT ? parts.splits : 1, split = blockIdx.x % splits;
   const int tile = parts.tiles - 1 - blockIdx.x / splits;
   const int row0 = tile * X::ROWS;
@@ -93,7 +92,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   }
 }
 
-/* Into how many splits at most the columns of a tile X are cut. Fewer than four gain less than combining them takes. */
+/* Returns into how many splits at most a tile X's columns are cut: fewer than 4 gain less than merging them takes. */
 template <class X>
 static int64_t splits_of(const kv_attend *a) {
   const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS * a->B * a->Hkv;
@@ -104,7 +103,7 @@ static int64_t splits_of(const kv_attend *a) {
   return splits < 4 ? 1 : splits;
 }
 
-/* f(e, d, x, split, parts): with the tile x of attend_kernel, whether there are splits, and the parts in scratch. */
+/* Calls f(e, d, x, split, parts), with x the tile of attend_kernel, split if columns are cut, parts in scratch. */
 template <class F>
 static int planned(const kv_attend *a, Cutter &scratch, F f) {
   const int64_t heads = a->B * a->Hkv, rows = heads ? a->T * (a->H / a->Hkv) : 0;

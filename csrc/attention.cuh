@@ -1,5 +1,5 @@
-/* The rows and columns of an attention matrix: where they are in memory, the columns that a row sees, how logits follow
- * from q.k. Shared by attend and the ops of observing rows. */
+/* The rows and columns of an attention matrix: where they are in memory, which columns a row sees, and how logits
+ * follow from q.k. Shared by attend and the ops of observing rows. */
 #ifndef KV_ATTENTION_CUH
 #define KV_ATTENTION_CUH
 #include <type_traits>
@@ -10,7 +10,7 @@
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-/* r / n by a multiplication, for 0 <= r < 2^32 / n. */
+/* Divides by n with a multiplication, for 0 <= r < 2^32 / n. */
 struct Divisor {
   int n;
   uint32_t inverse; /* 2^32 / n, rounded up */
@@ -18,10 +18,9 @@ struct Divisor {
   __device__ __forceinline__ int of(int r) const { return n == 1 ? r : (int)((uint64_t)r * inverse >> 32); }
 };
 
-static __device__ __forceinline__ Divisor divisor(int n) { return {n, 0xffffffffu / n + 1}; }
+KV_DEVICE Divisor divisor(int n) { return {n, 0xffffffffu / n + 1}; }
 
-/* The rows of some heads of a group, in time-major order: row r is head `head` + r % heads at step `from` + r /
- * heads. */
+/* Rows of some heads of a group, in time-major order: row r is head `head` + r % heads at step `from` + r / heads. */
 struct Rows {
   int head, from, count;
   Divisor heads;
@@ -30,7 +29,7 @@ struct Rows {
   __device__ __forceinline__ int head_of(int r) const { return head + r - heads.of(r) * heads.n; }
 };
 
-/* Where these rows are in memory: `x` is the first head's row at the first step. */
+/* Where such rows are in memory; `x` is the address of the first head's row at the first step. */
 struct RowsAt {
   uint64_t x;
   int head_stride, step_stride; /* in bytes */
@@ -38,37 +37,36 @@ struct RowsAt {
   int n;
 };
 
-static __device__ __forceinline__ uint64_t row_at(const RowsAt &rows, int r) {
+KV_DEVICE uint64_t row_at(const RowsAt &rows, int r) {
   const int step = rows.heads.of(r);
   return rows.x + (int64_t)(r - step * rows.heads.n) * rows.head_stride + (int64_t)step * rows.step_stride;
 }
 
-/* x: elements E with strides of head and step; b: the batch row times its stride. */
+/* Returns where rows are in x, of elements E and with strides of heads and steps; b: the batch row times its stride. */
 template <class E>
-static __device__ __forceinline__ RowsAt rows_at(const Rows &rows, const void *x, int64_t b, int64_t head_stride,
-                                                 int64_t step_stride) {
+KV_DEVICE RowsAt rows_at(const Rows &rows, const void *x, int64_t b, int64_t head_stride, int64_t step_stride) {
   const int64_t size = sizeof(E), at = b + rows.head * head_stride + rows.from * step_stride;
   return {(uint64_t)x + at * size, (int)(head_stride * size), (int)(step_stride * size), rows.heads, rows.count};
 }
 
-/* The causal bounds: step t sees the columns 0 .. clamp(shift + t + 1, least, n) - 1. */
+/* The causal bounds: step t sees columns 0 .. clamp(shift + t + 1, least, n) - 1. */
 struct Bounds {
   int shift, least, n;
 
   __device__ __forceinline__ int seen(int t) const { return min(max(shift + t + 1, least), n); }
 };
 
-/* How logits follow from s = q.k: in log2 units they are scale * of(s), with scale > 0. Where q is multiplied by
+/* How logits follow from s = q.k: in log2 units they are scale * of(s), with scale > 0. If q was multiplied by
  * of_query() first, they are capped(s). */
 struct Logits {
-  bool transformed; /* whether of(s) differs from s */
+  bool transformed; /* of(s) differs from s */
   float before, cap, scale;
 
   __device__ __forceinline__ float capped(float x) const { return cap > 0 ? cap * tanhf(x) : x; }
   __device__ __forceinline__ float of(float s) const { return capped(before * s); }
   __device__ __forceinline__ float of_query() const { return transformed ? before : scale; }
 
-  /* The derivative of capped where its value is y. */
+  /* The derivative of capped at the place where its value is y. */
   __device__ __forceinline__ float cap_grad(float y) const {
     const float share = cap > 0 ? y / cap : 0;
     return 1 - share * share;
@@ -81,27 +79,27 @@ static inline Logits logits_of(float scale, float softcap) {
   return {true, scale * LOG2E, 0, 1};
 }
 
-/* s -> of(s) */
+/* Turns each s into of(s). */
 template <int MT, int NT>
-static __device__ __forceinline__ void transform(float (&s)[MT][NT][4], const Logits &logits) {
+KV_DEVICE void transform(float (&s)[MT][NT][4], const Logits &logits) {
   if (!logits.transformed) return;
   each_number<MT, NT>([&](int m, int n, int half, int j) { s[m][n][2 * half + j] = logits.of(s[m][n][2 * half + j]); });
 }
 
-/* WARPS warps of 16 MT query rows each against KEYS keys. A warp of 32 rows uses each fragment of K and V twice; where
- * the O of 32 rows does not fit the registers it has 16. Shared memory holds the rows, two tiles of keys or values, at
- * most 96 KiB, and where these come from. */
+/* A tile of WARPS warps with 16 MT query rows each against KEYS keys. A warp of 32 rows uses each fragment of K and V
+ * twice; it has 16 rows where O of 32 does not fit the registers. Shared memory holds the rows and two tiles of keys or
+ * values, at most 96 KiB, and then two Columns. */
 template <class E, int D, int MOST_MT = 2>
 struct RowTile {
   static constexpr bool HALF = sizeof(E) == 2;
   static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? MOST_MT : 1, ROWS = WARPS * MT * 16;
   static constexpr int KEYS = HALF && D == 64 ? 128 : !HALF && D == 256 ? 32 : 64, THREADS = WARPS * 32;
-  static constexpr int KEY_WARPS = 1;             /* among which a tile's keys are shared out */
-  static constexpr int STEPS = KEYS > 64 ? 1 : 8; /* of multiply; registers hold no more */
+  static constexpr int KEY_WARPS = 1;             /* warps that share out a tile's keys */
+  static constexpr int STEPS = KEYS > 64 ? 1 : 8; /* of multiply: registers hold no more */
   static constexpr size_t TILES = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E), SHARED = TILES + 2 * sizeof(Columns);
 };
 
-/* f(E{}, std::integral_constant<int, D>{}) */
+/* Calls f(E{}, std::integral_constant<int, D>{}), with D the head dimension of a tile for `dims` dimensions. */
 template <class F>
 static int dispatch(kv_dtype dtype, int64_t dims, F f) {
   return dispatch(dtype, [&](auto e) {

@@ -1,9 +1,9 @@
-/* Where torch and Python meet the kernels; with tensors.h the only file that sees torch. The arguments of an op
- * are in ops.def: here they become its schema, and the code that fills its struct of kvevict.h and calls its kernel.
+/* The part that torch and Python call; with tensors.h the only file that includes torch. ops.def lists the arguments of
+ * an op: here they become its schema, and the code that fills its struct of kvevict.h and calls its kernel.
  *
  * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
- * Everything a kernel will read or write is checked here against the size of its tensor, or by the kernel against its
- * struct, so a wrong call raises. Facts that only the values of tensors tell are checked on the CPU alone. */
+ * All that a kernel reads or writes is checked here against the size of its tensor, or by the kernel against its
+ * struct, so a wrong call raises. What only the values of tensors tell is checked on the CPU alone. */
 #include <Python.h>
 
 #include <cstdlib>
@@ -21,7 +21,7 @@ constexpr const char *cuda_archs = "";
 #endif
 #define KV_CPU(op) nullptr, nullptr
 
-/* The sizes that the struct has by their names. */
+/* Puts into the struct each size for which it has a field of that name. */
 template <typename Args>
 void put_sizes(Args &a, const Call &call) {
 #define KV_PUT(X) \
@@ -31,7 +31,7 @@ void put_sizes(Args &a, const Call &call) {
   if constexpr (requires { a.rows.B; }) put_sizes(a.rows, call);
 }
 
-/* Further checks of an op: that its slots lie in their buffers, and more where there is a function for it. */
+/* Further checks of an op: its slots must lie in their buffers, and some ops have a function that checks more. */
 template <typename Args>
 void check(Args &a, const Call &call) {
   if constexpr (requires { a.rows.slots; })
@@ -104,8 +104,8 @@ using Library = torch::stable::detail::StableLibrary;
 #define KV_DEFINE(op, library) library.def(schema(#op, tables::op::args).c_str());
 #define KV_IMPLEMENT(op, library) library.impl(#op, call_##op);
 
-/* The ops are registered once, by the first import: STABLE_TORCH_LIBRARY would do it when the library is loaded, where
- * a second copy of it, whose name torch refuses, can only crash. Returns whether it is this copy that is registered. */
+/* Registers the ops, once, by the first import. STABLE_TORCH_LIBRARY would do that when the library is loaded, where a
+ * second copy of it, whose name torch refuses, can only crash. Returns whether this copy is the registered one. */
 bool registered() {
   static const bool done = [] {
     TorchLibraryHandle name;
@@ -166,7 +166,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvevict._C", nullptr, 0, methods, 
 
 }  // namespace
 
-/* Importing again only makes another module object. */
+/* Makes a module object; importing again does no more. */
 PyMODINIT_FUNC PyInit__C() {
   if (registered()) return PyModuleDef_Init(&module);
   PyErr_SetString(PyExc_ImportError, "another copy of kvevict's compiled part is in use in this process");

@@ -1,34 +1,35 @@
-/* Packed rows as operands of tensor cores. Rows lie in shared memory as they are stored, 4 bytes aligned and an odd
- * number of words apart (except of 4 bits where D / 8 is odd), so lanes that read one word each of 8 rows and 4 places
- * meet no bank twice. Numbers become fp16, exactly: a byte in the low bits of 1024 is a number of fp16, less 1024.
+/* Packed rows as operands of tensor cores. Rows lie in shared memory as they are stored, aligned to 4 bytes and an odd
+ * number of words apart (except of 4 bits where D / 8 is odd), so lanes that read one word each at 4 places of 8 rows
+ * have no bank conflicts. Numbers become fp16, exactly: a byte in the low bits of 1024 is a number of fp16, from which
+ * 1024 is subtracted.
  *
- * A sum over D has any order that keys and queries share, and fragments have theirs: the 4 words of word step s are 2 j
- * + s % 2 + 8 (s / 2), j = lane % 4. A word of 8 bits is one step of 16 numbers, a word of 4 bits two: its low halves
- * and its high ones. Bytes 0 and 2 are a register of the fragment, 1 and 3 the other. */
+ * A sum over D may have any order that keys and queries share. Here it is that of fragments: the 4 words of word step s
+ * are 2 j + s % 2 + 8 (s / 2), with j = lane % 4. A word of 8 bits is one step of 16 numbers, a word of 4 bits two: its
+ * low halves and its high ones. Bytes 0 and 2 are a register of the fragment, 1 and 3 the other. */
 #ifndef KV_BYTES_CUH
 #define KV_BYTES_CUH
 #include "tile.cuh"
 
-/* Which of KEYS keys is row (of V and K) or column (of logits) p of a tile: lane j's columns of all 8-column blocks are
- * KEYS / 4 keys that follow each other, so its words of values are in other banks than those of other lanes. */
+/* Returns which of KEYS keys is at place p of a tile: row p of K and V, column p of the logits. Of all blocks of 8
+ * columns, lane j has KEYS / 4 keys that follow each other, so that lanes read words of values from different banks. */
 template <int KEYS>
-static __device__ __forceinline__ int key_of(int p) {
+KV_DEVICE int key_of(int p) {
   return KEYS / 4 * (p % 8 / 2) + 2 * (p / 8) + p % 2;
 }
 
 /* The first and third byte of x, less 128, as two numbers of fp16. */
-static __device__ __forceinline__ uint32_t bytes_f16(uint32_t x) {
+KV_DEVICE uint32_t bytes_f16(uint32_t x) {
   return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u); /* 1 x - 1152 */
 }
-/* The low halves of the first and third byte, and their high halves. */
-static __device__ __forceinline__ uint32_t low_f16(uint32_t x) {
+/* The low halves of the first and third byte of x as numbers of fp16, and below their high halves. */
+KV_DEVICE uint32_t low_f16(uint32_t x) {
   return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* 1 x - 1024 */
 }
-static __device__ __forceinline__ uint32_t high_f16(uint32_t x) {
+KV_DEVICE uint32_t high_f16(uint32_t x) {
   return fma_f16x2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u); /* x / 16 - 64 */
 }
 
-/* KEYS packed rows of one head, `stride` words apart. */
+/* Packed rows of one head, `stride` words apart. */
 struct PackedTile {
   const uint32_t *words;
   int stride;
@@ -36,33 +37,33 @@ struct PackedTile {
 
   __device__ __forceinline__ const uint32_t *row(int r) const { return words + r * stride; }
 
-  /* The row's scale, and its least number. */
+  /* Returns the scale of row r and its least number. */
   __device__ __forceinline__ float2 ends(int r) const {
     const uint32_t last = row(r)[stride - 1];
     return kind == KV_INT8 ? make_float2(__uint_as_float(last), 0) : unpack<f16>(last);
   }
 };
 
-/* Where number d of a query meets packed keys of D numbers: the step, and the lane of its row's four, of the word. */
+/* The word of packed keys that number d of a query is multiplied with: its word step, and which of a row's four lanes
+ * has it. Keys have D numbers. */
 struct Word {
   int step, lane;
 };
-static __device__ __forceinline__ Word word_of(kv_kind kind, int d, int D) {
+KV_DEVICE Word word_of(kv_kind kind, int d, int D) {
   const int high = kind == KV_INT4 && d >= D / 2, w = (high ? d - D / 2 : d) / 4, step = w / 8 * 2 + w % 2;
   return {kind == KV_INT4 ? 2 * step + high : step, w % 8 / 2};
 }
 
 /* d += A B, where A is the sum of PARTS fragments. */
 template <class F, int PARTS>
-static __device__ __forceinline__ void mma_parts(float (&d)[4], const uint32_t (&a)[PARTS][4], uint32_t b0,
-                                                 uint32_t b1) {
+KV_DEVICE void mma_parts(float (&d)[4], const uint32_t (&a)[PARTS][4], uint32_t b0, uint32_t b1) {
 #pragma unroll
   for (int i = 0; i < PARTS; i++) mma<F>(d, a[i], b0, b1);
 }
 
-/* s = Q K^T in units of the rows' scales. q(x, step) has the queries' fragment. */
+/* s += Q K^T before the rows' scales. q(x, step) loads the queries' fragments of a step into x. */
 template <int D, int PARTS, int NT, class Query>
-static __device__ __forceinline__ void packed_products(float (&s)[NT][4], const PackedTile &k, Query q) {
+KV_DEVICE void packed_products(float (&s)[NT][4], const PackedTile &k, Query q) {
   const uint32_t *row[NT];
 #pragma unroll
   for (int n = 0; n < NT; n++) row[n] = k.row(key_of<8 * NT>(8 * n + fragment_row())) + lane_id() % 4 * 2;
@@ -92,11 +93,10 @@ static __device__ __forceinline__ void packed_products(float (&s)[NT][4], const 
   }
 }
 
-/* o += P V of keys 16 k .. 16 k + 15 in columns' order, p their weights times the rows' scales. Column c of block n of
- * o is number packed_place(kind, n, c, D). */
+/* o += P V over keys 16 k .. 16 k + 15 in the order of columns, with p the weights times the rows' scales. Column c of
+ * block n of o is number packed_place(kind, n, c, D). */
 template <int D, int KEYS, int PARTS>
-static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4],
-                                                  const PackedTile &v, int k) {
+KV_DEVICE void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4], const PackedTile &v, int k) {
   const uint32_t *const row = v.row(KEYS / 4 * (lane_id() % 4) + 4 * k) + fragment_row();
 #pragma unroll
   for (int t = 0; t < D / 32; t++) {
@@ -122,8 +122,8 @@ static __device__ __forceinline__ void packed_add(float (&o)[D / 8][4], const ui
   }
 }
 
-/* The number that column c of block n of o is; D or more if the lane has none. */
-static __device__ __forceinline__ int packed_place(kv_kind kind, int n, int c, int D) {
+/* Returns which number column c of block n of o is; D or more if there is none. */
+KV_DEVICE int packed_place(kv_kind kind, int n, int c, int D) {
   if (kind == KV_AS_COMPUTED) return 8 * n + c;
   if (kind == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;
   const int at = n / 8 * 32 + 4 * c + n % 4;

@@ -20,7 +20,7 @@ const char *kv_status_text(kv_status status) {
   return (unsigned)status < sizeof texts / sizeof *texts ? texts[status] : "unknown status";
 }
 
-/* With `counts` the arrays are in the CPU's memory, so the limit is that of the CPU's kernels. */
+/* Returns whether dimensions are bad. With `counts` the call is for a CPU, whose limit of D is the larger one. */
 static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts) {
   if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > (counts ? KV_MOST_D : KV_MOST_D_CUDA) || D % 8) return 1;
   return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
@@ -41,8 +41,7 @@ static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   return bad;
 }
 
-/* Checks an op of alive slots, [stored | new]: the new ones end at stop, or are all if stop is NULL. No head may have
- * more than C. */
+/* Checks an op of alive slots, [stored | new]: new ones end at stop, or at S without it. A head may have C at most. */
 static kv_status kv_alive_check(kv_dtype dtype, int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t D, int64_t C,
                                 const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int counts) {
   if (kv_bad_heads(B, H, Hkv, D, counts) || S < 0 || C < 0) return KV_BAD_SHAPE;
@@ -116,7 +115,7 @@ kv_status kv_select_check(const kv_select *a, int counts) {
     const int64_t first = a->protect_first[head / a->Hkv], last = a->protect_last[head / a->Hkv];
     if (n < 0 || first < 0 || last < 0) return KV_BAD_COUNT;
     if (keep < (n < first + last ? n : first + last) || keep > most) return KV_BAD_COUNT;
-    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* an unprotected slot has no score */
+    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* else an unprotected slot has no score */
   }
   return KV_OK;
 }

@@ -1,5 +1,5 @@
-/* The rows of one head's alive keys or values on a GPU: the one place that knows how numbers of a slot are stored
- * (kvevict.h). L lanes of a warp share a row: of its vector v, lane i has the numbers (v * L + i) * W .., where W
+/* The rows of one head's alive keys or values on a GPU: the one place that knows how a slot's numbers are stored
+ * (kvevict.h). L lanes of a warp share a row: of its vector v, lane i has the numbers from (v * L + i) * W on, where W
  * numbers are 16 bytes as computed. */
 #ifndef KV_COLUMNS_CUH
 #define KV_COLUMNS_CUH
@@ -13,16 +13,16 @@
 /* Column c of a head's attention matrix is slot c. */
 struct Columns {
   kv_segments at;
-  kv_kind kind;        /* of stored rows */
-  const float *centre; /* [D] of packed rows, or NULL */
+  kv_kind kind;        /* the kind of stored rows */
+  const float *centre; /* [D] the centre of packed rows, or NULL */
 
-  /* Columns before this are packed. */
+  /* The number of packed columns, which come first. */
   __device__ __forceinline__ int packed() const { return kind == KV_AS_COMPUTED ? 0 : at.len; }
 };
 
-/* rows: the layer's, in which row `offset` is the head's slot 0. */
-static __device__ __forceinline__ Columns columns_of(kv_segments at, const void *rows, int64_t offset, kv_kind kind,
-                                                     const float *centre, int64_t D) {
+/* Makes the columns whose addresses are `at`. Slot 0 is row `offset` of the layer's rows `rows`. */
+KV_DEVICE Columns columns_of(kv_segments at, const void *rows, int64_t offset, kv_kind kind, const float *centre,
+                             int64_t D) {
   if (kind != KV_AS_COMPUTED) {
     const int64_t bytes = kv_packed_bytes(kind, D);
     at.stored = (uint64_t)rows + (uint64_t)(offset * bytes), at.stored_stride = (int)bytes;
@@ -30,27 +30,27 @@ static __device__ __forceinline__ Columns columns_of(kv_segments at, const void 
   return {at, kind, centre};
 }
 
-/* The centre of keys of one head, or NULL. */
-static __device__ __forceinline__ const float *centre_of(const kv_slots &slots, int64_t head, int64_t D) {
+/* The centre of one head's keys, or NULL. */
+KV_DEVICE const float *centre_of(const kv_slots &slots, int64_t head, int64_t D) {
   return slots.centre ? slots.centre + head * D : nullptr;
 }
 
-/* The [stored | new] keys or values of a head, new ones up to `stop`. */
+/* The keys or values [stored | new] of a head; its new ones end at `stop`. */
 template <class E>
-static __device__ __forceinline__ Columns head_columns(kv_side side, const kv_slots &slots, const kv_new &chunk,
-                                                       int64_t b, int64_t h, int64_t Hkv, int64_t stop, int64_t D) {
+KV_DEVICE Columns head_columns(kv_side side, const kv_slots &slots, const kv_new &chunk, int64_t b, int64_t h,
+                               int64_t Hkv, int64_t stop, int64_t D) {
   const int64_t head = b * Hkv + h;
   const kv_segments at = kv_rows_of(side, &slots, &chunk, b, h, Hkv, stop, D, sizeof(E));
   if (side == KV_VALUES) return columns_of(at, slots.v, slots.offset[head], slots.v_kind, nullptr, D);
   return columns_of(at, slots.k, slots.offset[head], slots.k_kind, centre_of(slots, head, D), D);
 }
 
-/* Numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale and
- * the least number in z and w; zeros if not wanted and from D on (they stand for zeros). */
+/* Loads numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale
+ * and the least number in z and w. All are zeros, which stand for numbers of 0, if not `wanted` and from D on. */
 template <class E>
-static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_kind kind, int d, int D, bool wanted) {
+KV_DEVICE uint4 packed_part(uint64_t row, kv_kind kind, int d, int D, bool wanted) {
   const bool eight = kind == KV_INT8;
-  const int half = (int)kv_packed_bytes(kind, D) - 4; /* a row's bytes of numbers */
+  const int half = (int)kv_packed_bytes(kind, D) - 4; /* bytes of a row's numbers */
   wanted &= d < D;
   const uint32_t ends = load_once_4_if(reinterpret_cast<const void *>(row + half), wanted);
   uint32_t word[2] = {0, 0};
@@ -65,9 +65,9 @@ static __device__ __forceinline__ uint4 packed_part(uint64_t row, kv_kind kind, 
   return make_uint4(word[0], word[1], __float_as_uint(two.x), __float_as_uint(two.y));
 }
 
-/* y [W] = the numbers of a packed_part. A byte becomes the last 8 bits of a float of 2^23 and more. */
+/* y [W] = the numbers of a packed_part. A byte becomes the last 8 bits of a float of at least 2^23. */
 template <class E>
-static __device__ __forceinline__ void packed_numbers(uint4 part, kv_kind kind, float (&y)[VECTOR<E>]) {
+KV_DEVICE void packed_numbers(uint4 part, kv_kind kind, float (&y)[VECTOR<E>]) {
   const uint32_t word[2] = {part.x, part.y};
   const float zero = kind == KV_INT8 ? 8388736.0f : 8388608.0f, scale = __uint_as_float(part.z);
 #pragma unroll
@@ -76,10 +76,10 @@ static __device__ __forceinline__ void packed_numbers(uint4 part, kv_kind kind, 
                 __uint_as_float(part.w));
 }
 
-/* x times the orthonormal Hadamard matrix of the largest power of two that divides D, by blocks; all lanes of the warp
- * call it together. */
+/* Multiplies x by the orthonormal Hadamard matrix of the largest power of two that divides D, block by block. All lanes
+ * of the warp call it together. */
 template <int W, int L, int V>
-static __device__ __forceinline__ void hadamard(float (&x)[V][W], int D) {
+KV_DEVICE void hadamard(float (&x)[V][W], int D) {
   const int size = D & -D;
   const float scale = 1 / sqrtf((float)size);
 #pragma unroll
@@ -92,38 +92,28 @@ static __device__ __forceinline__ void hadamard(float (&x)[V][W], int D) {
         const float a = x[v][i], b = x[v][i + step];
         x[v][i] = a + b, x[v][i + step] = a - b;
       }
-#pragma unroll
-  for (int v = 0; v < V; v++)
-#pragma unroll
-    for (int i = 0; i < W; i++) x[v][i] *= scale;
+  unrolled<V, W>([&](int v, int i) { x[v][i] *= scale; });
 #pragma unroll
   for (int step = 1; step < L; step *= 2) {
     if (step * W >= size) break;
     const float sign = threadIdx.x & step ? -1 : 1;
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int i = 0; i < W; i++) x[v][i] = fmaf(sign, x[v][i], __shfl_xor_sync(ALL_LANES, x[v][i], step));
+    unrolled<V, W>([&](int v, int i) { x[v][i] = fmaf(sign, x[v][i], __shfl_xor_sync(ALL_LANES, x[v][i], step)); });
   }
 #pragma unroll
   for (int step = 1; step < V; step *= 2) {
     if (step * L * W >= size) break;
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int i = 0; i < W; i++) {
-        if (v & step) continue;
-        const float a = x[v][i], b = x[v + step][i];
-        x[v][i] = a + b, x[v + step][i] = a - b;
-      }
+    unrolled<V, W>([&](int v, int i) {
+      if (v & step) return;
+      const float a = x[v][i], b = x[v + step][i];
+      x[v][i] = a + b, x[v + step][i] = a - b;
+    });
   }
 }
 
-/* y [V][W] = this lane's numbers of packed column c; zeros if not wanted and from D on. All lanes of the warp call it
- * together, those that do not share a row for different columns. */
+/* y [V][W] = this lane's numbers of packed column c; zeros if not `wanted` and from D on. All lanes of the warp call it
+ * together; those that share a row name one column. */
 template <class E, int L, int V>
-static __device__ __forceinline__ void packed_column(const Columns &x, int c, bool wanted, int D,
-                                                     float (&y)[V][VECTOR<E>]) {
+KV_DEVICE void packed_column(const Columns &x, int c, bool wanted, int D, float (&y)[V][VECTOR<E>]) {
   const uint64_t row = x.at.stored + (uint64_t)(kv_unsigned)c * (kv_unsigned)x.at.stored_stride;
   const int first = threadIdx.x % L * VECTOR<E>;
 #pragma unroll
@@ -131,19 +121,15 @@ static __device__ __forceinline__ void packed_column(const Columns &x, int c, bo
     packed_numbers<E>(packed_part<E>(row, x.kind, first + v * L * VECTOR<E>, D, wanted), x.kind, y[v]);
   if (kv_is_rotated(x.kind)) hadamard<VECTOR<E>, L, V>(y, D);
   if (!wanted || !x.centre) return;
-#pragma unroll
-  for (int v = 0; v < V; v++)
-#pragma unroll
-    for (int i = 0; i < VECTOR<E>; i++) {
-      const int d = first + v * L * VECTOR<E> + i;
-      y[v][i] += d < D ? x.centre[d] : 0;
-    }
+  unrolled<V, VECTOR<E>>([&](int v, int i) {
+    const int d = first + v * L * VECTOR<E> + i;
+    y[v][i] += d < D ? x.centre[d] : 0;
+  });
 }
 
 /* y [V][W] = this lane's numbers of column c, packed or not; called as packed_column is. */
 template <class E, int L, int V>
-static __device__ __forceinline__ void column_numbers(const Columns &x, int c, bool wanted, int D,
-                                                      float (&y)[V][VECTOR<E>]) {
+KV_DEVICE void column_numbers(const Columns &x, int c, bool wanted, int D, float (&y)[V][VECTOR<E>]) {
   const bool packed = c < x.packed();
   if (x.kind != KV_AS_COMPUTED) packed_column<E, L, V>(x, c, wanted && packed, D, y);
   if (packed) return;
@@ -155,7 +141,7 @@ static __device__ __forceinline__ void column_numbers(const Columns &x, int c, b
   }
 }
 
-/* f(L, V), integral constants, for rows of up to D numbers. */
+/* Calls f(L, V), integral constants, for rows of up to D numbers. */
 template <class E, class F>
 static int with_lanes(int64_t D, F f) {
   constexpr int W = VECTOR<E>;
@@ -165,14 +151,13 @@ static int with_lanes(int64_t D, F f) {
   return f(integral_constant<int, 32>{}, integral_constant<int, 8 / W>{});
 }
 
-/* Packs the row of D numbers at `from`, by one warp. */
+/* Packs the row of D numbers at `from` as bytes at `to`; called by one warp. */
 template <class E>
-static __device__ __forceinline__ void pack_row(const E *from, kv_kind kind, const float *centre, int D,
-                                                unsigned char *to) {
+KV_DEVICE void pack_row(const E *from, kv_kind kind, const float *centre, int D, unsigned char *to) {
   constexpr int W = 4, V = KV_MOST_D / (32 * W);
   const int lane = lane_id(), half = D / 2;
   float x[V][W], least = INFINITY, most = -INFINITY;
-  int other = 0; /* inf or NaN */
+  int other = 0; /* the row has an inf or a NaN */
 #pragma unroll
   for (int v = 0; v < V; v++)
 #pragma unroll
@@ -214,7 +199,7 @@ static __device__ __forceinline__ void pack_row(const E *from, kv_kind kind, con
     }
   }
   uint32_t *const words = reinterpret_cast<uint32_t *>(to);
-  if (kind == KV_INT4) { /* the numbers D / 2 further on go into the high halves */
+  if (kind == KV_INT4) { /* numbers D / 2 further on go into the high halves */
     const int vectors = half / W;
     uint32_t high[V];
 #pragma unroll

@@ -1,27 +1,27 @@
-/* The rows of one head's alive keys or values on a CPU: the one place that knows how numbers of a slot are stored. A
- * row is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode's append write
- * rows: a row that moves is copied as bytes, a new row is packed where the slots are. */
+/* The rows of one head's alive keys or values on a CPU: the one place that knows how a slot's numbers are stored. A row
+ * is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode write rows: a stored
+ * row moves as bytes, and a new row is packed when it is stored. */
 #ifndef KVEVICT_COLUMNS_H
 #define KVEVICT_COLUMNS_H
 #include "half.h"
 #include "packed.h"
 #include "segments.h"
 
-/* The alive keys or values of one (b, kv head): column c of its attention matrix is slot c. */
+/* The alive keys or values of one (b, kv head). Column c of the head's attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
-  kv_kind kind; /* kind of the columns before `packed`; as computed if that is 0 */
+  kv_kind kind; /* the kind of the columns before `packed`; KV_AS_COMPUTED if there are none */
   int64_t D, n, packed;
-  const float *centre; /* [D] of packed columns, or NULL */
+  const float *centre; /* [D] the centre of packed columns, or NULL */
   kv_segments at;
 } kv_columns;
 
-/* Bytes of a stored row. */
+/* The bytes of a stored row. */
 static inline int64_t kv_row_bytes(kv_kind kind, kv_dtype dtype, int64_t D) {
   return kind == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(kind, D);
 }
 
-/* The columns at `at`, [stored | new], whose stored ones are rows of `rows` from `offset` on. */
+/* Makes the columns whose addresses are `at`. Slot 0 is row `offset` of the stored rows `rows`. */
 static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at, const void *rows, int64_t offset,
                                        kv_kind kind, const float *centre) {
   kv_columns x = {dtype, kind, D, at.n, 0, NULL, at};
@@ -32,12 +32,12 @@ static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at
   return x;
 }
 
-/* The centre of keys of one head, or NULL. */
+/* The centre of one head's keys, or NULL. */
 static inline const float *kv_centre(const kv_slots *slots, int64_t head, int64_t D) {
   return slots->centre ? slots->centre + head * D : NULL;
 }
 
-/* The [stored | new] keys or values of a head, new ones up to `stop`. */
+/* The keys or values [stored | new] of a head; its new ones end at `stop`. */
 static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D, const kv_slots *slots,
                                          const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   const int64_t head = b * Hkv + h;
@@ -46,8 +46,8 @@ static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D
   return kv_columns_of(dtype, D, at, slots->k, slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
 }
 
-/* Stored slots of two buffers: rows shared .. shared + shared_len - 1 of the first, then rows own .. own + len - 1 of
- * the second. */
+/* The columns of stored slots in two buffers: rows shared .. shared + shared_len - 1 of the first, then rows own .. own
+ * + len - 1 of the second. */
 static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_kind kind, const float *centre,
                                            const void *shared_rows, int64_t shared, int64_t shared_len,
                                            const void *own_rows, int64_t own, int64_t len) {
@@ -61,7 +61,7 @@ static inline const void *kv_column(const kv_columns *x, int64_t c) {
   return (const void *)(uintptr_t)kv_segments_at(&x->at, c);
 }
 
-/* Column c -> row [D] */
+/* Loads column c as floats into row [D]. */
 static inline void kv_column_load(const kv_columns *x, int64_t c, float *restrict row) {
   if (c < x->packed)
     kv_unpack_row(x->kind, x->centre, kv_column(x, c), row, x->D);
@@ -69,15 +69,15 @@ static inline void kv_column_load(const kv_columns *x, int64_t c, float *restric
     kv_load_row(x->dtype, kv_column(x, c), row, x->D);
 }
 
-/* Column c as D floats: in place, or converted into row [D]. */
+/* Returns column c as D floats: where it lies, or converted into row [D]. */
 static inline const float *kv_column_floats(const kv_columns *x, int64_t c, float *row) {
   if (x->dtype == KV_F32 && c >= x->packed) return kv_column(x, c);
   kv_column_load(x, c, row);
   return row;
 }
 
-/* Column c as D numbers of bf16, for processors that multiply pairs of them: in place, or rounded into `row`, which has
- * room for them. */
+/* Returns column c as D numbers of bf16, for processors that multiply pairs of them: where it lies or, if it is packed,
+ * rounded to bf16 in `row`. */
 static inline const void *kv_column_pairs(const kv_columns *x, int64_t c, void *row) {
   if (c >= x->packed) return kv_column(x, c);
   float numbers[KV_MOST_D];
@@ -86,26 +86,26 @@ static inline const void *kv_column_pairs(const kv_columns *x, int64_t c, void *
   return row;
 }
 
-/* Columns that lie `stride` bytes apart, n of them, all packed or none. */
+/* n columns, the first at x, `stride` bytes apart; all of them are packed or none. */
 typedef struct {
   const char *x;
   int64_t n, stride;
 } kv_run;
 
-/* Columns c .. c + n - 1, or as long a first part of them as is evenly spaced. */
+/* Returns columns c .. c + n - 1, or the first of them if those after are not at the same distance. */
 static inline kv_run kv_columns_run(const kv_columns *x, int64_t c, int64_t n) {
   const int64_t stored = x->at.len - c;
   if (stored <= 0) return (kv_run){kv_column(x, c), n, x->at.chunk_stride};
   return (kv_run){kv_column(x, c), stored < n ? stored : n, x->at.stored_stride};
 }
 
-/* The address of column c, if it and the columns after it can be fetched ahead; 0 if their rows do not touch. */
+/* Returns the address of column c if it and those after it lie side by side and so can be fetched ahead; else 0. */
 static inline uintptr_t kv_columns_ahead(const kv_columns *x, int64_t c) {
   const int64_t stride = c < x->at.len ? x->at.stored_stride : x->at.chunk_stride;
   return c < x->packed || stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;
 }
 
-/* Stores a row of D numbers of the call's dtype, packed or as it is. */
+/* Stores a row of D numbers of dtype at `to`, as it is or packed as `kind`. */
 static inline void kv_row_store(kv_dtype dtype, int64_t D, const void *from, kv_kind kind, const float *centre,
                                 void *to) {
   float numbers[KV_MOST_D];

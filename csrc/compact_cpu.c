@@ -1,5 +1,5 @@
-/* Moves the kept slots of [stored | new] together on a CPU. Neighbours in the index that are neighbours in memory move
- * at once; slots already in place are not touched. */
+/* Moves the kept slots of [stored | new] together on a CPU. Slots that are neighbours in the index and in memory move
+ * in one copy; slots that are already in place are not touched. */
 #include "columns.h"
 #include "parallel.h"
 #include "simd.h"
@@ -14,8 +14,8 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
   for (int64_t i = 0; i < count; i++) memcpy(dst + i * width, src + i * step, (size_t)width);
 }
 
-/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to rows `to` .. at dst. Rows
- * that are packed on one side alone are packed or unpacked. */
+/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to rows `to` .. of dst. They
+ * are packed or unpacked if only one side is packed. */
 static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_kind kind,
                        const float *centre) {
   const int64_t width = kv_row_bytes(kind, src->dtype, src->D);
@@ -60,7 +60,7 @@ static void compact_heads(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status KV_OP(compact)(const kv_compact *a) {
-  int64_t most = 0; /* slots that one head keeps */
+  int64_t most = 0; /* the most slots that a head keeps */
   for (int64_t head = 0; head < a->B * a->Hkv; head++)
     if (a->keep[head] > most) most = a->keep[head];
   /* Waking a thread costs as much as moving some 256 KiB. */

@@ -1,9 +1,9 @@
 /* Moves the kept slots of [stored | new] together on a GPU. A block moves a strip of 32 bytes of every row of one
- * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. Rows that are to be packed or
- * unpacked follow in a second kernel; in place the former come after those that are packed.
+ * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. A second kernel packs or
+ * unpacks the rows that are packed on one side only; in place, new rows are packed when the packed ones have moved.
  *
- * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones; no later tile reads what
- * it overwrites, and the barrier separates all reads of a tile from its writes.
+ * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones. No later tile reads what
+ * a tile overwrites, and the barrier separates all reads of a tile from its writes.
  *
  * budget: regs 80, smem 0 */
 #include "columns.cuh"
@@ -11,16 +11,15 @@
 
 constexpr int THREADS = 256, UNROLL = 8, STRIP = 32, PACKERS = 16;
 
-/* from: the slots that move to rows j, j + lanes, .. */
-static __device__ __forceinline__ void load_indices(const int32_t *index, int j, int keep, int lanes,
-                                                    int (&from)[UNROLL]) {
+/* Loads into `from` the slots that move to rows j, j + lanes, .. */
+KV_DEVICE void load_indices(const int32_t *index, int j, int keep, int lanes, int (&from)[UNROLL]) {
 #pragma unroll
   for (int u = 0; u < UNROLL; u++, j += lanes) from[u] = index && j < keep ? index[j] : j;
 }
 
-/* Moves one column of T of a head's rows from slots x, those before `end`, to rows that start at `to`, spaced as the
- * stored ones. Called by all threads of the block; those with mine = false have no column. Thread `lane` of `lanes`
- * moves every `lanes`-th row. */
+/* Moves one column of T of a head's rows: slots of x before `end` move to rows that start at `to`, spaced as the stored
+ * ones. All threads of the block call it; those with mine = false have no column. Thread `lane` of `lanes` moves every
+ * `lanes`-th row. */
 template <class T>
 static __device__ void move_column(kv_segments x, int end, uint64_t to, bool mine, const int32_t *index, int keep,
                                    int lane, int lanes) {
@@ -50,7 +49,7 @@ struct Moved {
   const void *from;
   unsigned char *to;
   kv_kind from_kind, kind;
-  int bytes; /* of a row in dst */
+  int bytes; /* bytes of a row in dst */
 };
 
 static __host__ __device__ __forceinline__ Moved moved(const kv_compact &a, bool keys) {
@@ -60,7 +59,7 @@ static __host__ __device__ __forceinline__ Moved moved(const kv_compact &a, bool
           (int)(kind == KV_AS_COMPUTED ? a.D * (a.dtype == KV_F32 ? 4 : 2) : kv_packed_bytes(kind, a.D))};
 }
 
-/* Whether src and dst store rows in different ways. */
+/* Whether rows are packed on one side only. */
 static __host__ __device__ __forceinline__ bool converts(const Moved &x) {
   return (x.kind == KV_AS_COMPUTED) != (x.from_kind == KV_AS_COMPUTED);
 }
@@ -69,8 +68,8 @@ static __host__ __device__ __forceinline__ int strips_of(const Moved &x) {
   return converts(x) ? 0 : (x.bytes + STRIP - 1) / STRIP;
 }
 
-/* Block (head, i): i counts the strips of the keys, then of the values, then the positions. Rows that are packed on one
- * side alone, and new ones that dst packs, are left to convert_kernel. */
+/* Block (head, i), where i counts the strips of the keys, then of the values, then the positions. convert_kernel does
+ * the rows that are packed on one side only, and new ones that dst packs. */
 static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int of_keys = strips_of(moved(a, true)), keep = a.keep[head];
@@ -86,7 +85,7 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
   const int strip = keys ? blockIdx.y : blockIdx.y - of_keys, size = x.bytes / a.D;
   const kv_segments plain = kv_rows_of(keys ? KV_KEYS : KV_VALUES, &a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
   kv_segments at = columns_of(plain, x.from, a.src.offset[head], x.from_kind, nullptr, a.D).at;
-  const bool packed = x.kind != KV_AS_COMPUTED; /* then rows are multiples of 4 bytes */
+  const bool packed = x.kind != KV_AS_COMPUTED; /* then a row's bytes are a multiple of 4 */
   const int unit = packed ? 4 : 16, lanes = STRIP / unit, first = strip * STRIP + threadIdx.x % lanes * unit;
   at.stored += first, at.chunk += first;
   const uint64_t to = (uint64_t)x.to + dst * x.bytes + first;
@@ -99,20 +98,17 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
 
 /* Writes row c of x as numbers of E; all lanes of the warp call it together. */
 template <class E>
-static __device__ __forceinline__ void unpack_row(const Columns &x, int c, int D, E *to) {
+KV_DEVICE void unpack_row(const Columns &x, int c, int D, E *to) {
   constexpr int W = VECTOR<E>, V = KV_MOST_D / (32 * W);
   float y[V][W];
   column_numbers<E, 32, V>(x, c, true, D, y);
-#pragma unroll
-  for (int v = 0; v < V; v++)
-#pragma unroll
-    for (int i = 0; i < W; i++) {
-      const int d = (v * 32 + lane_id()) * W + i;
-      if (d < D) to[d] = from_float<E>(y[v][i]);
-    }
+  unrolled<V, W>([&](int v, int i) {
+    const int d = (v * 32 + lane_id()) * W + i;
+    if (d < D) to[d] = from_float<E>(y[v][i]);
+  });
 }
 
-/* Block (head, i): the rows of keys (i even) or values that are packed or unpacked, a warp a row. */
+/* Block (head, i) packs or unpacks rows of keys (i even) or of values, a warp a row. */
 template <class E>
 static __global__ void __launch_bounds__(THREADS, 3) convert_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;

@@ -1,12 +1,12 @@
-/* What the kernels of decode share: how the slots of a head are cut into splits, and the new row. */
+/* What decode's three kernels share: how the slots of a head are cut into splits, how the new row is stored. */
 #ifndef KV_DECODE_CUH
 #define KV_DECODE_CUH
 #include "stream.cuh"
 
-constexpr int STEP = 64;     /* slots of a split are a multiple of this, or of the keys of a tile */
-constexpr int BLOCKS = 4096; /* splits of all heads together, about, at most: more would not keep a GPU busier */
+constexpr int STEP = 64;     /* a split has a multiple of this many slots, or of the keys of a tile */
+constexpr int BLOCKS = 4096; /* about the most splits of all heads together: more would not keep a GPU busier */
 
-/* The most heads of a group that lanes compute: none of packed rows in 16 bits. */
+/* The most heads of a group that lanes.cuh computes; in 16 bits none of packed rows. */
 static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return !is_16_bits ? 4 : is_packed ? 0 : 2; }
 
 static bool is_packed(const kv_decode &a) {
@@ -14,11 +14,11 @@ static bool is_packed(const kv_decode &a) {
 }
 
 struct Scratch {
-  Parts parts;  /* with lanes `count` is the number of blocks that are done, 0 at first */
+  Parts parts;  /* in lanes.cuh `count` is the number of blocks that are done, at first 0 */
   float *logit; /* [B, Hkv, G, C], or NULL */
 };
 
-/* tile: heads of a tile. */
+/* Plans the scratch of a call. tile: heads of a tile. */
 static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
   const int64_t heads = a->B * a->Hkv, whole = (a->rows_prefix + a->rows + 2 * STEP - 1) / (2 * STEP);
   int64_t splits = heads > BLOCKS / MOST_SPLITS ? BLOCKS / heads : MOST_SPLITS;
@@ -30,17 +30,15 @@ static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
 }
 
 /* The number of a head's slots in the prefix. */
-static __device__ __forceinline__ int prefix_len(const kv_decode &a, int64_t head) {
-  return a.prefix.len ? a.prefix.len[head] : 0;
-}
+KV_DEVICE int prefix_len(const kv_decode &a, int64_t head) { return a.prefix.len ? a.prefix.len[head] : 0; }
 
-/* How a head's slots are cut. A split has slots of the prefix or of the head, not of both, so there may be one more. */
+/* How a head's slots are cut. A split has slots of the prefix or the head's own, not both, so there may be one more. */
 struct Cut {
-  int size, before, splits; /* slots of a split; splits of the prefix, and of all */
+  int size, before, splits; /* slots of a split; splits of the prefix, and of all slots */
 };
 
 template <int KEYS>
-static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x, int64_t head, int least = 2 * KEYS) {
+KV_DEVICE Cut cut_of(const kv_decode &a, const Parts &x, int64_t head, int least = 2 * KEYS) {
   const int shared_len = prefix_len(a, head), len = a.slots.len[head];
   const int size = split_size<KEYS>(shared_len + len + 1, x.splits - (a.prefix.len ? 1 : 0), least);
   const int before = (shared_len + size - 1) / size;
@@ -51,17 +49,17 @@ static __device__ __forceinline__ Cut cut_of(const kv_decode &a, const Parts &x,
 template <class E>
 struct Split {
   Columns k, v;
-  int64_t new_row; /* where the new row is stored */
+  int64_t new_row; /* the row in which the new slot is stored */
   const E *new_k, *new_v;
   int c0, c1;
   bool own, last;
 };
 
-/* n - 1 rows of `stored` from `offset` on, and the new row, addressed as slot n - 1 with the stored rows' stride. Where
- * rows are packed, the new row is stored before it is read. at: as in split_of. */
+/* The columns of n - 1 rows of `stored` from `offset` on and the new row, which is addressed as slot n - 1 with the
+ * stored rows' stride. If rows are packed, the new row is stored before it is read. at: as in split_of. */
 template <class E>
-static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at,
-                                                   kv_kind kind, const float *centre, int D) {
+KV_DEVICE Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at, kv_kind kind,
+                           const float *centre, int D) {
   const int stride = D * (int)sizeof(E);
   const E *const rows = static_cast<const E *>(stored) + offset * D + at;
   const bool packed = kind != KV_AS_COMPUTED;
@@ -70,10 +68,9 @@ static __device__ __forceinline__ Columns slots_of(const void *stored, int64_t o
       stored, offset, kind, centre, D);
 }
 
-/* at: the element of a row as computed that the columns' addresses begin with. */
+/* Makes split `split` of a head. at: the element of a row as computed with which the columns' addresses begin. */
 template <class E>
-static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, int split,
-                                                    int at) {
+KV_DEVICE Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, int split, int at) {
   const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;
   const int64_t *ks = a.chunk.k_stride, *vs = a.chunk.v_stride;
   const bool own = split >= cut.before;
@@ -91,7 +88,7 @@ static __device__ __forceinline__ Split<E> split_of(const kv_decode &a, const Cu
 
 /* Writes the head's new row after its slots, except where it is packed. */
 template <class E>
-static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, const Split<E> &x) {
+KV_DEVICE void append(const kv_decode &a, int64_t head, const Split<E> &x) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < a.D) {
     const int64_t at = x.new_row * a.D + d;
@@ -103,9 +100,9 @@ static __device__ __forceinline__ void append(const kv_decode &a, int64_t head, 
   if (threadIdx.x == 0) a.slots.pos[x.new_row] = a.chunk.pos[head / a.Hkv];
 }
 
-/* Packs a head's new key or value as row `row`, by one warp. */
+/* Packs a head's new key or value as row `row`; called by one warp. */
 template <class E>
-static __device__ __forceinline__ void append_packed(const kv_decode &a, int64_t head, int64_t row, bool keys) {
+KV_DEVICE void append_packed(const kv_decode &a, int64_t head, int64_t row, bool keys) {
   const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;
   const kv_kind kind = keys ? a.slots.k_kind : a.slots.v_kind;
   const int64_t *stride = keys ? a.chunk.k_stride : a.chunk.v_stride;

@@ -1,25 +1,25 @@
-/* One decode step on a CPU. Limited by memory bandwidth, so each row is read once, in place, for the G heads of its
- * group. The slots of a head are cut into splits that do not depend on the number of threads: pass 1 writes the new row
- * and computes each split's state; pass 2 merges the states in order and, if asked, turns the stored logits into
- * probs. */
+/* One decode step on a CPU. It is limited by memory bandwidth, so each row is read once, in place, for the G heads of
+ * its group. The slots of a head are cut into splits that do not depend on the number of threads. Pass 1 writes the new
+ * row and computes each split's state; pass 2 merges the states in order and, if probs are wanted, turns the stored
+ * logits into them. */
 #include <stdatomic.h>
 
 #include "stream.h"
 
 typedef struct {
   const kv_decode *a;
-  kv_stream shape;      /* without scratch */
-  int64_t splits, most; /* splits of the longest head, its slots rounded up to whole vectors */
+  kv_stream shape;      /* the shape of a group's rows; its scratch is each worker's own */
+  int64_t splits, most; /* of the longest head: its splits, its slots rounded up to whole vectors */
   float *states;        /* states of [B, Hkv, splits, G] rows (kv_state_in) */
   float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
   atomic_int failed;
 } kv_decode_job;
 
-/* The slots of head `at` in the prefix; and its slots with these, without the new one. */
+/* The number of head `at`'s slots in the prefix, and of all its slots without the new one. */
 static int64_t kv_decode_shared(const kv_decode *a, int64_t at) { return a->prefix.len ? a->prefix.len[at] : 0; }
 static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decode_shared(a, at) + a->slots.len[at]; }
 
-/* The keys or values of head `at`, [prefix | own | new]; the new row is already stored. */
+/* The keys or values of head `at`, [prefix | own | new]. The new row must be stored already. */
 static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, int values) {
   const kv_slots *own = &a->slots, *prefix = &a->prefix;
   const int64_t len = kv_decode_shared(a, at), offset = len ? prefix->offset[at] : 0;
@@ -57,16 +57,13 @@ static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
   const int64_t Hkv = job->a->Hkv;
   kv_stream x = job->shape;
   void *memory = kv_stream_alloc(&x);
-  if (!memory) {
-    job->failed = 1;
-    return;
-  }
-  for (int64_t i = begin; i < end; i++)
+  if (!memory) job->failed = 1;
+  for (int64_t i = begin; memory && i < end; i++)
     kv_decode_task(job, &x, i / job->splits / Hkv, i / job->splits % Hkv, i % job->splits);
   free(memory);
 }
 
-/* Pass 2: probs of the columns of one split of one head. Split 0 also writes out, lse and the zeros. */
+/* Pass 2: writes probs of one split of one head. Split 0 also writes out, lse and the zeros after the slots. */
 static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t G = job->shape.rows, width = job->shape.width, at = b * a->Hkv + h, n = kv_decode_slots(a, at) + 1;

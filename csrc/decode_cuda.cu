@@ -1,23 +1,24 @@
-/* One decode step on a GPU. Limited by memory bandwidth, so a block reads each row once for all heads of its group. The
- * slots of a head are cut into splits that depend only on the number of slots and heads, and are combined in order: the
- * same bits every time.
+/* One decode step on a GPU. It is limited by memory bandwidth, so a block reads each row once for all heads of its
+ * group. The slots of a head are cut into splits that depend only on the number of slots and heads and are merged in
+ * order: the same bits every time.
  *
- * In 16 bits warps go through their own tiles and multiply them on tensor cores (ring.cuh), except one or two heads a
- * group of slots as computed: those are computed by lanes (lanes.cuh), as are up to 4 in fp32, and whichever block
- * finishes a head's last split combines all of them. More heads in fp32 are the rows of a tile (stream.cuh). Splits of
- * rings and tiles are merged by another kernel.
+ * There are three kernels:
+ *   lanes.cuh         one or two heads a group in 16 bits, none of whose slots are packed; up to 4 heads in fp32
+ *   decode_ring.cuh   all else in 16 bits: every warp multiplies its own tiles on tensor cores
+ *   decode_tiles.cuh  more heads in fp32: they are the rows of a tile
+ * In the first, the block that finishes a head's last split merges all of them; for the others another kernel does.
  * Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "decode_ring.cuh"
 #include "decode_tiles.cuh"
 #include "lanes.cuh"
 
-/* Packs the new rows of fp32 before other kernels read them: a warp has the key or the value of a head, blockIdx.x. */
+/* Packs the new rows of head blockIdx.x, in fp32, before they are read: one warp the key, the other the value. */
 static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {
   append_packed<float>(a, blockIdx.x, a.slots.offset[blockIdx.x] + a.slots.len[blockIdx.x], warp_id() == 0);
 }
 
-/* Column c of a head's probs: the mean of its query heads' exp(logit - lse). */
+/* Computes column c of a head's probs: the mean of exp(logit - lse) over its query heads. */
 static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a, const float *logit) {
   const int64_t head = block_head(), G = a.H / a.Hkv, c = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (head >= a.B * a.Hkv || c >= a.C) return;

@@ -7,8 +7,8 @@
 /* How a launch cuts the heads' slots, and what a block has in shared memory. */
 struct Plan {
   Ring ring;
-  int least, blocks, shared; /* slots of a split, unless a head has too many of them; blocks; bytes */
-  bool whole; /* few slots: no head is cut, and its block writes the results, from `out` in shared memory */
+  int least, blocks, shared; /* the fewest slots of a split; blocks; bytes of shared memory */
+  bool whole; /* no head is cut, as slots are few, and its block writes the results, from `out` in shared memory */
   int out;
 };
 
@@ -17,9 +17,9 @@ struct Place {
   int head, split;
 };
 
-/* The n-th split of all heads, found by a warp. */
+/* Finds the n-th split of all heads; called by a warp. */
 template <int KEYS>
-static __device__ __forceinline__ Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
+KV_DEVICE Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
   const int heads = (int)(a.B * a.Hkv);
   for (int first = 0; first < heads; first += 32) {
     const int head = first + lane_id();
@@ -31,8 +31,7 @@ static __device__ __forceinline__ Place place_of(const kv_decode &a, const Parts
   return {heads, 0};
 }
 
-/* Block i computes the i-th split of all heads, and, if there are more splits than blocks, every gridDim.x-th after
- * it. */
+/* Block i computes the i-th split of all heads and, if splits are more than blocks, every gridDim.x-th after it. */
 template <class E, int D, int ROWS, bool PACKED>
 static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, PACKED &&ROWS == 16 ? 2 : 3)
     ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
@@ -44,7 +43,7 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
   for (int unit = blockIdx.x;; unit += gridDim.x) {
     const Place place = place_of<R::KEYS>(a, x.parts, plan.least, unit / tiles);
     if (place.head == heads) return;
-    __syncthreads(); /* the unit before is done with shared memory */
+    __syncthreads(); /* the unit before no longer uses shared memory */
     const int head = place.head, split = place.split, tile = unit % tiles, g = tile * ROWS;
     const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, rows = min(G - g, ROWS);
     const Cut cut = cut_of<R::KEYS>(a, x.parts, head, plan.least);
@@ -84,8 +83,8 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
   }
 }
 
-/* The number of splits of a mean head, of 1 .. most, that keeps busiest a GPU with room for `slots` blocks at once: a
- * split costs as much as OVER slots more, and of 8 splits and more a head often has one in addition. */
+/* Returns into how many splits, 1 .. most, to cut a head of mean length so that a GPU with room for `slots` blocks at
+ * once is busiest. A split costs as much as OVER more slots; of 8 splits and more a head often has one in addition. */
 static int64_t best_splits(int64_t units, int64_t mean, int64_t most, int64_t slots) {
   constexpr int64_t OVER = 128;
   int64_t best = 1, least = INT64_MAX;
@@ -103,12 +102,12 @@ static int64_t kept_bytes(kv_kind kind, int64_t D, int64_t dims) {
   return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes without numbers read past the rows */
 }
 
-/* Every call of these shapes on this GPU has the same plan. */
+/* Plans a launch. Every call of these shapes on one GPU has the same plan. */
 template <class E, int D, int ROWS, bool PACKED>
 static Plan plan_of(const kv_decode *a, const Parts &x) {
   using R = RingHeads<E, D, ROWS, PACKED>;
   constexpr int64_t MOST_SHARED = 101376, HEADS = (sizeof(typename R::Heads) + 127) / 128 * 128;
-  int device = 0, units = 1, bytes = 0; /* of a multiprocessor's shared memory */
+  int device = 0, units = 1, bytes = 0; /* bytes: a multiprocessor's shared memory */
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&units, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
@@ -121,7 +120,7 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   y.out = (int)(HEADS + (parts + 15) / 16 * 16);
   const int64_t out = parts + 16 + (a->D + 2) * 4 * x.rows;
   y.shared = (int)(HEADS + (out > ring.bytes() ? out : ring.bytes()));
-  /* One block of a multiprocessor reads rows as computed as fast as memory gives them. */
+  /* One block a multiprocessor reads rows as computed as fast as memory gives them. */
   const int64_t fit = PACKED ? bytes / (y.shared + 1024) : 1, slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
   const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / heads + 1, least = ring.warps * R::KEYS;
   const int64_t most = (mean + least - 1) / least,
@@ -133,7 +132,7 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   return y;
 }
 
-/* f(e, d, rows, packed), constants, for the ring of a group's heads. Packed rows of 96 are tiles of 128. */
+/* Calls f(e, d, rows, packed), constants, for the ring of a group's heads. Packed rows of 96 are tiles of 128. */
 template <class F>
 static int with_ring(const kv_decode *a, F f) {
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {

@@ -1,9 +1,9 @@
-/* Decode of more heads a group, in fp32: they are the rows of a tile (stream.cuh). */
+/* Decode of more than 4 heads a group, in fp32: they are the rows of a tile (stream.cuh). */
 #ifndef KV_DECODE_TILES_CUH
 #define KV_DECODE_TILES_CUH
 #include "decode.cuh"
 
-/* blockIdx.z is the tile of a group's heads, blockIdx.y the split. */
+/* Block (head, split, tile of the group's heads). */
 template <class E, int D, class X>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     tiles_kernel(const kv_decode a, const Scratch x, const Logits logits) {
@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.states + at);
 }
 
-/* f(e, d, x) with the tile x for a group's heads, in fp32. Registers hold no more than 16 rows of 256 dimensions. */
+/* Calls f(e, d, x), with x the tile for a group's heads, in fp32. Registers hold only 16 rows of 256 dimensions. */
 template <class F>
 static int with_tile(const kv_decode *a, F f) {
   return dispatch(KV_F32, a->D, [&](auto e, auto d) {

@@ -1,5 +1,4 @@
-/* The public CPU functions: they check the arguments and run the kernels of the best instruction set. Also the thread
- * hook. */
+/* The public CPU functions, which check arguments and run the best instruction set's kernels; the hook for threads. */
 #define _DEFAULT_SOURCE /* syscall */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -18,7 +17,7 @@
 
 #include "parallel.h"
 
-/* The kernels of one instruction set. */
+/* The kernels of one instruction set, one for each op. */
 typedef struct {
   const char *name;
 #define KV_FIELD(op, isa) kv_status (*op)(const kv_##op *);
@@ -41,7 +40,7 @@ static int kv_has_avx512bf16(void) {
 }
 static int kv_has_amxbf16(void) {
 #if defined(__linux__) && defined(SYS_arch_prctl)
-  enum { ASK = 0x1023, TILES = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: a process asks for them, once */
+  enum { ASK = 0x1023, TILES = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: a process asks once for tiles */
   unsigned a, b, c, d;
   return kv_has_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1 &&
          syscall(SYS_arch_prctl, ASK, TILES) == 0;
@@ -84,8 +83,8 @@ static const struct {
 #define KV_NAME(isa) " " #isa
 const char *kv_cpu_isas(void) { return &KV_ISAS(KV_NAME)[1]; }
 
-/* Whether the instruction set is faster than the next lower one. Compared with fp32, products of bf16 (vdpbf16ps) run
- * at twice the rate on AMD's processors and at half the rate on Intel's. */
+/* Returns whether the instruction set is faster than the one below it. Products of bf16 (vdpbf16ps) run at twice the
+ * rate of fp32's on AMD's processors and at half of it on Intel's. */
 static int kv_is_faster(const char *name) {
 #if defined(__x86_64__)
   return strcmp(name, "avx512bf16") != 0 || __builtin_cpu_is("amd");
@@ -94,8 +93,9 @@ static int kv_is_faster(const char *name) {
 #endif
 }
 
-/* The highest instruction set that the processor has, that is faster, and that is not above KVEVICT_CPU_ISA; the one
- * named there need not be faster. NULL if the variable is not a name. */
+/* Returns the highest instruction set that the processor has, that is faster than the one below it and that
+ * KVEVICT_CPU_ISA does not exclude; the set that the variable names need not be faster. NULL if the variable names no
+ * set. */
 static const kv_kernels *kv_kernels_best(void) {
   enum { COUNT = sizeof kv_choices / sizeof *kv_choices };
   const char *cap = getenv("KVEVICT_CPU_ISA");
@@ -110,7 +110,7 @@ static const kv_kernels *kv_kernels_best(void) {
   return kv_choices[i].kernels;
 }
 
-/* Chosen once; threads that call first at the same time choose the same. */
+/* Chooses once; threads that call this first at the same time choose the same. */
 static const kv_kernels *kv_kernels_chosen(void) {
   static _Atomic(const kv_kernels *) chosen;
   const kv_kernels *x = atomic_load(&chosen);
@@ -123,11 +123,11 @@ const char *kv_cpu_isa(void) {
   return x ? x->name : NULL;
 }
 
-/* Any thread may set these while others run ops: a loop reads each once, and every hook goes with every number. */
+/* Any thread may set these while others run ops: a loop reads each of them once, and any hook works with any number. */
 static _Atomic(kv_parallel) kv_hook;
 static atomic_int kv_hook_threads = 1;
 
-/* Called before every op: a value that is set already is only read, so that callers share its cache line. */
+/* torch's binding calls this before every op: a value already set is only read, so callers share its cache line. */
 void kv_set_parallel(kv_parallel parallel, int threads) {
   const int wanted = parallel && threads > 1 ? threads : 1;
   if (atomic_load(&kv_hook) != parallel) atomic_store(&kv_hook, parallel);
@@ -136,7 +136,7 @@ void kv_set_parallel(kv_parallel parallel, int threads) {
 
 int kv_threads(void) { return atomic_load(&kv_hook_threads); }
 
-/* The ranges of one loop that no worker has taken yet start at `next`. */
+/* The ranges of one loop; those that no worker has taken yet start at `next`. */
 typedef struct {
   atomic_int_least64_t next;
   int64_t n, grain;
@@ -144,7 +144,7 @@ typedef struct {
   void *ctx;
 } kv_queue;
 
-/* The host may run several of its workers in one call: the first then empties the queue for all of them. */
+/* Runs ranges until none is left. If the host runs several workers in one call, the first of them runs all ranges. */
 static void kv_worker(void *ctx, int64_t begin, int64_t end) {
   kv_queue *queue = ctx;
   (void)begin, (void)end;

@@ -1,12 +1,12 @@
-/* Error of the observing rows' attention outputs per alive slot on a GPU.
+/* Error of the observing rows' attention outputs when one alive slot is removed, on a GPU.
  *
  * As in score, a block holds a tile of keys, here with their values, and goes over the rows. EDIE also needs the norms
- * of values and outputs. KV_L1 and KV_L2 sum the differences of every pair with multiply-adds: ||v||^2 - 2 v.o +
+ * of values and outputs. KV_L1 and KV_L2 sum the differences of every pair with multiply-adds, since ||v||^2 - 2 v.o +
  * ||o||^2 would cancel. */
 // budget: regs 255, smem 99840
 #include "observe.cuh"
 
-/* KEYS keys and values, ROWS queries and outputs, their norms and the rows' RowValues: at most 98 KiB. */
+/* Shared memory: KEYS keys and values, ROWS queries and outputs, their norms, the rows' RowValues; at most 98 KiB. */
 template <class E, int D>
 struct ErrorTile {
   static constexpr bool HALF = sizeof(E) == 2;
@@ -16,9 +16,9 @@ struct ErrorTile {
       (size_t)2 * (KEYS + ROWS) * D * sizeof(E) + ROWS * sizeof(RowValues) + (KEYS + ROWS) * sizeof(float);
 };
 
-/* norm [ROWS] = the 1-norms of a tile's rows, four lanes a row. */
+/* norm [ROWS] = the 1-norms of a tile's rows; four lanes compute a row. */
 template <class E, int D, int ROWS, int THREADS>
-static __device__ __forceinline__ void row_norms(const E *tile, float *norm) {
+KV_DEVICE void row_norms(const E *tile, float *norm) {
   for (int r = threadIdx.x / 4; r < ROWS; r += THREADS / 4) {
     float sum = 0;
     for (int c = threadIdx.x % 4; c < D / VECTOR<E>; c += 4) {
@@ -31,25 +31,21 @@ static __device__ __forceinline__ void row_norms(const E *tile, float *norm) {
   }
 }
 
-/* Adds the tile's terms to total; size: the distances, or EDIE's sum of norms. A key that a row does not see adds
- * nothing, even where its norm is not finite. */
+/* Adds the tile's terms to total. size: the distances, or EDIE's sums of norms. A key adds nothing to rows that do not
+ * see it, even if its norm is not finite. */
 template <int NT>
-static __device__ __forceinline__ void add_errors(float (&total)[1][2], const float (&s)[1][NT][4],
-                                                  const float (&size)[1][NT][4], const RowValues *values, float scale,
-                                                  float all, int key) {
+KV_DEVICE void add_errors(float (&total)[1][2], const float (&s)[1][NT][4], const float (&size)[1][NT][4],
+                          const RowValues *values, float scale, float all, int key) {
   float sum[2] = {};
+  unrolled<NT, 2>([&](int n, int j) {
+    const RowValues row = values[8 * n + fragment_column() + j];
 #pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const RowValues row = values[8 * n + fragment_column() + j];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float p = exp2_approx(fmaf(s[0][n][2 * half + j], scale, -row.lse));
-        const float term = row.weight * size[0][n][2 * half + j] * p / fmaxf(all - p, 1e-6f);
-        if (key + 8 * half < row.seen) sum[half] += term;
-      }
+    for (int half = 0; half < 2; half++) {
+      const float p = exp2_approx(fmaf(s[0][n][2 * half + j], scale, -row.lse));
+      const float term = row.weight * size[0][n][2 * half + j] * p / fmaxf(all - p, 1e-6f);
+      if (key + 8 * half < row.seen) sum[half] += term;
     }
+  });
   total[0][0] += sum[0], total[0][1] += sum[1];
 }
 
@@ -69,7 +65,7 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
       head_columns<E>(KV_VALUES, rows.slots, rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D);
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(KV_SUM, a.group, x.G);
-  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0); /* the first that sees a key of the tile */
+  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0); /* the first that sees a key */
   const int count = c0 < x.k.at.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   if (count) {
     tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);

@@ -1,5 +1,5 @@
-/* f16 and bf16 <-> float as branch-free loops over uint16_t: the compiler vectorises them for the ISA that the file is
- * compiled for. */
+/* Conversions between float and f16 or bf16, as branch-free loops over uint16_t: the compiler vectorises them for the
+ * instruction set that the file is compiled for. */
 #ifndef KVEVICT_HALF_H
 #define KVEVICT_HALF_H
 #include <string.h>
@@ -18,8 +18,7 @@ static inline float kv_float(uint32_t u) {
   return x;
 }
 
-/* The exponent is rebiased by 112, an exponent of all ones (inf, NaN) by twice that; 0 and denormals get an implicit
- * one, subtracted again. */
+/* Adds 112 to f16's exponent, twice if all ones (inf, NaN). 0 and denormals get an implicit one, then subtracted. */
 static inline float kv_float_of_f16(uint16_t h) {
   const uint32_t top = 0x7c00u << 13, sign = (uint32_t)(h & 0x8000u) << 16;
   const uint32_t u = (uint32_t)(h & 0x7fffu) << 13, exponent = u & top;
@@ -28,7 +27,8 @@ static inline float kv_float_of_f16(uint16_t h) {
   return kv_float((exponent == 0 ? denormal : normal) | sign);
 }
 
-/* Rounds to nearest even. Adding 0.5 moves a denormal's ten bits to the end of the sum, rounded by the addition. */
+/* Rounds to nearest even. For a denormal result, adding 0.5 shifts its ten bits to the end of the float, and the
+ * addition rounds them. */
 static inline uint16_t kv_f16_of_float(float x) {
   const uint32_t bits = kv_bits(x), u = bits & 0x7fffffffu;
   const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
@@ -40,7 +40,7 @@ static inline uint16_t kv_f16_of_float(float x) {
 
 static inline float kv_float_of_bf16(uint16_t h) { return kv_float((uint32_t)h << 16); }
 
-/* Rounds to nearest even; a NaN keeps its upper bits and becomes quiet, so that it cannot round to inf. */
+/* Rounds to nearest even. A NaN keeps its upper bits and becomes quiet, since rounding could make it inf. */
 static inline uint16_t kv_bf16_of_float(float x) {
   const uint32_t u = kv_bits(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
@@ -49,7 +49,7 @@ static inline uint16_t kv_bf16_of_float(float x) {
 
 static inline int64_t kv_size(kv_dtype dtype) { return dtype == KV_F32 ? 4 : 2; }
 
-/* x [n] dtype -> y [n] */
+/* Converts x [n] of dtype to floats y [n]. */
 static inline void kv_load_row(kv_dtype dtype, const void *x, float *restrict y, int64_t n) {
   const uint16_t *restrict half = x;
   if (dtype == KV_F32) memcpy(y, x, (size_t)n * sizeof *y);
@@ -59,7 +59,7 @@ static inline void kv_load_row(kv_dtype dtype, const void *x, float *restrict y,
     for (int64_t i = 0; i < n; i++) y[i] = kv_float_of_bf16(half[i]);
 }
 
-/* x [n] -> y [n] dtype */
+/* Converts floats x [n] to y [n] of dtype, rounding to nearest even. */
 static inline void kv_store_row(kv_dtype dtype, const float *restrict x, void *y, int64_t n) {
   uint16_t *restrict half = y;
   if (dtype == KV_F32) memcpy(y, x, (size_t)n * sizeof *x);

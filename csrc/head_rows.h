@@ -1,4 +1,4 @@
-/* The rows of a buffer that the heads of a call read or write, and whether they lie where they may. */
+/* The rows of a buffer that the heads of a call read or write, with checks of where they lie. */
 #ifndef KVEVICT_HEAD_ROWS_H
 #define KVEVICT_HEAD_ROWS_H
 #include <torch/csrc/stable/library.h>
@@ -9,18 +9,18 @@
 
 namespace {
 
-/* Head i has `size(i)` rows from `begin(i)` on. */
+/* Head i has `size(i)` rows, from `begin(i)` on. */
 struct HeadRows {
-  int64_t heads; /* 0 where their numbers are a GPU's: every check passes */
+  int64_t heads; /* 0 if the arrays are in a GPU's memory: every check passes */
   const int64_t *offset;
-  const int32_t *before, *count; /* or NULL: 0 */
+  const int32_t *before, *count; /* NULL: all 0 */
   int64_t more;
 
   int64_t begin(int64_t i) const { return offset[i] + (before ? before[i] : 0); }
   int64_t size(int64_t i) const { return (count ? count[i] : 0) + more; }
   int64_t end(int64_t i) const { return begin(i) + size(i); }
 
-  /* Of stored slots and the room for `more`, in a buffer of `rows` rows. */
+  /* Checks that stored slots and the room for `more` after them lie within a buffer of `rows` rows. */
   void check_inside(int64_t rows, const char *buffer) const {
     for (int64_t i = 0; i < heads; i++) {
       const bool inside = offset[i] >= 0 && count[i] >= 0 && offset[i] <= rows - count[i] - more;
@@ -29,10 +29,10 @@ struct HeadRows {
     }
   }
 
-  /* Of rows that are written: no head may have another's. */
+  /* Checks that no head has another head's rows: these are written. */
   void check_apart(const char *buffer) const {
     int64_t last = 0;
-    bool ascending = true; /* as caches have them */
+    bool ascending = true; /* as the heads of a cache are */
     for (int64_t i = 0; i < heads; last = end(i), i++) ascending &= offset[i] >= last;
     if (ascending) return;
     std::vector<int64_t> order;
@@ -46,7 +46,7 @@ struct HeadRows {
     }
   }
 
-  /* Whether a head has a row that is one of x, of any head, in the same buffer. */
+  /* Whether a row of any head is also one of x, which is in the same buffer. */
   bool meets(const HeadRows &x) const {
     struct Range {
       int64_t begin, end;
@@ -58,7 +58,7 @@ struct HeadRows {
       if (x.size(i) > 0) ranges.push_back({x.begin(i), x.end(i), true});
     }
     std::sort(ranges.begin(), ranges.end(), [](const Range &a, const Range &b) { return a.begin < b.begin; });
-    int64_t ends[2] = {0, 0}; /* of the ranges so far, and of x's */
+    int64_t ends[2] = {0, 0}; /* the largest end so far, of these rows and of x's */
     for (const Range &range : ranges) {
       if (range.begin < ends[!range.other]) return true;
       ends[range.other] = std::max(ends[range.other], range.end);

@@ -1,34 +1,34 @@
 /* The PTX of Hopper alone (sm_90a): products of a warpgroup, and copies of boxes of a tensor (TMA), which end at a
- * barrier in shared memory. As in ptx.cuh one function an instruction; tests/cuda_on_cpu/hopper.h has them in plain
- * C++. Only files *_sm90.cu include this.
+ * barrier in shared memory. As in ptx.cuh there is one function for each instruction; tests/cuda_on_cpu/hopper.h has
+ * them in plain C++. Only files *_sm90.cu include this.
  *
  * A warpgroup is 4 warps, the first of them a multiple of 4; all of them call its functions together. In A [64, 16] and
- * D [64, 64] warp w has rows 16 w .. 16 w + 15 as in the fragments of ptx.cuh. B [64, 16] are rows of shared memory:
- * row r of an atom of 64 columns is at byte 128 r of it, its 16 bytes with number c at 16 (c ^ r % 8) of the row: bits
- * 4 to 6 of the address are those of the linear one ^ its bits 7 to 9. Atoms start at multiples of 1024. */
+ * D [64, 64] warp w has rows 16 w .. 16 w + 15 as in the fragments of ptx.cuh. B [64, 16] are rows of shared memory in
+ * atoms of 64 columns, which start at multiples of 1024 bytes. Row r of an atom is at byte 128 r of it, and its 16
+ * bytes with number c at 16 (c ^ r % 8) of the row: bits 4 to 6 of an address are those of the linear address ^ its
+ * bits 7 to 9. */
 #ifndef KV_HOPPER_CUH
 #define KV_HOPPER_CUH
 #include <cudaTypedefs.h>
 
 #include "ptx.cuh"
 
-constexpr int ATOM = 64, ATOM_BYTES = 128; /* columns of 16 bits of an atom; a row of it */
+constexpr int ATOM = 64, ATOM_BYTES = 128; /* columns of 16 bits in an atom; bytes of its row */
 
-/* p, or the next address in shared memory where an atom may start: at most 896 bytes on (shared_memory). */
+/* Returns p, or the next address in shared memory where an atom may start: at most 896 bytes on, since shared_memory is
+ * aligned to 128. */
 template <class T>
-static __device__ __forceinline__ T *atom_aligned(T *p) {
+KV_DEVICE T *atom_aligned(T *p) {
   return reinterpret_cast<T *>(reinterpret_cast<unsigned char *>(p) + (0u - shared_address(p)) % 1024);
 }
 
-/* B from the column at `b` on, in an atom's first row, as products take it: the lower half of a descriptor, of which
- * bits 0-13 are the address / 16 and 16-29 the distance of columns of atoms, unused with this swizzle. The upper half:
- * bits 32-45 the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
-static __device__ __forceinline__ uint32_t operand(const void *b) {
-  return (shared_address(b) >> 4 & 0x3fffu) | 1u << 16;
-}
+/* Returns the lower half of the descriptor by which products take B; b: the column to begin with, in an atom's first
+ * row. Bits 0-13 are the address / 16, 16-29 the distance of columns of atoms, unused with this swizzle. The upper
+ * half, OPERAND: bits 32-45 are the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
+KV_DEVICE uint32_t operand(const void *b) { return (shared_address(b) >> 4 & 0x3fffu) | 1u << 16; }
 constexpr uint64_t OPERAND = (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
-/* The operand `bytes` bytes on. */
-static __device__ __forceinline__ uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
+/* Returns the operand that is `bytes` bytes further on. */
+KV_DEVICE uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
 
 #define KV_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define KV_32(d) KV_4(d, 0), KV_4(d, 1), KV_4(d, 2), KV_4(d, 3), KV_4(d, 4), KV_4(d, 5), KV_4(d, 6), KV_4(d, 7)
@@ -43,10 +43,10 @@ static __device__ __forceinline__ uint32_t operand_on(uint32_t b, int bytes) { r
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(OPERAND | b), "r"((int)add)                                  \
       : "memory")
 
-/* Starts d = A B^T, or d += A B^T; b: its operand(). Until wgmma_wait d is undefined, and a and B must stay as they
- * are. */
+/* Starts d = A B^T, or d += A B^T if `add`; b: operand() of B. a and B must not change, nor d be read, before
+ * wgmma_wait. */
 template <class E>
-static __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add);
+KV_DEVICE void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add);
 template <>
 __device__ __forceinline__ void wgmma<f16>(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add) {
   KV_WGMMA("f16");
@@ -56,35 +56,33 @@ __device__ __forceinline__ void wgmma<bf16>(float (&d)[8][4], const uint32_t (&a
   KV_WGMMA("bf16");
 }
 
-/* Before products whose registers other instructions have written or read since the last. */
-static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/* Waits until all but the last N groups that were committed are done; d is of one that is. */
+/* Must come before products whose registers other instructions have written or read since the last product. */
+KV_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+KV_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/* Waits until all committed groups but the last N are done; d must be of one of those. */
 template <int N>
-static __device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
+KV_DEVICE void wgmma_wait(float (&d)[8][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %32;" : KV_32(d) : "n"(N) : "memory");
 }
 #undef KV_4
 #undef KV_32
 #undef KV_WGMMA
 
-/* Makes what this thread wrote to shared memory, barriers included, visible to TMA and to wgmma's B. */
-static __device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+/* Makes visible to TMA and to wgmma's B what this thread wrote to shared memory, barriers included. */
+KV_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* A barrier whose phases end when one thread has called barrier_expect and the bytes that it named have been copied. */
-static __device__ __forceinline__ void barrier_init(uint64_t *barrier) {
+/* Makes a barrier, whose phases each end when one thread has called barrier_expect and that many bytes were copied. */
+KV_DEVICE void barrier_init(uint64_t *barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
 }
-static __device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes) {
+KV_DEVICE void barrier_expect(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
                : "r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-/* Waits for the end of the phase of this parity, the first one's being 0; then sees what was copied. */
-static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+/* Waits for the end of the phase of this parity, which is 0 for the first; this thread then sees what was copied. */
+KV_DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
   uint32_t done;
   do
     asm volatile(
@@ -97,11 +95,10 @@ static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t 
   while (!done);
 }
 
-/* A tensor of 16-bit numbers from which boxes of up to 64 columns are copied into atoms, box by box in order of
- * rows. */
+/* A tensor of 16-bit numbers from which boxes of up to 64 columns are copied into atoms, in the order of rows. */
 using TensorMap = CUtensorMap;
 
-/* x [size[3], size[2], size[1], size[0]], with strides in bytes; false where TMA does not take it. */
+/* Describes x [size[3], size[2], size[1], size[0]], with strides in bytes. Returns false if TMA does not take it. */
 static inline bool tensor_map(TensorMap *map, bool bf16, const void *x, const uint64_t (&size)[4],
                               const uint64_t (&stride)[3], const uint32_t (&box)[4]) {
   void *found = nullptr;
@@ -115,10 +112,10 @@ static inline bool tensor_map(TensorMap *map, bool bf16, const void *x, const ui
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Starts copying the box at (c0, c1, c2, c3) to `to`, a multiple of 128 bytes; what is outside of the tensor is 0. Its
- * bytes, those zeros included, count for the barrier. Called by one thread; map: a kernel's __grid_constant__. */
-static __device__ __forceinline__ void copy_box(void *to, const TensorMap &map, uint64_t *barrier, int c0, int c1,
-                                                int c2, int c3) {
+/* Starts copying the box at (c0, c1, c2, c3) to `to`, a multiple of 128 bytes; numbers outside of the tensor are 0. All
+ * bytes of the box, those zeros included, count for the barrier. Called by one thread; map: a kernel's
+ * __grid_constant__. */
+KV_DEVICE void copy_box(void *to, const TensorMap &map, uint64_t *barrier, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];"

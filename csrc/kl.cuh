@@ -1,5 +1,5 @@
-/* Shared by kl and kl_grad: which slots of a query head are compared, and the sums that normalise target and attention.
- * A block belongs to one query head, block_head() = b * H + head. */
+/* The sums that normalise target and mean attention of a query head, shared by kl and kl_grad. A block belongs to one
+ * query head, block_head() = b * H + head. */
 #ifndef KV_KL_CUH
 #define KV_KL_CUH
 #include "observe.cuh"
@@ -7,15 +7,15 @@
 constexpr int KL_THREADS = 256;
 
 struct KlHead {
-  int n;                           /* slots that are compared */
+  int n;                           /* the number of slots that are compared */
   const float *target, *attention; /* [n] */
   float target_sum, attention_sum;
-  bool empty; /* one of the sums is 0: loss and gradients are 0 */
+  bool empty; /* one of the sums is 0: the loss and its gradients are 0 */
 };
 
-/* red: [32] shared. */
-static __device__ __forceinline__ KlHead kl_head(const kv_observers &rows, const float *target, int64_t N,
-                                                 const float *attention, int64_t C, int64_t head, float *red) {
+/* All threads of the block call this. red: [32] in shared memory. */
+KV_DEVICE KlHead kl_head(const kv_observers &rows, const float *target, int64_t N, const float *attention, int64_t C,
+                         int64_t head, float *red) {
   const int b = head / rows.H, h = head % rows.H / (rows.H / rows.Hkv);
   const int alive = rows.slots.len[b * rows.Hkv + h] + rows.stop[b] - rows.chunk.first[b];
   KlHead x = {min(alive, (int)N), target + head * N, attention + head * C, 0, 0, false};

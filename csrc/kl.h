@@ -1,13 +1,13 @@
-/* Shared by kl and kl_grad: the sums that normalise target and mean attention of a query head. */
+/* The sums that normalise target and mean attention of a query head, shared by kl and kl_grad. */
 #ifndef KVEVICT_KL_H
 #define KVEVICT_KL_H
 #include "observe.h"
 
 typedef struct {
-  int64_t n;                       /* slots that are compared */
+  int64_t n;                       /* the number of slots that are compared */
   const float *target, *attention; /* [n] */
   double target_sum, attention_sum;
-  int empty; /* one of the sums is 0: loss and gradients are 0 */
+  int empty; /* one of the sums is 0: the loss and its gradients are 0 */
 } kv_kl_of;
 
 static inline kv_kl_of kv_kl_head(const float *target, int64_t N, const float *attention, int64_t C, int64_t head,

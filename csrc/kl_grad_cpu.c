@@ -1,18 +1,18 @@
 /* Gradient of kl to queries and new keys, on a CPU. g[i] = (1 / sum p - t[i] / p[i]) / rows is the gradient of the loss
- * to every row's attention weight a[r,i], w[r,i] its gradient to the logit, through the softmax:
+ * to every row's attention weight a[r,i]; w[r,i] is its gradient to the logit, through the softmax:
  *   c[r] = sum a[r,i] g[i]              w[r,i] = a[r,i] (g[i] - c[r])
  *   dq[r] = scale sum w[r,i] k[i]       dk[i] = scale sum w[r,i] q[r]
- * A task is one (b, kv head) and goes over its columns twice, for c and for w, so that no matrix is stored. See
- * observe.h. */
+ * A task is one (b, kv head) and goes over its columns twice, for c and then for w, so that no matrix is stored.
+ * observe.h has the tiles. */
 #include "kl.h"
 
 typedef struct {
   kv_tile tile;
   float *delta;       /* [G, R] c */
-  float *weight_grad; /* [G, KEYS] g of a block */
-  float *keys;        /* [KEYS, width] a block as floats */
+  float *weight_grad; /* [G, KEYS] g of a block's columns */
+  float *keys;        /* [KEYS, width] a block's keys as floats */
   float *o, *q;       /* [rows, width], [D] */
-  float *zeros;       /* [rows] of the tile, more than TILE for a large group */
+  float *zeros;       /* [rows of a tile]; a large group has more than TILE */
 } kv_kl_space;
 
 static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
@@ -26,7 +26,7 @@ static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
   return memory;
 }
 
-/* g of the block of columns from c0 on; 0 for columns that are not compared. */
+/* Computes g of the block of columns from c0 on; 0 for columns that are not compared. */
 static void kv_kl_weight_grad(const kv_kl_grad *a, const kv_observed *head, const kv_kl_of *of, int64_t c0,
                               float *out) {
   const int64_t G = head->query.G, b = head->b, observing = kv_max(a->rows.R - a->rows.row_first[b], 1);
@@ -42,7 +42,7 @@ static void kv_kl_weight_grad(const kv_kl_grad *a, const kv_observed *head, cons
     }
 }
 
-/* s -> w of a row over `most` columns, given their g and the row's c = delta. Returns sum a g. */
+/* Turns logits s of a row into w over `most` columns, given their g and the row's c = delta. Returns the sum of a g. */
 static float kv_kl_logit_grad(float *s, int64_t most, float lse, const float *weight_grad, float delta, float cap) {
   vf sum = vf_set1(0);
   for (int64_t c = 0; c < most; c += VL) {
@@ -70,7 +70,7 @@ static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   }
 }
 
-/* Adds w k of the block to dq of the tile's rows; finite: whether all keys of the block are. */
+/* Adds w k of the block to dq of the tile's rows. finite: whether all keys of the block are. */
 static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
                          int64_t most, int finite) {
   const int64_t D = a->rows.D, R = a->rows.R, G = head->query.G, width = kv_round_up(D, VL), rows = G * n;
@@ -85,7 +85,7 @@ static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   }
 }
 
-/* One pass over the columns of a head, for c or for the gradients. */
+/* Goes once over the columns of a head: for c, or if `grads` for the gradients. */
 static void kv_kl_pass(const kv_observe *job, const kv_observed *head, const kv_kl_of *of, kv_kl_space *x, int grads) {
   const kv_kl_grad *a = job->op;
   const int64_t R = a->rows.R, D = a->rows.D, block = kv_block(D);

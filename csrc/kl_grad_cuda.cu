@@ -1,6 +1,6 @@
 /* Gradient of kl to queries and new keys, on a GPU; kl_grad_cpu.c has the formulas. A block computes the gradient of
  * one query row or of one new key: that vector stays in shared memory, and each thread takes its dot product with
- * another vector. The rows that observe are few, too few to fill tensor cores.
+ * another vector. The observing rows are too few to fill tensor cores.
  *
  * budget: regs 128, smem 12288 */
 #include "kl.cuh"
@@ -11,7 +11,7 @@ struct KlShared {
   float *red, *x, *weight, *part; /* [32], [256], [KL_THREADS], [groups, D] */
 };
 
-static __device__ __forceinline__ KlShared kl_shared() {
+KV_DEVICE KlShared kl_shared() {
   float *at = shared_memory<float>();
   return {at, at + 32, at + 32 + 256, at + 32 + 256 + KL_THREADS};
 }
@@ -20,13 +20,13 @@ template <class E>
 constexpr size_t KL_BYTES = (32 + 256 + KL_THREADS + KL_THREADS * VECTOR<E>)*sizeof(float);
 
 template <class E>
-static __device__ __forceinline__ void vector_at(uint64_t at, int d, float (&x)[VECTOR<E>]) {
+KV_DEVICE void vector_at(uint64_t at, int d, float (&x)[VECTOR<E>]) {
   vector_floats<E>(load_once_16(reinterpret_cast<const E *>(at) + d), x);
 }
 
 /* x [D] = the vector at `at`; all threads may read it afterwards. */
 template <class E>
-static __device__ __forceinline__ void share_vector(uint64_t at, int D, float *x) {
+KV_DEVICE void share_vector(uint64_t at, int D, float *x) {
   const int d = threadIdx.x * VECTOR<E>;
   if (d < D) {
     float v[VECTOR<E>];
@@ -38,7 +38,7 @@ static __device__ __forceinline__ void share_vector(uint64_t at, int D, float *x
 }
 
 template <class E>
-static __device__ __forceinline__ float dot(uint64_t at, int D, const float *x) {
+KV_DEVICE float dot(uint64_t at, int D, const float *x) {
   float sum = 0;
   for (int d = 0; d < D; d += VECTOR<E>) {
     float v[VECTOR<E>];
@@ -49,10 +49,9 @@ static __device__ __forceinline__ float dot(uint64_t at, int D, const float *x) 
   return sum;
 }
 
-/* out [D] = scale times the sum over i < count of weight(i) times the vector at(i). A weight of 0 reads nothing. */
+/* out [D] = scale times the sum over i < count of weight(i) times the vector at(i), not read where weight(i) is 0. */
 template <class E, class At, class Weight>
-static __device__ __forceinline__ void weighted_sum(const KlShared &shared, int count, int D, float scale, float *out,
-                                                    At at, Weight weight) {
+KV_DEVICE void weighted_sum(const KlShared &shared, int count, int D, float scale, float *out, At at, Weight weight) {
   const int vectors = D / VECTOR<E>, groups = KL_THREADS / vectors, group = threadIdx.x / vectors;
   const int d = threadIdx.x % vectors * VECTOR<E>;
   float total[VECTOR<E>] = {};
@@ -80,8 +79,8 @@ static __device__ __forceinline__ void weighted_sum(const KlShared &shared, int 
   out[threadIdx.x] = scale * sum;
 }
 
-/* Gradient of the loss to a row's attention weight of slot c; grad: that of the loss itself. */
-static __device__ __forceinline__ float weight_grad(const KlHead &x, float grad, int c) {
+/* The gradient of the loss, times `grad`, to a row's attention weight of slot c. */
+KV_DEVICE float weight_grad(const KlHead &x, float grad, int c) {
   if (c >= x.n || x.empty) return 0;
   const float p = x.attention[c];
   return grad * (1 / x.attention_sum - (p < KV_KL_LEAST ? 0 : x.target[c] / x.target_sum / p));
@@ -92,22 +91,22 @@ struct Weight {
 };
 
 /* The attention weight of s = q.k in a row with that lse, in log2 units, and the derivative of softcap there. */
-static __device__ __forceinline__ Weight weight_of(const Logits &logits, float s, float lse) {
+KV_DEVICE Weight weight_of(const Logits &logits, float s, float lse) {
   const float y = logits.transformed ? logits.of(s) : s;
   return {exp2_approx(logits.scale * y - lse), logits.cap_grad(y)};
 }
 
-static __device__ __forceinline__ float row_grad(const kv_kl_grad &a, int64_t head) {
+KV_DEVICE float row_grad(const kv_kl_grad &a, int64_t head) {
   return a.grad[head] / (float)max((int)a.rows.R - a.rows.row_first[head / a.rows.H], 1);
 }
 
 template <class E>
-static __device__ __forceinline__ uint64_t query_at(const kv_observers &a, int64_t head, int r) {
+KV_DEVICE uint64_t query_at(const kv_observers &a, int64_t head, int r) {
   const int64_t at = head / a.H * a.q_stride[0] + head % a.H * a.q_stride[1] + r * a.q_stride[2];
   return reinterpret_cast<uint64_t>(static_cast<const E *>(a.q) + at);
 }
 
-/* Block (r, head): dq of row r; delta [B, H, R] and sums [B, H, 2] are written for dk_kernel. */
+/* Block (r, head) computes dq of row r and writes delta [B, H, R] and sums [B, H, 2] for dk_kernel. */
 template <class E>
 static __global__ void __launch_bounds__(KL_THREADS, 2)
     dq_kernel(const kv_kl_grad a, const Logits logits, float *delta, float *sums) {
@@ -138,7 +137,7 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
       });
 }
 
-/* Block (j, b * Hkv + h): dk of new key j. */
+/* Block (j, b * Hkv + h) computes dk of new key j. */
 template <class E>
 static __global__ void __launch_bounds__(KL_THREADS, 2)
     dk_kernel(const kv_kl_grad a, const Logits logits, const float *delta, const float *sums) {

@@ -25,18 +25,19 @@ extern "C" {
 #define KV_ANYWHERE static inline
 #endif
 
-/* The largest D: on a CPU a row must fit the stack, on a GPU a tile must fit shared memory (except for compact, which
- * takes KV_MOST_D there too). */
+/* The largest D: on a CPU a row must fit the stack; on a GPU a tile must fit shared memory, except in compact. */
 enum { KV_MOST_D = 512, KV_MOST_D_CUDA = 256 };
 
 typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
-/* How a stored row lies in memory, its kind: D numbers of the call's dtype, or D numbers of few bits and 4 bytes that
- * carry their scale, at any address, of x - c, c being the head's centre (of values, and without a centre, c = 0):
- *   KV_INT8  q = (x - c) / s, D numbers of int8, then s of fp32 = max |x - c| / 127
- *   KV_INT4  u = ((x - c) H - lo) / s, D / 2 bytes, byte i with number i in its low and number i + D / 2 in its high
- *            half, then s of fp16 = (max - lo) / 15 and lo of fp16 = min (x - c) H. H is the orthonormal Hadamard
- *            matrix of the largest power of two that divides D, in blocks; u is made with s and lo as stored.
- * A row that is not finite is read as NaN. New rows are packed when they are stored, and then only moved. */
+/* The kind of a stored row is how it lies in memory. KV_AS_COMPUTED: D numbers of the call's dtype. A row of another
+ * kind is packed and may start at any address: it holds x - c as D numbers of few bits, then 4 bytes with their scale.
+ * c is the head's centre for keys, if there is one, and else 0:
+ *   KV_INT8  q = (x - c) / s as D numbers of int8, then s = max |x - c| / 127 in fp32
+ *   KV_INT4  u = (y - lo) / s as D / 2 bytes, with y = (x - c) H; byte i has number i in its low half and number
+ *            i + D / 2 in its high half; then s = (max y - lo) / 15 and lo = min y in fp16. H is the orthonormal
+ *            Hadamard matrix of the largest power of two that divides D, applied block by block; u is computed with
+ *            s and lo as rounded to fp16.
+ * A row with an inf or a NaN is read as NaN. A new row is packed once, when it is stored, and then only moved. */
 #define KV_KINDS(X) /* X(NAME, name, bits of a number, whether it is rotated by H) */ \
   X(INT8, int8, 8, 0)                                                                 \
   X(INT4, int4, 4, 1)
@@ -50,7 +51,7 @@ KV_ANYWHERE int kv_is_rotated(kv_kind kind) { return 0 KV_KINDS(KV_ROTATED); }
 #undef KV_BITS
 #undef KV_ROTATED
 
-typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: only for heads of a group */
+typedef enum { KV_SUM = 0, KV_MEAN = 1, KV_MAX = 2, KV_NONE = 3 } kv_reduce; /* KV_NONE: keeps each head of a group */
 typedef enum { KV_A = 0, KV_SQUARE = 1, KV_ENTROPY = 2 } kv_term;
 typedef enum { KV_EDIE = 0, KV_L1 = 1, KV_L2 = 2 } kv_error_kind;
 typedef enum {
@@ -59,8 +60,8 @@ typedef enum {
   KV_BAD_DTYPE, /* a dtype, kind or reduction is not one of the above, or this op does not take it */
   KV_BAD_COUNT, /* keep, len, first, stop, lo, hi or an index is out of range */
   KV_NO_MEMORY, /* scratch could not be allocated */
-  KV_BAD_KIND,  /* rows are to be moved or read together that are packed in different ways */
-  KV_NO_KIND,   /* the slots are packed, which only the CPU's kernel of this op reads */
+  KV_BAD_KIND,  /* rows that are moved or read together are packed as different kinds */
+  KV_NO_KIND,   /* the slots are packed, and only this op's CPU kernel reads such slots */
   KV_BAD_ISA,   /* KVEVICT_CPU_ISA is not an instruction set of this build */
 } kv_status;
 
@@ -69,7 +70,7 @@ const char *kv_status_text(kv_status status);
 /* The slots stored in one layer: head h of row b owns rows offset[b,h] .. offset[b,h] + len[b,h] - 1. */
 typedef struct {
   void *k, *v;           /* [rows, D] dtype, or packed rows */
-  int32_t *pos;          /* [rows] the position that each key is rotated for */
+  int32_t *pos;          /* [rows] the position for which each key was rotated */
   const int64_t *offset; /* [B, Hkv] */
   const int32_t *len;    /* [B, Hkv] */
   kv_kind k_kind, v_kind;
@@ -86,7 +87,7 @@ typedef struct {
 
 /* Attention over [stored | new]. Row t sees every stored slot and the new keys first[b] <= j <= t + S - T; with stop,
  * every row sees first[b] <= j < stop[b]. A row that sees nothing gets out = 0 and lse = its sink, or -inf without a
- * sink. So does a row whose logits are all -inf, where its values are finite; else its out is 0 or NaN. */
+ * sink. A row whose logits are all -inf gets the same if its values are finite; if not, its out is 0 or NaN. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, T, S, D;
@@ -153,7 +154,7 @@ typedef struct {
   float alpha;         /* >= 0, KV_EDIE only */
   const void *o;       /* [B, R, H, D] dtype, the rows' part of kv_attend's out */
   int64_t o_stride[3]; /* b, r, h */
-  float *out;          /* as kv_score's */
+  float *out;          /* the shape of kv_score's out */
 } kv_error;
 
 /* KL divergence from a target to the rows' mean attention, per query head (LookaheadKV eq. 5). With p[i] the mean of
@@ -161,11 +162,11 @@ typedef struct {
  *   loss = sum t[i] ln(t[i] / p[i]), with p at least KV_KL_LEAST before it is divided; 0 where t or p sums to 0. */
 #define KV_KL_LEAST 1e-30f
 typedef struct {
-  kv_observers rows; /* without weight, and without lse: it is computed over the slots that the rows see here */
+  kv_observers rows; /* weight and lse are NULL; lse is computed over the slots that the rows see here */
   int64_t N, C;
   const float *target; /* [B, H, N] >= 0 */
   float *loss;         /* [B, H] */
-  float *lse;          /* [B, H, R] of the rows, an input of kv_kl_grad */
+  float *lse;          /* [B, H, R] the rows' log-sum-exp, an input of kv_kl_grad */
   float *mean_attn;    /* [B, H, C] mean attention p, not divided; C >= max n; columns from n on are 0 */
 } kv_kl;
 
@@ -234,8 +235,8 @@ typedef struct {
 
 /* Moves the chosen slots of [src | new] into dst, in order. dst may be src (same buffers, same offsets): with an
  * ascending index no slot is read after it was overwritten. At other offsets of the same buffers, no row of dst may be
- * one of src. Rows that are packed in dst alone are packed, those that are packed in src alone unpacked; rows that are
- * packed in both are so in the same way. */
+ * one of src. A row is packed if only dst is packed, and unpacked if only src is; where both are packed, their kinds
+ * must be equal. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, K;
@@ -254,10 +255,11 @@ typedef struct {
   float scale, softcap;
   const void *q; /* [B, H, 1, D] dtype */
   int64_t q_stride[3];
-  kv_new chunk;    /* S = 1; first unused */
-  kv_slots slots;  /* written at offset + len */
-  kv_slots prefix; /* slots before these, only read, none of them a row that is written, packed as these are and around
-                    * their centre; pos and centre unused. All NULL: none */
+  kv_new chunk;   /* S = 1; first unused */
+  kv_slots slots; /* written at offset + len */
+  /* Slots that come before `slots`, of the same kinds and centre; they are only read, and none of them may be a row
+   * that is written. pos and centre unused. All NULL: no prefix. */
+  kv_slots prefix;
   const float *sinks; /* [H] or NULL */
   void *out;          /* [B, 1, H, D] dtype */
   float *lse;         /* [B, H, 1] */
@@ -265,8 +267,8 @@ typedef struct {
   int64_t rows, rows_prefix; /* of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_decode;
 
-/* y = x weight^T + bias, torch's linear, of a few rows: summed in fp32, rounded once. A row's sums do not depend on the
- * other rows. On CPUs alone. */
+/* torch's linear, y = x weight^T + bias, of a few rows, on CPUs only. Sums are fp32 and rounded once; a row's sums do
+ * not depend on the other rows. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, T, N, K; /* K a multiple of 32 */
@@ -277,7 +279,7 @@ typedef struct {
   void *out;          /* [B, T, N] dtype */
 } kv_linear;
 
-/* The lists of ops: prototypes, the dispatch table and the registration are X(op, with) of each. */
+/* The lists of ops. Prototypes, the dispatch table and the registration expand X(op, with) for every op. */
 #define KV_CPU_OPS(X, with) X(linear, with)
 #define KV_OPS(X, with) KV_BOTH_OPS(X, with) KV_CPU_OPS(X, with)
 #define KV_BOTH_OPS(X, with) \
@@ -294,11 +296,10 @@ typedef struct {
  * in the CPU's memory. kv_<op>_cpu begins with all of these checks.
  *
  * kv_<op>_cuda runs on the current CUDA device, on `stream` (a cudaStream_t), without waiting for it. Every pointer in
- * the struct is to that device's memory, and every row of q, k, v, o and the slots starts at a multiple of 16 bytes,
- * packed rows at one of 4.
- * scratch: kv_<op>_cuda_scratch(a) bytes of it, aligned to 256, with any content. The struct must have passed
- * kv_<op>_check without `counts`; the caller guarantees the counts, since reading them would wait for the device.
- * Returns 0, or the cudaError_t of a launch that failed; kv_cuda_text has its text. */
+ * the struct is to that device's memory. Every row of q, k, v, o and the slots starts at a multiple of 16 bytes, or of
+ * 4 bytes if it is packed. scratch has kv_<op>_cuda_scratch(a) bytes, aligned to 256, with any content. The struct must
+ * have passed kv_<op>_check without `counts`; the caller guarantees the counts, since reading them would wait for the
+ * device. Returns 0, or the cudaError_t of a launch that failed; kv_cuda_text has its text. */
 #define KV_PROTOTYPES(op, with)                            \
   kv_status kv_##op##_check(const kv_##op *a, int counts); \
   kv_status kv_##op##_cpu(const kv_##op *a);
@@ -311,17 +312,17 @@ KV_BOTH_OPS(KV_CUDA_PROTOTYPES, )
 #undef KV_CUDA_PROTOTYPES
 const char *kv_cuda_text(int error);
 
-/* Threads. The host program sets how loops run, at any time and from any thread; unset, they run one after the other.
- * body(ctx, begin, end) is called with disjoint ranges that cover 0..n. */
+/* Threads. The host program sets how loops run, at any time and from any thread; until it does, they run on the calling
+ * thread. body(ctx, begin, end) is called with disjoint ranges that cover 0..n. */
 typedef void (*kv_body)(void *ctx, int64_t begin, int64_t end);
 typedef void (*kv_parallel)(int64_t n, int64_t grain, kv_body body, void *ctx);
 void kv_set_parallel(kv_parallel parallel, int threads);
 
-/* kv_cpu_isas: the instruction sets of this build in ascending order, "scalar avx2 avx512 avx512bf16 amxbf16" on
- * x86-64, "neon neonbf16" on ARM, else "scalar". kv_cpu_isa: the one that the CPU kernels run with, the highest that
- * the processor has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice; "avx512bf16" is chosen where
- * it is named, or where it is faster. NULL if the variable is neither empty nor one of these names: every op then
- * returns KV_BAD_ISA. */
+/* kv_cpu_isas lists the instruction sets of this build in ascending order: "scalar avx2 avx512 avx512bf16 amxbf16" on
+ * x86-64, "neon neonbf16" on ARM, else "scalar". kv_cpu_isa names the one that the CPU kernels run with, the highest
+ * that the processor has. The environment variable KVEVICT_CPU_ISA, read once, caps the choice. "avx512bf16" is chosen
+ * only where the variable names it or where it is faster. If the variable is set to anything else, kv_cpu_isa returns
+ * NULL and every op KV_BAD_ISA. */
 const char *kv_cpu_isas(void);
 const char *kv_cpu_isa(void);
 

@@ -1,29 +1,29 @@
-/* A decoded token of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V
- * vectors of 16 bytes; such a group of lanes takes every GROUPS-th row and has a state of its own. The block that
- * finishes a head's last split merges all splits of that head.
+/* Decode of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V vectors of 16
+ * bytes. Such a group of lanes takes every GROUPS-th row and has states of its own. The block that finishes a head's
+ * last split merges all splits of that head.
  *
- * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups, and 16. */
+ * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups of lanes, and 16. */
 #ifndef KV_LANES_CUH
 #define KV_LANES_CUH
 #include "decode.cuh"
 
 constexpr int THREADS = 128;
 
-/* A group of lanes' share of HEADS heads, those of one kv head: lane i has elements (v * L + i) * W .. of vector v. It
- * loads AHEAD rows of keys and of values at once: what registers hold, at most 8 so that a multiprocessor has room for
- * several blocks, and half of that where keys, values or both are PACKED. */
+/* What a group of lanes computes of HEADS heads, those of one kv head. Lane i has elements from (v * L + i) * W on of
+ * vector v. It loads AHEAD rows of keys and of values at once, as many as registers hold: at most 8, so that a
+ * multiprocessor has room for several blocks, and half of that if keys, values or both are PACKED. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
                        AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
   float q[HEADS][V][W], o[HEADS][V][W];
   kv_state state[HEADS];
-  float more[HEADS]; /* q.centre, which packed keys add to every logit */
+  float more[HEADS]; /* q.centre, which is added to the logits of packed keys */
 
-  static __device__ __forceinline__ int group() { return threadIdx.x / L; }
-  static __device__ __forceinline__ int element(int v) { return (v * L + threadIdx.x % L) * W; }
+  KV_DEVICE int group() { return threadIdx.x / L; }
+  KV_DEVICE int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* query: the first head's row. Elements from D on are 0. Where keys are rotated, queries are, too. */
+  /* Starts with the queries at `query`, the first head's row, 0 from D on. Where keys are rotated, queries are, too. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -54,18 +54,18 @@ struct HeadRows {
     }
   }
 
-  /* Calls f(packed) with a constant: either all columns are packed or none. */
+  /* Calls f(packed) with a constant: all columns are packed or none. */
   template <class F>
-  static __device__ __forceinline__ void each_kind(const Columns &x, F f) {
+  KV_DEVICE void each_kind(const Columns &x, F f) {
     if (!PACKED || x.kind == KV_AS_COMPUTED)
       f(std::false_type{});
     else
       f(std::true_type{});
   }
 
-  /* Loads columns c0, c0 + GROUPS, ..; columns from c1 on and elements from D on are 0. The addresses of rows as
-   * computed begin with element(0). */
-  static __device__ __forceinline__ void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
+  /* Loads columns c0, c0 + GROUPS, ..; columns from c1 on and elements from D on are 0. Addresses of rows as computed
+   * begin with element(0). */
+  KV_DEVICE void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
     each_kind(x, [&](auto packed) {
 #pragma unroll
       for (int u = 0; u < AHEAD; u++)
@@ -82,14 +82,14 @@ struct HeadRows {
   }
 
   template <bool packed>
-  static __device__ __forceinline__ void numbers(uint4 part, kv_kind kind, float (&x)[W]) {
+  KV_DEVICE void numbers(uint4 part, kv_kind kind, float (&x)[W]) {
     if constexpr (packed)
       packed_numbers<E>(part, kind, x);
     else
       vector_floats<E>(part, x);
   }
 
-  /* s [HEADS] = q.k, equal in all lanes of the group */
+  /* s [HEADS] = q.k, equal in all lanes of the group. */
   template <bool packed>
   __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_kind kind, float (&s)[HEADS]) const {
     float x[V][W];
@@ -106,7 +106,7 @@ struct HeadRows {
     }
   }
 
-  /* Rows of logits s become their weights; the state and o follow the maximum. */
+  /* Turns logits s into weights and rescales the states and o to the new maximum. */
   __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -138,7 +138,7 @@ struct HeadRows {
     }
   }
 
-  /* Adds slots c0 .. c1 - 1 to the states. logit: the first head's, those of heads C apart, or NULL. Every group of
+  /* Adds slots c0 .. c1 - 1 to the states. logit gets the logits, those of heads C apart, or is NULL. Every group of
    * lanes runs the loop equally often. */
   __device__ __forceinline__ void attend(const Columns &k, const Columns &v, int c0, int c1, int D,
                                          const Logits &logits, float *logit, int64_t C) {
@@ -153,7 +153,7 @@ struct HeadRows {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.kind, s[u]);
       });
-      load(k, c + STEP, c1, D, keys); /* in flight during the rest */
+      load(k, c + STEP, c1, D, keys); /* these loads run during the rest */
       if (logits.cap > 0) {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
@@ -188,7 +188,7 @@ struct HeadRows {
 
   static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
 
-  /* Merges the block's groups of lanes: o [HEADS, D], states [HEADS]. shared: shared_bytes(D) less 16. */
+  /* Merges the block's groups of lanes into o [HEADS, D] and states [HEADS]. shared: shared_bytes(D) less 16. */
   __device__ __forceinline__ void merge(float *shared, int D, float *o_out, kv_state *states_out) const {
     kv_state *states = reinterpret_cast<kv_state *>(shared);
     float *part = shared + 2 * HEADS * GROUPS;
@@ -239,9 +239,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  const int64_t heads = a->B * a->Hkv,
-                mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;     /* splits of a head */
-  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits; /* a longer head's take several */
+  /* A head has four blocks for each split of a head of mean length; if it has more splits, a block takes several. */
+  const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;
+  const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits;
   const dim3 grid((unsigned)heads, (unsigned)blocks);
   const auto shared = (size_t)HeadRows<E, L, V, HEADS, false>::shared_bytes(a->D);
   const Logits logits = logits_of(a->scale, a->softcap);
@@ -250,7 +250,7 @@ static int run(const kv_decode *a, const Scratch &x, void *stream) {
       return launch<lanes_kernel<E, L, V, HEADS, false>>(grid, THREADS, shared, stream, *a, x, logits);
   if constexpr (HEADS <= most_lanes(sizeof(E) == 2, true))
     return launch<lanes_kernel<E, L, V, HEADS, true>>(grid, THREADS, shared, stream, *a, x, logits);
-  return 0; /* 16 bits: run_ring */
+  return 0; /* not reached: run_ring takes packed rows in 16 bits */
 }
 
 template <class E, int HEADS>

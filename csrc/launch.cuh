@@ -25,15 +25,14 @@ static int launch_with(bool early, dim3 grid, int threads, size_t shared, void *
   return (int)cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-/* Launches kernel(args...) on `stream` of the current device, without waiting. threads: of a block, a multiple of 32;
- * shared: bytes of dynamic shared memory. Returns 0, or the CUDA error of a launch that failed. */
+/* Launches kernel(args...) on `stream` of the current device, without waiting. A block has `threads` threads, a
+ * multiple of 32, and `shared` bytes of dynamic shared memory. Returns 0, or the CUDA error of a launch that failed. */
 template <auto kernel, class... Args>
 static int launch(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   return launch_with<kernel>(false, grid, threads, shared, stream, args...);
 }
 
-/* As launch, for a kernel that calls await_kernels_before: its blocks may start before the kernel before it has
- * ended. */
+/* Does as launch, for a kernel that calls await_kernels_before: its blocks may start while the one before runs. */
 template <auto kernel, class... Args>
 static int launch_early(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   cudaFuncAttributes made = {};

@@ -1,15 +1,16 @@
-/* A few rows times a matrix of weights on a CPU. Limited by memory bandwidth: each weight is read once, in place, where
- * a library for many rows would first pack them. Rows are multiplied as queries are with keys in stream.h. In tile
- * registers weights are the first operand, read in place, and 16 or 32 packed rows are the second. */
+/* A few rows times a matrix of weights on a CPU. It is limited by memory bandwidth: each weight is read once, in place,
+ * where a library for many rows would pack them first. Rows are multiplied with weights as stream.h multiplies queries
+ * with keys. In tile registers the weights are the first operand, read in place, and 16 or 32 packed rows are the
+ * second. */
 #include "stream.h"
 
-enum { OUTPUTS = 64 /* of a task, at most: BLOCK, and four tile registers */ };
+enum { OUTPUTS = 64 /* the most outputs of a task: as many as a BLOCK has slots or four tile registers have rows */ };
 
 typedef struct {
   const kv_linear *a;
-  kv_stream rows; /* x as queries; none in tile registers */
-  int64_t group;  /* rows in tile registers at once: 16, or 32 */
-  float *packed;  /* [ceil(rows / group), K / 2, group] words of x, zeros after its rows; NULL: no tile registers */
+  kv_stream rows; /* x as queries; unused with tile registers */
+  int64_t group;  /* rows that are in tile registers at once: 16 or 32 */
+  float *packed;  /* [ceil(rows / group), K / 2, group] words of x, then zeros; NULL: no tile registers */
   int64_t block;  /* outputs of a task */
 } kv_linear_job;
 
@@ -43,7 +44,7 @@ static float *kv_linear_pack(const kv_linear *a, int64_t group) {
   return packed;
 }
 
-/* y [n] + bias, the outputs n0 .. n0 + n - 1 of row r. */
+/* Stores y [n] + bias as outputs n0 .. n0 + n - 1 of row r. */
 static void kv_linear_store(const kv_linear *a, int64_t r, int64_t n0, int64_t n, float *y) {
   const int64_t size = kv_size(a->dtype);
   if (a->bias) {
@@ -54,7 +55,7 @@ static void kv_linear_store(const kv_linear *a, int64_t r, int64_t n0, int64_t n
   kv_store_row(a->dtype, y, (char *)a->out + (r * a->N + n0) * size, n);
 }
 
-/* Computes outputs n0 .. n0 + n - 1; at the end of the matrix also those before them, so that there are 64. */
+/* Computes outputs n0 .. n0 + n - 1 in tile registers; at the matrix's end some before them, too, to have 64. */
 static void kv_linear_tiles(const kv_linear_job *job, int64_t n0, int64_t n) {
   const kv_linear *a = job->a;
   const int64_t rows = a->B * a->T, group = job->group, from = kv_min(n0, a->N - OUTPUTS), words = a->K / 2;
@@ -89,16 +90,14 @@ static void kv_linear_stream(const kv_linear_job *job, int64_t n0, int64_t n) {
 
 static void kv_linear_body(void *ctx, int64_t begin, int64_t end) {
   const kv_linear_job *job = ctx;
-  kv_amx before;
-  memset(&before, 0, sizeof before);
-  if (job->packed) before = kv_amx_begin();
+  const kv_amx before = kv_tiles_begin(job->packed != NULL);
   for (int64_t n0 = begin * job->block; n0 < kv_min(end * job->block, job->a->N); n0 += job->block)
     (job->packed ? kv_linear_tiles : kv_linear_stream)(job, n0, kv_min(job->block, job->a->N - n0));
-  if (job->packed) kv_amx_end(before);
+  kv_tiles_end(job->packed != NULL, before);
 }
 
 kv_status KV_OP(linear)(const kv_linear *a) {
-  const int64_t rows = a->B * a->T, near = 65536 / kv_max(1, a->K * kv_size(a->dtype)); /* weights in 64 KiB */
+  const int64_t rows = a->B * a->T, near = 65536 / kv_max(1, a->K * kv_size(a->dtype)); /* outputs in 64 KiB */
   if (rows == 0 || a->N == 0) return KV_OK;
   const int tiles = KV_AMX && a->dtype == KV_BF16 && a->N >= OUTPUTS;
   const kv_slots none = {0};

@@ -1,4 +1,4 @@
-/* Norms of the alive keys or values on a CPU. Limited by memory bandwidth. */
+/* Norms of the alive keys or values on a CPU, limited by memory bandwidth. */
 #include "tile.h"
 
 enum { SPLIT = 256 }; /* columns of a task */

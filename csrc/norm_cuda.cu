@@ -1,4 +1,4 @@
-/* Norms of the alive keys or values on a GPU. Limited by memory bandwidth; lanes share a row (columns.cuh).
+/* Norms of the alive keys or values on a GPU, limited by memory bandwidth. Lanes share a row (columns.cuh).
  *
  * budget: regs 40, smem 0 */
 #include "columns.cuh"
@@ -6,7 +6,7 @@
 
 constexpr int THREADS = 256;
 
-/* Block (i, head): the slots from i * THREADS / L on, of L lanes each. */
+/* Block (i, head) computes the slots from i * THREADS / L on, each with L lanes. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) norm_kernel(const kv_norm a) {
   const int64_t head = block_head(), b = head / a.Hkv;
@@ -15,10 +15,7 @@ static __global__ void __launch_bounds__(THREADS) norm_kernel(const kv_norm a) {
   const int c = blockIdx.x * (THREADS / L) + threadIdx.x / L;
   float x[V][VECTOR<E>], sum = 0;
   column_numbers<E, L, V>(rows, c, c < rows.at.n, (int)a.D, x);
-#pragma unroll
-  for (int v = 0; v < V; v++)
-#pragma unroll
-    for (int i = 0; i < VECTOR<E>; i++) sum += a.p == 2 ? x[v][i] * x[v][i] : fabsf(x[v][i]);
+  unrolled<V, VECTOR<E>>([&](int v, int i) { sum += a.p == 2 ? x[v][i] * x[v][i] : fabsf(x[v][i]); });
   sum = lanes_sum<L>(sum);
   if (threadIdx.x % L == 0 && c < a.C) a.out[head * a.C + c] = a.p == 2 ? sqrtf(sum) : sum;
 }

@@ -1,22 +1,23 @@
-/* Rows that observe the alive slots, shared by score, peak and error: a[r,i] = exp(logit[r,i] - lse[r]). */
+/* Observing rows and their attention weights a[r,i] = exp(logit[r,i] - lse[r]) over the alive slots, for score, peak,
+ * error. */
 #ifndef KV_OBSERVE_CUH
 #define KV_OBSERVE_CUH
 #include "attention.cuh"
 
-/* Where `a` has no lse: the bytes of scratch for it, and the launches that compute it; `a` then points to it. In
- * peak_cuda.cu. */
+/* lse_scratch returns the bytes of scratch that lse takes, 0 if `a` has one; lse_given computes it there if `a` has
+ * none, and makes `a` point to it. Both are in peak_cuda.cu. */
 int64_t lse_scratch(const kv_observers *a);
 int lse_given(kv_observers *a, void *scratch, void *stream);
 
 /* The larger of two numbers; NaN if either is NaN. */
-static __device__ __forceinline__ float max_nan(float x, float y) { return isnan(y) || y > x ? y : x; }
-/* Over the 4 lanes that hold a row of a fragment. */
-static __device__ __forceinline__ float row_max_nan(float x) {
+KV_DEVICE float max_nan(float x, float y) { return isnan(y) || y > x ? y : x; }
+/* The largest number of the 4 lanes that hold a row of a fragment; NaN if one is NaN. */
+KV_DEVICE float row_max_nan(float x) {
   x = max_nan(x, __shfl_xor_sync(ALL_LANES, x, 1));
   return max_nan(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-/* One (b, kv head): its slots, and which of them the R rows see. */
+/* One (b, kv head): its slots, and the bounds of those that each of the R rows sees. */
 struct Observed {
   int b, h, G, row_first;
   Columns k;
@@ -24,22 +25,21 @@ struct Observed {
 };
 
 template <class E>
-static __device__ __forceinline__ Observed observed(const kv_observers &a, int head) {
+KV_DEVICE Observed observed(const kv_observers &a, int head) {
   const int b = head / a.Hkv, h = head % a.Hkv;
   const Columns k = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h, a.Hkv, a.stop[b], a.D);
   const int n = k.at.n;
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(n - a.R), a.causal ? 0 : n, n}};
 }
 
-/* A row without its query: `seen` is 0 where it sees nothing. An lse of NaN or a weight that is not finite makes lse
- * NaN, so that only slots that the row sees become NaN. */
+/* An observing row without its query; `seen` is 0 where it sees nothing. An lse of NaN or a weight that is not finite
+ * makes lse NaN, so that only slots that the row sees become NaN. */
 struct alignas(16) RowValues {
-  float lse, weight; /* in log2 units */
+  float lse, weight; /* lse is in log2 units */
   int seen;
 };
 
-static __device__ __forceinline__ RowValues row_values(const kv_observers &a, const Observed &x, const Rows &rows,
-                                                       int r) {
+KV_DEVICE RowValues row_values(const kv_observers &a, const Observed &x, const Rows &rows, int r) {
   if (r >= rows.count) return {0, 0, 0};
   const int t = rows.step(r), head = rows.head_of(r);
   const float lse = a.lse[x.b * a.lse_stride[0] + head * a.lse_stride[1] + t];
@@ -48,8 +48,8 @@ static __device__ __forceinline__ RowValues row_values(const kv_observers &a, co
   return {bad ? NAN : lse * LOG2E, bad ? 1 : weight, lse == -INFINITY || t < x.row_first ? 0 : x.bounds.seen(t)};
 }
 
-/* How many heads of a group are reduced as one set of rows: all of them where only the sum over all rows is wanted,
- * else one after the other. */
+/* Returns how many heads of a group are reduced as one set of rows: all of them if only the sum over all their rows is
+ * wanted, else one after the other. */
 static __host__ __device__ __forceinline__ int heads_together(kv_reduce rows, kv_reduce group, int G) {
   return rows != KV_MAX && (group == KV_SUM || group == KV_MEAN) ? G : 1;
 }
@@ -59,7 +59,7 @@ template <int MT>
 struct Group {
   float total[MT][2];
 
-  /* x: the results, equal in the 4 lanes of a row; g: the first of the heads. The last call stores. */
+  /* Adds the results x of `heads` heads from g on, equal in a row's 4 lanes. The call with the last heads stores. */
   __device__ __forceinline__ void add(const float (&x)[MT][2], kv_reduce how, int g, int heads, int G, float over,
                                       float *out, int64_t C, int column) {
     each_row<MT>([&](int m, int half) {
@@ -76,8 +76,8 @@ struct Group {
   }
 };
 
-/* Where the results of a (b, kv head) start in out [B, Hkv, C], or [B, H, C]. */
-static __device__ __forceinline__ float *group_out(float *out, int head, int G, kv_reduce group, int64_t C) {
+/* Returns where the results of a (b, kv head) start in out [B, Hkv, C], or [B, H, C] if group is KV_NONE. */
+KV_DEVICE float *group_out(float *out, int head, int G, kv_reduce group, int64_t C) {
   return out + head * (group == KV_NONE ? G * C : C);
 }
 #endif

@@ -1,11 +1,9 @@
 /* Each observing row's largest attention weight within a range of slots, on a CPU.
  *
- * A task is some rows of one (b, kv head) and goes over all blocks of keys in the range. See observe.h.
- */
+ * A task is some rows of one (b, kv head) and goes over all blocks of keys in the range. observe.h has the tiles. */
 #include "observe.h"
 
-/* The largest of `most` weights, NaN if one is NaN: that of the largest logit. Those from `most` to the end of its
- * vector are -inf. */
+/* Returns the largest weight of `most` logits s, NaN if one is NaN. Logits after them in their vector must be -inf. */
 static float kv_peak_row(const float *s, int64_t most, float lse) {
   float top = -INFINITY;
   vf acc = vf_set1(top);
@@ -21,7 +19,7 @@ static float kv_peak_row(const float *s, int64_t most, float lse) {
   return vf_exp2(vf_set1(top - lse))[0];
 }
 
-/* Steps t0 .. t1 - 1 of one head. */
+/* Computes steps t0 .. t1 - 1 of one head. */
 static void kv_peak_steps(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t t1) {
   const kv_peak *a = job->op;
   const int64_t G = head->query.G, R = job->a->R, at = head->b * job->a->Hkv + head->h;

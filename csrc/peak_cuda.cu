@@ -1,21 +1,20 @@
 /* Each observing row's largest attention weight within a range of slots, and the log-sum-exp of rows where it is not
  * given, on a GPU. Both hold a tile of rows and go over tiles of keys.
  *
- * A block computes a tile of rows, as in attend, over one share of the columns: the few rows that observe would not
- * fill a GPU. Each share gives one number a row; combine_kernel reduces these in the order of the shares. */
+ * A block computes a tile of rows, as in attend, over one share of the columns, since the few rows that observe would
+ * not fill a GPU. Each share gives one number a row; combine_kernel reduces these in the order of the shares. */
 // budget: regs 255, smem 98304
 #include "observe.cuh"
 
-/* How many shares the columns are cut into, for about 512 blocks. It follows from the shape alone, so results
- * repeat. */
+/* Returns into how many shares columns are cut, for about 512 blocks. The shape alone decides, so results repeat. */
 static int sweep_parts(const kv_observers *a) {
   const int64_t tiles = (a->R * (a->H / a->Hkv) + 63) / 64 * a->B * a->Hkv;
   return (int)(tiles > 256 ? 1 : tiles > 16 ? 512 / tiles : 32);
 }
 
-/* parts [shares, B, H, R]: log2 of the sum of 2^logit, or the largest of logit - lse (PEAK), over one share of the
- * columns that the row sees, those of lo .. hi - 1 (PEAK); -inf where there are none. A block's piece is share * tiles
- * + tile of rows. */
+/* Computes parts [shares, B, H, R] over one share of the columns: log2 of the sum of 2^logit over those that the row
+ * sees or, if PEAK, the largest logit - lse of those it sees among lo .. hi - 1; -inf where there are none. A block's
+ * piece is share * tiles + tile of rows. */
 template <class E, int D, bool PEAK>
 static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     sweep_kernel(const kv_observers a, const Logits logits, const int32_t *lo, const int32_t *hi, const int shares,
@@ -72,7 +71,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
       softmax_step(s, logits.scale, top, sum, alpha);
     }
   }
-  cp_async_wait<0>(); /* the copies past the last tile: nobody reads them */
+  cp_async_wait<0>(); /* copies past the last tile, which nobody reads */
   each_row<MT>([&](int m, int half) {
     const int r = row + 16 * m + 8 * half;
     const float all = PEAK ? row_max_nan(top[m][half]) : top[m][half] + log2f(lanes_sum<4>(sum[m][half]));
@@ -81,8 +80,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   });
 }
 
-/* parts [shares, B, H, R] -> out [B, H, R], perhaps parts itself: the row's lse with the sink's share, or its largest
- * weight. */
+/* Combines parts [shares, B, H, R] into out [B, H, R], which may be parts itself: the row's lse with the sink's share,
+ * or its largest weight. */
 template <bool PEAK>
 static __global__ void __launch_bounds__(256)
     combine_kernel(const kv_observers a, const int shares, const float *parts, float *out) {
@@ -117,7 +116,7 @@ static int sweep(const kv_observers *a, const int32_t *lo, const int32_t *hi, fl
   return launch<combine_kernel<PEAK>>(dim3((rows + 255) / 256), 256, 0, stream, *a, shares, parts, out);
 }
 
-/* Of [shares, B, H, R] floats. */
+/* The bytes of parts [shares, B, H, R]. */
 static int64_t parts_bytes(const kv_observers *a) {
   return a->B * a->H * a->R == 0 ? 0 : sweep_parts(a) * a->B * a->H * a->R * (int64_t)sizeof(float);
 }

@@ -1,18 +1,20 @@
-/* All inline PTX, one function per instruction (sm_80 and up; hopper.cuh has that of sm_90a), and the 16-bit types.
- * Kernels use CUDA through this file, hopper.cuh, warp.cuh and launch.cuh only. tests/cuda_on_cpu/ptx.h has the same
- * functions in plain C++: a new one goes into both.
+/* All inline PTX, one function for each instruction (sm_80 and up; hopper.cuh has that of sm_90a), and the 16-bit
+ * types. Kernels use CUDA only through this file, hopper.cuh, warp.cuh and launch.cuh. tests/cuda_on_cpu/ptx.h has the
+ * same functions in plain C++: a new one goes into both.
  *
- * Fragments (PTX manual, m16n8k16). Lane l, g = l / 4, c = 2 * (l % 4); a 32-bit register holds two values, the lower
- * column (A, D) or row (B) in its low half:
+ * Fragments (PTX manual, m16n8k16). Lane l has g = l / 4 and c = 2 * (l % 4); a 32-bit register holds two values, the
+ * lower column (A, D) or row (B) in its low half:
  *   A [16, 16]  a[0] = A[g, c..]    a[1] = A[g + 8, c..]    a[2] = A[g, c + 8..]    a[3] = A[g + 8, c + 8..]
  *   B [16, 8]   b0 = B[c.., g]      b1 = B[c + 8.., g]
  *   D [16, 8]   d[0], d[1] = D[g, c], D[g, c + 1]           d[2], d[3] = D[g + 8, c], D[g + 8, c + 1]
- * ldmatrix_x4 fills register i of every lane from the 8x8 matrix with its rows at the addresses of lanes 8 i .. 8 i
- * + 7: lane l gets row g, columns c and c + 1; transposed: rows c and c + 1 of column g. */
+ * ldmatrix_x4 fills register i of every lane from the 8x8 matrix whose rows are at the addresses of lanes 8 i .. 8 i +
+ * 7: lane l gets columns c and c + 1 of row g, and with _trans rows c and c + 1 of column g. */
 #ifndef KV_PTX_CUH
 #define KV_PTX_CUH
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+#define KV_DEVICE static __device__ __forceinline__
 
 struct f16 {
   uint16_t bits;
@@ -21,113 +23,107 @@ struct bf16 {
   uint16_t bits;
 };
 
-/* The block's dynamic shared memory, 128-byte aligned. The only way to declare shared memory. */
+/* The block's dynamic shared memory, aligned to 128 bytes. There is no other way to declare shared memory. */
 template <class T>
-static __device__ __forceinline__ T *shared_memory() {
+KV_DEVICE T *shared_memory() {
   extern __shared__ __align__(128) unsigned char kv_shared[];
   return reinterpret_cast<T *>(kv_shared);
 }
 
-static __device__ __forceinline__ uint32_t shared_address(const void *p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+KV_DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-/* `row`: 16-byte aligned, in shared memory. */
-static __device__ __forceinline__ void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3,
-                                                   const void *row) {
+/* Loads four matrices; `row` is in shared memory, aligned to 16 bytes. */
+KV_DEVICE void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
                : "r"(shared_address(row))
                : "memory");
 }
-static __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3,
-                                                         const void *row) {
+KV_DEVICE void ldmatrix_x4_trans(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
                : "r"(shared_address(row))
                : "memory");
 }
 
-/* d += A B. E is f16 or bf16. */
+/* d += A B; E is f16 or bf16. */
 template <class E>
-static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+KV_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+#define KV_MMA(type)                                                                  \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 template <>
 __device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  KV_MMA("f16");
 }
 template <>
 __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  KV_MMA("bf16");
 }
+#undef KV_MMA
 
-/* Two numbers of fp16 each: a b + c, rounded once. */
-static __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+/* Returns a b + c for two numbers of fp16 each, rounded once. */
+KV_DEVICE uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 
-/* Byte i of the result is that of [x | y], y's being 4 to 7, with the number in the selector's i-th 4 bits. */
-static __device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+/* Byte i of the result is the byte of [x | y] whose number is the selector's i-th 4 bits; y's bytes are 4 to 7. */
+KV_DEVICE uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t z;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
   return z;
 }
 
-/* Copies `bytes` (0..16) and pads with zeros to 16; both addresses are 16-byte aligned. This thread may read `to` after
- * cp_async_wait, other threads after a barrier that follows it. `from` is not read if bytes = 0. */
-static __device__ __forceinline__ void cp_async_16(void *to, const void *from, int bytes = 16) {
+/* Starts copying `bytes` (0..16) bytes, padded with zeros to 16; both addresses are multiples of 16. This thread may
+ * read `to` after cp_async_wait, other threads after a barrier that follows it. `from` is not read if bytes = 0. */
+KV_DEVICE void cp_async_16(void *to, const void *from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
                : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes)
                : "memory");
 }
-/* Copies 4 bytes; both addresses are multiples of 4. Otherwise as cp_async_16. */
-static __device__ __forceinline__ void cp_async_4(void *to, const void *from) {
+/* Starts copying 4 bytes, as cp_async_16 does; both addresses are multiples of 4. */
+KV_DEVICE void cp_async_4(void *to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
                :
                : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from))
                : "memory");
 }
-static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* Waits until all but the last N groups that this thread committed have arrived. */
+KV_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Waits until all groups of copies that this thread committed, but the last N, have arrived. */
 template <int N>
-static __device__ __forceinline__ void cp_async_wait() {
+KV_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
 }
 
-/* Waits until all but the last n groups, 1 to 3, have arrived. */
-static __device__ __forceinline__ void cp_async_wait_but(int n) {
+/* Waits until all groups but the last n, 1 to 3, have arrived. */
+KV_DEVICE void cp_async_wait_but(int n) {
   if (n == 1) cp_async_wait<1>();
   if (n == 2) cp_async_wait<2>();
   if (n == 3) cp_async_wait<3>();
 }
 
-/* log2 x, with an error of 2^-22, of x over 2 or under 1/2 relative to the result. */
-static __device__ __forceinline__ float log2_approx(float x) {
+/* Returns log2 x with an error of 2^-22, relative to the result for x over 2 or under 1/2. */
+KV_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/* 2^x, relative error 2^-22; results below 2^-126 are 0; 2^-inf = 0. */
-static __device__ __forceinline__ float exp2_approx(float x) {
+/* Returns 2^x with a relative error of 2^-22; results below 2^-126 are 0, and 2^-inf = 0. */
+KV_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/* Conversions round to nearest even. pack: two values into one register, unpack: back. */
+/* Conversions, which round to nearest even. pack puts two values into one register, unpack takes them out. */
 template <class E>
-static __device__ __forceinline__ uint32_t pack(float low, float high);
+KV_DEVICE uint32_t pack(float low, float high);
 template <>
 __device__ __forceinline__ uint32_t pack<f16>(float low, float high) {
   uint32_t y;
@@ -141,21 +137,21 @@ __device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
   return y;
 }
 
-static __device__ __forceinline__ float to_float(float x) { return x; }
-static __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
-static __device__ __forceinline__ float to_float(f16 x) {
+KV_DEVICE float to_float(float x) { return x; }
+KV_DEVICE float to_float(bf16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
+KV_DEVICE float to_float(f16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
 
 template <class E>
-static __device__ __forceinline__ float2 unpack(uint32_t x) {
+KV_DEVICE float2 unpack(uint32_t x) {
   return make_float2(to_float(E{(uint16_t)(x & 0xffffu)}), to_float(E{(uint16_t)(x >> 16)}));
 }
 
 template <class E>
-static __device__ __forceinline__ E from_float(float x);
+KV_DEVICE E from_float(float x);
 template <>
 __device__ __forceinline__ float from_float<float>(float x) {
   return x;
@@ -171,16 +167,17 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return bf16{(uint16_t)(pack<bf16>(x, 0.0f) & 0xffffu)};
 }
 
-/* 16 bytes of global memory that this kernel reads once and does not write: not kept in L1. `p` is 16-byte aligned. */
-static __device__ __forceinline__ uint4 load_once_16(const void *p) {
+/* Loads 16 bytes of global memory that this kernel reads once and does not write: they are not kept in L1. `p` is
+ * aligned to 16 bytes. */
+KV_DEVICE uint4 load_once_16(const void *p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(__cvta_generic_to_global(p)));
   return x;
 }
-/* As load_once_16 if `wanted`, else zeros without reading `p`; no branch. */
-static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool wanted) {
+/* Does as load_once_16 if `wanted`; else returns zeros without reading `p`. It has no branch. */
+KV_DEVICE uint4 load_once_16_if(const void *p, bool wanted) {
   uint4 x = make_uint4(0, 0, 0, 0);
   asm volatile(
       "{.reg .pred wanted;\n"
@@ -190,8 +187,8 @@ static __device__ __forceinline__ uint4 load_once_16_if(const void *p, bool want
       : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
   return x;
 }
-/* As load_once_16_if, for 4 bytes; `p` is 4-byte aligned. */
-static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wanted) {
+/* Does as load_once_16_if for 4 bytes; `p` is aligned to 4 bytes. */
+KV_DEVICE uint32_t load_once_4_if(const void *p, bool wanted) {
   uint32_t x = 0;
   asm volatile(
       "{.reg .pred wanted;\n"
@@ -203,22 +200,22 @@ static __device__ __forceinline__ uint32_t load_once_4_if(const void *p, bool wa
 }
 
 /* Waits until the kernels before this one on its stream have ended; then sees what they wrote. A kernel that
- * launch_early starts calls it before it reads or writes global memory. */
-static __device__ __forceinline__ void await_kernels_before() {
+ * launch_early starts must call it before it reads or writes global memory. */
+KV_DEVICE void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-/* Lets a kernel that launch_early starts begin when all blocks of this one have called this. */
-static __device__ __forceinline__ void start_next_kernel() {
+/* Lets the next kernel, if launch_early starts it, begin when all blocks of this one have called this. */
+KV_DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* *p += x; returns the value before. Values that this thread wrote, or saw through a barrier, are visible to the whole
- * GPU before the addition; those that earlier callers made visible so are visible to this thread after it. */
-static __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
+/* *p += x; returns the value before. What this thread wrote, or saw through a barrier, is visible to the whole GPU
+ * before the addition; what earlier callers made visible so is visible to this thread after it. */
+KV_DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   uint32_t y;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
                : "=r"(y)

@@ -18,7 +18,7 @@ typedef struct {
   float total[KEYS];
 } kv_quadratic_task;
 
-/* total [columns] += x[r] (y[r] + b[r]) over rows r0 .. r0 + rows - 1 of A */
+/* total [columns] += x[r] (y[r] + b[r]) over rows r0 .. r0 + rows - 1 of A. */
 static void kv_quadratic_add(kv_quadratic_task *f, int64_t r0, int64_t rows, int64_t D, int64_t columns,
                              const float *linear) {
   for (int64_t c = 0; c < columns; c += VL) {
@@ -30,7 +30,7 @@ static void kv_quadratic_add(kv_quadratic_task *f, int64_t r0, int64_t rows, int
   }
 }
 
-/* out [columns] of query head h of row b over the packed block. */
+/* Computes out [columns] of query head h of batch row b for the packed block. */
 static void kv_quadratic_head(const kv_quadratic *a, kv_quadratic_task *f, int64_t b, int64_t h, int64_t columns,
                               float *out) {
   const kv_queries rows_of = {.dtype = KV_F32, .D = a->D, .words = a->D, .scale = 1};

@@ -1,7 +1,7 @@
 /* Quadratic forms of the alive keys or values on a GPU: x_i . (A x_i + b) for every query head.
  *
  * A block holds KEYS slots of a head as fp32 in shared memory and goes over the rows of A, ROWS at a time. A thread
- * multiplies one slot with EACH of these rows; the sums of its threads are added in order at the end.
+ * multiplies one slot with EACH of these rows; the sums of a slot's threads are added in order at the end.
  *
  * budget: regs 80, smem 82944 */
 #include "columns.cuh"
@@ -10,11 +10,11 @@
 constexpr int THREADS = 256, KEYS = 64, GROUPS = THREADS / KEYS, EACH = 4, ROWS = GROUPS * EACH;
 constexpr int PAD = 4; /* floats between slots, so that a quarter of a warp reads 16 bytes each from different banks */
 
-static __device__ __forceinline__ float dot_of(float4 x, float4 y, float sum) {
+KV_DEVICE float dot_of(float4 x, float4 y, float sum) {
   return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
 }
 
-/* Block (i, query head): slots i * KEYS .. i * KEYS + KEYS - 1. */
+/* Block (i, query head) computes slots i * KEYS .. i * KEYS + KEYS - 1. */
 template <class E>
 static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quadratic a) {
   const int64_t head = block_head();
@@ -23,15 +23,13 @@ static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quad
   const int h = (int)(head % a.H), D = a.D, width = D + PAD, c0 = blockIdx.x * KEYS, thread = threadIdx.x;
   const Columns slots = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D);
   float *const x = shared_memory<float>(), *const rows = x + KEYS * width; /* [KEYS, width], [ROWS, D] */
-  for (int c = warp_id(); c < KEYS; c += THREADS / 32) {                   /* a warp has a slot */
+  for (int c = warp_id(); c < KEYS; c += THREADS / 32) {                   /* a warp loads a slot */
     constexpr int W = VECTOR<E>, V = 8 / W;
     float part[V][W];
     column_numbers<E, 32, V>(slots, c0 + c, c0 + c < slots.at.n, D, part);
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int j = 0; j < W; j++)
-        if (const int d = (v * 32 + lane_id()) * W + j; d < D) x[c * width + d] = part[v][j];
+    unrolled<V, W>([&](int v, int j) {
+      if (const int d = (v * 32 + lane_id()) * W + j; d < D) x[c * width + d] = part[v][j];
+    });
   }
   const float *matrix = a.matrix + b * a.matrix_stride[0] + h * a.matrix_stride[1];
   const float *linear = a.linear ? a.linear + b * a.linear_stride[0] + h * a.linear_stride[1] : nullptr;

@@ -1,8 +1,8 @@
-/* CAOTE on a CPU: the error of the head's output when a slot is removed, with the pooled score as attention weight.
+/* CAOTE on a CPU: the error of a head's output when one slot is removed, with the pooled score as attention weight.
  *
- * Four passes: each head's sum of scores; the mean value of each split of slots; the sum of the splits; distances.
- * Splits do not depend on the number of threads, and sums of more than 128 terms are pairwise, so rounding does not
- * grow with n. */
+ * Four passes compute each head's sum of scores; the part of the mean value of each split of slots; the sum of these
+ * parts; and the distances. Splits do not depend on the number of threads. Sums of more than 128 terms are pairwise, so
+ * that rounding does not grow with n. */
 #include <float.h>
 
 #include "tile.h"
@@ -11,9 +11,9 @@ enum { SPLIT = 128 };
 
 typedef struct {
   const kv_refine *a;
-  int64_t splits; /* of the longest head */
-  float *sum;     /* [B, Hkv] of scores */
-  float *mean;    /* [B, Hkv, splits, D]; after kv_refine_means a head's first row is its mean value */
+  int64_t splits; /* splits of the longest head */
+  float *sum;     /* [B, Hkv] the sums of scores */
+  float *mean;    /* [B, Hkv, splits, D] parts of the mean; kv_refine_means makes a head's first the mean value */
 } kv_refine_job;
 
 static kv_columns kv_refine_values(const kv_refine *a, int64_t at) {
@@ -29,7 +29,7 @@ static float kv_pairwise_sum(const float *x, int64_t n) {
   return sum;
 }
 
-/* hn of slot c. */
+/* Returns hn of slot c (kvevict.h). */
 static float kv_refine_share(const kv_refine_job *job, int64_t at, int64_t n, int64_t c) {
   return job->sum[at] == 0 ? 1 / (float)n : job->a->score[at * job->a->C + c] / job->sum[at];
 }

@@ -1,7 +1,7 @@
-/* CAOTE on a GPU: the error of the head's output when a slot is removed, with the pooled score as attention weight.
+/* CAOTE on a GPU: the error of a head's output when one slot is removed, with the pooled score as attention weight.
  *
- * Three passes: each head's sum of scores; the mean value of each split of slots; the distances, for which every block
- * first adds the splits. Up to 10^5 slots no sum has more than a few hundred terms in sequence.
+ * Three passes compute each head's sum of scores; the part of the mean value of each split of slots; and the distances,
+ * for which every block first adds these parts. Up to 10^5 slots no sum has more than a few hundred terms in sequence.
  *
  * budget: regs 64, smem 9216 */
 #include <float.h>
@@ -12,7 +12,7 @@
 constexpr int THREADS = 256, SPLIT = THREADS, RUN = 32;
 
 template <class E>
-static __device__ __forceinline__ Columns values_of(const kv_refine &a, int64_t head) {
+KV_DEVICE Columns values_of(const kv_refine &a, int64_t head) {
   const int64_t b = head / a.Hkv;
   return head_columns<E>(KV_VALUES, a.slots, a.chunk, b, head % a.Hkv, a.Hkv, a.stop[b], a.D);
 }
@@ -26,12 +26,12 @@ static __global__ void __launch_bounds__(THREADS) sum_kernel(const kv_refine a, 
   if (threadIdx.x == 0) sum[head] = x;
 }
 
-/* hn of slot c */
-static __device__ __forceinline__ float share_of(const kv_refine &a, int64_t head, int n, int c, float sum) {
+/* Returns hn of slot c (kvevict.h). */
+KV_DEVICE float share_of(const kv_refine &a, int64_t head, int n, int c, float sum) {
   return sum == 0 ? 1 / (float)n : a.score[head * a.C + c] / sum;
 }
 
-/* Block (i, head): mean [B, Hkv, splits, D] of split i. Each group of L lanes takes every GROUPS-th row. */
+/* Block (i, head) computes the part of split i, mean [B, Hkv, splits, D]. L lanes together take every GROUPS-th row. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a, const float *sum, float *mean) {
   const int64_t head = block_head();
@@ -49,16 +49,11 @@ static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a,
     const float weight = c < count ? share[c] : 0;
     float x[V][W];
     column_numbers<E, L, V>(values, c0 + c, c < count, D, x);
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int i = 0; i < W; i++) total[v][i] += weight * x[v][i];
+    unrolled<V, W>([&](int v, int i) { total[v][i] += weight * x[v][i]; });
   }
-#pragma unroll
-  for (int v = 0; v < V; v++)
-#pragma unroll
-    for (int i = 0; i < W; i++)
-      if (const int d = (v * L + (int)threadIdx.x % L) * W + i; d < D) part[group * D + d] = total[v][i];
+  unrolled<V, W>([&](int v, int i) {
+    if (const int d = (v * L + (int)threadIdx.x % L) * W + i; d < D) part[group * D + d] = total[v][i];
+  });
   __syncthreads();
   if ((int)threadIdx.x >= D) return;
   float x = 0;
@@ -66,7 +61,7 @@ static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a,
   mean[(head * gridDim.x + blockIdx.x) * D + threadIdx.x] = x;
 }
 
-/* shared [D] = the sum of `splits` rows of mean, RUN rows at a time */
+/* shared [D] = the sum of `splits` rows of mean, RUN rows at a time. */
 static __device__ void add_means(const float *mean, int splits, int D, float *shared) {
   if ((int)threadIdx.x < D) {
     float x = 0;
@@ -80,7 +75,8 @@ static __device__ void add_means(const float *mean, int splits, int D, float *sh
   __syncthreads();
 }
 
-/* Block (head, i): out of split i. L lanes share a row. Told of four blocks an SM, ptxas does not spill for eight. */
+/* Block (i, head) computes out of split i; L lanes share a row. Four blocks a multiprocessor are asked for: for eight
+ * ptxas would spill registers. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS, 4)
     error_kernel(const kv_refine a, const float *sum, const float *mean) {
@@ -96,14 +92,11 @@ static __global__ void __launch_bounds__(THREADS, 4)
     const int c = blockIdx.x * SPLIT + first + threadIdx.x / L;
     float x[V][W], square = 0;
     column_numbers<E, L, V>(values, c, c < n, D, x);
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int i = 0; i < W; i++) {
-        const int d = (v * L + lane) * W + i;
-        const float off = d < D ? x[v][i] - m[d] : 0;
-        square += off * off;
-      }
+    unrolled<V, W>([&](int v, int i) {
+      const int d = (v * L + lane) * W + i;
+      const float off = d < D ? x[v][i] - m[d] : 0;
+      square += off * off;
+    });
     square = lanes_sum<L>(square);
     if (lane != 0 || c >= a.C) continue;
     const float share = c < n ? share_of(a, head, n, c, sum[head]) : 0, left = 1 - share;

@@ -1,10 +1,10 @@
-/* A decoded token in 16 bits on tensor cores. Every warp goes through its own tiles of a split, in a ring of stages in
- * shared memory that it alone fills, waits for and reads: no warp waits for another before they merge their results.
+/* Decode in 16 bits on tensor cores. Every warp goes through its own tiles of a split, in a ring of stages in shared
+ * memory that it alone fills, waits for and reads: no warp waits for another before they merge their results.
  *
- * Rows as computed are swizzled tiles (tile.cuh). Packed rows are copied as one piece of memory and become fp16 in
- * registers (bytes.cuh); their scales are factors of the logits and of the weights, so that no stored number is
- * rounded. Weights and rotated queries are rounded; each is multiplied as two numbers, the rounded one and the
- * remainder: for up to 8 heads the remainders are rows 8 to 15 of the product, for more heads another product. */
+ * Rows as computed are swizzled tiles (tile.cuh). Packed rows are copied as bytes and become fp16 in registers
+ * (bytes.cuh); their scales are factors of the logits and of the weights, so that no stored number is rounded. Weights
+ * and rotated queries are rounded, and each is multiplied as two numbers, the rounded one and the remainder: for up to
+ * 8 heads the remainders are rows 8 to 15 of the product, for more heads another product. */
 #ifndef KV_RING_CUH
 #define KV_RING_CUH
 #include "ring_shared.cuh"
@@ -13,9 +13,9 @@
 /* Weights are at most 2^LIFT, so that fp16 holds small weights, too. */
 constexpr float LIFT = 10;
 
-/* p -> 2^(p - top + LIFT), with top the rows' maximum so far, alpha the factor for earlier results. */
+/* Turns p into 2^(p - top + LIFT), with top the rows' maximum so far; alpha becomes the factor of earlier results. */
 template <int HALVES, int NT>
-static __device__ __forceinline__ void weigh(float (&p)[NT][4], float (&top)[HALVES], float (&alpha)[HALVES]) {
+KV_DEVICE void weigh(float (&p)[NT][4], float (&top)[HALVES], float (&alpha)[HALVES]) {
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     float most = -INFINITY;
@@ -25,15 +25,12 @@ static __device__ __forceinline__ void weigh(float (&p)[NT][4], float (&top)[HAL
     const float at = most == -INFINITY ? 0 : most;
     alpha[half] = exp2_approx(top[half] - at);
     top[half] = most;
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) p[n][2 * half + j] = exp2_approx(p[n][2 * half + j] - (at - LIFT));
+    unrolled<NT, 2>([&](int n, int j) { p[n][2 * half + j] = exp2_approx(p[n][2 * half + j] - (at - LIFT)); });
   }
 }
 
-/* A block's share of ROWS query heads, 8 or 16, of one kv head. A lane has heads g = lane / 4 and, of 16, g + 8.
- * PACKED: keys, values or both are packed. */
+/* What a warp computes of ROWS query heads, 8 or 16, of one kv head. A lane has head g = lane / 4 and, of 16 heads,
+ * also g + 8. PACKED: keys, values or both are packed. */
 template <class E, int D, int ROWS, bool PACKED>
 struct RingHeads {
   static constexpr int HALVES = ROWS / 8, PARTS = ROWS / 8, KEYS = PACKED || D == 64 ? 32 : 16, NT = KEYS / 8;
@@ -42,15 +39,12 @@ struct RingHeads {
 
   float o[D / 8][4], top[HALVES], sum[HALVES], value_top[HALVES], least[HALVES];
 
-  static __device__ __forceinline__ Heads *heads() { return shared_memory<Heads>(); }
-  static __device__ __forceinline__ unsigned char *stages() {
-    return shared_memory<unsigned char>() + (sizeof(Heads) + 127) / 128 * 128;
-  }
-  static __device__ __forceinline__ int head(int half) { return lane_id() / 4 + 8 * half; }
+  KV_DEVICE Heads *heads() { return shared_memory<Heads>(); }
+  KV_DEVICE unsigned char *stages() { return shared_memory<unsigned char>() + (sizeof(Heads) + 127) / 128 * 128; }
+  KV_DEVICE int head(int half) { return lane_id() / 4 + 8 * half; }
 
-  /* Starts copying the columns from c0 on, up to c1; of packed columns those before `stored`. */
-  static __device__ __forceinline__ void load(unsigned char *to, const Columns &x, int c0, int c1, int stored,
-                                              int dims) {
+  /* Starts copying the columns from c0 on, up to c1; of packed columns only those before `stored`. */
+  KV_DEVICE void load(unsigned char *to, const Columns &x, int c0, int c1, int stored, int dims) {
     if (PACKED && x.kind != KV_AS_COMPUTED)
       warp_load_packed<KEYS>(to, x, c0, stored);
     else
@@ -58,16 +52,15 @@ struct RingHeads {
   }
 
   /* The key of a lane's column j of block n. */
-  static __device__ __forceinline__ int key(int n, int j) { return KEYS / 4 * (lane_id() % 4) + 2 * n + j; }
+  KV_DEVICE int key(int n, int j) { return KEYS / 4 * (lane_id() % 4) + 2 * n + j; }
 
-  /* s = q.k */
-  static __device__ __forceinline__ void products(float (&s)[NT][4], const unsigned char *at, const Columns &k,
-                                                  int c0) {
+  /* s = q.k of a tile's columns, which start with c0. */
+  KV_DEVICE void products(float (&s)[NT][4], const unsigned char *at, const Columns &k, int c0) {
 #pragma unroll
     for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
     if (!PACKED || k.kind == KV_AS_COMPUTED) {
       const E *const tile = reinterpret_cast<const E *>(at);
-      constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* of the swizzle, in vectors */
+      constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* period of the swizzle, in vectors */
 #pragma unroll
       for (int step = 0; step < D / 16; step++) {
         uint32_t x[1][4], y[4];
@@ -90,21 +83,18 @@ struct RingHeads {
     for (int half = 0; half < HALVES; half++)
       unit[half] = heads()->unit[head(half)], sum[half] = heads()->sum[head(half)],
       centre[half] = heads()->centre[head(half)];
+    unrolled<NT, 2>([&](int n, int j) {
+      if (HALVES == 1 && k.kind == KV_INT4) s[n][j] += s[n][2 + j];
+      const float2 ends = tile.ends(key(n, j));
 #pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        if (HALVES == 1 && k.kind == KV_INT4) s[n][j] += s[n][2 + j];
-        const float2 ends = tile.ends(key(n, j));
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-          float &x = s[n][2 * half + j];
-          x = fmaf(ends.x * unit[half], x, fmaf(ends.y, sum[half], centre[half]));
-        }
+      for (int half = 0; half < HALVES; half++) {
+        float &x = s[n][2 * half + j];
+        x = fmaf(ends.x * unit[half], x, fmaf(ends.y, sum[half], centre[half]));
       }
+    });
   }
 
-  /* o += P V with p as weigh leaves it. */
+  /* o += P V, with p as weigh leaves it. */
   __device__ __forceinline__ void add(const float (&p)[NT][4], const unsigned char *at, const Columns &v, int c0) {
     const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
 #pragma unroll
@@ -129,17 +119,14 @@ struct RingHeads {
 
   /* x = the fragments of columns 16 k .. 16 k + 15 of p, rounded to F, and those of the remainders. */
   template <class F>
-  static __device__ __forceinline__ void parts(uint32_t (&x)[PARTS][4], const float (&p)[NT][4], int k) {
-#pragma unroll
-    for (int right = 0; right < 2; right++)
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        const float *const from = p[2 * k + right] + 2 * half;
-        const uint32_t near = pack<F>(from[0], from[1]);
-        const float2 kept = unpack<F>(near);
-        x[0][2 * right + half] = near;
-        x[PARTS - 1][2 * right + (PARTS == 1 ? 1 : half)] = pack<F>(from[0] - kept.x, from[1] - kept.y);
-      }
+  KV_DEVICE void parts(uint32_t (&x)[PARTS][4], const float (&p)[NT][4], int k) {
+    unrolled<2, HALVES>([&](int right, int half) {
+      const float *const from = p[2 * k + right] + 2 * half;
+      const uint32_t near = pack<F>(from[0], from[1]);
+      const float2 kept = unpack<F>(near);
+      x[0][2 * right + half] = near;
+      x[PARTS - 1][2 * right + (PARTS == 1 ? 1 : half)] = pack<F>(from[0] - kept.x, from[1] - kept.y);
+    });
   }
 
   /* Computes one tile, the columns from c0 on, up to `count`; keep(s, c0) gets their logits. */
@@ -161,20 +148,17 @@ struct RingHeads {
       weigh(p, top, alpha);
 #pragma unroll
       for (int half = 0; half < HALVES; half++) sum[half] *= alpha[half], least[half] *= alpha[half];
+      unrolled<NT, 2>([&](int n, int j) {
+        const bool seen = c0 + key(n, j) < count;
+        const float2 ends = tile.ends(key(n, j));
+        const float more = log2_approx(ends.x), low = seen ? ends.y : 0;
 #pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const bool seen = c0 + key(n, j) < count;
-          const float2 ends = tile.ends(key(n, j));
-          const float more = log2_approx(ends.x), low = seen ? ends.y : 0;
-#pragma unroll
-          for (int half = 0; half < HALVES; half++) {
-            const int i = 2 * half + j;
-            sum[half] += p[n][i], least[half] += p[n][i] * low;
-            s[n][i] = seen ? s[n][i] + more : -INFINITY;
-          }
+        for (int half = 0; half < HALVES; half++) {
+          const int i = 2 * half + j;
+          sum[half] += p[n][i], least[half] += p[n][i] * low;
+          s[n][i] = seen ? s[n][i] + more : -INFINITY;
         }
+      });
       weigh(s, value_top, factor);
     } else {
       weigh(s, top, factor);
@@ -184,25 +168,19 @@ struct RingHeads {
     }
     const bool moved = factor[0] != 1 || factor[HALVES - 1] != 1; /* most tiles leave the maxima where they are */
     if (__any_sync(ALL_LANES, moved))
-#pragma unroll
-      for (int d = 0; d < D / 8; d++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) o[d][i] *= factor[HALVES == 1 ? 0 : i / 2];
+      unrolled<D / 8, 4>([&](int d, int i) { o[d][i] *= factor[HALVES == 1 ? 0 : i / 2]; });
     add(s, at, v, c0);
   }
 
   /* Calls f(n, i) for each logit or weight of a lane: s[n][i] is of head(i / 2) and key(n, i % 2). */
   template <class F>
-  static __device__ __forceinline__ void each(F f) {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int i = 0; i < 2 * HALVES; i++) f(n, i);
+  KV_DEVICE void each(F f) {
+    unrolled<NT, 2 * HALVES>(f);
   }
 
   /* Computes columns c0 .. c1 - 1, tile by tile in the block's warps. There are `rows` queries, the first at `query`,
-   * `stride` elements apart. pack() packs the new row; all warps call it, before they read column `stored`, if that is
-   * before c1. */
+   * `stride` elements apart. pack() packs the new row, which is column `stored`; if that is before c1, all warps call
+   * pack() before they read it. */
   template <class Pack, class Keep>
   __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
                                          const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,
@@ -249,7 +227,7 @@ struct RingHeads {
 
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
-  /* Merges the block's warps: o [rows, dims], states [rows]; o of packed values of 4 bits is rotated. */
+  /* Merges the block's warps into o [rows, dims] and states [rows]; o of packed values of 4 bits is rotated. */
   __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out) const {
     const int warps = blockDim.x / 32;
     const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;
@@ -264,14 +242,11 @@ struct RingHeads {
       const kv_state state = {top[half], length};
       const float factor = kind != KV_AS_COMPUTED ? state.weight(value_top[half]) : 1;
       if (lane_id() % 4 == 0) states[at] = {state.m - LIFT, length};
-#pragma unroll
-      for (int d = 0; d < D / 8; d++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const int to = packed_place(kind, d, fragment_column() + j, dims);
-          const float x = HALVES == 1 ? o[d][j] + o[d][2 + j] : o[d][2 * half + j];
-          if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
-        }
+      unrolled<D / 8, 2>([&](int d, int j) {
+        const int to = packed_place(kind, d, fragment_column() + j, dims);
+        const float x = HALVES == 1 ? o[d][j] + o[d][2 + j] : o[d][2 * half + j];
+        if (to < dims) part[at * dims + to] = fmaf(factor, x, low);
+      });
     }
     merge_groups(warps, states, part, rows, dims, o_out, states_out);
   }

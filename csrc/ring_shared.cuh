@@ -1,25 +1,21 @@
-/* What a ring (ring.cuh) has in shared memory: first the queries as fragments of mma, then the warps' stages. */
+/* The shared memory of a ring (ring.cuh): first the queries as fragments of mma, then the warps' stages. */
 #ifndef KV_RING_SHARED_CUH
 #define KV_RING_SHARED_CUH
 #include "bytes.cuh"
 
-/* ROWS query heads of one kv head. Of packed keys a logit is unit (scale q.k + least sum) + centre, with q the query's
- * numbers over `unit`, a power of two. */
+/* ROWS query heads of one kv head. With packed keys a logit is unit (scale q.k + least sum) + centre, where q are the
+ * query's numbers over `unit`, a power of two, and `sum` is their sum. */
 template <class E, int D, int ROWS, bool PACKED>
 struct RingQueries {
   static constexpr int PARTS = ROWS / 8, V = (D + 127) / 128;
 
   float unit[ROWS], sum[ROWS], centre[ROWS];
-  Columns keys, values;                             /* registers are scarce */
-  alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of the queries */
+  Columns keys, values;                             /* here, since registers are scarce */
+  alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* the queries' fragments */
 
-  /* Stores query r; called by one warp. */
+  /* Stores query r, which is at `from`; called by one warp. */
   __device__ __forceinline__ void put(const E *from, int r, const Columns &k, int dims) {
-    float x[V][4], top = 0, centre = 0, sum = 0, unit = 1;
-#pragma unroll
-    for (int v = 0; v < V; v++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) x[v][i] = 0;
+    float x[V][4] = {}, top = 0, centre = 0, sum = 0, unit = 1;
 #pragma unroll
     for (int v = 0; v < V; v++) {
       const int d = (v * 32 + lane_id()) * 4;
@@ -33,10 +29,7 @@ struct RingQueries {
     }
     if (PACKED && k.kind != KV_AS_COMPUTED) {
       if (k.kind == KV_INT4) hadamard<4, 32, V>(x, dims);
-#pragma unroll
-      for (int v = 0; v < V; v++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[v][i])), sum += x[v][i];
+      unrolled<V, 4>([&](int v, int i) { top = fmaxf(top, fabsf(x[v][i])), sum += x[v][i]; });
       const float power = __uint_as_float(__float_as_uint(lanes_max(top)) & 0x7f800000u);
       if (power > 0 && power < INFINITY) unit = power;
       centre = lanes_sum(centre), sum = lanes_sum(sum);
@@ -56,7 +49,7 @@ struct RingQueries {
       const Word word = word_of(k.kind, d, dims);
       const float over = 1 / unit; /* exact */
 #pragma unroll
-      for (int i = 0; i < 2; i++) { /* the numbers of bytes 0 and 2, and of 1 and 3 */
+      for (int i = 0; i < 2; i++) { /* numbers that meet bytes 0 and 2 of a word, then 1 and 3 */
         const float a = x[v][i] * over, b = x[v][i + 2] * over;
         const uint32_t near = pack<f16>(a, b);
         const float2 kept = unpack<f16>(near);
@@ -67,7 +60,7 @@ struct RingQueries {
     }
   }
 
-  /* Makes all fragments 0, since queries do not fill them. All warps call it, before a barrier and attend. */
+  /* Makes all fragments 0, since queries may not fill them. All warps call it, before a barrier and attend. */
   __device__ __forceinline__ void clear() {
     uint4 *const all = reinterpret_cast<uint4 *>(query);
     for (int i = threadIdx.x; i < D / 16 * PARTS * 32; i += blockDim.x) all[i] = make_uint4(0, 0, 0, 0);
@@ -83,18 +76,18 @@ struct RingQueries {
   }
 };
 
-/* How the stages lie in shared memory, after the queries; in bytes. */
+/* How the stages lie in shared memory, after the queries; sizes are in bytes. */
 struct Ring {
-  int warps, stages, keys, values; /* of a stage: its keys, and its values after them */
+  int warps, stages, keys, values; /* keys, values: of a stage, in this order */
 
   __host__ __device__ __forceinline__ int stage() const { return keys + values; }
   __host__ __device__ __forceinline__ int bytes() const { return warps * stages * stage(); }
 };
 
-/* Starts copying columns c0 .. c0 + KEYS - 1, up to c1, into tile [KEYS, D], in the order of key_of; zeros from there
- * and from dims on. */
+/* Starts copying columns c0 .. c0 + KEYS - 1 into tile [KEYS, D], in the order of key_of. Rows from c1 on and numbers
+ * from dims on become 0. */
 template <class E, int D, int KEYS>
-static __device__ __forceinline__ void warp_load(E *tile, const Columns &x, int c0, int c1, int dims) {
+KV_DEVICE void warp_load(E *tile, const Columns &x, int c0, int c1, int dims) {
   constexpr int vectors = D / VECTOR<E>, lanes = vectors % 8 ? 4 : vectors, rows = 32 / lanes;
   const int r = lane_id() / lanes, c = lane_id() % lanes;
   if (c0 + KEYS <= min(c1, x.at.len) && dims == D) {
@@ -118,10 +111,10 @@ static __device__ __forceinline__ void warp_load(E *tile, const Columns &x, int 
     }
 }
 
-/* Starts copying packed columns c0 .., up to c1, as they are stored: as far behind `to` as they lie behind a multiple
- * of 16 bytes. No byte before them is read: the row there may be another head's new one. */
+/* Starts copying packed columns from c0 on, up to c1, as bytes. They lie as far after `to` as in memory after a
+ * multiple of 16 bytes. No byte before them is read: the row there may be another head's new one. */
 template <int KEYS>
-static __device__ __forceinline__ void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
+KV_DEVICE void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
   const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride,
                  from = first & ~15ull;
   const int skip = (int)(first - from), bytes = skip + min(KEYS, c1 - c0) * x.at.stored_stride, word = 4 * lane_id();
@@ -131,14 +124,14 @@ static __device__ __forceinline__ void warp_load_packed(unsigned char *to, const
     cp_async_16(to + at, reinterpret_cast<const void *>(from + at), min(16, bytes - at));
 }
 
-/* Where the packed rows of a tile that starts with column c0 lie. */
-static __device__ __forceinline__ PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
+/* Returns where the packed rows of a tile that starts with column c0 lie. */
+KV_DEVICE PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
   const uint32_t low = (uint32_t)x.at.stored + (uint32_t)c0 * (uint32_t)x.at.stored_stride;
   return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.kind};
 }
 
-/* Copies column c, which this kernel has packed. */
-static __device__ __forceinline__ void copy_packed(unsigned char *to, const Columns &x, int c0, int c) {
+/* Copies column c, which this kernel has packed, into the tile that starts with column c0. */
+KV_DEVICE void copy_packed(unsigned char *to, const Columns &x, int c0, int c) {
   if (x.kind == KV_AS_COMPUTED) return;
   const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride;
   const int from = (c - c0) * x.at.stored_stride;

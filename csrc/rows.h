@@ -1,4 +1,4 @@
-/* A task's rows against blocks of packed keys and values, with the online softmax over the blocks: attend, and the
+/* The online softmax of a task's rows over blocks of packed keys and values: for attend, and without values for the
  * log-sum-exp of observing rows. */
 #ifndef KVEVICT_ROWS_H
 #define KVEVICT_ROWS_H
@@ -8,20 +8,20 @@
 /* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
 typedef struct {
   float *q;       /* [rows, D] scaled; padded with rows of zeros to a multiple of PAD */
-  kv_state state; /* so far; o is padded in the same way */
+  kv_state state; /* over the columns so far; o is padded as q is */
   float *k, *v;   /* a packed block of keys and values */
   float *s, *row; /* [TILE, KEYS], [VL, D] */
 } kv_rows;
 
 static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
   const int64_t padded = kv_round_up(rows, PAD), block = kv_block(D), width = values ? kv_round_up(D, VL) : 0;
-  const int64_t tile = TILE + (KV_AMX ? SQUARE : 0); /* kv_row_o_amx reads 16 rows from the last one on */
+  const int64_t tile = TILE + (KV_AMX ? SQUARE : 0); /* kv_row_o_amx reads 16 rows from any row on */
   const int64_t sizes[] = {padded * D, padded * width, padded, padded, block * D, block * width, tile * KEYS, VL * D};
   float **const fields[] = {&x->q, &x->state.o, &x->state.m, &x->state.d, &x->k, &x->v, &x->s, &x->row};
   return kv_carve(8, sizes, fields);
 }
 
-/* Loads the queries and starts the softmax. A sink is one more logit, without a value: m = sink, d = 1. */
+/* Loads the queries and starts their states. A sink is one more logit, without a value: m = sink, d = 1. */
 static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
                                  int64_t width) {
   const int64_t padded = kv_round_up(rows, PAD);
@@ -35,15 +35,15 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
   memset(x->state.o, 0, (size_t)(padded * width) * sizeof *x->state.o);
 }
 
-/* Computes the tile of rows r0 .. r0 + n - 1 against the block of columns c0 .. c1 - 1, whose keys are packed and whose
- * values v have rows `step` apart. finite: whether all of v is. */
+/* Adds the block of columns c0 .. c1 - 1 to the states of rows r0 .. r0 + n - 1. The block's keys are packed; its
+ * values v have rows `step` floats apart. finite: whether all of v is. */
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
                                 int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
                                 int finite) {
   const int64_t G = query->G, block = c1 - c0;
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
-  const int pairs = query->pairs && width;                       /* without values p is not rounded */
+  const int pairs = query->pairs && width;                       /* p is rounded only to multiply values */
   const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* columns that are multiplied together */
   const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
   float alpha[TILE] = {0};
@@ -61,12 +61,13 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, state.o);
 }
 
-/* Adds to the states of all rows those of the columns c0 .. c1 - 1 that each sees. Without values (v NULL) only m and d
- * are computed. The values of a block that every row sees whole may be inf or NaN and are read in place. */
+/* Adds to each row's state the columns of c0 .. c1 - 1 that it sees. Without values (v NULL) only m and d are computed.
+ * Where every row sees a whole block, its values may be inf or NaN, and they are read in place if they lie as
+ * floats. */
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
   const int64_t most = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);
-  const kv_amx before = kv_tiles_begin(query);
+  const kv_amx before = kv_tiles_begin(query->amx);
   c1 = kv_min(c1, most);
   for (int64_t c = c0; c < c1; c += block) {
     const int64_t columns = kv_min(block, c1 - c);
@@ -79,11 +80,11 @@ static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bo
       kv_rows_tile(x, query, bounds, t0, r0, kv_min(TILE, rows - r0), c, c + columns, packed ? x->v : values, step,
                    width, finite);
   }
-  kv_tiles_end(query, before);
+  kv_tiles_end(query->amx, before);
 }
 
-/* The steps of a task, of one head's T: at least about 192 rows, to amortise packing, at most `most` rows, to keep
- * scratch below 2 MiB, and between these bounds about four tasks for every thread. */
+/* Returns how many of one head's T steps a task takes: about four tasks for every thread, but at least about 192 rows,
+ * to amortise packing, and at most `most` rows, to keep scratch below 2 MiB. */
 static inline int64_t kv_task_steps(int64_t heads, int64_t T, int64_t G, int64_t D) {
   const int64_t most = 131072 / kv_max(D, 64), fair = heads * T * G / (4 * kv_threads());
   return kv_max(kv_min(kv_max(fair, 192), most) / G, 1);

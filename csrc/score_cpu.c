@@ -1,15 +1,14 @@
 /* Importance of every alive slot from observing rows on a CPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
- * See observe.h.
- */
+ * observe.h has the loops. */
 #include "observe.h"
 
-/* -a ln a of a = 2^x; 0 for x = -inf. */
+/* Returns -a ln a of a = 2^x; 0 for x = -inf. */
 KV_INLINE vf kv_entropy(vf x) {
   x = vf_max(vf_set1(-127), x);
   return vf_exp2(x) * x * -KV_LN2;
 }
 
-/* Reduces w times the term of a = 2^(s - lse) over the tile's n steps into total [G, most]. */
+/* Reduces into total [G, most] w times the term of a = 2^(s - lse) over the tile's n steps. */
 static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most, kv_reduce reduce, kv_term term) {
   const float power = term == KV_SQUARE ? 2 : 1;
   for (int64_t g = 0; g < G; g++)

@@ -1,18 +1,18 @@
 /* Importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
  *
- * A block holds a tile of keys of one (b, kv head) in shared memory and goes over tiles of rows; the next is copied
- * while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T and four lanes are added at
- * the end: no atomics, the same order every time. */
+ * A block holds a tile of keys of one (b, kv head) in shared memory and goes over tiles of rows; the next tile is
+ * copied while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T, and the four lanes
+ * of a row are added at the end: no atomics, the same order every time. */
 // budget: regs 255, smem 98304 (of peak_cuda.cu, where lse is not given)
 #include "score.cuh"
 
-/* KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74 KiB. */
+/* Shared memory has KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74 KiB. */
 template <class E, int D>
 struct ScoreTile {
   static constexpr bool HALF = sizeof(E) == 2;
   static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, KEYS = WARPS * MT * 16;
   static constexpr int ROWS = HALF ? (D < 256 ? 64 : 32) : D < 128 ? 64 : 4096 / D, THREADS = WARPS * 32;
-  static constexpr int BLOCKS = MT < 2 ? 1 : D == 96 ? 2 : 3; /* of a multiprocessor, at least: 255 or 168 registers */
+  static constexpr int BLOCKS = MT < 2 ? 1 : D == 96 ? 2 : 3; /* on a multiprocessor, at least: 255 or 168 registers */
   static constexpr size_t SHARED = (size_t)(KEYS + 2 * ROWS) * D * sizeof(E) + 2 * ROWS * sizeof(RowValues);
 };
 
@@ -30,7 +30,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
   const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
   const Rows all = seeing(a, x, c0);
   const int heads = all.heads.n, count = all.count;
-  int seen = 0; /* of this thread's row in the next tile */
+  int seen = 0; /* how many keys this thread's row of the next tile sees */
   const auto load = [&](int stage, int g, int r0) {
     if (g == x.G || r0 >= count) return RowValues{};
     const Rows some = {all.head + g, all.from, count, all.heads};

@@ -1,26 +1,20 @@
-/* Which slots to keep, on a CPU. Scores become integer keys of the same order; three histograms of 11 bits find the key
- * of the last slot that is kept in O(n), and one pass in slot order writes the index. The result does not depend on
- * threads. */
-#include <string.h>
-
-#include "parallel.h"
-#include "simd.h"
+/* Selects the slots to keep on a CPU. Scores become integer keys of the same order. Three histograms of 11 bits find
+ * the key of the last slot that is kept in O(n), and one pass in slot order writes the index. The result does not
+ * depend on threads. */
+#include "tile.h"
 
 enum { BITS = 11, BINS = 1 << BITS };
 
-/* Order-preserving: NaN is 0, lower than -inf; -0 and +0 are equal. */
+/* Returns a key that orders scores: NaN is 0, below -inf; -0 and +0 have one key. */
 static inline uint32_t key_of(float score) {
-  uint32_t bits;
-  memcpy(&bits, &score, sizeof bits);
-  uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t bits = kv_bits(score), magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0;
   return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
 }
 
-/* The key of rank `rank` (1 is the largest) among score[begin..end); *equal: how many slots with exactly this key are
- * kept. */
+/* Returns the key of rank `rank` (1: the largest) in score[begin..end). *equal: how many slots with it are kept. */
 static uint32_t key_at_rank(const float *score, int64_t begin, int64_t end, int64_t rank, int64_t *equal) {
-  uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */
+  uint32_t prefix = 0, known = 0; /* the bits of the key that are known, and their mask */
   for (int shift = 32 - BITS; known != UINT32_MAX; shift = shift > BITS ? shift - BITS : 0) {
     int32_t count[BINS] = {0};
     for (int64_t i = begin; i < end; i++) {
@@ -36,15 +30,13 @@ static uint32_t key_at_rank(const float *score, int64_t begin, int64_t end, int6
   return prefix;
 }
 
-static inline int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
-
 static void select_heads(void *ctx, int64_t begin, int64_t end) {
   const kv_select *a = ctx;
   for (int64_t head = begin; head < end; head++) {
     int64_t b = head / a->Hkv, n = a->n[head], keep = a->keep[head];
-    int64_t first = at_most(a->protect_first[b], n);           /* slots 0 .. first-1 are kept, */
-    int64_t last = n - at_most(a->protect_last[b], n - first); /* slots last .. n-1 too */
-    int64_t wanted = keep - first - (n - last);                /* from those between */
+    int64_t first = kv_min(a->protect_first[b], n);           /* slots 0 .. first - 1 are kept, */
+    int64_t last = n - kv_min(a->protect_last[b], n - first); /* so are slots last .. n - 1, */
+    int64_t wanted = keep - first - (n - last);               /* and as many of those between */
     const float *score = a->score + head * a->C;
     int32_t *index = a->index + head * a->K;
     int64_t to = 0;

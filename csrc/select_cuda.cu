@@ -1,8 +1,8 @@
-/* Selects slots on a GPU. The index equals the CPU's, slot for slot. One block per head: three histograms of 11 bits
- * find the sort key of the last kept slot. Then each warp counts its split's kept slots and writes its part of the
+/* Selects slots on a GPU; the index equals the CPU's, slot for slot. One block per head: three histograms of 11 bits
+ * find the sort key of the last kept slot. Then each warp counts the kept slots of its split and writes its part of the
  * index. Integer counts do not depend on the order of atomics.
  *
- * Shared memory: a histogram, and as many keys as fit. budget: regs 64, smem 90256 */
+ * Shared memory holds a histogram, and as many keys as fit. budget: regs 64, smem 90256 */
 #include "kvevict.h"
 #include "launch.cuh"
 #include "warp.cuh"
@@ -11,17 +11,17 @@ constexpr int THREADS = 1024, BITS = 11, BINS = 1 << BITS, CACHED = 20480;
 
 struct Shared {
   int count[BINS], scratch[32], bin, rank;
-  uint32_t key[]; /* CACHED at most */
+  uint32_t key[]; /* at most CACHED keys */
 };
 
-/* Order-preserving: NaN is 0, lower than -inf; -0 and +0 are equal. */
+/* Returns a key that orders scores: NaN is 0, below -inf; -0 and +0 have one key. */
 static __device__ uint32_t key_of(float score) {
   const uint32_t bits = __float_as_uint(score), magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0;
   return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
 }
 
-/* Keys of the n slots that compete. */
+/* The keys of the n slots that are not protected. */
 struct Keys {
   const float *score;
   const uint32_t *cached; /* or NULL */
@@ -29,11 +29,11 @@ struct Keys {
   __device__ uint32_t operator[](int i) const { return cached ? cached[i] : key_of(score[i]); }
 };
 
-/* The key of rank `rank` (1 is the largest, 1 <= rank <= n); *equal: how many slots with exactly this key are kept. As
+/* Returns the key of rank `rank` (1 is the largest, 1 <= rank <= n). *equal: how many slots with this key are kept. As
  * on the CPU, the last histogram shares one bit with the one before it. */
 static __device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int *equal) {
   const int t = threadIdx.x;
-  uint32_t prefix = 0, known = 0; /* the bits of the wanted key found so far, and their mask */
+  uint32_t prefix = 0, known = 0; /* the bits of the key that are known, and their mask */
   for (int shift = 32 - BITS; known != 0xffffffffu; shift = shift > BITS ? shift - BITS : 0) {
     for (int i = t; i < BINS; i += THREADS) shared->count[i] = 0;
     __syncthreads();
@@ -42,7 +42,7 @@ static __device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int 
       if ((key & known) == prefix) atomicAdd(&shared->count[key >> shift & (BINS - 1)], 1);
     }
     __syncthreads();
-    const int top = BINS - 1 - 2 * t; /* a thread's two bins, the largest keys first */
+    const int top = BINS - 1 - 2 * t; /* the upper of a thread's two bins; thread 0 has the largest keys */
     const int upper = shared->count[top], both = upper + shared->count[top - 1];
     int total;
     const int before = block_sum_before(both, shared->scratch, &total);
@@ -60,12 +60,12 @@ static __device__ uint32_t key_at_rank(Keys keys, int rank, Shared *shared, int 
   return prefix;
 }
 
-/* Writes base + i, ascending, of every key above `bar` and of the first `equal` keys that are `bar`. */
+/* Writes base + i, in ascending order, for every key above `bar` and for the first `equal` keys that are `bar`. */
 static __device__ void write_kept(Keys keys, uint32_t bar, int equal, int base, int32_t *index, int *scratch) {
   const int split = (keys.n + THREADS - 1) / THREADS * 32, lane = lane_id();
-  const int warp = __shfl_sync(ALL_LANES, warp_id(), 0); /* lets the compiler know that it is the same in all lanes */
+  const int warp = __shfl_sync(ALL_LANES, warp_id(), 0); /* tells the compiler that it is equal in all lanes */
   const int begin = min(keys.n, warp * split), end = min(keys.n, begin + split);
-  int above = 0, ties = 0; /* of the warp's split */
+  int above = 0, ties = 0; /* counts of the warp's split */
   for (int at = begin; at < end; at += 32) {
     const int i = at + lane;
     const uint32_t key = i < end ? keys[i] : 0;
@@ -73,7 +73,8 @@ static __device__ void write_kept(Keys keys, uint32_t bar, int equal, int base, 
     ties += __popc(__ballot_sync(ALL_LANES, i < end && key == bar));
   }
   int total;
-  above = __shfl_sync(ALL_LANES, block_sum_before(lane ? 0 : above, scratch, &total), 0); /* of the warps before */
+  above =
+      __shfl_sync(ALL_LANES, block_sum_before(lane ? 0 : above, scratch, &total), 0); /* those of the warps before */
   ties = __shfl_sync(ALL_LANES, block_sum_before(lane ? 0 : ties, scratch, &total), 0);
   int to = above + min(ties, equal);
   const uint32_t earlier = (1u << lane) - 1;
@@ -94,9 +95,9 @@ static __global__ void __launch_bounds__(THREADS) select_kernel(const kv_select 
   Shared *shared = shared_memory<Shared>();
   const int64_t head = blockIdx.x, b = head / a.Hkv;
   const int n = a.n[head], keep = a.keep[head], t = threadIdx.x;
-  const int first = min(a.protect_first[b], n);           /* slots 0 .. first-1 are kept, */
-  const int last = n - min(a.protect_last[b], n - first); /* slots last .. n-1 too */
-  const int wanted = keep - first - (n - last);           /* from those between */
+  const int first = min(a.protect_first[b], n);           /* slots 0 .. first - 1 are kept, */
+  const int last = n - min(a.protect_last[b], n - first); /* so are slots last .. n - 1, */
+  const int wanted = keep - first - (n - last);           /* and as many of those between */
   int32_t *index = a.index + head * a.K;
   Keys keys = {a.score + head * a.C + first, nullptr, last - first};
   if (keys.n <= cached) {
@@ -104,7 +105,7 @@ static __global__ void __launch_bounds__(THREADS) select_kernel(const kv_select 
     keys.cached = shared->key;
     __syncthreads();
   }
-  uint32_t bar = 0; /* all of them */
+  uint32_t bar = 0; /* all are kept */
   int equal = keys.n;
   if (wanted < keys.n) bar = wanted > 0 ? key_at_rank(keys, wanted, shared, &equal) : 0xffffffffu;
   for (int i = t; i < first; i += THREADS) index[i] = i;

@@ -1,8 +1,8 @@
-/* One vector API for every instruction set, made of GCC's vector extensions, so that every kernel is written once.
+/* Vectors of floats for every instruction set, made of GCC's vector extensions, so that a kernel is written once.
  *
- * A file that includes this is compiled once per ISA with -DKV_ISA=<name> and that ISA's flags; vectors are as wide as
- * the flags allow, and KV_OP(attend) names the function kv_attend_<name>. Float vectors are `vf`, their bits `vu`.
- */
+ * A file that includes this is compiled once per instruction set, with -DKV_ISA=<name> and that set's flags. Vectors
+ * are as wide as the flags allow, and KV_OP(attend) names the function kv_attend_<name>. A float vector is a `vf`, its
+ * bits a `vu`. */
 #ifndef KVEVICT_SIMD_H
 #define KVEVICT_SIMD_H
 #include <math.h>
@@ -15,12 +15,12 @@
 
 #include "kvevict.h"
 
-/* -std=c11 turns contraction of a * b + c off; a multiply-add would be two instructions. */
+/* -std=c11 forbids the compiler to contract a * b + c into one multiply-add; these pragmas allow it. */
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #elif defined(__GNUC__)
 #pragma GCC optimize("fp-contract=fast")
-#if defined(__aarch64__) /* scheduling before register allocation spills accumulators */
+#if defined(__aarch64__) /* scheduling before register allocation would spill accumulators */
 #pragma GCC optimize("no-schedule-insns")
 #endif
 #endif
@@ -33,7 +33,7 @@
 #define KV_PROTOTYPE(op, with) kv_status KV_OP(op)(const kv_##op *a);
 KV_OPS(KV_PROTOTYPE, )
 
-/* A vector has VL floats, a register tile MR rows x NV vectors. Its accumulators leave >= NV + 2 registers free. */
+/* A vector has VL floats; a register tile has MR rows of NV vectors, whose sums leave NV + 2 or more registers free. */
 #if defined(__AVX512F__)
 #define KV_VL 16
 #define KV_NV 4
@@ -57,7 +57,7 @@ enum { VL = KV_VL, MR = 6, NV = KV_NV };
 typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
 typedef int32_t vi __attribute__((vector_size(4 * KV_VL)));
-typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* anywhere in memory */
+typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* at any address of a float */
 typedef uint32_t vu_any __attribute__((vector_size(4 * KV_VL), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_any __attribute__((vector_size(16), aligned(2), may_alias));
@@ -71,7 +71,7 @@ KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
 KV_INLINE vf vf_of_vi(vi x) { return __builtin_convertvector(x, vf); }
 KV_INLINE vu vu_load(const void *x) { return *(const vu_any *)x; }
 
-/* VL numbers of 16 bits, zero-extended to 32. GCC would turn its own vector conversion into seven instructions. */
+/* Loads VL numbers of 16 bits, zero-extended to 32. GCC makes seven instructions of its own vector conversion. */
 KV_INLINE vu vu_of_16bit(const void *x) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(x));
@@ -83,7 +83,7 @@ KV_INLINE vu vu_of_16bit(const void *x) {
 #endif
 }
 
-/* Has x in a register from here on: the compiler would rather read it from memory at every use. */
+/* Keeps x in a register from here on: the compiler would rather read it from memory at every use. */
 #if defined(__x86_64__)
 #define KV_KEEP(x) __asm__("" : "+x"(x))
 #elif defined(__aarch64__)
@@ -92,7 +92,7 @@ KV_INLINE vu vu_of_16bit(const void *x) {
 #define KV_KEEP(x) (void)0
 #endif
 
-/* VL numbers of f16. */
+/* Loads VL numbers of f16 as floats. */
 KV_INLINE vf vf_of_f16(const void *x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(x));
@@ -100,7 +100,7 @@ KV_INLINE vf vf_of_f16(const void *x) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(x));
 #elif defined(__aarch64__)
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
-#else /* like kv_float_of_f16; a multiply rebiases denormals too */
+#else /* as kv_float_of_f16, but a multiplication rebiases normal and denormal numbers alike */
   const vu u = vu_of_16bit(x), magnitude = (u & 0x7fff) << 13;
   const vu special = (vu)(magnitude >= 0x7c00u << 13) & 0x7f800000u;
   return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
@@ -119,8 +119,8 @@ KV_INLINE vf vf_set1(float a) {
 #endif
 }
 
-/* Pairs of bf16 in the 32 bits of a float, the first in the low half. vf_dot_pairs: acc + a0 b0 + a1 b1 with one pair
- * a. vf_pairs: two vectors of floats rounded to one vector of pairs of neighbours. */
+/* Pairs of bf16, each in the 32 bits of a float with its first number in the low half. vf_dot_pairs returns acc + a0 b0
+ * + a1 b1 with one pair a for all lanes; vf_pairs rounds two vectors of floats to one vector of pairs of neighbours. */
 #if defined(__AVX512BF16__)
 enum { KV_PAIRS = 1 };
 KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
@@ -142,10 +142,10 @@ KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) { return acc + a * b; }
 KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
 #endif
 
-/* a where mask is all ones, b where it is 0. */
+/* Returns a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
 
-/* b where either is NaN, as in x86's instruction: compilers do not make it of the comparison. */
+/* vf_max and vf_min return b if either is NaN, as x86's instructions do. Compilers do not make those of comparisons. */
 #if defined(__AVX512F__)
 KV_INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 KV_INLINE vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -157,13 +157,13 @@ KV_INLINE vf vf_max(vf a, vf b) { return vf_select((vu)(a > b), a, b); }
 KV_INLINE vf vf_min(vf a, vf b) { return vf_select((vu)(a < b), a, b); }
 #endif
 
-/* The larger of numbers >= 0, and NaN if either is: their bits order as they do, with NaN above all. */
+/* The larger of two numbers >= 0, or NaN if either is NaN: as integers their bits have the same order, NaN last. */
 KV_INLINE vf vf_max_nan(vf a, vf b) {
   const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;
   return vf_select((vu)(x > y), (vf)x, (vf)y);
 }
 
-/* Adds halves of the vector until four lanes remain. */
+/* Adds the halves of a vector until four lanes remain. */
 KV_INLINE v4 v4_of_sum(vf a) {
 #if KV_VL == 4
   return a;
@@ -183,7 +183,7 @@ KV_INLINE float vf_sum(vf a) {
   return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-/* The four sums of four vectors. */
+/* Lane i is the sum of the i-th of the four vectors. */
 KV_INLINE v4 v4_sums(vf a, vf b, vf c, vf d) {
   const v4 x = v4_of_sum(a), y = v4_of_sum(b), z = v4_of_sum(c), w = v4_of_sum(d);
   const v4 xy = __builtin_shufflevector(x, y, 0, 4, 1, 5) + __builtin_shufflevector(x, y, 2, 6, 3, 7);
@@ -191,7 +191,7 @@ KV_INLINE v4 v4_sums(vf a, vf b, vf c, vf d) {
   return __builtin_shufflevector(xy, zw, 0, 1, 4, 5) + __builtin_shufflevector(xy, zw, 2, 3, 6, 7);
 }
 
-/* Lane i is the sum of x[i], of VL vectors, as in vf_sum; whole: their lanes are integers. */
+/* Lane i is the sum of the vector x[i], one of VL, added in the order of vf_sum. whole: the lanes of x are integers. */
 KV_INLINE vf vf_sums(int whole, const vf *x) {
 #define KV_ADD(a, b) (whole ? (vf)((vi)(a) + (vi)(b)) : (vf)(a) + (vf)(b))
 #if defined(__AVX512F__)
@@ -249,7 +249,7 @@ KV_INLINE float vf_largest(vf a) {
   return x[0] > x[1] ? x[0] : x[1];
 }
 
-/* ||x - y||_p of D numbers, a multiple of 8; p is 1 or 2. */
+/* Returns ||x - y||_p over D numbers, a multiple of 8; p is 1 or 2. */
 KV_INLINE float kv_distance(const float *x, const float *y, int64_t D, int p) {
   v8 sum = {0};
   for (int64_t d = 0; d < D; d += 8) {
@@ -260,15 +260,15 @@ KV_INLINE float kv_distance(const float *x, const float *y, int64_t D, int p) {
   return p == 2 ? sqrtf(all) : all;
 }
 
-/* ||x||_p */
+/* Returns ||x||_p, as kv_distance does. */
 KV_INLINE float kv_norm_of(const float *x, int64_t D, int p) {
   static const float zeros[KV_MOST_D];
   return kv_distance(x, zeros, D, p);
 }
 
-/* 2^x = 2^n * 2^f with n the nearest integer: x + 1.5 * 2^23 rounds to n in its low bits, and 127 more make these the
- * exponent's bits. |f| <= 1/2; the polynomial's relative error is 9e-8. Below -126.5 the result is 0, from 127.5 on
- * inf; NaN stays NaN. */
+/* Returns 2^x = 2^n * 2^f, n the integer nearest to x. Adding 1.5 * 2^23 to x leaves n in the sum's low bits, and
+ * adding 127 more makes those bits the exponent of 2^n. |f| <= 1/2; the polynomial for 2^f has a relative error of
+ * 9e-8. The result is 0 for x below -126.5, inf from 127.5 on, and NaN for NaN. */
 KV_INLINE vf vf_exp2(vf x) {
   x = vf_min(vf_set1(128), vf_max(vf_set1(-127), x));
   const vf t = x + (12582912.0f + 127), f = x - (t - (12582912.0f + 127));
@@ -280,7 +280,7 @@ KV_INLINE vf vf_exp2(vf x) {
   return p * (vf)((vu)t << 23);
 }
 
-/* Near 0 an odd polynomial, since 1 - 2 / (e^2x + 1) would cancel. */
+/* Returns tanh x. Near 0 it is an odd polynomial, since 1 - 2 / (e^2x + 1) would cancel there. */
 KV_INLINE vf vf_tanh(vf x) {
   const vf z = x * x;
   vf p = z * -5.528614390641451e-3f + 2.048329822719097e-2f;

@@ -1,32 +1,31 @@
-/* The softmax of a row over some of its slots, as one value that can be merged with those over other slots: kv_state,
- * and beside it o, the sum of the weights 2^(logit - m) times values. Every group of threads and every split of a
- * head's slots has a state of each row; they are merged in a fixed order: the same bits every time. */
+/* The softmax of a row over some of its slots as one value, which can be merged with that over other slots: kv_state,
+ * and beside it o, the sum of the weights 2^(logit - m) times values. Each group of threads and each split of a head's
+ * slots has a state of each row; they are merged in a fixed order: the same bits every time. */
 #ifndef KV_STATE_CUH
 #define KV_STATE_CUH
 #include "attention.cuh"
 
-constexpr int MOST_SPLITS = 64; /* splits of a tile of rows: a warp merges 64 states, two a lane */
+constexpr int MOST_SPLITS = 64; /* the most splits of a tile of rows: a warp merges 64 states, two a lane */
 
 struct alignas(8) kv_state {
-  float m, d; /* the largest logit, -inf if none was seen; the sum of the weights */
+  float m, d; /* the largest logit, -inf if no slot was seen; the sum of the weights */
 
-  /* The weight of a logit, or the factor of a part whose maximum is `logit`; m is no less. */
+  /* The weight of a logit that is at most m, or the factor of a part whose maximum it is. */
   __device__ __forceinline__ float weight(float logit) const { return exp2_approx(logit - (m == -INFINITY ? 0 : m)); }
 
-  /* Adds a part whose maximum is no more than m, and one of its numbers, part_o, to o. */
+  /* Adds a part whose maximum is at most m, and one of its numbers, part_o, to o. */
   __device__ __forceinline__ void merge(kv_state part, float part_o, float &o) {
     const float factor = weight(part.m);
     o += factor * part_o;
     d += factor * part.d;
   }
 
-  /* What o is multiplied by to become the mean of the values, if `factor` still has to be applied to it; 0 if no slot
-   * was seen. */
+  /* The factor that makes o the mean of the values, if `factor` is yet to be applied to it; 0 if no slot was seen. */
   __device__ __forceinline__ float normalize(float factor = 1) const { return d == 0 ? 0 : factor / d; }
   __device__ __forceinline__ float lse() const { return LN2 * (m + log2f(d)); }
 };
 
-/* Cuts scratch into arrays; with NULL it only counts the bytes. */
+/* Cuts scratch into arrays; with memory NULL it only counts the bytes. */
 struct Cutter {
   void *memory;
   int64_t bytes;
@@ -39,15 +38,15 @@ struct Cutter {
   }
 };
 
-/* States of splits. The G * T rows of a head, in time-major order, are `tiles` tiles of `rows`. */
+/* The states of all splits. The G * T rows of a head, in time-major order, are `tiles` tiles of `rows` rows. */
 struct Parts {
-  int splits, tiles, rows; /* splits: of a tile, at most */
-  uint32_t *count;         /* [heads, tiles] a tile's splits */
+  int splits, tiles, rows; /* splits: the most of a tile */
+  uint32_t *count;         /* [heads, tiles] the number of a tile's splits */
   kv_state *states;        /* [heads, tiles, splits, rows] */
   float *o;                /* [heads, tiles, splits, rows, D] */
 };
 
-/* all: rows of a head; rows: rows of a tile. */
+/* Takes Parts from scratch. all: rows of a head; rows: rows of a tile. */
 static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
   Parts x = {(int)splits, (int)((all + rows - 1) / rows), (int)(all < rows ? all : rows), nullptr, nullptr, nullptr};
   const int64_t tiles = heads * x.tiles, parts = tiles * splits * x.rows;
@@ -59,8 +58,8 @@ static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows,
 
 /* Merges the states that groups of threads have of each row: states [rows, groups] and o [rows, groups, D], in shared
  * memory, become states_out [rows] and o_out [rows, D]. */
-static __device__ __forceinline__ void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D,
-                                                    float *o_out, kv_state *states_out) {
+KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D, float *o_out,
+                            kv_state *states_out) {
   __syncthreads(); /* the parts are there */
   for (int at = threadIdx.x; at < rows * D; at += blockDim.x) {
     const int r = at / D, d = at % D;
@@ -73,7 +72,7 @@ static __device__ __forceinline__ void merge_groups(int groups, const kv_state *
   }
 }
 
-/* One warp merges a row's splits and writes its out and lse. part: the first split's o; splits are `step` floats and
+/* Merges a row's splits in one warp and writes its out and lse. part: the first split's o; splits are `step` floats and
  * `apart` states apart. rotated: o is rotated, as values of 4 bits are. */
 template <class E>
 static __device__ void finish(const float *part, int step, const kv_state *states, int apart, int splits, int D,
@@ -138,7 +137,7 @@ struct Outputs {
 
 constexpr int COMBINE_WARPS = 4;
 
-/* A warp merges the states of one row. A tile whose count is 0 has none and is left alone. */
+/* A warp merges the states of one row. A tile whose count is 0 has no splits and is left alone. */
 template <class E>
 static __global__ void __launch_bounds__(COMBINE_WARPS * 32) combine_kernel(const Parts x, const Outputs y) {
   const int kv_head = block_head(), G = (int)y.H / (int)y.Hkv, r = blockIdx.x * COMBINE_WARPS + warp_id();

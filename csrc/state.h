@@ -1,27 +1,27 @@
-/* The softmax of a row over some of its slots, as one value that can be merged with those over other slots: m is the
- * largest logit in log2 units (-inf: none was seen), d the sum of the weights 2^(logit - m), o the sum of the weights
- * times values. Merging goes in the order of the slots, so the result has the same bits every time. */
+/* The softmax of a row over some of its slots as one value, which can be merged with that over other slots. m is the
+ * largest logit in log2 units, -inf if no slot was seen; d the sum of the weights 2^(logit - m); o the sum of the
+ * weights times values. States are merged in the order of the slots, so the result has the same bits every time. */
 #ifndef KVEVICT_STATE_H
 #define KVEVICT_STATE_H
 #include "simd.h"
 
-/* Of one row or of the first of several. */
+/* The state of one row, or those of several rows that follow each other. */
 typedef struct {
   float *o, *m, *d; /* [rows, width], [rows], [rows] */
 } kv_state;
 
-/* The i-th states of `rows` rows each in memory, where one row's take width + 2 floats. */
+/* Returns the states of the i-th group of `rows` rows in memory; a row takes width + 2 floats. */
 static inline kv_state kv_state_in(float *memory, int64_t i, int64_t rows, int64_t width) {
   memory += i * rows * (width + 2);
   return (kv_state){memory, memory + rows * width, memory + rows * (width + 1)};
 }
 
-/* From row r on. */
+/* Returns the states from row r on. */
 static inline kv_state kv_state_from(kv_state x, int64_t width, int64_t r) {
   return (kv_state){x.o + r * width, x.m + r, x.d + r};
 }
 
-/* No slot was seen. */
+/* Makes the states of `rows` rows those of no slot. */
 static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
   memset(x.o, 0, (size_t)(rows * width) * sizeof *x.o);
   for (int64_t r = 0; r < rows; r++) x.m[r] = -INFINITY, x.d[r] = 0;
@@ -29,9 +29,9 @@ static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
 
 static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* One step of a row's online softmax: s [width] -> p = 2^(s - m), whose sum d gets; if pairs, p is then rounded to
- * bf16. Returns alpha, the factor for all earlier p and so for o, which the caller updates. Where m is -inf, as no
- * column was seen, 0 replaces it. */
+/* One step of a row's online softmax. Turns logits s [width] into p = 2^(s - m), with m the maximum so far, adds their
+ * sum to d and, if `pairs`, then rounds them to pairs of bf16. Returns alpha, by which the caller must multiply o.
+ * Where m is -inf, since no column was seen, 0 replaces it. */
 static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *d) {
   const vf none = vf_set1(-INFINITY);
   vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
@@ -54,7 +54,8 @@ static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, flo
   return alpha;
 }
 
-/* One row: y = n states, the first at x, `step` floats apart, and one more logit without a value. y.o may be NULL. */
+/* Merges n states of one row into y. The first is x, the others follow `step` floats apart; `sink` is one more logit,
+ * without a value. y.o may be NULL. */
 static inline void kv_state_merge(kv_state x, int64_t step, int64_t n, int64_t width, float sink, kv_state y) {
   *y.m = sink;
   for (int64_t i = 0; i < n; i++)
@@ -69,11 +70,11 @@ static inline void kv_state_merge(kv_state x, int64_t step, int64_t n, int64_t w
   }
 }
 
-/* One row: o becomes the mean of the values, or 0 if no slot was seen. */
+/* Divides o of one row by d: it becomes the mean of the values, or 0 if no slot was seen. */
 static inline void kv_state_normalize(kv_state x, int64_t width) {
   for (int64_t d = 0; d < width; d++) x.o[d] = *x.d == 0 ? 0 : x.o[d] / *x.d;
 }
 
-/* One row's log-sum-exp in log2 units. */
+/* Returns one row's log-sum-exp in log2 units. */
 static inline float kv_state_lse(kv_state x) { return *x.m + log2f(*x.d); }
 #endif

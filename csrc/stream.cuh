@@ -1,19 +1,19 @@
-/* Few rows on many slots: the slots of a head are cut into splits that depend only on their number and the shapes, each
- * split leaves its states of the rows in scratch (state.cuh), and these are merged in order: the same bits every time.
- * Shared by attend and decode. */
+/* Attention of few rows over many slots, for attend and decode. The slots of a head are cut into splits that depend
+ * only on their number and the shapes. Each split leaves its states of the rows in scratch (state.cuh), and these are
+ * merged in order: the same bits every time. */
 #ifndef KV_STREAM_CUH
 #define KV_STREAM_CUH
 #include "state.cuh"
 
-/* The slots of a split, a multiple of STEP as `least` is, for n slots and at most `splits` splits. */
+/* Returns the size of a split, of n slots in at most `splits` splits: a multiple of STEP, as `least`, its minimum. */
 template <int STEP>
-static __device__ __forceinline__ int split_size(int n, int splits, int least = 2 * STEP) {
+KV_DEVICE int split_size(int n, int splits, int least = 2 * STEP) {
   const int fair = (n + splits - 1) / splits;
   return max(least, (fair + STEP - 1) / STEP * STEP);
 }
 
-/* 16 query rows, the same in all warps, against KEYS keys, shared out among the warps: reading takes longer than
- * the products of so few rows. Its members are those of RowTile. */
+/* 16 query rows, in each of the warps, against KEYS keys, which the warps share out: reading takes longer than the
+ * products of so few rows. Its members are those of RowTile. */
 template <class E, int D>
 struct NarrowTile {
   static constexpr int WARPS = 4, KEY_WARPS = WARPS, MT = 1, ROWS = 16, THREADS = WARPS * 32;
@@ -21,22 +21,22 @@ struct NarrowTile {
   static constexpr size_t TILES = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E), SHARED = TILES + 2 * sizeof(Columns);
 };
 
-/* For up to 64 rows: several such blocks fit a multiprocessor. */
+/* A tile of up to 64 rows, of which several blocks fit a multiprocessor. */
 template <class E, int D>
 using MediumTile = RowTile<E, D, 1>;
 
-/* A warp's place in a tile X: its first row and first key. */
+/* The first row and the first key of a warp in a tile X. */
 template <class X>
-static __device__ __forceinline__ int warp_row() {
+KV_DEVICE int warp_row() {
   return warp_id() / X::KEY_WARPS * X::MT * 16;
 }
 template <class X>
-static __device__ __forceinline__ int warp_key() {
+KV_DEVICE int warp_key() {
   return X::KEY_WARPS == 1 ? 0 : warp_id() * (X::KEYS / X::KEY_WARPS);
 }
 
-/* Columns c0 .. c1 - 1 alone, as columns 0 .. c1 - c0 - 1. at.len is then no more than at.n. */
-static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
+/* Returns columns c0 .. c1 - 1 as columns 0 .. c1 - c0 - 1. at.len is then no more than at.n. */
+KV_DEVICE Columns between(Columns x, int c0, int c1) {
   const kv_unsigned from = (kv_unsigned)c0;
   x.at.stored += (uint64_t)from * (kv_unsigned)x.at.stored_stride;
   x.at.chunk += (uint64_t)from * (kv_unsigned)x.at.chunk_stride;
@@ -44,20 +44,20 @@ static __device__ __forceinline__ Columns between(Columns x, int c0, int c1) {
   return x;
 }
 
-/* The results of a warp's rows over the columns so far; sum is one lane's share. */
+/* The states of a warp's rows over the columns so far; `sum` is the share of one lane. */
 template <int MT, int D>
 struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
 };
 
-/* Rows r0 .. r0 + ROWS - 1 of `rows` against all columns: keys.at.n, and as many values. Columns before `fewest` are
- * seen by every row; seen_by(m, half): how many columns a row sees; look(s, c): s [16 MT, 8 NT] are the warp's logits,
- * before their scale, of the columns from c on; EXACT: as of add_values. The tiles lie in shared memory in the order
- * q, k, v; it is free again afterwards; keys and values follow, as registers are scarce. */
+/* Computes rows r0 .. r0 + ROWS - 1 of `rows` against all keys.at.n keys and their values. Every row sees the columns
+ * before `fewest`, and seen_by(m, half) of the columns in all. look(s, c) gets s [16 MT, 8 NT], the warp's logits
+ * before their scale, of the columns from c on. EXACT: as in add_values. Shared memory holds the tiles q, k, v and then
+ * the Columns of keys and values, since registers are scarce; it is free again afterwards. */
 template <class E, int D, class X, bool EXACT, class From, class Seen, class Look>
-static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0,
-                                                      const Columns &keys, const Columns &values, int fewest, int dims,
-                                                      const Logits &logits, Seen seen_by, Look look) {
+KV_DEVICE void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0, const Columns &keys,
+                              const Columns &values, int fewest, int dims, const Logits &logits, Seen seen_by,
+                              Look look) {
   constexpr int MT = X::MT, NT = X::KEYS / X::KEY_WARPS / 8, LOADERS = X::ROWS < 32 ? 64 : X::THREADS;
   E *const k = q + X::ROWS * D, *const v = k + X::KEYS * D;
   Columns *const kept = reinterpret_cast<Columns *>(v + X::KEYS * D);
@@ -72,7 +72,7 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
 #pragma unroll 1
   for (int c0 = 0; c0 < n; c0 += X::KEYS) {
     const bool masked = c0 + X::KEYS > fewest;
-    tile_unpack<E, D, X::KEYS, X::THREADS>(k, kept[0], c0, dims); /* not with the copies: registers are free here */
+    tile_unpack<E, D, X::KEYS, X::THREADS>(k, kept[0], c0, dims); /* apart from the copies: here registers are free */
     cp_async_wait<0>();
     __syncthreads(); /* K is there; V of the tile before has been read */
     tile_load<E, D, X::KEYS, X::THREADS>(v, kept[1], c0, dims);
@@ -80,12 +80,12 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
     float s[MT][NT][4], alpha[MT][2];
     multiply<E, D, X::STEPS>(s, q, warp_row<X>(), k + key * D);
     cp_async_wait<0>();
-    if (D % 64 && kept[1].packed() > c0) __syncthreads(); /* others wrote the rows that tile_finite reads */
+    if (D % 64 && kept[1].packed() > c0) __syncthreads(); /* other threads wrote the rows that tile_finite reads */
     /* V is there; K has been read */
     const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
     tile_copy<E, D, X::KEYS, X::THREADS>(k, kept[0], c0 + X::KEYS, dims);
     cp_async_commit();
-    int seen[MT][2]; /* read just before use: registers are scarce */
+    int seen[MT][2]; /* read just before use, since registers are scarce */
     const auto read_seen = [&] { each_row<MT>([&](int m, int half) { seen[m][half] = seen_by(m, half) - c0 - key; }); };
     transform(s, logits);
     look(s, c0 + key);
@@ -111,10 +111,9 @@ static __device__ __forceinline__ void attend_columns(Attended<X::MT, D> &x, E *
   __syncthreads();    /* and the caller's work in shared memory before */
 }
 
-/* Writes the tile's states [rows] and o [rows, dims], of its first rows. q: shared memory as in attend_columns. */
+/* Writes the tile's first `rows` states [rows] and o [rows, dims]. q: shared memory as in attend_columns. */
 template <class E, int D, class X>
-static __device__ __forceinline__ void put_part(const Attended<X::MT, D> &x, E *q, int rows, int dims, float *o,
-                                                kv_state *states) {
+KV_DEVICE void put_part(const Attended<X::MT, D> &x, E *q, int rows, int dims, float *o, kv_state *states) {
   kv_state *const states_at = X::KEY_WARPS == 1 ? states : reinterpret_cast<kv_state *>(q);
   float *const o_at = X::KEY_WARPS == 1 ? o : reinterpret_cast<float *>(q + X::ROWS * D);
   each_row<X::MT>([&](int m, int half) {

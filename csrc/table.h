@@ -1,4 +1,4 @@
-/* ops.def as arrays: tables::attend::args, ... A row that contradicts kvevict.h about a field does not compile. */
+/* The rows of ops.def as arrays: tables::attend::args, ... A row that contradicts kvevict.h does not compile. */
 #ifndef KVEVICT_TABLE_H
 #define KVEVICT_TABLE_H
 #include <algorithm>
@@ -28,21 +28,21 @@ constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
 enum class Kind : uint8_t { KV_ARG_KINDS(KV_ENUMERATOR) };
 constexpr const char *kind_names[] = {KV_ARG_KINDS(KV_STRING)};
 
-/* What a tensor's elements are; `call`: of the call's dtype. */
+/* The elements of a tensor; `call`: those of the call's dtype. */
 enum class Element : uint8_t { call, int32, int64, float32 };
 constexpr const char *dtype_names[] = {"", "int32", "int64", "float32"};
 
 /* A row of ops.def: an argument of an op, or a result. */
 struct Arg {
   Kind kind;
-  const char *type, *name;           /* of the schema */
-  size_t at = 0;                     /* where the struct has the field */
-  Element element = Element::call;   /* of a tensor */
-  std::array<uint8_t, 4> shape = {}; /* in `sizes` */
-  const char *text = "";             /* the sizes or words, as written */
-  size_t stride_at = 0, strides = 0; /* where the struct has the strides, and their number */
-  size_t kind_at = 0;                /* where it has the kind of slots */
-  int64_t least = 0, most = 0;       /* of an integer or a choice */
+  const char *type, *name;           /* as in the schema */
+  size_t at = 0;                     /* the offset of the field in the struct */
+  Element element = Element::call;   /* a tensor's elements */
+  std::array<uint8_t, 4> shape = {}; /* its sizes, of `sizes` */
+  const char *text = "";             /* its sizes or words, as written */
+  size_t stride_at = 0, strides = 0; /* the offset of the strides in the struct, and their number */
+  size_t kind_at = 0;                /* the offset of the slots' kind in the struct */
+  int64_t least = 0, most = 0;       /* bounds of an integer or a choice */
 
   bool is_tensor() const { return kind == Kind::tensor || kind == Kind::rows || kind == Kind::slots; }
   bool is_optional() const { return type[6] == '?'; }
@@ -51,9 +51,9 @@ struct Arg {
 };
 
 using Arguments = std::span<const Arg>;
-constexpr size_t MOST_ROWS = 32; /* of an op */
+constexpr size_t MOST_ROWS = 32; /* the most rows of an op */
 
-/* The elements that a field of type Field points to. */
+/* The elements to which a field of type Field points. */
 template <typename Field>
 consteval Element element_of() {
   using T = std::remove_const_t<std::remove_pointer_t<Field>>;
@@ -63,7 +63,7 @@ consteval Element element_of() {
   return std::is_same_v<T, float> ? Element::float32 : Element::call;
 }
 
-/* The offset of a field that is a T, which an enum may be for an int. */
+/* Returns the offset of a field that must be a T; for an int it may be an enum. */
 template <typename T, typename Field>
 consteval size_t place(size_t offset) {
   static_assert(std::is_same_v<T, Field> || (std::is_same_v<T, int> && std::is_enum_v<Field>));
@@ -106,7 +106,7 @@ using namespace sizes;
 #include "ops.def"
 }  // namespace tables
 
-/* As torch reads it. */
+/* The schema of an op, as torch reads it. */
 std::string schema(const char *op, Arguments args) {
   std::string arguments, results;
   for (const Arg &x : args) {

@@ -1,5 +1,5 @@
-/* How binding.cpp reads the arguments of an op: by its rows of ops.def each is checked for device, dtype, shape and
- * layout as its address is put into the struct of kvevict.h, and the kernel of the right device is run. */
+/* How binding.cpp reads the arguments of an op. As ops.def says, each is checked for device, dtype, shape and layout
+ * when its address is put into the struct of kvevict.h; then the kernel of the right device is run. */
 #ifndef KVEVICT_TENSORS_H
 #define KVEVICT_TENSORS_H
 #include <dlfcn.h>
@@ -42,12 +42,12 @@ void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
   torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(ctx, begin, end); });
 }
 
-/* torch's pool may have been resized since the last call. */
+/* Called before every op, since torch's pool may have been resized. */
 void set_threads() { kv_set_parallel(parallel, static_cast<int>(torch::stable::get_num_threads())); }
 
 #ifdef KVEVICT_CUDA_ARCHS
-/* torch's current stream of a GPU, a cudaStream_t. Nothing here is linked to libtorch_cuda, so that one binary serves
- * torch with and without CUDA: where a CUDA tensor exists, the library is loaded. */
+/* Returns torch's current stream of a GPU, a cudaStream_t. Nothing here is linked to libtorch_cuda, so that one binary
+ * serves torch with and without CUDA; if there is a CUDA tensor, that library is loaded. */
 void *current_stream(int32_t device) {
   using Get = AOTITorchError (*)(int32_t, void **);
   static const Get get = [] {
@@ -66,7 +66,7 @@ void put(void *a, size_t at, T value) {
   std::memcpy(static_cast<char *>(a) + at, &value, sizeof value);
 }
 
-/* The answer of one of torch's C functions about a tensor, without the detour over the enums of its headers. */
+/* Asks one of torch's C functions about a tensor, without the detour over the enums of its headers. */
 int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &t) {
   int32_t value;
   TORCH_ERROR_CODE_CHECK(get(t.get(), &value));
@@ -75,7 +75,7 @@ int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &
 
 int32_t code_of(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
 
-/* The memory of a tensor; of one without elements, none. */
+/* The memory of a tensor; empty if it has no elements. */
 struct Bytes {
   const char *begin = nullptr, *end = nullptr;
   bool meets(Bytes x) const { return begin != end && x.begin != x.end && begin < x.end && x.begin < end; }
@@ -89,8 +89,7 @@ struct Kernels {
   int (*cuda)(const Args *, void *scratch, void *stream);
 };
 
-/* One call of an op: it runs where its first tensor is, and so must be all others. A GPU is current while this
- * lives. */
+/* One call of an op, on the device of its first tensor, where all must be. A GPU is current while this lives. */
 class Call {
  public:
   /* Takes every argument off torch's stack before anything is checked: those left there by an error are never freed. */
@@ -147,7 +146,7 @@ class Call {
     }
   }
 
-  /* The results' memory, once all sizes are known. */
+  /* Allocates the results; all sizes are known by now. */
   void make_results(void *a) {
     for (size_t i = 0; i < args_.size(); i++) {
       const Arg &x = args_[i];
@@ -178,7 +177,7 @@ class Call {
       if (args_[i].kind == Kind::result) *top++ = torch::stable::detail::from(*tensors_[i]);
   }
 
-  /* Head i's rows from offset[i] on, count[i] + more of them; and the one row after its len[i] slots. */
+  /* The rows of all heads: head i's from offset[i] on, count[i] + more of them; or the one after its len[i] slots. */
   HeadRows rows_of(const int64_t *offset, const int32_t *count, int64_t more = 0) const {
     return {heads_to_check(), offset, nullptr, count, more};
   }
@@ -186,7 +185,7 @@ class Call {
     return {heads_to_check(), offset, len, nullptr, 1};
   }
 
-  /* The buffers are those with `rows` rows. */
+  /* Checks the buffers that have `rows` rows. */
   void check_inside(uint8_t rows, const HeadRows &x) const { x.check_inside(size(rows), buffer(rows)); }
   void check_apart(uint8_t rows, const HeadRows &x) const { x.check_apart(buffer(rows)); }
 
@@ -244,7 +243,7 @@ class Call {
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }
 
-  /* The kind of rows: for slots it is the argument before them, which is already in the struct. */
+  /* The kind of rows. For slots it is the argument before them, which is already in the struct. */
   static kv_kind kind_of(const Arg &x, const void *a) {
     kv_kind kind = KV_AS_COMPUTED;
     if (x.kind == Kind::slots) std::memcpy(&kind, static_cast<const char *>(a) + x.kind_at, sizeof kind);
@@ -268,7 +267,8 @@ class Call {
     STD_TORCH_CHECK(false, x.name, " has shape ", shape_text(have), ", expected [", wanted, "]");
   }
 
-  /* The memory of a tensor. The struct gets its strides; where it has no field for them, the tensor must be dense. */
+  /* Returns the memory of a tensor and puts its strides into the struct; if that has no field for them, the tensor must
+   * be dense. */
   Bytes read_layout(const Arg &x, const Tensor &t, void *a) const {
     const auto sizes = t.sizes(), strides = t.strides();
     const int64_t element = static_cast<int64_t>(t.element_size());
@@ -303,7 +303,7 @@ class Call {
 
   Tensor empty(ScalarType type, std::span<const int64_t> shape) const {
     std::array<int64_t, 4> stride;
-    int64_t bytes = 4; /* of a number, at most 4 or, where there is one dimension, 1 */
+    int64_t bytes = 4; /* 4 bytes a number; a tensor of bytes has one dimension */
     bool fits = true;
     for (size_t d = shape.size(); d-- > 0;) {
       stride[d] = bytes / 4;
@@ -327,7 +327,7 @@ class Call {
   std::array<std::optional<Tensor>, MOST_ROWS> tensors_;
   std::array<Bytes, MOST_ROWS> memory_;
   std::array<int64_t, sizes::count> size_;
-  ScalarType type_; /* of the first tensor, as all below */
+  ScalarType type_; /* type_ and all below are of the first tensor */
   bool cuda_;
   int32_t device_, index_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;

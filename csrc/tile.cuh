@@ -4,8 +4,7 @@
  *
  * Products have the fragment layout of mma (ptx.cuh) for every E, so only multiply and add_values use tensor cores:
  * lane l holds rows g = l / 4 and g + 8 and columns c = 2 (l % 4) and c + 1 of each 16 x 8 block. fp32 is summed with
- * multiply-adds in the same layout.
- */
+ * multiply-adds in the same layout. */
 #ifndef KV_TILE_CUH
 #define KV_TILE_CUH
 #include <math.h>
@@ -13,46 +12,47 @@
 #include "columns.cuh"
 #include "launch.cuh"
 
-static __device__ __forceinline__ int fragment_row() { return lane_id() / 4; }
-static __device__ __forceinline__ int fragment_column() { return lane_id() % 4 * 2; }
+KV_DEVICE int fragment_row() { return lane_id() / 4; }
+KV_DEVICE int fragment_column() { return lane_id() % 4 * 2; }
 
-/* Where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of vectors into
- * different banks, as ldmatrix reads them together; rows of 96 16-bit numbers are 1.5 times as long as all banks
- * together and need another swizzle. */
+/* Returns where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of
+ * vectors, which ldmatrix reads together, into different banks. Rows of 96 16-bit numbers are 1.5 times as long as all
+ * banks together and need another swizzle. */
 template <class E, int D>
-static __device__ __forceinline__ int tile_at(int r, int c) {
+KV_DEVICE int tile_at(int r, int c) {
   constexpr int vectors = D / VECTOR<E>;
   return (r * vectors + (c ^ (vectors % 8 ? r / 2 % 4 : r % 8))) * VECTOR<E>;
 }
 
-static __device__ __forceinline__ uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
+KV_DEVICE uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
-/* Rows at equal distances, in bytes; x: the first one's address. */
+/* Rows at equal distances; x: the first one's address; step: in bytes. */
 struct Even {
   bool all; /* whether the rows are at equal distances */
   uint64_t x;
   uint32_t step;
 };
 
-/* For rows r0 .. r0 + count - 1: most tiles of keys and values lie in the stored rows alone, or in the new ones. */
-static __device__ __forceinline__ Even even(const kv_segments &rows, int r0, int count) {
+/* Returns whether and how rows r0 .. r0 + count - 1 are evenly spaced: most tiles of keys and values lie in the stored
+ * rows alone, or in the new ones. */
+KV_DEVICE Even even(const kv_segments &rows, int r0, int count) {
   const bool stored = r0 + count <= rows.len;
   return {stored || (r0 >= rows.len && r0 + count <= rows.n), row_at(rows, r0),
           (uint32_t)(stored ? rows.stored_stride : rows.chunk_stride)};
 }
 template <class Rows>
-static __device__ __forceinline__ Even even(const Rows &, int, int) {
+KV_DEVICE Even even(const Rows &, int, int) {
   return {false, 0, 0};
 }
 
 /* Starts copying rows r0 .. r0 + ROWS - 1 of `rows` (row_at has their addresses) into tile [ROWS, D]; cp_async_wait
  * ends it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
-static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_row = 0) {
+KV_DEVICE void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_row = 0) {
   constexpr int vectors = D / VECTOR<E>;
-  constexpr int count = ROWS * vectors / THREADS; /* of each thread */
+  constexpr int count = ROWS * vectors / THREADS; /* vectors of a thread */
   static_assert(ROWS * vectors % THREADS == 0, "every thread must load equally many vectors");
-  /* Threads of a row, and the distance of a thread's rows: all of them have one place of the swizzle. */
+  /* Threads of a row, and the distance of a thread's rows, which all have one place in the swizzle. */
   constexpr int lanes = vectors % 8 ? 4 : vectors, apart = THREADS / lanes;
   if constexpr (THREADS % lanes == 0 && apart % 8 == 0 && ROWS % apart == 0) {
     const Even run = even(rows, r0, ROWS);
@@ -68,8 +68,8 @@ static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int 
       return;
     }
   }
-  /* Unrolled where a thread's rows are evenly spaced; else their addresses would take many registers, as would more.
-   * Beside fp32 of 256 dimensions no registers are left. */
+  /* The loop is unrolled where a thread's rows are evenly spaced; else their addresses would take too many registers.
+   * With fp32 of 256 dimensions no registers are left. */
 #pragma unroll(THREADS % vectors || vectors == 64 ? 1 : 4)
   for (int i = 0; i < count; i++) {
     const int r = (threadIdx.x + i * THREADS) / vectors, c = (threadIdx.x + i * THREADS) % vectors;
@@ -80,7 +80,7 @@ static __device__ __forceinline__ void tile_load(E *tile, const Rows &rows, int 
 }
 
 template <class E>
-static __device__ __forceinline__ uint4 vector_of(const float (&x)[VECTOR<E>]) {
+KV_DEVICE uint4 vector_of(const float (&x)[VECTOR<E>]) {
   uint32_t word[4];
 #pragma unroll
   for (int i = 0; i < 4; i++)
@@ -91,15 +91,15 @@ static __device__ __forceinline__ uint4 vector_of(const float (&x)[VECTOR<E>]) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* How many lanes share a row that is unpacked into a tile, and the vectors of each. */
+/* The vectors of each lane, and the lanes that share a row that is unpacked into a tile. */
 template <class E, int D>
 constexpr int TILE_VECTORS = D / VECTOR<E> > 32 ? 2 : 1;
 template <class E, int D>
 constexpr int TILE_LANES = (D == 96 ? 128 : D) / VECTOR<E> / TILE_VECTORS<E, D>;
 
-/* Unpacks the packed columns of c0 .. c0 + ROWS - 1 into the tile, rounded to E; they are there after a barrier. */
+/* Unpacks the packed columns of c0 .. c0 + ROWS - 1 into the tile, rounded to E; readers need a barrier after it. */
 template <class E, int D, int ROWS, int THREADS>
-static __device__ __forceinline__ void tile_unpack(E *tile, const Columns x, int c0, int dims) {
+KV_DEVICE void tile_unpack(E *tile, const Columns x, int c0, int dims) {
   constexpr int L = TILE_LANES<E, D>, V = TILE_VECTORS<E, D>, vectors = D / VECTOR<E>;
   const int packed = min(x.packed() - c0, ROWS), lane = threadIdx.x % L;
 #pragma unroll 1
@@ -114,29 +114,29 @@ static __device__ __forceinline__ void tile_unpack(E *tile, const Columns x, int
   }
 }
 
-/* Starts copying the columns that are not packed; beside packed slots these are the new ones. */
+/* Starts copying the columns that are not packed; next to packed slots these are the new ones. */
 template <class E, int D, int ROWS, int THREADS>
-static __device__ __forceinline__ void tile_copy(E *tile, const Columns x, int c0, int dims) {
+KV_DEVICE void tile_copy(E *tile, const Columns x, int c0, int dims) {
   kv_segments at = x.at;
-  if (x.kind != KV_AS_COMPUTED) at.len = 0; /* past the last column, too, addresses are those of rows of E */
+  if (x.kind != KV_AS_COMPUTED) at.len = 0; /* columns past the last, too, have addresses of rows of E */
   tile_load<E, D, ROWS, THREADS>(tile, at, c0, dims, x.packed() - c0);
 }
 
 template <class E, int D, int ROWS, int THREADS>
-static __device__ __forceinline__ void tile_load(E *tile, const Columns &x, int c0, int dims) {
+KV_DEVICE void tile_load(E *tile, const Columns &x, int c0, int dims) {
   tile_unpack<E, D, ROWS, THREADS>(tile, x, c0, dims);
   tile_copy<E, D, ROWS, THREADS>(tile, x, c0, dims);
 }
 
-/* x [VECTOR] = one vector of a tile */
+/* x [VECTOR] = the numbers of one vector of a tile. */
 template <class E>
-static __device__ __forceinline__ void tile_floats(const E *vector, float (&x)[VECTOR<E>]) {
+KV_DEVICE void tile_floats(const E *vector, float (&x)[VECTOR<E>]) {
   vector_floats<E>(*reinterpret_cast<const uint4 *>(vector), x);
 }
 
 /* Whether all numbers that this thread loaded into the tile are finite. */
 template <class E, int D, int ROWS, int THREADS>
-static __device__ __forceinline__ bool tile_finite(const E *tile) {
+KV_DEVICE bool tile_finite(const E *tile) {
   constexpr int vectors = D / VECTOR<E>;
   bool finite = true;
 #pragma unroll 1
@@ -148,10 +148,10 @@ static __device__ __forceinline__ bool tile_finite(const E *tile) {
   return finite;
 }
 
-/* MT x NT fragments of 16 x 8: calls f(m, n, half, j) for each number that a lane holds: s[m][n][2 half + j] is
- * in row 16 m + 8 half + g and column 8 n + c + j. */
+/* Calls f(m, n, half, j) for each number that a lane holds of MT x NT fragments of 16 x 8: s[m][n][2 half + j] is in
+ * row 16 m + 8 half + g and column 8 n + c + j. */
 template <int MT, int NT, class F>
-static __device__ __forceinline__ void each_number(F f) {
+KV_DEVICE void each_number(F f) {
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -164,30 +164,26 @@ static __device__ __forceinline__ void each_number(F f) {
 
 /* Calls f(m, half) for each row of which a lane holds numbers. */
 template <int MT, class F>
-static __device__ __forceinline__ void each_row(F f) {
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) f(m, half);
+KV_DEVICE void each_row(F f) {
+  unrolled<MT, 2>(f);
 }
 
 template <int MT, int NT>
-static __device__ __forceinline__ void zero(float (&s)[MT][NT][4]) {
+KV_DEVICE void zero(float (&s)[MT][NT][4]) {
   each_number<MT, NT>([&](int m, int n, int half, int j) { s[m][n][2 * half + j] = 0; });
 }
 
 enum Pairing { DOT, L1, L2 }; /* of two numbers: x y, |x - y|, (x - y)^2 */
 
 template <int pairing>
-static __device__ __forceinline__ float paired(float x, float y, float sum) {
+KV_DEVICE float paired(float x, float y, float sum) {
   if (pairing == DOT) return fmaf(x, y, sum);
   return pairing == L1 ? sum + fabsf(x - y) : fmaf(x - y, x - y, sum);
 }
 
-/* s [16 MT, 8 NT] = the sum over D of paired(x, y), x of the rows from `row` on of tile a and y of the rows of tile
- * b. */
+/* s [16 MT, 8 NT] = the sum over D of paired(x, y), x in the rows of tile a from `row` on, y in the rows of tile b. */
 template <int pairing, class E, int D, int MT, int NT>
-static __device__ __forceinline__ void pair_rows(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
+KV_DEVICE void pair_rows(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   row += fragment_row();
   zero(s);
 #pragma unroll 1
@@ -213,15 +209,15 @@ static __device__ __forceinline__ void pair_rows(float (&s)[MT][NT][4], const E 
   }
 }
 
-/* s [16 MT, 8 NT] = A B^T, with A the rows from `row` on of tile a. Registers hold the addresses of STEPS steps along
- * D. */
+/* s [16 MT, 8 NT] = A B^T, with A the rows from `row` on of tile a and B tile b. Registers hold the addresses of STEPS
+ * steps along D. */
 template <class E, int D, int STEPS, int MT, int NT>
-static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
+KV_DEVICE void multiply(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   if constexpr (sizeof(E) == 4) {
     pair_rows<DOT, E, D>(s, a, row, b);
   } else {
     const int lane = lane_id();
-    constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* of the swizzle, in vectors; in rows it is 16 */
+    constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* the period of the swizzle in vectors; in rows it is 16 */
     zero(s);
 #pragma unroll(STEPS)
     for (int k = 0; k < D / 16; k++) {
@@ -241,27 +237,24 @@ static __device__ __forceinline__ void multiply(float (&s)[MT][NT][4], const E *
   }
 }
 
-/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E; EXACT: and the remainders, rounded too, so that nearly all
- * of fp32 counts (and a value of inf gives NaN). */
+/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E. EXACT adds the rounding's remainders times V, too, so that
+ * nearly all of P's fp32 counts; a value of inf then gives NaN. */
 template <class E, int D, bool EXACT = false, int MT, int NT>
-static __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const E *v) {
+KV_DEVICE void add_values(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const E *v) {
   const int lane = lane_id();
 #pragma unroll
   for (int k = 0; k < NT / 2; k++) {
     uint32_t x[MT][4], rest[MT][4], y[4];
 #pragma unroll
     for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int right = 0; right < 2; right++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float *const from = p[m][2 * k + right] + 2 * half;
-          x[m][2 * right + half] = pack<E>(from[0], from[1]);
-          if constexpr (EXACT) {
-            const float2 kept = unpack<E>(x[m][2 * right + half]);
-            rest[m][2 * right + half] = pack<E>(from[0] - kept.x, from[1] - kept.y);
-          }
+      unrolled<2, 2>([&](int right, int half) {
+        const float *const from = p[m][2 * k + right] + 2 * half;
+        x[m][2 * right + half] = pack<E>(from[0], from[1]);
+        if constexpr (EXACT) {
+          const float2 kept = unpack<E>(x[m][2 * right + half]);
+          rest[m][2 * right + half] = pack<E>(from[0] - kept.x, from[1] - kept.y);
         }
+      });
 #pragma unroll
     for (int d = 0; d < D / 8; d += 2) {
       ldmatrix_x4_trans(y[0], y[1], y[2], y[3], v + tile_at<E, D>(lane % 16, d + lane / 16) + k * 16 * D);
@@ -274,9 +267,9 @@ static __device__ __forceinline__ void add_values(float (&o)[MT][D / 8][4], cons
   }
 }
 
-/* Row r's columns d and d + 1; d is even. */
+/* Returns columns d and d + 1 of row r; d is even. */
 template <class E, int D>
-static __device__ __forceinline__ float2 pair_at(const E *tile, int r, int d) {
+KV_DEVICE float2 pair_at(const E *tile, int r, int d) {
   const E *x = tile + tile_at<E, D>(r, d / VECTOR<E>) + d % VECTOR<E>;
   if constexpr (sizeof(E) == 4)
     return *reinterpret_cast<const float2 *>(x);
@@ -286,8 +279,8 @@ static __device__ __forceinline__ float2 pair_at(const E *tile, int r, int d) {
 
 /* o += P V with multiply-adds, over the first seen[m][.] columns of each row only. */
 template <int D, int MT, int NT>
-static __device__ __forceinline__ void add_values_seen(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4],
-                                                       const float *v, const int (&seen)[MT][2]) {
+KV_DEVICE void add_values_seen(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const float *v,
+                               const int (&seen)[MT][2]) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll 1
@@ -309,11 +302,11 @@ static __device__ __forceinline__ void add_values_seen(float (&o)[MT][D / 8][4],
       }
 }
 
-static __device__ __forceinline__ float zero_if_finite(float x) { return isfinite(x) ? 0 : x; }
+KV_DEVICE float zero_if_finite(float x) { return isfinite(x) ? 0 : x; }
 
-/* Adds inf and NaN of the tile v [ROWS, D] to the rows of o that see them: a product would spread them to all rows. */
+/* Adds each inf and NaN of the tile v [ROWS, D] to the rows of o that see it: a product would spread it to all rows. */
 template <class E, int D, int ROWS, int MT>
-static __device__ __forceinline__ void add_nonfinite(float (&o)[MT][D / 8][4], const E *v, const int (&seen)[MT][2]) {
+KV_DEVICE void add_nonfinite(float (&o)[MT][D / 8][4], const E *v, const int (&seen)[MT][2]) {
 #pragma unroll 1
   for (int c = 0; c < ROWS; c++)
 #pragma unroll
@@ -326,9 +319,9 @@ static __device__ __forceinline__ void add_nonfinite(float (&o)[MT][D / 8][4], c
     }
 }
 
-/* Makes inf and NaN of a tile 0, after all threads of the block have read them. */
+/* Makes each inf and NaN of a tile 0, after all threads of the block have read them. */
 template <class E, int D, int ROWS, int THREADS>
-static __device__ __forceinline__ void clear_nonfinite(E *v) {
+KV_DEVICE void clear_nonfinite(E *v) {
   __syncthreads();
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * D; i += THREADS)
@@ -336,19 +329,20 @@ static __device__ __forceinline__ void clear_nonfinite(E *v) {
   __syncthreads();
 }
 
-/* Columns of s from seen[m][.] on become -inf. */
+/* Makes s -inf from column seen[m][.] of each row on. */
 template <int MT, int NT>
-static __device__ __forceinline__ void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
+KV_DEVICE void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
   each_number<MT, NT>([&](int m, int n, int half, int j) {
     if (n * 8 + fragment_column() + j >= seen[m][half]) s[m][n][2 * half + j] = -INFINITY;
   });
 }
 
-/* One step of the rows' online softmax: s -> p = 2^(scale s - top), with top the maximum so far, sum this lane's part
- * of the sum of p, alpha the factor for all earlier p. Where top is -inf, as no key was seen, 0 replaces it. */
+/* One step of the rows' online softmax. Turns s into p = 2^(scale s - top), with top the maximum so far, adds this
+ * lane's part of p to sum and sets alpha, the factor of all earlier p. Where top is -inf, since no key was seen, 0
+ * replaces it. */
 template <int MT, int NT>
-static __device__ __forceinline__ void softmax_step(float (&s)[MT][NT][4], float scale, float (&top)[MT][2],
-                                                    float (&sum)[MT][2], float (&alpha)[MT][2]) {
+KV_DEVICE void softmax_step(float (&s)[MT][NT][4], float scale, float (&top)[MT][2], float (&sum)[MT][2],
+                            float (&alpha)[MT][2]) {
   each_row<MT>([&](int m, int half) {
     float most = -INFINITY;
 #pragma unroll

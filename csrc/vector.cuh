@@ -1,15 +1,14 @@
-/* Vectors of 16 bytes, the unit of reads from memory, and the choice of a kernel by dtype. E is float, f16 or
- * bf16. */
+/* Vectors of 16 bytes, the unit of reads; unrolled loops; choosing a kernel by dtype. E is float, f16 or bf16. */
 #ifndef KV_VECTOR_CUH
 #define KV_VECTOR_CUH
 #include "ptx.cuh"
 #include "segments.h"
 
 template <class E>
-constexpr int VECTOR = 16 / (int)sizeof(E); /* numbers of 16 bytes */
+constexpr int VECTOR = 16 / (int)sizeof(E); /* numbers in 16 bytes */
 
 template <class E>
-static __device__ __forceinline__ void vector_floats(uint4 v, float (&x)[VECTOR<E>]) {
+KV_DEVICE void vector_floats(uint4 v, float (&x)[VECTOR<E>]) {
   const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -22,7 +21,16 @@ static __device__ __forceinline__ void vector_floats(uint4 v, float (&x)[VECTOR<
   }
 }
 
-/* f(E{}) with the element type of dtype. */
+/* Calls f(i, j) for all 0 <= i < N and 0 <= j < M; both are constants once the loops are unrolled. */
+template <int N, int M, class F>
+KV_DEVICE void unrolled(F f) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int j = 0; j < M; j++) f(i, j);
+}
+
+/* Calls f(E{}), with E the element type of dtype. */
 template <class F>
 static int dispatch(kv_dtype dtype, F f) {
   return dtype == KV_F16 ? f(f16{}) : dtype == KV_BF16 ? f(bf16{}) : f(float{});

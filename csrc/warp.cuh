@@ -1,31 +1,31 @@
 /* Reductions over the lanes of a warp and the warps of a block. Every sum has a fixed order, so results repeat bit for
- * bit. All lanes of a warp (all threads of a block) must call them together and all get the result. A block has a
- * multiple of 32 threads, at most 1024. */
+ * bit. All lanes of a warp (all threads of a block) must call a function together, and all get its result. A block has
+ * a multiple of 32 threads, at most 1024. */
 #ifndef KV_WARP_CUH
 #define KV_WARP_CUH
 #include "ptx.cuh"
 
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
-static __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-static __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
+KV_DEVICE int lane_id() { return threadIdx.x % 32; }
+KV_DEVICE int warp_id() { return threadIdx.x / 32; }
 
-/* Over each aligned group of `Width` lanes: 4 is a row of an mma fragment, 32 the warp. All lanes get the same bits. */
+/* Sums over aligned groups of `Width` lanes: 4 are a row of an mma fragment, 32 the warp. All get the same bits. */
 template <int Width = 32, class T>
-static __device__ __forceinline__ T lanes_sum(T x) {
+KV_DEVICE T lanes_sum(T x) {
 #pragma unroll
   for (int step = Width / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
   return x;
 }
-/* Ignores NaN, as fmaxf does. */
+/* The largest number of each group of lanes; ignores NaN, as fmaxf does. */
 template <int Width = 32>
-static __device__ __forceinline__ float lanes_max(float x) {
+KV_DEVICE float lanes_max(float x) {
 #pragma unroll
   for (int step = Width / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
   return x;
 }
-/* Sum over the lanes before this one. */
-static __device__ __forceinline__ int lanes_sum_before(int x) {
+/* The sum over the lanes before this one. */
+KV_DEVICE int lanes_sum_before(int x) {
   int sum = x;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -35,9 +35,9 @@ static __device__ __forceinline__ int lanes_sum_before(int x) {
   return sum - x;
 }
 
-/* scratch [32]: shared, may be reused when these return. */
+/* The sum over a block's threads. scratch [32]: in shared memory, free again when this returns. */
 template <class T>
-static __device__ __forceinline__ T block_sum(T x, T *scratch) {
+KV_DEVICE T block_sum(T x, T *scratch) {
   x = lanes_sum(x);
   if (lane_id() == 0) scratch[warp_id()] = x;
   __syncthreads();
@@ -45,8 +45,8 @@ static __device__ __forceinline__ T block_sum(T x, T *scratch) {
   __syncthreads();
   return x;
 }
-/* Sum over the threads before this one; *total: over all. */
-static __device__ __forceinline__ int block_sum_before(int x, int *scratch, int *total) {
+/* The sum over the threads before this one; *total: over all. scratch as in block_sum. */
+KV_DEVICE int block_sum_before(int x, int *scratch, int *total) {
   const int before = lanes_sum_before(x);
   if (lane_id() == 31) scratch[warp_id()] = before + x;
   __syncthreads();
@@ -57,9 +57,9 @@ static __device__ __forceinline__ int block_sum_before(int x, int *scratch, int 
   return before + __shfl_sync(ALL_LANES, warps_before, warp_id());
 }
 
-/* Whether this block is the last of `blocks` to call this; it then sees all that the others wrote to global memory
- * before their calls. *counter: 0 before the first call and after the last. flag: one shared word. */
-static __device__ __forceinline__ bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
+/* Whether this block is the last of `blocks` that call this; it then sees all that the others wrote to global memory
+ * before their calls. *counter: 0 before the first call and after the last. flag: one word in shared memory. */
+KV_DEVICE bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
   __syncthreads();
   if (threadIdx.x == 0) {
     *flag = atomic_add_acq_rel(counter, 1) + 1 == blocks;

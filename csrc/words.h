@@ -1,7 +1,7 @@
-/* Products of two numbers of 16 bits at a time, for few rows on many slots: with keys of bf16, where the processor has
- * such products, and with packed rows. Numbers of 8 and 4 bits become words of 16 bits without rounding; a query row
- * and the weights of a block become words times one scale, rounded by 2^-16 of the largest. Sums of these products are
- * exact in 32 bits. */
+/* Products of numbers of 16 bits, two at a time, for few rows on many slots: with keys of bf16, where the processor has
+ * such products, and with packed rows. Numbers of 8 and 4 bits become words of 16 bits without rounding. A query row
+ * and the weights of a block become words times one scale, each rounded by up to 2^-16 of the largest. The sums of
+ * these products are exact in 32 bits. */
 #ifndef KVEVICT_WORDS_H
 #define KVEVICT_WORDS_H
 #include "packed.h"
@@ -9,17 +9,17 @@
 #if defined(__AVX2__) || defined(__aarch64__)
 #define KV_WORDS 1
 #else
-#define KV_WORDS 0 /* rows are restored as floats */
+#define KV_WORDS 0 /* packed rows are multiplied as floats */
 #endif
-#if defined(__AVX512BF16__) && !KV_AMX /* processors with tile registers multiply floats faster */
+#if defined(__AVX512BF16__) && !KV_AMX /* where there are tile registers, floats are faster */
 #define KV_BF16_WORDS 1
 #else
 #define KV_BF16_WORDS 0
 #endif
-enum { WORDS = 2 * VL }; /* words of a vector */
+enum { WORDS = 2 * VL }; /* words in a vector */
 #define KV_WORD_MOST 32767.0f
 
-/* How rows are multiplied: as floats, made of the numbers of a dtype, or as words, of bf16 or of packed rows. */
+/* The form in which rows are multiplied: as floats, converted from a dtype, or as words, of bf16 or of packed rows. */
 typedef enum {
   KV_FROM_F32 = KV_F32,
   KV_FROM_F16 = KV_F16,
@@ -29,15 +29,14 @@ typedef enum {
   KV_BY_INT4
 } kv_form;
 
-/* The form of rows of this kind: `floats` if they cannot be multiplied as words. */
+/* Returns the form of rows of this kind; `floats` if they cannot be multiplied as words. */
 static inline kv_form kv_form_of(kv_kind kind, kv_dtype dtype, int64_t D, kv_form floats) {
   if (kind == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
   if (kind == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
   return kind == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
 }
 
-/* Stores x [n], n a multiple of VL, as words [n]; returns the scale that they are multiplied by, NaN if a number of x
- * is not finite. */
+/* Rounds x [n], n a multiple of VL, to words [n] times a scale, which is returned: NaN if x has an inf or a NaN. */
 KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) {
   vf most = vf_set1(0);
 #pragma GCC unroll 4
@@ -49,8 +48,8 @@ KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) 
   return finite ? top / KV_WORD_MOST : NAN;
 }
 
-/* Reads the scales and the least numbers of n packed rows and fills both with 0 up to 64. Rows of 8 bits have no least
- * numbers. */
+/* Reads the scales and the least numbers of n packed rows, and fills both arrays with 0 up to 64 numbers. Rows of 8
+ * bits have no least numbers. */
 KV_INLINE void kv_words_ends(kv_form form, int64_t D, const char *x, int64_t stride, int64_t n, float *scale,
                              float *least) {
   uint32_t ends[64];
@@ -71,8 +70,7 @@ KV_INLINE void kv_words_ends(kv_form form, int64_t D, const char *x, int64_t str
 #if defined(__AVX512F__)
 typedef __m512i kv_v16;
 KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) {
-#if defined(__AVX512BF16__) /* dispatch.c asks for vpdpwssd too, though no     \
-                               flag turns it on */
+#if defined(__AVX512BF16__) /* dispatch.c requires vpdpwssd, but no compiler flag here turns it on */
   __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
   return acc;
 #else
@@ -112,8 +110,7 @@ KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return _mm256_unpacklo_epi16(a, 
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return _mm256_unpackhi_epi16(a, b); }
 #define KV_FIRST(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
 #define KV_SECOND(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
-#elif defined(__aarch64__) /* lane i adds the products of words i and i + 4:   \
-                              of two rows, halves of them side by side */
+#elif defined(__aarch64__) /* vi_add_products adds words i and i + 4 to lane i: halves of two rows lie side by side */
 typedef int16x8_t kv_v16;
 KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) {
   return (vi)vmlal_high_s16(vmlal_s16((int32x4_t)acc, vget_low_s16(a), vget_low_s16(b)), a, b);
@@ -140,7 +137,7 @@ KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
 #define KV_SECOND(a, b) (b)
 #endif
 
-/* acc + a0 b0 + a1 b1 for pairs of words: bf16 is summed in floats, other words in integers. */
+/* Returns acc + a0 b0 + a1 b1 for pairs of words. Words of bf16 are summed as floats, all others as integers. */
 KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
 #if KV_BF16_WORDS
   if (form == KV_BY_BF16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);

@@ -4,6 +4,7 @@
 #define KV_PTX_H
 #define KV_PTX_CUH
 #define KV_LAUNCH_CUH
+#define KV_DEVICE static __device__ __forceinline__
 #include "cuda_runtime.h"
 
 #ifndef KV_MOST_GRID_Y
