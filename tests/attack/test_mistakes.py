@@ -62,9 +62,6 @@ def command(capsys, *words) -> str:
     return lines[0]
 
 
-# -- caches on disk ----------------------------------------------------------------------------------------------------
-
-
 def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
     path = tmp_path / "cache"
     kvevict.save_cache(cache, path)
@@ -239,8 +236,6 @@ def test_what_is_written_is_on_the_disk_first(tmp_path, monkeypatch):
     assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
 
 
-# -- numbers and JSON --------------------------------------------------------------------------------------------------
-
 NUMBERS = dict(
     h2o=("interval", "recent", "budget", "chunk_size"), vatp=("sink",),
     snapkv=("window", "kernel", "warmup_layers", "n_reuse"),
@@ -323,8 +318,6 @@ def test_a_span_and_a_row_of_padding(span):
     assert tiny.relative(got, want) < 1e-4
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
-
 LINE = dict(task="toy", id="a", seed=0, policy="take", budget=8, chunk_size=None, mode="aware", metric="toy",
             score=0.5, tags={"length": 9})  # fmt: skip
 
@@ -364,9 +357,6 @@ def test_carriage_returns(tmp_path):
         with pytest.raises(ValueError, match="holds no results"):
             Results(path, {"a": 1})
         assert path.read_bytes() == known.encode()
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

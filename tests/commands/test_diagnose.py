@@ -108,9 +108,6 @@ def test_sets_by_hand():
     )
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
 class Row(oracle.Row):
     """The oracle; it also records, per evicting layer and eviction, the numbers of `report`."""
 
@@ -254,9 +251,6 @@ def test_only_when_asked_for():
     assert seen["seconds"]["diagnose"] > 0
     with pytest.raises(TypeError, match="diagnose must be True or False"):
         kvevict.patch(made, "snapkv", budget=64, diagnose="yes")
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def layer64(N, q, logit, cache, left, alive):

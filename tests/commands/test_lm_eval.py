@@ -81,8 +81,6 @@ def test_mistakes(folder):
         load(KVEvict, folder).loglikelihood_rolling(asked("loglikelihood_rolling", [("text",)]))
 
 
-# -- lm-eval's tasks of long texts, on local records ------------------------------------------------------------------
-
 YAML = Path(lm_eval.__file__).parent / "tasks"
 NEEDED = dict(longbench=("jieba", "fuzzywuzzy", "rouge"), ruler=("wonderwords", "nltk", "requests"))
 RAIN = "Rain fell on the hills all day. "

@@ -48,8 +48,6 @@ def read(model, policy, inputs):
     return report, cache
 
 
-# -- slots -------------------------------------------------------------------------------------------------------------
-
 SLOTS = [  # lengths below and above budget, chunk and the sum of both; remainders of 1, all but 1, and none
     (dict(budget=70), (20, 70, 71, 300)),
     (dict(budget=0.4), (33, 170, 301)),
@@ -145,9 +143,6 @@ def test_moved_by_hand():
     assert third["linear"][1] - second["linear"][1] == 4 * 64 * 97
 
 
-# -- FLOPs -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
 def test_pairs(window):
     for rows, seen in ((1, 0), (7, 0), (1, 9), (7, 9), (12, 2)):
@@ -212,9 +207,6 @@ def test_attention_flops(name, options, seen):
         assert counted == 4 * dim * seen["attend"]
 
 
-# -- shapes, memory, time ----------------------------------------------------------------------------------------------
-
-
 def test_shape_of_llama(llama):
     assert llama.weights == 8_030_261_248  # as published
     assert llama.slot_bytes * 32 == 128 * 2**10  # KV of a token: 2 * 2 bytes * 128 * 8 heads * 32 layers
@@ -264,8 +256,6 @@ def test_nothing_to_evict():
     assert plain == roomy
     assert plan(shape, build("snapkv", budget=299), 300)["cache_bytes"] < plain["cache_bytes"]
 
-
-# -- decoding, drafts, CAOTE, TAKE's memory ----------------------------------------------------------------------------
 
 DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", dict(decode=True, rows="last")),
            ("edie+tada", dict(decode=True, interval=3)), ("take", dict(decode=True, chunk_size=80, probe=16)),
@@ -318,9 +308,6 @@ def test_memory_of_take(llama):
     assert take < 18.99 < each["peak_bytes"] / 1e9
 
 
-# -- numbers in papers -------------------------------------------------------------------------------------------------
-
-
 def test_take_appendix_b(llama):
     """Eq. 20's 7.10 % at N = 131072: both sides non-causal, no probe, and B_warmup slots from the second chunk on. Two
     chunks pass before 10240 slots exist, so that the true count is less, by 6144 + 2048 slots in half the layers."""
@@ -365,9 +352,6 @@ def test_lookaheadkv(llama, tokens, forward, lookahead, snapkv, overhead):
     adapter = machine.seconds(0, 2 * 20.6e6)  # table 1: parameters; bound by memory
     probe = machine.seconds(run["flops"]["appended"], run["moved"]["appended"])
     assert 1e3 * (probe + adapter) == pytest.approx(overhead, rel=0.02)
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick

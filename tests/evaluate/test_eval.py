@@ -151,9 +151,6 @@ def test_generation_stops_at_the_end_token(tmp_path):
     assert stopped == free[: free.index(free[2]) + 1]
 
 
-# -- interrupted ------------------------------------------------------------------------------------------------------
-
-
 def test_cut_anywhere_it_resumes(net, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     want = untimed(results(net, whole, seeds=(0, 1), cases=1))
@@ -288,9 +285,6 @@ def test_what_cannot_work_fails_before_anything_is_measured(net, tmp_path):
     assert len(out.read_bytes().splitlines()) == 1
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def test_intervals():
     # 8 of 10: centre (0.8 + z^2 / 20) / (1 + z^2 / 10), half z / (1 + z^2 / 10) * sqrt(0.016 + z^2 / 400), z = 1.95996
     assert intervals.of_scores([1] * 8 + [0] * 2) == pytest.approx((0.8, 0.490162, 0.943318), abs=1e-6)
@@ -347,9 +341,6 @@ def test_rendered():
         "take+edie:recall=true" in text[-2] and "read-twice" in text[-1] and "read-twice" not in table.render(lines[:3])
     )  # no question came later
     assert table.render([]) == "no results yet"
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,6 @@ def test_passages_of_the_haystack(tmp_path):
     assert again.context == cases[0].context
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("top_p, left", [(1.0, [0, 1, 2, 3]), (0.9, [1, 2])])
 def test_samples_have_the_right_shares(top_p, left):
     row = torch.tensor([0.0, 1.0, 2.0, -1.0])
@@ -95,9 +92,6 @@ def test_runs_share_their_noise(net, tmp_path):
     for found in said:
         assert found[0] == found[1] and found[2] == found[3]  # full, and a policy that keeps everything
     assert said[0][0] != said[1][0] and said[0][0] != said[0][2]
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def near(policy, score, same, id):

@@ -58,9 +58,6 @@ def same(one, other):
     )
 
 
-# -- a text for later questions -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["take+edie", "snapkv", "laq", "h2o", "streaming"])
 def test_a_patched_model_reads_for_later_questions(net, policy):
     """Its policy is not for these, so only its budget and its kind of slots count."""
@@ -99,9 +96,6 @@ def test_little_of_a_text_is_told(net):
             assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
     with kvevict.evicting(net, "keydiff", budget=90):
         assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
-
-
-# -- the model's context --------------------------------------------------------------------------------------------
 
 
 def test_a_text_beyond_the_context(short):
@@ -169,9 +163,6 @@ def test_a_rope_that_is_longer_than_its_first_training():
         assert kvevict.answer(net, tiny.byte_tokenizer(), TEXT, ["Why?"], policy, budget=90, max_new_tokens=2)
     with pytest.raises(ValueError, match="the model's context is 400"):
         kvevict.read(net, tiny.byte_tokenizer(), TEXT * 2, "snapkv", budget=90)
-
-
-# -- turns ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "keydiff"])

@@ -25,9 +25,6 @@ POLICIES = [
 SNAPKV = dict(budget=12, window=4)
 
 
-# -- sent, saved, wrapped ----------------------------------------------------------------------------------------------
-
-
 def _saved(net):
     file = io.BytesIO()
     torch.save(net, file)
@@ -116,9 +113,6 @@ def test_compiled(part):
     torch.compiler.reset()
 
 
-# -- the first tokens --------------------------------------------------------------------------------------------------
-
-
 def kept(net, inputs):
     """Positions of every layer's, row's and head's slots, after a prompt and some tokens."""
     net.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -181,9 +175,6 @@ def test_learned_tokens():
     got = out.logits
     alone = net(input_ids=inputs["input_ids"][:1], logits_to_keep=1).logits
     assert tiny.relative(got[:1], alone) < 1e-5
-
-
-# -- nothing silent ----------------------------------------------------------------------------------------------------
 
 
 def test_use_cache_left_false():

@@ -27,8 +27,6 @@ def model():
     assert torch.equal(model(**inputs).logits, plain)
 
 
-# -- arguments of patch() ----------------------------------------------------------------------------------------------
-
 NAMES = [
     (dict(policy="snapvk", budget=64), "unknown policy 'snapvk'.*did you mean 'snapkv'"),
     (dict(policy="streamingllm", budget=64), "did you mean 'streaming'"),
@@ -206,9 +204,6 @@ def test_head_dim():
         kvevict.patch(model, "snapkv", budget=64)
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------
-
-
 def test_empty_prompt(model):
     """Transformers itself refuses it in generate; a direct call must not crash either."""
     for call in (model, model.model):
@@ -276,9 +271,6 @@ def test_smallest_budget():
             assert kvevict.report(model)["kept"][3] == [[options["budget"] if options["budget"] >= 1 else 1] * 2]
 
 
-# -- masks -------------------------------------------------------------------------------------------------------------
-
-
 def test_masks(model):
     ids = prompt(2, 20)["input_ids"]
     ones = torch.ones_like(ids)
@@ -329,9 +321,6 @@ def test_masks_of_later_calls(model):
         model(ids[:, :1].repeat(2, 1), past_key_values=cache)
     assert cache.get_seq_length() == 30
     assert model(ids[:, :5], attention_mask=torch.ones(1, 35), past_key_values=cache).logits.isfinite().all()
-
-
-# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 def test_other_caches(model):
@@ -405,9 +394,6 @@ def test_cache_of_another_model(model):
         model(ids, past_key_values=cache)
 
 
-# -- NaN ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["k_proj", "v_proj", "q_proj"])
 @pytest.mark.parametrize("policy", ["take", "snapkv", "h2o", "tova", "streaming", "random", "knorm", "keydiff"])
 @pytest.mark.drawn(5)
@@ -454,9 +440,6 @@ def test_huge_weights(value):
         for policy in ("h2o", "snapkv"):
             kvevict.patch(model, policy, budget=16, chunk_size=25, **(dict(window=8) if policy == "snapkv" else {}))
             assert generate(model, inputs).shape == (1, 8)
-
-
-# -- outputs that cannot be had ----------------------------------------------------------------------------------------
 
 
 def test_refused_outputs(model):

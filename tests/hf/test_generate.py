@@ -46,8 +46,6 @@ def padded(inputs, pad):
     return {name: front(x) for name, x in inputs.items()}
 
 
-# -- decoding strategies -----------------------------------------------------------------------------------------------
-
 STRATEGIES = {
     "sampling": dict(do_sample=True, temperature=1.5, top_k=20),
     "three samples": dict(do_sample=True, num_return_sequences=3),
@@ -138,9 +136,6 @@ def test_real_tokenizer_pipeline():
     assert kvevict.report(model)["kept"][0] == [[16, 16]]
 
 
-# -- assisted decoding -------------------------------------------------------------------------------------------------
-
-
 def repetitive(length=48):
     return dict(input_ids=sequence(8).repeat(1, length // 8), attention_mask=torch.ones(1, length, dtype=torch.long))
 
@@ -200,9 +195,6 @@ def test_assisted_where_slots_carry_numbers(kind, policy):
         assert len(known[0]) and torch.equal(*known)
 
 
-# -- caches that users hold --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", MIXED)
 @pytest.mark.parametrize("lazy", [True, False])
 def test_user_cache_is_mutated_in_place(family, lazy):
@@ -258,9 +250,6 @@ def test_prefix_read_before_patching(family, new_ids_only):
     assert torch.equal(out[:, ids.shape[1] :], want)
     for row, pad in enumerate(PADS):
         assert report["positions"][1][row] == [list(range(60 - pad))] * 2
-
-
-# -- compile, embeddings, losses, outputs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -374,9 +363,6 @@ def test_hidden_states(policy):
         assert relative(model(**inputs).logits, model(**inputs, use_cache=False).logits) < 1e-4
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 def test_backward_through_a_cache_is_an_error():
     model, ids = tiny.model(), sequence(40)
     kvevict.patch(model, "snapkv", **ALL)
@@ -411,8 +397,6 @@ def test_training_is_unpatched(way):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     assert any(g.abs().max() > 0 for g in got[1:])
 
-
-# -- rotary frequencies that depend on the length ----------------------------------------------------------------------
 
 LONGROPE = dict(
     family="phi3", partial_rotary_factor=1.0, original_max_position_embeddings=64,
@@ -452,12 +436,6 @@ def test_decoding_across_the_switch_point(kind):
         assert torch.equal(generate(model, inputs, 12), want)
 
 
-# -- the probe ---------------------------------------------------------------------------------------------------------
-
-
-# -- nothing is left over ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["take", "h2o"])
 def test_exception_leaves_no_state(policy):
     """Raised in generate, outside of the model: tests/attack/test_interrupted.py raises them inside."""
@@ -473,9 +451,6 @@ def test_exception_leaves_no_state(policy):
             generate(model, inputs, stopping_criteria=[Criteria()])
         assert torch.equal(generate(model, inputs), want)
         assert model(**inputs).logits.shape[1] == 50  # the failed call's logits_to_keep is forgotten
-
-
-# -- accelerate and PEFT -----------------------------------------------------------------------------------------------
 
 
 def dispatched(model):

@@ -127,9 +127,6 @@ def test_save_and_load(model, kind, tmp_path):
         assert torch.equal(model(**step, past_key_values=loaded).logits, want)
 
 
-# -- latents ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def latent():
     return zoo.latent()

@@ -31,9 +31,6 @@ def evicting(model, read, budget=ALL):
     return kvevict.evicting(model, policy, budget=budget, **options)
 
 
-# -- nothing evicted: the unpatched model ------------------------------------------------------------------------------
-
-
 @families
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("beams", [1, 3])
@@ -92,8 +89,6 @@ def test_bf16_tokens(family):
     assert sure.sum() >= 4
     assert torch.equal(got.sequences[:, 60:][sure], want.sequences[:, 60:][sure])
 
-
-# -- a tight budget ----------------------------------------------------------------------------------------------------
 
 TIGHT = {
     "streaming": dict(budget=10, chunk_size=16),
@@ -162,9 +157,6 @@ def test_evicted_slots_are_as_if_masked(family):
     got = torch.cat(got, 1)
     assert relative(got, want) < 1e-4
     assert relative(model(ids).logits, want) > 1e-3  # the evicted slots mattered
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 def small(kind, head="ForCausalLM", model=None, **options):

@@ -121,9 +121,6 @@ def test_save_pretrained(family, tmp_path):
     assert again.get_decoder().layers[1].self_attn.config._attn_implementation != "kvevict"
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
 @MIXED
 @pytest.mark.parametrize(
     "policy, options", [("take", TAKE), ("h2o", dict(budget=10)), ("snapkv", dict(budget=0.5, window=4))]

@@ -136,9 +136,6 @@ def test_saving_a_foreign_or_empty_cache(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# -- bad files ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Family -> the path of a good file, batch 2."""

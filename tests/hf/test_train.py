@@ -93,9 +93,6 @@ def test_the_target_of_a_repetition(family, length):
         torch.testing.assert_close(found.values[index], other.values[index], rtol=0, atol=1e-5)
 
 
-# -- a run ----------------------------------------------------------------------------------------------------------
-
-
 def log(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 

@@ -55,9 +55,6 @@ def write(line):
     known.FILE.write_text("\n".join(["\t".join(known.Type._fields), *rows]) + "\n", encoding="utf-8")
 
 
-# -- a type that nobody looked at ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unknown(monkeypatch):
     """No type is known."""
@@ -150,9 +147,6 @@ def test_positions_that_differ_are_refused(unknown, monkeypatch):
         kvevict.patch(model, "snapkv", budget=64)
 
 
-# -- parts of a decoder ----------------------------------------------------------------------------------------------
-
-
 def test_layers_without_rope():
     """They are found not to rotate; the others are found to rotate."""
     model = zoo.make("smollm3", "SmolLM3ForCausalLM")
@@ -212,8 +206,6 @@ def test_values_narrower_than_keys(monkeypatch):
     assert line.verdict == known.EQUAL, line.note
 
 
-# -- layers with a state ---------------------------------------------------------------------------------------------
-
 HYBRIDS = [
     ("qwen3_next", "Qwen3NextForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM"), ("lfm2", "Lfm2ForCausalLM"),
 ]  # fmt: skip
@@ -246,9 +238,6 @@ def test_what_a_state_forbids(name, kind, tmp_path):
         kvevict.save_cache(cache, tmp_path / "cache.safetensors")
 
 
-# -- Gemma 3 around its text decoder ---------------------------------------------------------------------------------
-
-
 def test_gemma3_reads_text_and_refuses_pictures():
     """Its wrapper makes the masks; tokens of a picture see each other, in chunks they would not."""
     model = zoo.make("gemma3", "Gemma3ForConditionalGeneration")
@@ -260,8 +249,6 @@ def test_gemma3_reads_text_and_refuses_pictures():
         with pytest.raises(ValueError, match="see later ones"):
             model(**inputs, token_type_ids=kinds)
 
-
-# -- pictures ---------------------------------------------------------------------------------------------------------
 
 SEES = dict(image_token_id=290, vision_start_token_id=291, vision_end_token_id=292, video_token_id=293)
 EYES = {

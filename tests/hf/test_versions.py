@@ -15,8 +15,6 @@ from kvevict.models import compat
 ROOT = Path(kvevict.__file__).parent
 NEWER = f"{compat.TESTED[1][0]}.{compat.TESTED[1][1] + 1}"
 
-# -- the tested range --------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.quick
 def test_the_range_is_the_declared_one():
@@ -59,9 +57,6 @@ def test_another_version_is_installed(version, code, tmp_path):
     else:
         assert done.stdout.split() == [str(len(kvevict.policies()))]
         assert done.stderr.count(f"tested with transformers {compat.OLDEST} to {compat.NEWEST}, found {version}") == 1
-
-
-# -- what is imported --------------------------------------------------------------------------------------------------
 
 
 def private(text: str) -> list:

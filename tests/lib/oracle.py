@@ -586,8 +586,6 @@ def _apportion(shares, total, bounds, sizes=None):
     return whole
 
 
-# -- the model ------------------------------------------------------------------------------------------------------
-
 _running = []
 
 

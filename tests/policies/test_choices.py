@@ -29,9 +29,6 @@ def keep(budget, score, slots, window=0):
     return budget.keep(Slots(*score.shape, window), score[None], torch.tensor([slots]))[0].tolist()
 
 
-# -- whole numbers --------------------------------------------------------------------------------------------------
-
-
 def test_apportion_by_hand():
     def one(share, total, least=0, most=99, weight=None):
         parts = len(share)
@@ -66,9 +63,6 @@ def test_apportion_is_exact(seed):
         weight = None if sizes is None else torch.tensor(sizes)
         got = apportion(torch.tensor([share]), torch.tensor([total]), least[None], most[None], weight)[0].tolist()
         assert got == want
-
-
-# -- sources, re-derived --------------------------------------------------------------------------------------------
 
 
 def test_ada_by_hand():
@@ -135,9 +129,6 @@ def test_chunks_by_hand():
     assert chosen(score, 4, 0, c=2, per_head=True) == [[2, 3, 4, 5], [4, 5, 6, 7]]
     assert chosen(score, 3, 0, c=1, per_head=True) == [[2, 4, 7], [0, 5, 6]]
     assert chosen(score, 5, 2, c=4, per_head=True, exact=False) == [[4, 5, 6, 7]] * 2  # means 11/4 and 5; 0 and 9/2
-
-
-# -- identities -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff", "take"])
@@ -225,9 +216,6 @@ def test_live_bytes_are_the_ragged_sum(task):
             assert report["padded_bytes"] > report["cache_bytes"]
         for layer in cache.layers:
             assert layer.k.shape[0] <= int(layer.len.sum()) + 64 * layer.len.numel()
-
-
-# -- TADA -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -385,8 +373,6 @@ def test_unpatching_takes_the_hooks_out(cd, task):
     kvevict.unpatch(made)
     assert snapshot(made) == before
 
-
-# -- together -------------------------------------------------------------------------------------------------------
 
 SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
@@ -564,9 +550,6 @@ def test_a_prompt_s_own_chunks(task):
     past.add([[1.0, 2.0]])
     assert policy(task).shares(None, 2, 9, [3.0, 1.0]) == [1.0, 2.0] == policy(task, own=True).shares(None, 2, 9)
     assert policy(task, own=True).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
-
-
-# -- names and JSON -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", kvevict.policies())

@@ -34,9 +34,6 @@ def options(name, **more):
     return name.split(",")[0], chosen
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @any_policy
 @pytest.mark.drawn(16)
@@ -122,9 +119,6 @@ def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
     assert kept[0] == kept[1]
 
 
-# -- drafting leaves the rest alone ---------------------------------------------------------------------------------
-
-
 def runs(module):
     """A list that grows by the rows of every call of a module."""
     seen = []
@@ -181,9 +175,6 @@ def test_an_interrupted_draft_is_told(monkeypatch):
             model()(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="half read"):
             model()(ids, past_key_values=cache)
-
-
-# -- around it ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["laq", "speckv"])
@@ -252,9 +243,6 @@ def test_vocabularies_of_different_sizes():
     small = tiny.model("llama", vocab_size=50, seed=3)
     with pytest.raises(ValueError, match="draft_model knows 50: it must share the tokenizer"):
         ours(model(), "speckv", [[41]], 0, budget=16, window=3, draft_model=small)
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy, given, error", [

@@ -11,15 +11,10 @@ import kvevict
 from kvevict.engine.measure import moments
 from kvevict.engine.memory.meter import allocated_bytes
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
 
 def test_turns_and_decoding():
     """Queries of all prompts count, of decoded tokens none."""
     compare(model(), "expected", [[1, 1, 30, *[1] * 6, 25, 1, 1]], decode=True, interval=2, **CHUNKED)
-
-
-# -- statistics -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 29), (0, 30)])
@@ -71,9 +66,6 @@ def test_statistics_stay_with_a_cache(tmp_path):
         assert second_turn(made, loaded, torch.stack([second, second])) == want
         assert second_turn(made, chosen, second[None]) == second_turn(made, alone, second[None])
     assert allocated_bytes(cache.layers[0]) > cache.layers[0].memory["moments"].numel() * 4
-
-
-# -- from a file ----------------------------------------------------------------------------------------------------
 
 
 def written(path, made, seed=0, parts=2, length=30):

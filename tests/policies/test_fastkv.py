@@ -43,9 +43,6 @@ def entering(made):
     return rows, hooks
 
 
-# -- the oracle itself ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral"])
 def test_the_oracle_that_drops_nothing_is_the_unpatched_model(family):
     made, ids = model(family), tokens([[40]], 0)[0][0]
@@ -53,8 +50,6 @@ def test_the_oracle_that_drops_nothing_is_the_unpatched_model(family):
     logits = torch.cat([row.read(ids[:30].tolist()), *(row.step(t)[None] for t in ids[30:].tolist())])
     torch.testing.assert_close(made(ids[None], use_cache=False).logits[0].double(), logits, rtol=0, atol=1e-5)
 
-
-# -- reading --------------------------------------------------------------------------------------------------------
 
 GEOMETRIES = {
     "whole": dict(budget=16, tsp_len=24),
@@ -212,9 +207,6 @@ def test_first_tokens_that_are_always_kept_go_on(policy, first, pad):
         assert any(head[0] > pad for layer in positions[3:] for head in layer[0])
 
 
-# -- decoding and turns ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("interval", [1, 5])
 @pytest.mark.parametrize("chunk_size", [None, 20])
 def test_decode_with_eviction(interval, chunk_size):
@@ -233,9 +225,6 @@ def test_turns(given):
     compare(model(), [[41, 1, 1, 30, 1, 5, 12, 13, 1]], **dict(tsp_len=12) | given)
 
 
-# -- batches --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [
     dict(tsp_len=12), dict(tsp_len=30), dict(tsp_len=10, chunk_size=14), dict(tsp_len=10, chunk_size=14, heads="flat"),
     dict(tsp_len=10, chunk_size=14, schedule="prompt"), dict(tsp_len=10, decode=True, interval=2),
@@ -246,9 +235,6 @@ def test_left_padded_rows_are_read_as_if_alone(given):
     later = [1, 1, 1, 21, 1]
     kept = compare(model(), [[41, *later], [26, *later], [11, *later], [3, *later]], budget=16, **given)
     assert kept[0][0] != kept[0][1]
-
-
-# -- savings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [None, 30])
@@ -319,8 +305,6 @@ def tiny_llama():
     return shape_of(tiny.shared().config, "bfloat16")
 
 
-# -- running --------------------------------------------------------------------------------------------------------
-
 GIVEN = dict(budget=20, tsp_len=30)
 
 
@@ -374,9 +358,6 @@ def test_crop_takes_back_only_what_was_decoded():
         assert kept(cache) == before
         with pytest.raises(ValueError, match="only the last 0"):
             cache.crop(-1)
-
-
-# -- refused --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, given, text", [

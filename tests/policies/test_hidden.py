@@ -32,9 +32,6 @@ WHOLE = {
 any_whole = pytest.mark.parametrize("name", WHOLE)
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 def whole(name, **more):
     return options(WHOLE, name, schedule="prompt", budget=BUDGET, **more)
 
@@ -65,9 +62,6 @@ def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
     policy, chosen = whole(name, chunk_size=CHUNK)
     compare(model(family), policy, [[41, 1, 23], [27, 1, 23], [5, 1, 23]], **chosen)
-
-
-# -- by hand --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -78,9 +78,6 @@ def stored(layer):
     ]
 
 
-# -- numbers and bytes -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", range(1, len(kv.ROW_KINDS)))
 @pytest.mark.parametrize("dim", [8, 24, 64])
@@ -163,9 +160,6 @@ def test_budgets_in_bytes_hold_more_packed_slots(model):
         assert report["cache_bytes"] <= 1 << 15 < report["cache_bytes"] * (kept[kind] + 1) / kept[kind]
     sizes = {kind: kv.slot_bytes(kind, 32, 4) * 8 for kind in kept}
     assert kept == {kind: (1 << 15) // size for kind, size in sizes.items()}
-
-
-# -- the expected error of a logit ------------------------------------------------------------------------------------
 
 
 def test_expected_errors_by_hand():
@@ -302,8 +296,6 @@ def test_a_large_bias_of_keys_is_the_centre_s():
     assert read(model, "int8", prompt(1, 200))[1]["bits"][1][1] == 8
 
 
-# -- every policy ------------------------------------------------------------------------------------------------------
-
 POLICIES = {
     "take+edie": {}, "h2o": dict(decode=True), "tova": {}, "kvzip": {}, "knorm": {}, "keydiff": {},
     "lagkv": dict(score=tiny.short_parts(16)), "expected": {}, "compactor": {}, "tri": {},
@@ -327,9 +319,6 @@ def test_every_score(model, name, kind):
         ]
     same = [len(set(a) & set(b)) / max(len(a), 1) for a, b in zip(*found.values(), strict=True)]
     assert np.mean(same) > 0.85
-
-
-# -- moving slots ------------------------------------------------------------------------------------------------------
 
 
 def digest(cache, row=0):
@@ -442,9 +431,6 @@ def test_keys_that_are_not_finite_do_not_spoil_the_centre():
     assert rows[2].isnan().all() and torch.equal(rows[[0, 1, 3]], torch.ones(3, 8))
 
 
-# -- a cache keeps its kind --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("before, after", [("int8", "model"), ("model", "int4"), ("int4", "int8")])
 def test_a_cache_keeps_its_kind(model, before, after):
     cache, _ = read(model, before, prompt(1, 150))
@@ -476,9 +462,6 @@ def test_slots_of_a_prefix_from_before_are_packed(model, asked, kind):
     torch.testing.assert_close(layer.centre[0].double(), centre, atol=1e-4, rtol=1e-4)
     error = (layer.keys[:, :, :60] - keys).norm(dim=-1)
     assert (error <= 0.52 * kv.ROW_KINDS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -533,9 +516,6 @@ def test_files_that_are_refused(model, tmp_path, change, said):
     )
     with pytest.raises(ValueError, match=said):
         kvevict.load_cache(path, model)
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_has_its_kind(model):

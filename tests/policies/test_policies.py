@@ -24,9 +24,6 @@ GEOMETRIES = {
 any_policy = pytest.mark.parametrize("name", POLICIES)
 
 
-# -- the oracle itself ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
 def test_the_oracle_that_keeps_everything_is_the_unpatched_model(family):
     made, ids = model(family), tokens([[40]], 0)[0][0]
@@ -34,9 +31,6 @@ def test_the_oracle_that_keeps_everything_is_the_unpatched_model(family):
     logits = torch.cat([row.read(ids[:30].tolist()), *(row.step(t)[None] for t in ids[30:].tolist())])
     with torch.no_grad():
         torch.testing.assert_close(made(ids[None], use_cache=False).logits[0].double(), logits, rtol=0, atol=1e-5)
-
-
-# -- reading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -108,9 +102,6 @@ def test_waiting_layers_hold_what_the_first_scoring_layer_chose(name):
     compare(model(), policy, [[61]], shared, **chosen)
 
 
-# -- decoding -------------------------------------------------------------------------------------------------------
-
-
 # Evict while decoding unless told not to.
 ONLINE = [name for name in POLICIES if name.startswith(("streaming", "h2o", "tova", "snapkv+"))]
 
@@ -158,9 +149,6 @@ def test_decode_past_the_budget_after_a_prompt_of_one_token(name):
     compare(model(), policy, [[1, *[1] * 26]], **chosen)
 
 
-# -- turns ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("budget", [BUDGET, 0.4])
 @any_policy
 @pytest.mark.drawn(10)
@@ -186,9 +174,6 @@ def test_a_turn_forgets_the_queries_decoded_before_it():
     """Their slots are no longer the last ones, and may be gone."""
     chosen = dict(budget=BUDGET, chunk_size=CHUNK, window=4, decode=True, interval=2)
     compare(model(), "snapkv", [[30, 1, 1, 1, 25, 1, 1, 1, 1, 1]], **chosen)
-
-
-# -- batches --------------------------------------------------------------------------------------------------------
 
 
 @any_policy
@@ -218,9 +203,6 @@ def test_a_row_is_cut_while_decoding_only_when_it_is_full_itself(name):
     policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=6)
     later = [1] * 20
     compare(model(), policy, [[30, *later], [13, *later]], **chosen)
-
-
-# -- METHODS section 8 ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "snapkv", "keydiff", "take", "take, no probe", "random"])
@@ -282,9 +264,6 @@ def test_random_evicts_the_same_after_every_chunk_or_at_the_end():
         for s in ("chunk", "prompt")
     )
     assert often == once
-
-
-# -- small disagreements --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["take:append=false", "take:append=false,warmup_layers=none"])

@@ -69,9 +69,6 @@ def tokenizer(request):
     return made
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 def truth(name, lengths, asked, **options):
     """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. asked: each row's
     options."""
@@ -210,8 +207,6 @@ def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
     for b, (start, stop) in ((0, (5, 10)), (3, (2, 6))):
         assert all({*range(start, stop)} <= {*head} for layer in got[b][1] for head in layer)
 
-
-# -- the request keeps itself ---------------------------------------------------------------------------------------
 
 BEFORE = "We could not agree on it yesterday."
 TAIL = f"{ASKED} {MORE}"
@@ -362,9 +357,6 @@ def test_a_budget_that_does_not_hold_the_request(net, monkeypatch):
             slots(net, ids, patched=tok, budget=budget, chunk_size=150)
 
 
-# -- texts ----------------------------------------------------------------------------------------------------------
-
-
 def slots(net, ids, question=None, tokenizer=None, patched=None, **options):
     chosen = dict(budget=60, chunk_size=128, probe=8, kernel=5) | options
     with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad():
@@ -408,9 +400,6 @@ def test_find(name):
     assert find(tok, tok(text)["input_ids"], name) == (start, start + len(name.encode()))
     assert find(tok, tok(text)["input_ids"], "nowhere") is None
     assert find(tok, [], name) is None
-
-
-# -- the template ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turn, found", [
@@ -569,8 +558,6 @@ def test_it_is_looked_for_in_the_last_turn():
     assert LastTurn(tok)._found(tok(ASKED)["input_ids"]) == ((), None)  # not in the template
 
 
-# -- tools ----------------------------------------------------------------------------------------------------------
-
 PAGE = "The baker counted the boats. " * 9
 RESULTS = {  # of one call or of two
     "with a question": [f"{PAGE}Who owns the boats? The baker. {PAGE}"],
@@ -678,9 +665,6 @@ def test_it_stays_with_the_patch(net):
         kvevict.unpatch(net)
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("question, error, message", [
     ("", ValueError, "empty"), (" \n", ValueError, "empty"), (ASKED, TypeError, "tokenizer is missing"),
     (7, TypeError, "a text, "), ((1, 2, 3), TypeError, "a text, "), ((1.0, 2), TypeError, "a text, "),
@@ -760,9 +744,6 @@ def test_a_tokenizer_is_one(net, given, said):
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"tokenizer must be .*{said}"):
             call()
-
-
-# -- how many digits a token holds ----------------------------------------------------------------------------------
 
 
 class Digits:

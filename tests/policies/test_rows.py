@@ -87,9 +87,6 @@ every_pair = pytest.mark.parametrize("score, rows", LEGAL)
 some_pairs = pytest.mark.parametrize("score, rows", [pair for i, pair in enumerate(LEGAL) if i % 4 == 0])
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 @every_pair
 @pytest.mark.drawn(24)
 def test_chunks(score, rows):
@@ -145,9 +142,6 @@ def test_turns(score, rows):
         compare(model(), "snapkv", [[30, 1, 1, 25, 1]], **given(score, rows, budget=0.4, chunk_size=CHUNK))
 
 
-# -- TADA -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def task():
     kvevict.history("rows").__init__()
@@ -179,9 +173,6 @@ def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
     assert [2 * x - y for x, y in zip(past.errors, shares)] == pytest.approx(want, rel=1e-3)
 
 
-# -- compared or refused ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # test_lookahead.py has them
 @pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score not in ("lookahead", "gate")])
 def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
@@ -201,8 +192,6 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
         same |= dict(tri="knorm", rkv="snapkv")  # test_keep_prompt.py has it with its default rows
         assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
 
-
-# -- nothing is left out --------------------------------------------------------------------------------------------
 
 ALL = [POLICIES, *TABLES.values(), DRAFTS, ANSWERS]
 

@@ -70,9 +70,6 @@ def counted(said: dict) -> tuple:
     return said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
 def every(kind):
     return [(path, name) for path in PATHS for name, field in TABLE[path].items() if field.kind == kind]
 
@@ -108,9 +105,6 @@ def test_an_unknown_field(path):
         error = posted(path, **{name: value}, stream=True).json()["error"]
         assert error["param"] == name and name in error["message"]
     assert posted(path, stream_options=True).json()["error"]["param"] == "stream_options"
-
-
-# -- effects -----------------------------------------------------------------------------------------------------------
 
 
 def draws(path, **changes) -> set:
@@ -288,9 +282,6 @@ def test_an_error_names_its_field(path, change, name):
 def test_an_effort_that_the_template_does_not_have():
     plain = Client(server())
     assert "reasoning_effort" in plain.chat("Once", reasoning_effort="low").json()["error"]["message"]
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
