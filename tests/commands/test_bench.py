@@ -154,13 +154,10 @@ def test_cells_by_hand():
     assert cells(row, base).split() == ["1.5", "(0.50)", "30", "(1.50)", "1", "(-)", "0.5", "(0.25)", "3..9"]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--lengths 8", "--lengths"), ("--lengths 40 4090 --new-tokens 9", "4087"), ("--repeat 0", "--repeat"),
-        ("--new-tokens 1", "--new-tokens"), ("--policies snapvk", "snapkv"), ("--budget x", "--budget"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words, message", [
+    ("--lengths 8", "--lengths"), ("--lengths 40 4090 --new-tokens 9", "4087"), ("--repeat 0", "--repeat"),
+    ("--new-tokens 1", "--new-tokens"), ("--policies snapvk", "snapkv"), ("--budget x", "--budget"),
+])  # fmt: skip
 def test_mistakes(words, message, tmp_path, capsys):
     folder, _ = save(tmp_path)
     code, _, out, error = bench(folder, words, capsys)

@@ -88,13 +88,10 @@ def test_grid_by_hand():
     assert grid([("x", "a"), ("wide", "b")], left=2) == "x     a\nwide  b"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "demo", "bench", "plan", "generate --file FILE What?", "inspect --file FILE What?",
-        "eval --tasks facts --policies take --out OUT",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "demo", "bench", "plan", "generate --file FILE What?", "inspect --file FILE What?",
+    "eval --tasks facts --policies take --out OUT",
+])  # fmt: skip
 def test_the_bundled_model_is_the_default(words, tmp_path, monkeypatch, capsys):
     def missing():
         raise FileNotFoundError("no model.safetensors")

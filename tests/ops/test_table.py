@@ -110,17 +110,14 @@ def test_a_bad_argument_is_named(op, name):
             call(**{**p, name: p[name].repeat_interleave(2, -1)[..., ::2]})
 
 
-@pytest.mark.parametrize(
-    "op, wrong, said",
-    [
-        ("score", {"term": "cube"}, "term is 'cube', expected one of a, square, entropy"),
-        ("score", {"reduce": "none"}, "reduce is 'none', expected one of sum, mean, max"),
-        ("score", {"reduce": "max"}, "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy"),
-        ("error", {"group": 3}, "group is 3, expected one of sum, mean, max, none"),
-        ("error", {"alpha": float("nan")}, "alpha is nan, expected a number >= 0"),
-        ("norm", {"p": 3}, r"p is 3, expected 1\.\.2"),
-    ],
-)
+@pytest.mark.parametrize("op, wrong, said", [
+    ("score", {"term": "cube"}, "term is 'cube', expected one of a, square, entropy"),
+    ("score", {"reduce": "none"}, "reduce is 'none', expected one of sum, mean, max"),
+    ("score", {"reduce": "max"}, "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy"),
+    ("error", {"group": 3}, "group is 3, expected one of sum, mean, max, none"),
+    ("error", {"alpha": float("nan")}, "alpha is nan, expected a number >= 0"),
+    ("norm", {"p": 3}, r"p is 3, expected 1\.\.2"),
+])  # fmt: skip
 def test_a_bad_option_is_a_value_error(op, wrong, said):
     with pytest.raises(ValueError, match=f"^kvevict.{op}: {said}$"):
         on_cpu(function(op), {**given(op), **wrong})

@@ -1,5 +1,6 @@
 """Choices by hand, their common properties, and their combinations."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -15,6 +16,7 @@ from choices import CHUNKED
 from fuzzing import one_in
 from policy_cases import VOCAB, Slots, model, ours, pyramid, read, tokens, truth
 from tiny import snapshot
+from transformers import DynamicCache
 
 import kvevict
 from kvevict.policy.apportion import apportion
@@ -134,9 +136,8 @@ def test_chunks_by_hand():
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff", "take"])
 @pytest.mark.parametrize("heads", ["equal", "flat", "ada"])
 def test_runs_of_one_token_are_tokens(name, heads):
-    given = dict(
-        budget=16, chunk_size=12, heads=heads, **{"snapkv": dict(window=4), "take": dict(probe=4)}.get(name, {})
-    )
+    own = {"snapkv": dict(window=4), "take": dict(probe=4)}.get(name, {})
+    given = dict(budget=16, chunk_size=12, heads=heads, **own)
     rows = [[41, 1, 14], [30, 1, 14]]
     one = ours(model(), name, rows, 3, **given)
     other = ours(model(), name, rows, 3, select="chunk", c=1, per_head=True, **given)
@@ -159,44 +160,28 @@ def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
         assert len({str(layer) for layer in positions}) == len(groups)
 
 
-def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole():
+@pytest.mark.parametrize("seen", [12, 24, 36])
+def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole(seen):
     """Every chunk but the last ends within a run of 7; all tokens of that run are kept until the next chunk ends it."""
-    lengths = []
-
-    def watch(cache):
-        seen = int(cache.sequence.seen[0])
-        for (head,) in (layer[0][:1] for layer in kept(cache)):
-            cut = range(seen - seen % 7, seen)
-            assert set(cut) <= set(head)
-        lengths.append(seen)
-
-    made = model()
-    ids = tokens([[48]], 0)[0][0][None]
-    for seen in (12, 24, 36):  # the slots of a read of 48 tokens after each chunk
-        with kvevict.evicting(made, "knorm", budget=10, chunk_size=12, select="chunk", c=7), torch.no_grad():
-            cache = _after_chunks(made, ids, seen)
-            watch(cache)
-    assert lengths == [12, 24, 36]
+    made, ids = model(), tokens([[48]], 0)[0][0][None]
+    with kvevict.evicting(made, "knorm", budget=10, chunk_size=12, select="chunk", c=7), torch.no_grad():
+        cache = _after_chunks(made, ids, seen)
+    assert cache.sequence.seen.tolist() == [seen]
+    assert all({*range(seen - seen % 7, seen)} <= {*layer[0][0]} for layer in kept(cache))
 
 
 def _after_chunks(made, ids, seen):
     """The cache of a read of `ids` that stopped after `seen` tokens."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=made.config)
-    count = itertools.count()
+    cache, count = DynamicCache(config=made.config), itertools.count()
 
     def stop(module, args):
         if next(count) == seen // 12:
             raise KeyboardInterrupt
 
     hook = made.model.layers[0].register_forward_pre_hook(stop)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         made(ids, past_key_values=cache)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        hook.remove()
+    hook.remove()
     return cache
 
 
@@ -310,9 +295,8 @@ def test_tada_splits_by_its_history(task):
         assert [sum(layer[0]) for layer in kvevict.report(made)["kept"]] == [32] * 4
         errors = kvevict.history(task).errors
         made(torch.stack([second, second.flip(0)]))
-        slots = layer_slots(build("snapkv", **given | dict(task="by hand")), 4, 2, [50], measured=[errors])[
-            :, 0
-        ].tolist()
+        policy = build("snapkv", **given | dict(task="by hand"))
+        slots = layer_slots(policy, 4, 2, [50], measured=[errors])[:, 0].tolist()
         for row in range(2):
             assert [sum(layer[row]) for layer in kvevict.report(made)["kept"]] == slots != [32] * 4
     past = kvevict.history(task)

@@ -193,14 +193,11 @@ def test_expected_errors_are_those_of_logits(kind, dim):
     assert error.square().mean().sqrt().item() == pytest.approx(expected.item(), rel=0.12)
 
 
-@pytest.mark.parametrize(
-    "kind, errors, bits",
-    [
-        ("int8", {8: 1.0}, (8, 8)), ("int8", {8: 1.1}, (None, 8)), ("int4", {4: 0.9}, (4, 4)),
-        ("int4", {4: 1.1, 8: 0.1}, (8, 4)), ("k8v4", {8: 1.1}, (None, 4)),
-        ("int4", {4: math.nan, 8: math.nan}, (None, 4)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, errors, bits", [
+    ("int8", {8: 1.0}, (8, 8)), ("int8", {8: 1.1}, (None, 8)), ("int4", {4: 0.9}, (4, 4)),
+    ("int4", {4: 1.1, 8: 0.1}, (8, 4)), ("k8v4", {8: 1.1}, (None, 4)),
+    ("int4", {4: math.nan, 8: math.nan}, (None, 4)),
+])  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
     kinds = kv.chosen(kind, lambda keys: errors[kv.ROW_KINDS[keys].bits], (1.0, 1.0))
     assert tuple(kv.ROW_KINDS[each].bits for each in kinds) == bits
@@ -494,15 +491,12 @@ def test_a_file_of_layers_with_wider_keys(tmp_path):
     assert digest(loaded)[0] == digest(cache)[0]
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda fact: fact.update(bits=[3, 3]), "slots of .3, 3. bits, which this version of kvevict does not know"),
-        (lambda fact: fact.update(bits="int2"), "which this version of kvevict does not know"),
-        (lambda fact: fact.update(bits=[4, 4]), "damaged"),
-        (lambda fact: fact.pop("bits"), "damaged"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda fact: fact.update(bits=[3, 3]), "slots of .3, 3. bits, which this version of kvevict does not know"),
+    (lambda fact: fact.update(bits="int2"), "which this version of kvevict does not know"),
+    (lambda fact: fact.update(bits=[4, 4]), "damaged"),
+    (lambda fact: fact.pop("bits"), "damaged"),
+])  # fmt: skip
 def test_files_that_are_refused(model, tmp_path, change, said):
     path = tmp_path / "cache"
     kvevict.save_cache(read(model, "int8", prompt(1, 150))[0], path)

@@ -104,37 +104,28 @@ def check(name, lengths, question, asked, probe=PROBE, **chosen):
     return got
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 64])
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_span_of_each_row(name, chunk):
-    """Of other lengths, and at either end of a prompt, where a row's observes in place beside others that are appended;
-    rows with fewer tokens are padded."""
-    lengths, spans = [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)]
-    chosen = dict(budget=BUDGET, chunk_size=chunk) | PRESETS[name]
-    check(name, lengths, kvevict.observing(spans), spans_of(lengths, spans), **chosen)
+SPANS = {  # presets with options, chunk sizes, the probe's rows; lengths and spans of a batch, the budget
+    "at either end of a prompt, where a row's observes in place beside others that are appended": (
+        PRESETS, (CHUNK, 64), (PROBE,), [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)], BUDGET),
+    "near the end: the last chunk has its tokens, which see those before them and are not appended to it again": (
+        PRESETS, (16, 64, None), (11,), [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)], 32),
+    "with a question elsewhere, few of the last slots are the question's: eight are kept of a probe's": (
+        {"take+edie": dict(kernel=5)}, (14,), (8, 12), [48, 15], [(5, 10), (3, 6)], 20),
+    "at the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1": (
+        {"take+edie": PRESETS["take+edie"]}, (24,), (12,), [48, 44], [(0, 14), (1, 14)], 16),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("chunk", [16, 64, None])
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_span_near_the_end(name, chunk):
-    """The last chunk has its tokens; they are not appended to it again, and see the tokens before them."""
-    lengths, spans = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)]
-    asked = spans_of(lengths, spans, ending=11)
-    chosen = dict(budget=32, chunk_size=chunk) | PRESETS[name]
-    check(name, lengths, kvevict.observing(spans), asked, probe=11, **chosen)
-
-
-@pytest.mark.parametrize("probe", [8, 12])
-def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
-    """A policy's default probe has 32 rows; with a question elsewhere, few of the last slots are the question's."""
-    lengths, spans, chosen = [48, 15], [(5, 10), (3, 6)], dict(budget=20, chunk_size=14, kernel=5, probe=probe)
-    check("take+edie", lengths, kvevict.observing(spans), spans_of(lengths, spans, ending=probe), **chosen)
-
-
-def test_slots_that_weigh_rows_and_are_the_question_s():
-    """At the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1."""
-    lengths, spans, chosen = [48, 44], [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, keep_first=2)
-    check("take+edie", lengths, kvevict.observing(spans), spans_of(lengths, spans, ending=12), probe=12, **chosen)
+@pytest.mark.parametrize("name, chunk, probe, what", [
+    (name, chunk, probe, what) for what, (names, chunks, probes, *_) in SPANS.items()
+    for name in names for chunk in chunks for probe in probes
+])  # fmt: skip
+def test_a_span_of_each_row(name, chunk, probe, what):
+    """Of other lengths; rows with fewer tokens are padded."""
+    names, _, _, lengths, spans, budget = SPANS[what]
+    asked = spans_of(lengths, spans, ending=probe)
+    chosen = dict(budget=budget, chunk_size=chunk) | names[name]
+    check(name, lengths, kvevict.observing(spans), asked, probe=probe, **chosen)
 
 
 def test_one_span_for_all_rows_and_while_decoding():
@@ -257,13 +248,8 @@ def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
 
 def test_a_request_in_a_batch(net):
     """Each row its own; a row without a question keeps the policy's last slots."""
-    tok = tiny.byte_tokenizer()
-    texts = [f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]]
-    ids, mask = side_by_side(texts)
-    options = dict(budget=300, chunk_size=128, probe=8, kernel=5)
-    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
-        net(ids, attention_mask=mask, logits_to_keep=1)
-        kept = kvevict.report(net, positions=True)["positions"]
+    ids, mask = side_by_side([f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]])
+    kept = slots(net, ids, patched=tiny.byte_tokenizer(), given=dict(attention_mask=mask), budget=300)
     for b, size in enumerate((len(TAIL), len(f"{BEFORE} {ASKED}"), 8)):
         assert not holes([layer[b : b + 1] for layer in kept], ids.shape[1] - size, ids.shape[1])
 
@@ -272,16 +258,12 @@ def test_a_request_in_a_batch(net):
 def test_other_rows_change_nothing(net, options):
     """Questions at the end, before the text and alone, one that an answer begins after, and a text without one."""
     texts = [f"{TEXT * 2}\n\n{TAIL}", f"{ASKED}\n\n{TEXT * 2}", ASKED, f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
-    tok, (ids, mask) = tiny.byte_tokenizer(), side_by_side(texts)
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    options = dict(budget=90, chunk_size=128, probe=48, kernel=5) | options
-    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
-        net(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1)
-        together = kvevict.report(net, positions=True)["positions"]
-        for b, text in enumerate(texts):
-            net(row(text), logits_to_keep=1)
-            alone = kvevict.report(net, positions=True)["positions"]
-            assert [layer[b] for layer in together] == [layer[0] for layer in alone], text
+    ids, mask = side_by_side(texts)
+    given = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+    options = dict(patched=tiny.byte_tokenizer(), budget=90, probe=48) | options
+    together = slots(net, ids, given=given, **options)
+    for b, text in enumerate(texts):
+        assert [layer[b] for layer in together] == [layer[0] for layer in slots(net, row(text), **options)], text
 
 
 def test_other_rows_of_earlier_turns_change_nothing(net):
@@ -309,13 +291,9 @@ def test_other_rows_of_earlier_turns_change_nothing(net):
 
 def test_the_last_rows_of_a_text_without_a_question(net):
     """Their slots stay, too, where they are read again because another row of the batch has a question."""
-    tok, texts = tiny.byte_tokenizer(), [f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
-    ids, mask = side_by_side(texts)
-    options = dict(budget=150, chunk_size=128, probe=len(ASKED), kernel=5, diagnose=True)
-    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
-        net(ids, attention_mask=mask, logits_to_keep=1)
-        kept = kvevict.report(net, positions=True)["positions"]
-    longest = ids.shape[1]
+    (ids, mask), longest = side_by_side([f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]), len(TEXT * 2)
+    options = dict(patched=tiny.byte_tokenizer(), budget=150, probe=len(ASKED), diagnose=True)
+    kept = slots(net, ids, given=dict(attention_mask=mask), **options)
     assert not holes([layer[1:] for layer in kept], longest - len(ASKED), longest)
 
 
@@ -357,14 +335,12 @@ def test_a_budget_that_does_not_hold_the_request(net, monkeypatch):
             slots(net, ids, patched=tok, budget=budget, chunk_size=150)
 
 
-def slots(net, ids, question=None, tokenizer=None, patched=None, **options):
+def slots(net, ids, question=None, tokenizer=None, patched=None, given=None, **options):
+    """The positions that are kept. given: further arguments of the model's call."""
     chosen = dict(budget=60, chunk_size=128, probe=8, kernel=5) | options
-    with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad():
-        if question is None:
-            net(ids, use_cache=True, logits_to_keep=1)
-        else:
-            with kvevict.observing(question, tokenizer):
-                net(ids, use_cache=True, logits_to_keep=1)
+    asked = contextlib.nullcontext() if question is None else kvevict.observing(question, tokenizer)
+    with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad(), asked:
+        net(ids, use_cache=True, logits_to_keep=1, **given or {})
         return kvevict.report(net, positions=True)["positions"]
 
 

@@ -6,7 +6,7 @@ import itertools
 import oracle
 import pytest
 from choices import ANSWERS, DRAFT, DRAFTS, GATES, TABLES
-from policy_cases import BUDGET, CHUNK, POLICIES, compare, model, ours, tokens, truth
+from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens, truth
 
 import kvevict
 from kvevict.policy.building import build
@@ -193,7 +193,7 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
         assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
 
 
-ALL = [POLICIES, *TABLES.values(), DRAFTS, ANSWERS]
+ALL = [*TABLES.values(), DRAFTS, ANSWERS]
 
 
 def covering():
