@@ -287,8 +287,7 @@ def bench_packed(H, Hkv, D, stored):
 
 
 def bench_fork(H, Hkv, D, stored, dtype):
-    """A decoded token of a forked cache, 32 tokens after the fork, beside one of an unforked cache, with all of
-    Python's time."""
+    """A decoded token 32 tokens after a fork, beside one of an unforked cache, with all of Python's time."""
     q, k, v, *_, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
     keys, values, columns = keys[:, :, :stored], values[:, :, :stored], 32
     pos, first = torch.arange(stored, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)

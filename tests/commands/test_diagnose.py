@@ -193,12 +193,9 @@ def agree(preset, given, lengths, made, **known):
 CHUNKS = dict(budget=16, chunk_size=12)
 OTHERS = {"gemma2": dict(attn_logit_softcapping=2.0), "gpt_oss": {}}
 MORE = {
-    "adakv": dict(window=4),
-    "edie": dict(window=4),
-    "chunkkv": dict(window=4, c=4, n_reuse=2),
-    "pyramidkv": dict(window=4, beta=3),
-    "take": dict(probe=5, heads="flat"),
-}
+    "adakv": dict(window=4), "edie": dict(window=4), "chunkkv": dict(window=4, c=4, n_reuse=2),
+    "pyramidkv": dict(window=4, beta=3), "take": dict(probe=5, heads="flat"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -291,13 +288,9 @@ def compare64(made, prompt, response, preset, given):
 
 
 COMPARED = {
-    "snapkv": dict(window=4, budget=16),
-    "take": dict(probe=5, **CHUNKS),
-    "adakv": dict(window=4, **CHUNKS),
-    "h2o": CHUNKS,
-    "streaming": dict(budget=16),
-    "oracle": dict(budget=9),
-}
+    "snapkv": dict(window=4, budget=16), "take": dict(probe=5, **CHUNKS), "adakv": dict(window=4, **CHUNKS),
+    "h2o": CHUNKS, "streaming": dict(budget=16), "oracle": dict(budget=9),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["llama", *OTHERS])

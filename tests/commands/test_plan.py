@@ -168,8 +168,7 @@ def test_linear_flops(family, name, options):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Pairs of rows and slots that attention's ops were given, counted one by one for each of 2 query heads per kv
-    head."""
+    """The pairs of rows and slots that attention's ops were given, each of 2 query heads per kv head counted."""
     seen, own = Counter(), {op: getattr(kvevict.ops._ops, op) for op in ("attend", "decode")}
 
     def attend(q, held, k, v, first, stop=None, **options):
@@ -268,8 +267,7 @@ DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", d
 @pytest.mark.parametrize("length", [130, 50])
 @pytest.mark.drawn(8)
 def test_decoding(name, options, length, seen):
-    """Bytes after 21 tokens, and the pairs that attention was given; a prompt of 50 tokens fits, and fills the budget
-    while decoding."""
+    """Bytes after 21 tokens, and attention's pairs; a prompt of 50 tokens fits, and decoding fills the budget."""
     policy, model, dim = build(name, **needs(name, shared()), budget=60, **options), shared(), 32
     with kvevict.evicting(model, policy), torch.no_grad():
         cache = model(**prompt(2, length), logits_to_keep=1).past_key_values
@@ -324,11 +322,9 @@ def test_take_appendix_b(llama):
 
 
 LOOKAHEADKV = [  # tables 3 and 15: tokens; TFLOPs and ms of forward, LookaheadKV, SnapKV; LookaheadKV's overhead, ms
-    (4096, (60, 113), (60, 114), (60, 113), 0.92),
-    (8192, (136, 257), (137, 258), (136, 257), 1.03),
-    (16384, (336, 635), (337, 636), (336, 635), 1.27),
-    (32768, (928, 1754), (929, 1755), (928, 1754), 1.74),
-]
+    (4096, (60, 113), (60, 114), (60, 113), 0.92), (8192, (136, 257), (137, 258), (136, 257), 1.03),
+    (16384, (336, 635), (337, 636), (336, 635), 1.27), (32768, (928, 1754), (929, 1755), (928, 1754), 1.74),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens, forward, lookahead, snapkv, overhead", LOOKAHEADKV)
@@ -435,17 +431,14 @@ def test_command_of_a_threshold(options, budget, kept, told, tmp_path, capsys):
 
 
 ERRORS = [
-    (["--policy", "tkae"], "unknown policy 'tkae'"),
-    (["--budget", "9"], "budget=9 is too small"),
-    (["--policy", "take:window=3"], "unknown option 'window'"),
-    (["--tokens", "0"], "tokens must be at least 1"),
+    (["--policy", "tkae"], "unknown policy 'tkae'"), (["--budget", "9"], "budget=9 is too small"),
+    (["--policy", "take:window=3"], "unknown option 'window'"), (["--tokens", "0"], "tokens must be at least 1"),
     (["--batch", "-1"], "batch must be at least 1"),
     (["--efficiency", "70"], r"efficiency must be a number in \(0, 1\]"),
     (["--tflops", "0"], "tflops must be a positive number"),
     (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
-    (["--new-tokens", "-1"], "new_tokens must be at least 0"),
-    (["--policy", "oracle"], "needs ids="),
-]
+    (["--new-tokens", "-1"], "new_tokens must be at least 0"), (["--policy", "oracle"], "needs ids="),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv, message", ERRORS)

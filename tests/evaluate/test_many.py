@@ -58,8 +58,7 @@ def timeless(lines):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
-    """The same answers, likelihoods and slots as with a read per question; policies that know the question still get
-    one."""
+    """Answers, likelihoods and slots are those of a read per question; who knows the question still gets one."""
     net, reads = tiny_model(family), Counter()
     real = run.read
     monkeypatch.setattr(run, "read", lambda *a: reads.update([a[3].policy]) or real(*a))
@@ -150,8 +149,7 @@ def test_facts(words, task):
 
 
 def test_other_words_than_stated(words):
-    """A paraphrased question names the fact's subject and shares no other word of five letters or more with the
-    fact."""
+    """A paraphrased question names the fact's subject and shares no other word of five letters with the fact."""
     long = lambda text: set(re.findall(r"\w{5,}", text.lower()))  # noqa: E731
     for _, lines in SAID.values():
         for statement, question, other in lines:

@@ -21,15 +21,11 @@ SHARED = os.path.join(os.path.dirname(__file__), "../../../shared/data")
 # keys, values of a key, keys asked for, and how keys and values look: the columns of RULER's synthetic.yaml
 WORD, NUMBER, UUID = r"[\w-]+", r"[1-9]\d{6}", r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 NEEDLES = {
-    "niah_single_1": (1, 1, 1, WORD, NUMBER),
-    "niah_single_2": (1, 1, 1, WORD, NUMBER),
-    "niah_single_3": (1, 1, 1, WORD, UUID),
-    "niah_multikey_1": (4, 1, 1, WORD, NUMBER),
-    "niah_multikey_2": (None, 1, 1, WORD, NUMBER),
-    "niah_multikey_3": (None, 1, 1, UUID, UUID),
-    "niah_multivalue": (1, 4, 1, WORD, NUMBER),
-    "niah_multiquery": (4, 1, 4, WORD, NUMBER),
-}
+    "niah_single_1": (1, 1, 1, WORD, NUMBER), "niah_single_2": (1, 1, 1, WORD, NUMBER),
+    "niah_single_3": (1, 1, 1, WORD, UUID), "niah_multikey_1": (4, 1, 1, WORD, NUMBER),
+    "niah_multikey_2": (None, 1, 1, WORD, NUMBER), "niah_multikey_3": (None, 1, 1, UUID, UUID),
+    "niah_multivalue": (1, 4, 1, WORD, NUMBER), "niah_multiquery": (4, 1, 4, WORD, NUMBER),
+}  # fmt: skip
 TOKENS = {**dict.fromkeys(NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50}  # to generate
 
 

@@ -57,8 +57,7 @@ def bundled():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.drawn(1)
 def test_questions_do_not_meet(bundled, policy, tmp_path):
-    """The same answers in any order, twice, from a cache, from disk, and from deep copies of it; a long answer does
-    not evict either."""
+    """The same answers in any order, twice, from a cache, a file and deep copies; a long answer does not evict."""
     net, tokenizer = bundled
     options, asked = POLICIES[policy], dict(max_new_tokens=24)
     want = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, policy, **asked, **options)

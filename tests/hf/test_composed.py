@@ -16,12 +16,9 @@ from kvevict.models.compat import CACHE
 from kvevict.policy.building import build
 
 POLICIES = [
-    ("take", dict(budget=18, probe=6, chunk_size=16)),
-    ("snapkv", dict(budget=12, window=4)),
-    ("fastkv", dict(budget=12, tsp_len=20)),
-    ("laq", dict(budget=12, n_d=3)),
-    ("adakv", dict(budget=12, window=4)),
-]
+    ("take", dict(budget=18, probe=6, chunk_size=16)), ("snapkv", dict(budget=12, window=4)),
+    ("fastkv", dict(budget=12, tsp_len=20)), ("laq", dict(budget=12, n_d=3)), ("adakv", dict(budget=12, window=4)),
+]  # fmt: skip
 SNAPKV = dict(budget=12, window=4)
 
 

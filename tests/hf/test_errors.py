@@ -113,8 +113,7 @@ def test_bad_arguments(arguments, text):
 
 
 ODD_JSON = [
-    ('{"score": 7}', "score must be a name"),
-    ('{"score": [{"name": "h2o"}]}', "score must be a name"),
+    ('{"score": 7}', "score must be a name"), ('{"score": [{"name": "h2o"}]}', "score must be a name"),
     ('{"heads": {}}', "heads of a policy in JSON: an object must have a name"),
     ('{"score": {"name": ["h2o"]}}', "score of a policy in JSON: an object must have a name"),
     ('{"score": {"name": "snapkv", "window": {"name": "token"}}}', "window of a policy in JSON: cannot be an object"),
@@ -125,9 +124,8 @@ ODD_JSON = [
     ('{"select_by_layer": 3}', "select_by_layer must be a tuple"),
     ('{"select_by_layer": {"name": "token"}}', "select_by_layer must be a tuple"),
     ('{"select_by_layer": [[0, 2, {"c": 7}]]}', "select of a policy in JSON: an object must have a name"),
-    ("7", "an object of its fields"),
-    (7, "is not a policy in JSON"),
-]
+    ("7", "an object of its fields"), (7, "is not a policy in JSON"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text, error", ODD_JSON, ids=lambda x: str(x)[:40])
@@ -291,8 +289,7 @@ def test_masks(model):
 
 
 def test_row_without_tokens(model):
-    """A row that is all padding has nothing to attend to: finite or NaN as unpatched, but no crash, and the other
-    row is right."""
+    """A row of padding alone is finite or NaN as unpatched, without a crash, and the other row is right."""
     ids = prompt(2, 20)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1] = 0
@@ -306,8 +303,7 @@ def test_row_without_tokens(model):
 
 
 def test_masks_of_later_calls(model):
-    ids = prompt(1, 30)["input_ids"]
-    cache = DynamicCache(config=model.config)
+    ids, cache = prompt(1, 30)["input_ids"], DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     for tokens, mask in ((1, 1), (1, 30), (5, 5), (5, 36)):
         with pytest.raises(ValueError, match=f"\\(1, {mask}\\), expected \\(1, {30 + tokens}\\)"):
@@ -375,8 +371,7 @@ def test_paged_cache():
 
 def test_cache_of_another_model(model):
     """Of another depth, or filled by a patched model of another shape."""
-    ids = prompt(1, 20)["input_ids"]
-    other = tiny.model(num_hidden_layers=6)
+    ids, other = prompt(1, 20)["input_ids"], tiny.model(num_hidden_layers=6)
     long = DynamicCache(config=other.config)
     other(ids, past_key_values=long)
     with pytest.raises(ValueError, match="layers"):
@@ -417,8 +412,7 @@ def test_nan_weights(where, policy):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_nan_of_one_token(policy):
-    """A token with a NaN embedding: rows before it are unchanged (torch would multiply it by zero), its row and later
-    ones are NaN."""
+    """A NaN embedding: earlier rows are unchanged (torch would multiply by zero), its row and later ones are NaN."""
     model, ids = tiny.model(), prompt(2, 50)["input_ids"].clone()
     ids[:, 20] = 2
     want = model(ids).logits

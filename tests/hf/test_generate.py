@@ -309,8 +309,7 @@ def test_logits_to_keep(wanted):
 
 
 def test_generate_keeps_the_tail_of_the_hidden_states():
-    """Inside generate the decoder returns the last chunk's hidden states, not the prompt's; a direct call returns
-    all."""
+    """In generate the decoder returns the last chunk's hidden states, in a direct call the whole prompt's."""
     model, rows = shared(), []
     with kvevict.evicting(model, "take", **TAKE):  # a type's first trial runs before the hook
         hook = model.get_decoder().register_forward_hook(lambda m, a, out: rows.append(out.last_hidden_state.shape[1]))

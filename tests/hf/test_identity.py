@@ -96,8 +96,7 @@ def twins(net, name):
 @pytest.mark.quick(case="dynamic rope")
 @pytest.mark.parametrize("case", CASES)
 def test_a_field_that_moves_logits_is_compared(case, tmp_path):
-    """Each field is changed: where logits move, the file is refused with the field's name; a field that is not compared
-    does not move them."""
+    """Where a changed field moves logits, the file is refused by the field's name; no other field moves them."""
     net = made(config_of(case))
     want, moving = logits(net), set()
     with kvevict.evicting(net, "streaming", budget=1000, decode=False, tokenizer=False), torch.no_grad():

@@ -15,14 +15,10 @@ ALL = 4096  # a budget that keeps everything
 
 # The decoder reads the prompt in one pass, token by token, in chunks, and with a probe after each chunk.
 READS = {
-    "whole": ("snapkv", dict()),
-    "1": ("snapkv", dict(chunk_size=1)),
-    "7": ("h2o", dict(chunk_size=7)),
-    "64": ("tova", dict(chunk_size=64)),
-    "all": ("streaming", dict(chunk_size=90)),
-    "take-7": ("take", dict(chunk_size=7, probe=4)),
-    "take-64": ("take", dict(chunk_size=64, probe=32)),
-}
+    "whole": ("snapkv", dict()), "1": ("snapkv", dict(chunk_size=1)), "7": ("h2o", dict(chunk_size=7)),
+    "64": ("tova", dict(chunk_size=64)), "all": ("streaming", dict(chunk_size=90)),
+    "take-7": ("take", dict(chunk_size=7, probe=4)), "take-64": ("take", dict(chunk_size=64, probe=32)),
+}  # fmt: skip
 reads = pytest.mark.parametrize("read", READS)
 
 

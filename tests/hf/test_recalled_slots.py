@@ -100,8 +100,7 @@ def test_a_turn_keeps_what_its_rows_choose_from_all_tokens(kind):
 def test_with_room_for_all_tokens_nothing_changes(name):
     """Nor does a turn over the archive, where the slots before it were few, attend to anything but all of them."""
     model, ids, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
-    options = POLICIES[name] | dict(budget=4096)
-    found = []
+    options, found = POLICIES[name] | dict(budget=4096), []
     for recall in (True, False):
         with kvevict.evicting(
             model, **options | ({} if recall else dict(recall=False, recall_after=0, recall_kv=None))

@@ -71,8 +71,7 @@ def test_gradient_is_that_of_two_materialised_passes(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("length", [1, 2, 41])
 def test_the_target_of_a_repetition(family, length):
-    """The numbers by which kvzip+ ranks the prompt's slots, divided by their sum; keys and values are those of the
-    other target."""
+    """kvzip+'s numbers of the prompt's slots, divided by their sum; keys and values are the other target's."""
     made, ids, none = tiny.shared(family), torch.arange(3, 3 + length), torch.zeros(0, dtype=torch.long)
     found = passes.repeated(made.get_decoder(), ids, none)
     with kvevict.evicting(made, "kvzip+", budget=80, schedule="prompt"), torch.no_grad():

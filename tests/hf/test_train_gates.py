@@ -44,8 +44,7 @@ RIDGE = 0.3
 
 
 def test_ridge_is_the_minimum():
-    """Of the mean squared error and ridge times the sum of squared weights in standard deviations: its gradient is 0,
-    in pieces or at once."""
+    """Of squared errors and ridge times squared weights in deviations: its gradient is 0, in pieces or at once."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(200, 7, generator=generator) * torch.logspace(-1, 2, 7) + 5
     y = torch.randn(200, 3, generator=generator) + x[:, :3] / 10
@@ -107,8 +106,7 @@ def test_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 def each_process(folder):
-    """Both processes run this: a training that fails after its first pieces leaves checkpoints, and the second training
-    continues from them."""
+    """Both processes run this: a training that leaves checkpoints and fails, and one that continues from them."""
     made, rank, read, real = model(), os.environ["RANK"], [], training.each_layer
     training.MINUTE = 0
     training.each_layer = lambda *a: read.append(0) or (real(*a) if len(read) < 3 else 1 / 0)

@@ -185,8 +185,7 @@ def test_after_attention(family):
 @pytest.mark.parametrize("family", ["phi3", "mistral"])
 def test_window_as_long_as_the_context(family):
     """It counts as full attention: every layer evicts, and nothing differs."""
-    model = tiny.model(family, sliding_window=4096)
-    inputs = tiny.prompt(2, 50, pad=(0, 9))
+    model, inputs = tiny.model(family, sliding_window=4096), tiny.prompt(2, 50, pad=(0, 9))
     tokens = inputs["attention_mask"].bool()
     want = model(**inputs).logits[tokens]
     with kvevict.evicting(model, "snapkv", budget=10, window=4), torch.no_grad():
@@ -214,8 +213,7 @@ HYBRIDS = [
 @pytest.mark.parametrize("name, kind", HYBRIDS)
 def test_padding_longer_than_a_chunk(name, kind):
     """It enters no state, though Transformers masks a first call's only."""
-    model = zoo.make(name, kind)
-    inputs = tiny.prompt(2, 50, pad=(0, 23))
+    model, inputs = zoo.make(name, kind), tiny.prompt(2, 50, pad=(0, 23))
     tokens = inputs["attention_mask"].bool()
     with torch.no_grad():
         want = model(**inputs).logits[tokens]
@@ -281,8 +279,7 @@ def seeing(name, kind, monkeypatch):
     ("take", dict(chunk_size=13, probe=(8, 14))),
 ])  # fmt: skip
 def test_pictures(name, policy, options, monkeypatch):
-    """Chunks cut through a picture, and its tokens may be appended rows: logits and tokens equal the unpatched
-    model's."""
+    """Chunks cut through a picture, whose tokens may be appended: logits and tokens are the unpatched model's."""
     model, inputs = seeing(name, dict(zoo.types())[name], monkeypatch)
     with torch.no_grad():
         want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -182,8 +182,7 @@ def _masks(config, mask):
 
 
 def layers_that_turn(model, decoder, inputs, want) -> str:
-    """The type's limits under policies that rotate queries; `rotary.rotate` is compared at other positions than
-    `trial`'s."""
+    """The type's limits under policies that rotate queries, by `rotary.rotate` at other positions than `trial`'s."""
     try:
         turns = trial.rotating(model, decoder)
     except ValueError as error:

@@ -432,8 +432,7 @@ class Row:
         return (float(position) * frequency).double()
 
     def evict(self, layers, seen, slots):
-        """All `layers` keep the slots that the layer of `seen` takes, `slots` in all; kv head g decides for kv head
-        g."""
+        """All `layers` keep the slots that `seen`'s layer takes, `slots` in all; kv head g decides for kv head g."""
         chooser, order = seen.layer, seen.order
         heads = range(len(chooser.alive))
         past = self._prompt(chooser)

@@ -51,19 +51,13 @@ def kvzip(press, **options):
 
 
 PRESSES = {
-    "snapkv": kvpress.SnapKVPress,
-    "chunkkv": lambda ratio: kvpress.ChunkKVPress(kvpress.SnapKVPress(ratio)),
-    "adakv": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
-    "knorm": kvpress.KnormPress,
-    "keydiff": kvpress.KeyDiffPress,
-    "streaming": kvpress.StreamingLLMPress,
-    "expected": kvpress.ExpectedAttentionPress,
+    "snapkv": kvpress.SnapKVPress, "chunkkv": lambda ratio: kvpress.ChunkKVPress(kvpress.SnapKVPress(ratio)),
+    "adakv": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)), "knorm": kvpress.KnormPress,
+    "keydiff": kvpress.KeyDiffPress, "streaming": kvpress.StreamingLLMPress, "expected": kvpress.ExpectedAttentionPress,
     "expected, ada": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=0.01)),
     "critical": lambda ratio: kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio)),
-    "criticalada": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
-    "lagkv": kvpress.LagKVPress,
-    "compactor": kvpress.CompactorPress,
-    "kvzip": kvzip(kvpress.KVzipPress),
+    "criticalada": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)), "lagkv": kvpress.LagKVPress,
+    "compactor": kvpress.CompactorPress, "kvzip": kvzip(kvpress.KVzipPress),
     "kvzip, layers": kvzip(kvpress.KVzipPress, layerwise=True),
     "kvzip+": kvzip(kvpress.KVzipPress, kvzip_plus_normalization=True),
     "kvzap-linear": lambda ratio: Zap(ratio, model_type="linear"),
@@ -71,7 +65,7 @@ PRESSES = {
     "kvzap-mlp, ada": lambda ratio: kvpress.AdaKVPress(Zap(ratio, model_type="mlp"), alpha_safeguard=0.0),
     "kvzip, parts": kvzip(InParts, chunk_size=PART),
     "kvzip+, parts": kvzip(InParts, chunk_size=PART, kvzip_plus_normalization=True),
-}
+}  # fmt: skip
 MASKING = kvpress.AdaKVPress, kvpress.CriticalAdaKVPress, kvpress.KVzipPress  # nothing is removed, decoding masks it
 
 

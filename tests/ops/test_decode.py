@@ -90,8 +90,7 @@ def test_equals_attend(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps(dtype):
     """Each step sees the rows that the earlier ones wrote."""
-    p = step(4, dtype=dtype, room=5, layout="dense")
-    gen = torch.Generator().manual_seed(4)
+    p, gen = step(4, dtype=dtype, room=5, layout="dense"), torch.Generator().manual_seed(4)
     for _i in range(5):
         for name in "qkv":
             p[name] = torch.randn(p[name].shape, generator=gen).to(dtype)

@@ -114,19 +114,15 @@ def test_threads(kind, given):
 
 
 WRONG = {  # beside what test_table.py gives every argument
-    "kind": lambda p: {"kind": "l3"},
-    "group": lambda p: {"group": "median"},
-    "alpha negative": lambda p: {"alpha": -0.1},
-    "o of attend's other layout": lambda p: {"o": p["o"].transpose(1, 2)},
-    "o dtype": lambda p: {"o": p["o"].half()},
-    "v dtype": lambda p: {"v": p["v"].half()},
-    "v shape": lambda p: {"v": p["v"][:, :, 1:]},
-    "held_v shorter than held_k": lambda p: {"held_v": p["held_v"][1:]},
+    "kind": lambda p: {"kind": "l3"}, "group": lambda p: {"group": "median"},
+    "alpha negative": lambda p: {"alpha": -0.1}, "o of attend's other layout": lambda p: {"o": p["o"].transpose(1, 2)},
+    "o dtype": lambda p: {"o": p["o"].half()}, "v dtype": lambda p: {"v": p["v"].half()},
+    "v shape": lambda p: {"v": p["v"][:, :, 1:]}, "held_v shorter than held_k": lambda p: {"held_v": p["held_v"][1:]},
     "weight shape": lambda p: {"weight": torch.ones(2, 4, 8)},
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
     "row_first over R": lambda p: {"row_first": i32([0, 10])},
     "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -139,7 +135,6 @@ def test_errors(wrong):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_opcheck(given):
-    p = prepared(problem(12), "l2", True)
-    rows = torch.zeros(2, 4, 9)
+    p, rows = prepared(problem(12), "l2", True), torch.zeros(2, 4, 9)
     opcheck("error", {**p, "kind": 2, "group": 3 if given else 0, "lse": rows if given else None,
                       "weight": rows if given else None})  # fmt: skip

@@ -38,12 +38,10 @@ def test_threads():
 
 WRONG = {  # beside what test_table.py gives every argument
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
-    "columns negative": lambda p: {"columns": -1},
-    "x dtype": lambda p: {"x": p["x"].half()},
-    "x shape": lambda p: {"x": p["x"][..., :56]},
-    "stop over S": lambda p: {"stop": i32([0, 10])},
+    "columns negative": lambda p: {"columns": -1}, "x dtype": lambda p: {"x": p["x"].half()},
+    "x shape": lambda p: {"x": p["x"][..., :56]}, "stop over S": lambda p: {"stop": i32([0, 10])},
     "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -292,18 +292,14 @@ def test_compact_in_place(kinds):
 
 
 WILD = {
-    "zeros": lambda x: x * 0,
-    "one number": lambda x: x * 0 + 3.5,
-    "one large": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, 6e4, x),
-    "tiny": lambda x: x * 1e-7,
-    "below normal": lambda x: x * 1e-42,
-    "large": lambda x: x * 1e4,
-    "over fp16": lambda x: x * 1e30,
+    "zeros": lambda x: x * 0, "one number": lambda x: x * 0 + 3.5,
+    "one large": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, 6e4, x), "tiny": lambda x: x * 1e-7,
+    "below normal": lambda x: x * 1e-42, "large": lambda x: x * 1e4, "over fp16": lambda x: x * 1e30,
     "infinity": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, INF, x),
     "both infinities": lambda x: torch.where(torch.arange(x.shape[-1]) < 5, INF, -INF).expand_as(x).clone(),
     "NaN": lambda x: torch.where(torch.arange(x.shape[-1]) == 63, NAN, x),
     "the largest": lambda x: x * 0 + torch.finfo(torch.float32).max,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [ref.INT8, ref.INT4], ids=["8", "4"])

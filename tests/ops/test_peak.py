@@ -58,14 +58,11 @@ def test_threads():
 
 
 WRONG = {  # beside what test_table.py gives every argument
-    "lo negative": lambda p: {"lo": p["lo"] - 1},
-    "lo over hi": lambda p: {"lo": p["hi"] + 1},
-    "hi over n": lambda p: {"hi": alive_counts(p) + 1},
-    "lo shape": lambda p: {"lo": p["lo"][:1]},
-    "row_first over R": lambda p: {"row_first": i32([0, 10])},
-    "lse shape": lambda p: {"lse": torch.zeros(2, 4, 8)},
+    "lo negative": lambda p: {"lo": p["lo"] - 1}, "lo over hi": lambda p: {"lo": p["hi"] + 1},
+    "hi over n": lambda p: {"hi": alive_counts(p) + 1}, "lo shape": lambda p: {"lo": p["lo"][:1]},
+    "row_first over R": lambda p: {"row_first": i32([0, 10])}, "lse shape": lambda p: {"lse": torch.zeros(2, 4, 8)},
     "stop over S": lambda p: {"stop": i32([0, 10])},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -56,15 +56,12 @@ def test_threads(dtype):
 
 WRONG = {  # beside what test_table.py gives every argument
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
-    "columns negative": lambda p: {"columns": -1},
-    "x dtype": lambda p: {"x": p["x"].half()},
-    "x shape": lambda p: {"x": p["x"][..., :56]},
-    "matrix not square": lambda p: {"matrix": p["matrix"][:, :, :56]},
-    "heads": lambda p: {"matrix": p["matrix"][:, :3]},
-    "heads of linear": lambda p: {"linear": p["linear"][:, :3]},
+    "columns negative": lambda p: {"columns": -1}, "x dtype": lambda p: {"x": p["x"].half()},
+    "x shape": lambda p: {"x": p["x"][..., :56]}, "matrix not square": lambda p: {"matrix": p["matrix"][:, :, :56]},
+    "heads": lambda p: {"matrix": p["matrix"][:, :3]}, "heads of linear": lambda p: {"linear": p["linear"][:, :3]},
     "stop over S": lambda p: {"stop": i32([0, 10])},
     "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -50,8 +50,7 @@ def test_attention_equals_removal(seed):
 
 def test_all_of_the_mass():
     """More than 1 - 1e-6 of it ranks first; a little less is a number."""
-    p = problem(4, B=1, Hkv=3, T=1, S=0, lens=[[5, 5, 1]], first=0)
-    score = torch.zeros(1, 3, 5)
+    p, score = problem(4, B=1, Hkv=3, T=1, S=0, lens=[[5, 5, 1]], first=0), torch.zeros(1, 3, 5)
     score[0, 0, 2], score[0, 0, 4] = 1.0, 1e-7
     score[0, 1, 2], score[0, 1, 4] = 1.0, 1e-4
     got = check(prepared({**p, "stop": i32([0])}, score=score))

@@ -85,10 +85,8 @@ def test_threads():
 
 
 WRONG = {  # beside what test_table.py gives every argument
-    "n shape": lambda p: {"n": p["n"][:, :2]},
-    "n negative": lambda p: {"n": p["n"] - 1000},
-    "n over C": lambda p: {"n": p["n"] + 1000},
-    "keep over n": lambda p: {"keep": p["n"] + 1, "columns": 1000},
+    "n shape": lambda p: {"n": p["n"][:, :2]}, "n negative": lambda p: {"n": p["n"] - 1000},
+    "n over C": lambda p: {"n": p["n"] + 1000}, "keep over n": lambda p: {"keep": p["n"] + 1, "columns": 1000},
     "keep over columns": lambda p: {"keep": p["n"], "columns": int(p["n"].max()) - 1},
     "keep negative": lambda p: {"keep": p["keep"] * 0 - 1},
     "keep under the protected": lambda p: {"protect_first": i32([5, 5]), "keep": p["keep"] * 0 + 4},
@@ -97,7 +95,7 @@ WRONG = {  # beside what test_table.py gives every argument
     "protect_first shape": lambda p: {"protect_first": i32([0])},
     "protection overflows": lambda p: {"protect_first": i32([2**31 - 1] * 2), "protect_last": i32([2**31 - 1] * 2)},
     "columns negative": lambda p: {"columns": -1},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

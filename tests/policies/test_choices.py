@@ -137,8 +137,7 @@ def test_chunks_by_hand():
 @pytest.mark.parametrize("heads", ["equal", "flat", "ada"])
 def test_runs_of_one_token_are_tokens(name, heads):
     own = {"snapkv": dict(window=4), "take": dict(probe=4)}.get(name, {})
-    given = dict(budget=16, chunk_size=12, heads=heads, **own)
-    rows = [[41, 1, 14], [30, 1, 14]]
+    given, rows = dict(budget=16, chunk_size=12, heads=heads, **own), [[41, 1, 14], [30, 1, 14]]
     one = ours(model(), name, rows, 3, **given)
     other = ours(model(), name, rows, 3, select="chunk", c=1, per_head=True, **given)
     assert [[row[1] for row in call] for call in one] == [[row[1] for row in call] for call in other]
@@ -285,10 +284,8 @@ def test_tada_measures_every_layer_s_error(family, cd, task):
 
 
 def test_tada_splits_by_its_history(task):
-    """The first context is split uniformly, the second by the first's errors, batch rows by the errors before the
-    batch."""
-    made = model()
-    given = dict(budget=16, window=4, layers="tada", heads="flat", task=task)
+    """The first context is split uniformly, the second by its errors, batch rows by those before the batch."""
+    made, given = model(), dict(budget=16, window=4, layers="tada", heads="flat", task=task)
     (first,), (second,) = tokens([[45]], 2)[0], tokens([[50]], 3)[0]
     with kvevict.evicting(made, "snapkv", **given), torch.no_grad():
         made(first[None])
@@ -506,8 +503,7 @@ def check_decoding(made, batch, mask, most):
 
 
 def test_sums_over_a_probe():
-    """Carried sums include the attention of every chunk's probe, in layers that wait too; of one chunk they rank slots
-    as the mean does."""
+    """Sums include every chunk's probe, in layers that wait too; of one chunk they rank slots as the mean does."""
     made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
     kept = []
     for policy in (dict(policy="take:warmup_layers=none", pool="none"), dict(policy="h2o", rows="probe", recent=0)):

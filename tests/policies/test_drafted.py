@@ -18,12 +18,10 @@ from kvevict.policy.policy import Policy
 
 ITSELF = [name for name, chosen in DRAFTS.items() if name.startswith("laq") and "draft_model" not in chosen]
 GEOMETRIES = {
-    "whole": dict(budget=16),
-    "fraction": dict(budget=0.4),
-    "odd budget": dict(budget=11),
+    "whole": dict(budget=16), "fraction": dict(budget=0.4), "odd budget": dict(budget=11),
     "chunks, evict at the end": dict(budget=16, chunk_size=13, schedule="prompt"),
     "chunks": dict(budget=16, chunk_size=12),
-}
+}  # fmt: skip
 any_policy = pytest.mark.parametrize("name", DRAFTS)
 
 

@@ -52,21 +52,18 @@ def test_the_oracle_that_drops_nothing_is_the_unpatched_model(family):
 
 
 GEOMETRIES = {
-    "whole": dict(budget=16, tsp_len=24),
-    "whole, budget above what goes on": dict(budget=24, tsp_len=16),
-    "whole, one token beside the window": dict(budget=12, tsp_len=W + 1),
-    "fraction": dict(budget=0.4, tsp_len=20),
+    "whole": dict(budget=16, tsp_len=24), "whole, budget above what goes on": dict(budget=24, tsp_len=16),
+    "whole, one token beside the window": dict(budget=12, tsp_len=W + 1), "fraction": dict(budget=0.4, tsp_len=20),
     "chunks": dict(budget=16, chunk_size=12, tsp_len=8),
     "small budget, big chunks": dict(budget=6, chunk_size=24, tsp_len=9),
     "budget above two chunks": dict(budget=27, chunk_size=13, tsp_len=10),
     "chunks, evict at the end": dict(budget=16, chunk_size=13, tsp_len=8, schedule="prompt"),
-    "share of a chunk": dict(budget=16, chunk_size=13, tsp_len=0.6),
-    "first layer": dict(budget=12, tsp_len=15, tsp=0),
+    "share of a chunk": dict(budget=16, chunk_size=13, tsp_len=0.6), "first layer": dict(budget=12, tsp_len=15, tsp=0),
     "last but one": dict(budget=12, tsp_len=15, tsp=2, chunk_size=20),
     "not pooled": dict(budget=12, tsp_len=15, pool="none"),
     "average": dict(budget=12, tsp_len=15, pool="avg", kernel=5),
     "default window": dict(budget=12, tsp_len=15, window=8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 24, 25, 37, 61])
@@ -77,12 +74,9 @@ def test_read(geometry, n):
 
 
 HALVES = {
-    "share": dict(tsp_len=0.5),
-    "as few as can be": dict(tsp_len=0.1),
-    "number": dict(tsp_len=14, keep_first=2),
-    "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19),
-    "in one pass": dict(chunk_size=None, tsp_len=0.4),
-}
+    "share": dict(tsp_len=0.5), "as few as can be": dict(tsp_len=0.1), "number": dict(tsp_len=14, keep_first=2),
+    "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19), "in one pass": dict(chunk_size=None, tsp_len=0.4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("calls", [[31], [67], [50, 1, 1, 40, 1]], ids=str)

@@ -111,8 +111,7 @@ def test_crop_into_the_prompt():
 
 
 def test_random_draws_anew_at_every_eviction():
-    """Uniform over the remaining slots, head by head, so that old tokens become rarer; the last ones and the prompt
-    stay."""
+    """Uniform over the remaining slots, head by head: old tokens become rarer; the last and the prompt stay."""
     chosen = dict(budget=40, recent=8, interval=10)
     runs = ours(model(), "random/redraw", [[20, *[1] * 240]], 0, **chosen)
     positions = [head for layer in runs[-1][0][1] for head in layer]

@@ -265,8 +265,7 @@ def test_one_head_with_large_keys_is_enough(loudest):
 
 
 def test_layers_with_large_keys_keep_wider_ones():
-    model = tiny.model("qwen2")
-    loud = (0, 2)
+    model, loud = tiny.model("qwen2"), (0, 2)
     with torch.no_grad():
         for index in loud:
             model.model.layers[index].self_attn.k_proj.weight.mul_(300)
@@ -528,8 +527,7 @@ def test_a_run_has_its_kind(model):
 
 
 def test_read_and_answer(model):
-    tokenizer = tiny.byte_tokenizer()
-    text = "The code of Naislet is 364735. " * 6
+    tokenizer, text = tiny.byte_tokenizer(), "The code of Naislet is 364735. " * 6
     model = tiny.model(vocab_size=256)
     cache = kvevict.read(model, tokenizer, text, "snapkv", budget=64, kv="int4")
     assert cache.layers[0].kinds == kv.KINDS["int4"]

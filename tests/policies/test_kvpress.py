@@ -39,13 +39,9 @@ def budget(name, length, ratio):
 
 WINDOW = "window=64,kernel=5,pool=avg,reduce=mean"
 DEFAULTS = {  # kvpress' name: the same in a text
-    "snapkv": f"snapkv:{WINDOW}",
-    "chunkkv": f"chunkkv:{WINDOW},c=20,exact=false",
-    "adakv": f"adakv:{WINDOW},floor=all",
-    "keydiff": "keydiff:unit=true",
-    "expected": "expected:heads=equal,eps=0.0",
-    "expected, ada": "expected:floor=all",
-}
+    "snapkv": f"snapkv:{WINDOW}", "chunkkv": f"chunkkv:{WINDOW},c=20,exact=false", "adakv": f"adakv:{WINDOW},floor=all",
+    "keydiff": "keydiff:unit=true", "expected": "expected:heads=equal,eps=0.0", "expected, ada": "expected:floor=all",
+}  # fmt: skip
 CASES = {
     "llama": [*DEFAULTS.items(), ("knorm", "knorm"), ("streaming", "streaming")],
     # Keys of qwen3 are of one length, so both keydiffs have the same mean.

@@ -14,13 +14,11 @@ from kvevict.policy.selections import Selection
 LENGTHS = [1, CHUNK, CHUNK + 1, BUDGET, BUDGET + 1, 2 * CHUNK, 40, 61]
 
 GEOMETRIES = {
-    "chunks": dict(budget=BUDGET, chunk_size=CHUNK),
-    "budget above two chunks": dict(budget=27, chunk_size=13),
-    "big chunks": dict(budget=13, chunk_size=24),
-    "fraction": dict(budget=0.4, chunk_size=14),
+    "chunks": dict(budget=BUDGET, chunk_size=CHUNK), "budget above two chunks": dict(budget=27, chunk_size=13),
+    "big chunks": dict(budget=13, chunk_size=24), "fraction": dict(budget=0.4, chunk_size=14),
     "chunks, evict at the end": dict(budget=BUDGET, chunk_size=CHUNK + 1, schedule="prompt"),
     "own schedule": dict(budget=BUDGET),
-}
+}  # fmt: skip
 any_policy = pytest.mark.parametrize("name", POLICIES)
 
 

@@ -70,8 +70,7 @@ def tokenizer(request):
 
 
 def truth(name, lengths, asked, **options):
-    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. asked: each row's
-    options."""
+    """The first seed without a near-tie, and the oracle's (logits, positions) of each row, which has `asked`."""
     for seed in range(60):
         try:
             results = []
@@ -175,8 +174,7 @@ def test_a_request_against_the_oracle(name, options, chunk):
 def test_a_request_that_observes_and_does_not_fit(name):
     """The question's rows score every slot of it that half of the budget does not hold."""
     lengths, spans, requests = [62, 70], ((42, 47), (52, 54)), ((24, 20), (19,))
-    chosen = dict(budget=24, chunk_size=24) | PRESETS[name]
-    known = dict(ending=9, ends=True)
+    chosen, known = dict(budget=24, chunk_size=24) | PRESETS[name], dict(ending=9, ends=True)
     asked = [dict(probe=span, request=request, **known) for span, request in zip(spans, requests, strict=True)]
     question = within(question=Known([(span,) for span in spans], requests, near=True))
     check(name, lengths, question, asked, probe=9, **chosen)
@@ -214,8 +212,7 @@ def holes(positions, begin: int, tokens: int) -> set:
     dict(chunk_size=200, select="chunk", c=4), dict(chunk_size=None, layers="cake", score="cake", probe=150),
 ], ids=str)  # fmt: skip
 def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options):
-    """Whatever observes: a question near the end, in the last rows, with the answer's first words after it; found by
-    the tokenizer or named."""
+    """Whatever observes: a question near the end, found or named, with the answer's first words after it."""
     chats = tokenizer.chat_template is not None
     last = f"{BEFORE} {ASKED}"
     for request, opening in ((f"{BEFORE} {TAIL}", ""), (last, ""), (last, " It is lit at"), (TAIL, "")):
@@ -235,8 +232,7 @@ def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options)
 def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
     """From its paragraph on, from its line, from the question; else three eighths, with the prompt's last tokens."""
     tok, request = tiny.byte_tokenizer(), f"{BEFORE}\nWell. {TAIL}"
-    ids = row(f"{TEXT * 2}\n\n{request}")
-    sizes = [len(request), len(f"Well. {TAIL}"), len(TAIL)]
+    ids, sizes = row(f"{TEXT * 2}\n\n{request}"), [len(request), len(f"Well. {TAIL}"), len(TAIL)]
     end = ids.shape[1]
     for half, kept in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1]), (sizes[1] - 1, sizes[2]), (sizes[2] - 1, 0)):
         for size in (512, 150):
@@ -268,8 +264,7 @@ def test_other_rows_change_nothing(net, options):
 
 def test_other_rows_of_earlier_turns_change_nothing(net):
     """Whether a question is near the end is counted in tokens of its own row, not in columns with padding."""
-    tok = tiny.byte_tokenizer()
-    chats = [[TEXT * 2, ASKED], [TEXT[:60], TAIL]]
+    tok, chats = tiny.byte_tokenizer(), [[TEXT * 2, ASKED], [TEXT[:60], TAIL]]
     options = dict(budget=64, chunk_size=200, probe=8, kernel=5)
 
     def kept(rows):
@@ -370,8 +365,7 @@ def test_a_text_is_its_tokens(net):
 @pytest.mark.parametrize("name", ["ab", "b\u00e4r \u2026", "\U0001f680 ?"])
 def test_find(name):
     """Tokens of one byte each, so that a letter may be several."""
-    tok = tiny.byte_tokenizer()
-    text = f"{name}x{name} x " * 30
+    tok, text = tiny.byte_tokenizer(), f"{name}x{name} x " * 30
     start = len(text[: text.rindex(name)].encode())
     assert find(tok, tok(text)["input_ids"], name) == (start, start + len(name.encode()))
     assert find(tok, tok(text)["input_ids"], "nowhere") is None
@@ -472,8 +466,7 @@ def test_what_refers_to_a_question_before_the_text(net):
 
 
 def test_a_tokenizer_finds_it(net, tokenizer):
-    """In the last user's turn, as if it were named; where the answer's first words follow it near the prompt's end,
-    they observe, too."""
+    """In the last user's turn, as if named; an answer's first words after it, near the end, observe, too."""
 
     def prompt(text, opening=""):
         chat = [dict(role="user", content=text)]
@@ -738,8 +731,7 @@ class Digits:
 
 @pytest.mark.parametrize("digits, kernel", [(1, 31), (3, 11), (31, 1)])
 def test_pooling_over_digits(net, digits, kernel):
-    ids = torch.randint(3, 259, (1, 150))
-    options = dict(budget=60, chunk_size=64, probe=8)
+    ids, options = torch.randint(3, 259, (1, 150)), dict(budget=60, chunk_size=64, probe=8)
 
     def kept(policy, tokenizer=None, **more):
         kvevict.patch(net, policy, tokenizer=tokenizer, **options, **more)

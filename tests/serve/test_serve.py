@@ -37,8 +37,7 @@ def test_what_is_not_an_answer():
 
 
 def test_a_request_chooses_its_policy_and_budget():
-    client = Client(server())
-    question = f"{TEXT}\n\n{asks('Velmora')}"
+    client, question = Client(server()), f"{TEXT}\n\n{asks('Velmora')}"
     ids = client.server.tokenizer(f"{question}\nAnswer:", return_tensors="pt")
     with kvevict.evicting(model(), "streaming", budget=64, chunk_size=256):
         want = model().generate(**ids, max_new_tokens=12)[0, ids.input_ids.shape[1] :]

@@ -184,8 +184,7 @@ def test_a_single_call():
 
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])
 def test_reasoning(opening):
-    """It is apart from the text and counted, also where the template opens it; and nothing of the opening is in the
-    answer."""
+    """It is apart from the text and counted, also if the template opens it; the answer has none of the opening."""
     client = Client(server(of=qwen(), template=f"{CHATML}{{{{ {opening!r} }}}}"))
     before = "" if opening else "<think>"
     thought = "" if "</" in opening else f"{before}\nLet me see, é.\n</think>\n\n"
@@ -351,8 +350,7 @@ WRITTEN = [  # template or type, prompt, answer: text, reasoning, calls
 
 @pytest.mark.parametrize("template, prompt, answer, text, reasoning, calls", WRITTEN)
 def test_the_response_templates(template, prompt, answer, text, reasoning, calls):
-    """Of types that Transformers knows, and others: in pieces of any length the parts are the same, and none is of the
-    prompt."""
+    """Of types that Transformers knows, and others: pieces of any length give the same parts, none of the prompt."""
     from transformers.cli.serving.utils import ReasoningText, get_response_template
 
     from kvevict.serve.template import Parser, joined

@@ -166,8 +166,7 @@ def test_no_token_within_a_chunk_before_its_time(monkeypatch):
 
 
 def test_one_depth_of_forwards(monkeypatch):
-    """Prompts are read side by side, each between two chunks of a longer one; within a chunk only tokens are decoded.
-    Answers are as alone."""
+    """Prompts are read between two chunks of a longer one, within a chunk tokens alone; answers are as alone."""
     client, depth, most, narrow = Client(server(policy="take:recall=false")), [], [], []
     client.server.scheduler.stall = 0.0
     bodies = [body(FILLER * 80), body("Once", max_tokens=30), body(FILLER * 3, max_tokens=20), body(TEXT)]

@@ -151,8 +151,7 @@ GARBAGE = [
 @pytest.mark.parametrize("path", RIGHT)
 def test_requests_that_make_no_sense(path):
     """An answer, or 4xx with one sentence; never 500."""
-    rng = random.Random(SEED)
-    client = Client(server(), None)
+    rng, client = random.Random(SEED), Client(server(), None)
     cases = [(field, value) for field in FIELDS[path] for value in GARBAGE]
     for field, value in rng.sample(cases, 120):
         response = client.ask("POST", path, content=json.dumps(RIGHT[path] | {field: value}))

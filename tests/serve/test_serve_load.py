@@ -148,8 +148,7 @@ def silent(monkeypatch, seconds=0.4) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_that_is_not_silent(path, monkeypatch):
-    """A stream has comments while its request waits and while its prompt is read; its events are the same. An error
-    is the last one."""
+    """A stream has comments while it waits and is read; its events are the same, and an error is the last."""
     client, words = Client(server(batch=1)), FILLER * 20
     asked = {
         "/v1/chat/completions": dict(messages=[dict(role="user", content=words)], max_tokens=2, n=2),

@@ -361,8 +361,7 @@ def test_a_text_that_is_not_to_be_replaced():
 
 def test_what_is_deleted_is_gone(tmp_path):
     """A text's prefixes leave memory and disk with it, whatever read and followed them; others stay."""
-    client = Client(server(tmp_path))
-    system = dict(role="system", content=FILLER * 6)
+    client, system = Client(server(tmp_path)), dict(role="system", content=FILLER * 6)
     client.store("other", TEXT.replace("118204", "555555"))
     client.chat(FILLER * 12, asks("Orshan"), asks("Naislet"), kvevict=dict(question=None))
 

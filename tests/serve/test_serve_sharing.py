@@ -29,8 +29,7 @@ def right(name, response) -> bool:
 
 def test_a_system_prompt_that_comes_again():
     """The first request reads it, those that follow only what is new; each question finds its own facts."""
-    client = Client(server(budget=64))
-    names = ("Naislet", "Orshan", "Velmora", "Orshan")
+    client, names = Client(server(budget=64)), ("Naislet", "Orshan", "Velmora", "Orshan")
     answers = [ask(client, name) for name in names]
     tokens = [each.json()["usage"]["prompt_tokens"] for each in answers]
     assert [cached(each) for each in answers] == [0, 512, 512, 512] and min(tokens) < 640
@@ -152,8 +151,7 @@ def test_a_plain_prompt_that_begins_as_another():
 
 
 def test_a_long_message_after_what_is_shared():
-    client = Client(server(budget=64))
-    system = dict(role="system", content=TEXT)
+    client, system = Client(server(budget=64)), dict(role="system", content=TEXT)
     for n, filler in enumerate((0, 15, 30)):
         messages = [system, dict(role="user", content=FILLER * filler + asks("Orshan"))]
         response = client.post("/v1/chat/completions", messages=messages, max_tokens=12)
