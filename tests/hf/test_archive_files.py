@@ -27,11 +27,7 @@ from kvevict.models.compat import CACHE
 from kvevict.policy.building import build, choose
 from kvevict.store import files, sealed
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def conversation(model, options):

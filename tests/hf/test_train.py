@@ -15,6 +15,7 @@ from tiny import FAMILIES
 from untrained import adapter
 
 import kvevict
+from kvevict import cli
 from kvevict.models import families
 from kvevict.train import checkpoint
 from kvevict.train.lookahead import passes, training, validation
@@ -311,8 +312,6 @@ def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    from kvevict import cli
-
     folder, _ = tiny.save(tmp_path / "model")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(dict(prompt=f"What is {i}?", response=f"It is {i}.")) + "\n" for i in range(4)))

@@ -13,6 +13,7 @@ import torch
 from policy_cases import VOCAB, model
 
 import kvevict
+from kvevict import cli
 from kvevict.models.loading import load_model
 from kvevict.store import sealed
 from kvevict.train import checkpoint
@@ -185,8 +186,6 @@ def test_a_checkpoint_that_is_another_pickle(tmp_path):
 @pytest.mark.parametrize("file", ["gates.safetensors", "config.json"])
 def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
     """The checkpoint is still there, and the same command continues from it; the command reports the error."""
-    from kvevict import cli
-
     folder, _ = tiny.save(tmp_path / "model")
     data, out = tmp_path / "text", tmp_path / "out"
     data.write_text("It rained all day. " * 20)
@@ -257,8 +256,6 @@ def test_the_bundled_model_has_gates():
 
 
 def test_command(tmp_path, capsys):
-    from kvevict import cli
-
     folder, _ = tiny.save(tmp_path / "model")
     data, out = tmp_path / "book.txt", str(tmp_path / "out")
     data.write_text(" ".join(f"It was the year {year}, and it rained." for year in range(1800, 1830)))

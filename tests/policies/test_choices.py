@@ -19,6 +19,7 @@ from tiny import snapshot
 from transformers import DynamicCache
 
 import kvevict
+from kvevict.cli import main
 from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.layers import layer_slots
@@ -200,13 +201,6 @@ def test_live_bytes_are_the_ragged_sum(task):
             assert report["padded_bytes"] > report["cache_bytes"]
         for layer in cache.layers:
             assert layer.k.shape[0] <= int(layer.len.sum()) + 64 * layer.len.numel()
-
-
-@pytest.fixture
-def task():
-    """A separate history."""
-    yield "test"
-    kvevict.history("test").__init__()
 
 
 def test_errors_give_shares(task):
@@ -581,8 +575,6 @@ def test_a_score_of_one_s_own():
 
 
 def test_the_command_lists_every_choice(capsys):
-    from kvevict.cli import main
-
     assert main(["policies"]) == 0
     shown = capsys.readouterr().out.splitlines()
     for registry, _ in PARTS.values():

@@ -15,6 +15,7 @@ import kvevict
 from kvevict.answering.answer import room_of, within_positions
 from kvevict.asking.prompts import ids_of
 from kvevict.engine.memory.carried import join
+from kvevict.lab.analysis.slots import Layers
 from kvevict.policy.building import build
 
 WHOLE = {
@@ -188,8 +189,6 @@ def test_repetitions_leave_latents_states_windows_and_shared_layers_alone(kind, 
 
 def test_the_plan_counts_a_whole_prompt_and_its_parts():
     """All of the prompt is held until the last part was repeated."""
-    from kvevict.lab.analysis.slots import Layers
-
     policy = build("kvzip", budget=BUDGET, chunk_size=CHUNK, schedule="prompt", part=25, instruction=(3, 4))
     taken = list(Layers(policy, 60, 4, 2).chunks())
     assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 27), (0, 27), (0, 12)]
@@ -198,8 +197,6 @@ def test_the_plan_counts_a_whole_prompt_and_its_parts():
 
 def test_the_plan_counts_one_ranking():
     """All layers hold the chunk until the last one was read."""
-    from kvevict.lab.analysis.slots import Layers
-
     taken = list(Layers(build("kvzip", budget=BUDGET, chunk_size=CHUNK), 60, 4, 2).chunks())
     assert [each.peak for each in taken[2:]] == [4 * (BUDGET + CHUNK)] * 3
     assert {sum(each.kept) for each in taken[1:]} == {4 * BUDGET}

@@ -87,13 +87,6 @@ MEASURED = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def task():
-    kvevict.history("output errors").__init__()
-    yield "output errors"
-    kvevict.history("output errors").__init__()
-
-
 @pytest.mark.parametrize("name", MEASURED)
 @pytest.mark.parametrize("chunk", [80, CHUNK])
 @pytest.mark.drawn(8)

@@ -18,7 +18,7 @@ import templates
 import tiny
 import torch
 from policy_cases import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvevict
 import kvevict.cautions
@@ -654,8 +654,6 @@ def test_what_is_not_a_question(question, error, message):
     ((0, 4), dict(append=False), "rows='probe'"), ((0, 4), dict(rows="window", window=8), "rows='probe'"),
 ])  # fmt: skip
 def test_refused_before_the_cache_changes(net, question, options, message):
-    from transformers import DynamicCache
-
     ids, cache = row(TEXT).expand(2, -1), DynamicCache()
     chosen = dict(budget=60, chunk_size=128) | (dict(probe=8) if "rows" not in options else {}) | options
     with kvevict.evicting(net, "take+edie", **chosen), kvevict.observing(question, tiny.byte_tokenizer()):

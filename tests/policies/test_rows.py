@@ -142,13 +142,6 @@ def test_turns(score, rows):
         compare(model(), "snapkv", [[30, 1, 1, 25, 1]], **given(score, rows, budget=0.4, chunk_size=CHUNK))
 
 
-@pytest.fixture
-def task():
-    kvevict.history("rows").__init__()
-    yield "rows"
-    kvevict.history("rows").__init__()
-
-
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if rows != "repeat"])  # these are not the chunk's last tokens
 @pytest.mark.parametrize("score, cd, family", [
     ("snapkv", "attention", "llama"), ("edie, caote", "attention", "llama"), ("snapkv, caote", "attention", "llama"),

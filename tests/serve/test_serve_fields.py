@@ -12,6 +12,8 @@ from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, T
 pytest.importorskip("openai")
 from openai.types.chat import ChatCompletion
 
+from kvevict.serve.messages import of_chat
+
 PATHS = CHAT, COMPLETIONS
 WHO = f"The code of Naislet is 364735. {asks('Naislet')}"
 OPENING = (
@@ -381,8 +383,6 @@ def test_nulls(path):
 
 
 def test_messages():
-    from kvevict.serve.messages import of_chat
-
     call = dict(id="1", type="function", function=dict(name="f", arguments='{"x": null}'))
     given = [
         dict(role="developer", content="Be kind."), dict(role="user", content=[dict(type="text", text="Well?")]),

@@ -15,7 +15,9 @@ import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
 import kvevict
-from kvevict.serve import prefixes
+from kvevict.serve import prefixes, prompt
+from kvevict.serve.start import server_of
+from kvevict.store import files
 
 OPENS = dict(kvevict=dict(text="text"))
 
@@ -25,9 +27,8 @@ def stored(folder) -> list:
 
 
 def warnings(caplog) -> list:
-    return [
-        each.getMessage() for each in caplog.records if each.name == "kvevict.serve" and each.levelno >= logging.WARNING
-    ]
+    found = (each for each in caplog.records if each.name == "kvevict.serve" and each.levelno >= logging.WARNING)
+    return [each.getMessage() for each in found]
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +187,6 @@ def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
 
 def key_of(client) -> list:
     """The keys that the text `text` was stored under."""
-    from kvevict.serve import prompt
-
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
     chosen, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
@@ -195,8 +194,6 @@ def key_of(client) -> list:
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
-    from kvevict.store import files
-
     def full(path):
         raise OSError(28, os.strerror(28), str(path))
 
@@ -349,11 +346,8 @@ def test_a_text_that_is_not_to_be_replaced():
     assert client.server.texts.get("everyone", "a").text == FILLER
     assert client.post(path, name="a", text=TEXT, replace="no").status_code == 400
 
-    async def both():
-        asked = [("POST", path, dict(name="b", text=text, replace=False)) for text in (TEXT, FILLER)]
-        return await asyncio.gather(*(client.asked(*each) for each in asked))
-
-    long, short = [each.status_code for each in asyncio.run(both())]
+    both = client.together([dict(name="b", text=text, replace=False) for text in (TEXT, FILLER)], path)
+    long, short = (each.status_code for each in both)
     assert sorted((long, short)) == [200, 409]
     assert client.server.texts.get("everyone", "b").text == (TEXT if long == 200 else FILLER)
     assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a").text == TEXT
@@ -411,12 +405,9 @@ def test_a_text_of_two_names_and_one_of_another_text(tmp_path, alone):
 
 def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
     """Its caches go, also those of the request that runs and of one that waits."""
-    client, texts = Client(server(tmp_path)), None
+    client = Client(server(tmp_path))
     client.store()
-    texts, asked = (
-        client.server.texts,
-        dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS),
-    )
+    asked = dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS)
     begun, go, prefix = threading.Event(), threading.Event(), client.server.manager.reader._known
 
     def held(*args):
@@ -432,7 +423,7 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
         while not client.server.scheduler.waiting:
             await asyncio.sleep(0)
         deleted = asyncio.ensure_future(client.asked("DELETE", "/v1/kvevict/texts/text"))
-        while texts.of("everyone"):
+        while client.server.texts.of("everyone"):
             await asyncio.sleep(0)
         go.set()
         return await asyncio.gather(*running, deleted)
@@ -443,8 +434,6 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
 
 
 def test_nobody_else_reads_what_is_stored(tmp_path):
-    from kvevict.serve.start import server_of
-
     before = os.umask(0)
     try:
         client = Client(server_of(store=str(tmp_path / "store"), budget=256))

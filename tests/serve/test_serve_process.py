@@ -17,6 +17,7 @@ from serving import FACTS, FILLER, TEXT, asks
 
 from kvevict.cli import main
 from kvevict.serve import start
+from kvevict.serve.start import page
 
 OPENS = dict(extra_body=dict(kvevict=dict(text="text")))
 
@@ -100,8 +101,6 @@ def test_mistakes_in_the_arguments(argv, said, capsys):
     ("::1", "http://[::1]:80/"),
 ])  # fmt: skip
 def test_the_address_of_the_page(host, want):
-    from kvevict.serve.start import page
-
     assert page(host, 80) == want
 
 

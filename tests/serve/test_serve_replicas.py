@@ -13,7 +13,10 @@ import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
+from kvevict.serve import prefixes
+from kvevict.serve.errors import Refused
 from kvevict.serve.texts import Texts
+from kvevict.store import files
 
 OPTIONS = ("--budget", "256")
 BLOCKS = """
@@ -128,8 +131,6 @@ def test_slots_in_memory_go_where_another_server_deletes_their_text(tmp_path):
 
 
 def test_a_text_that_is_deleted_while_its_slots_are_written(tmp_path, monkeypatch):
-    from kvevict.serve import prefixes
-
     one, two = Client(server(tmp_path)), Client(server(tmp_path))
     one.store()
     two.chat(asks("Orshan"), kvevict=dict(text="text"))
@@ -164,8 +165,6 @@ def test_prefixes_whose_text_was_deleted_by_a_server_that_was_killed(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     """Without `replace` one of them is refused; both servers have the other."""
-    from kvevict.serve.errors import Refused
-    from kvevict.store import files
 
     def none(*args):
         raise PermissionError(1, "no links")
@@ -217,8 +216,6 @@ def test_texts_are_looked_for_where_their_folder_has_changed(tmp_path, monkeypat
 
 
 def test_texts_of_others_count(tmp_path):
-    from kvevict.serve.errors import Refused
-
     one, two = Texts(100, tmp_path), Texts(100, tmp_path)
     one.put("me", "a", "a" * 60)
     assert two.bytes == 60 and two.of("me") == [("a", 60)] and two.of("you") == []
@@ -234,8 +231,6 @@ def test_texts_of_others_count(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, links):
     """While it is read. That is not damage; without hard links it is read again."""
-    from kvevict.serve import prefixes
-
     one, two = Client(server(tmp_path)), Client(server(tmp_path))
     one.store()
     load = prefixes.load_cache

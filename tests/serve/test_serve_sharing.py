@@ -48,10 +48,7 @@ def test_one_beginning_for_questions_at_once(after):
     bodies = [dict(messages=[dict(role="user", content=asks(name))], max_tokens=12, **OPENS) for name in FACTS]
     alone = [said(client.post("/v1/chat/completions", **body)) for body in bodies]
 
-    async def all_of():
-        return await asyncio.gather(*(client.asked("POST", "/v1/chat/completions", each) for each in bodies * 2))
-
-    assert [said(each) for each in asyncio.run(all_of())] == alone * 2
+    assert [said(each) for each in client.together(bodies * 2)] == alone * 2
 
 
 def test_with_slots_for_all_tokens_a_beginning_changes_nothing():
@@ -284,10 +281,7 @@ def test_shared_texts_in_8_bits(tmp_path):
     alone = [one, two]
     assert all(str(FACTS["Orshan"]) in each for each in alone)
 
-    async def all_of():
-        return await asyncio.gather(*(client.asked("POST", "/v1/chat/completions", each) for each in asked * 2))
-
-    assert [said(each) for each in asyncio.run(all_of())] == alone * 2
+    assert [said(each) for each in client.together(asked * 2)] == alone * 2
     cache = next(iter(client.server.prefixes._live.values()))[0]
     assert {layer.kinds for layer in cache.layers} == {KINDS["int8"]}
     again = Client(server(tmp_path, kv="int8"))
