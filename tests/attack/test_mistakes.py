@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny
@@ -180,10 +181,7 @@ def test_a_disk_that_fails(cache, tmp_path, monkeypatch, failing):
     for path in saved.values():
         path.write_text("before")
 
-    def fails(*args, **kwargs):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, failing, fails)
+    monkeypatch.setattr(os, failing, mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     writers = dict(
         cache=lambda path: kvevict.save_cache(cache, path), history=kvevict.history("mistakes").save,
         page=lambda path: write(path, "after"),
@@ -389,12 +387,8 @@ def test_arguments_of_generate(words, said, folder, capsys):
 
 
 def test_none_and_true_as_python_takes_them(folder, capsys):
-    for policy in (
-        "take:warmup_layers=none",
-        "take:warmup_layers=None",
-        "chunkkv:per_head=True,window=4",
-        "tova:per_head=true",
-    ):
+    policies = "take:warmup_layers=none take:warmup_layers=None chunkkv:per_head=True,window=4 tova:per_head=true"
+    for policy in policies.split():
         assert main(list(map(str, generate(folder, "--policy", policy)))) == 0
         capsys.readouterr()
 

@@ -118,13 +118,10 @@ def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
     assert given["later"] == question + lines[0]["response"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "option", "value"),
-    [
-        ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
-        ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("policy, budget, option, value", [
+    ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
+    ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
+])  # fmt: skip
 def test_small_budgets_have_small_windows(net, tmp_path, policy, budget, option, value):
     line = results(net, tmp_path / "r", policies=(policy,), budgets=(budget,), cases=1, modes=("known",))[1]
     assert line["options"][option] == value
@@ -337,30 +334,26 @@ def test_rendered():
     at = next(n for n, row in enumerate(by_depth) if row.startswith("policy"))
     assert by_depth[at].split() == ["policy", "budget", "chunk", "0.5"]
     assert by_depth[at + 2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%"]
-    assert (
-        "take+edie:recall=true" in text[-2] and "read-twice" in text[-1] and "read-twice" not in table.render(lines[:3])
-    )  # no question came later
+    assert "take+edie:recall=true" in text[-2] and "read-twice" in text[-1]
+    assert "read-twice" not in table.render(lines[:3])  # no question came later
     assert table.render([]) == "no results yet"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--policies take", "--tasks is missing"),
-        ("--tasks toy", "--policies is missing"),
-        ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
-        ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
-        ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),
-        ("--tasks toy --policies tak", "unknown policy 'tak'"),
-        ("--tasks toy --policies take:prob=3", "unknown option 'prob'"),
-        ("--tasks toy --policies take:budget=3", "by --budgets and --chunk-size"),
-        ("--tasks toy --policies take --budgets many", "--budget many"),
-        ("--tasks toy --policies take --budgets 1", "budget=1 is too small"),
-        ("--tasks toy --policies take --cases 0", "--cases must be at least 1"),
-        ("--tasks toy --policies take --chunk-size -1", "--chunk-size must be at least 0"),
-        ("--table-only", "does not exist"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--policies take", "--tasks is missing"),
+    ("--tasks toy", "--policies is missing"),
+    ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
+    ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
+    ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),
+    ("--tasks toy --policies tak", "unknown policy 'tak'"),
+    ("--tasks toy --policies take:prob=3", "unknown option 'prob'"),
+    ("--tasks toy --policies take:budget=3", "by --budgets and --chunk-size"),
+    ("--tasks toy --policies take --budgets many", "--budget many"),
+    ("--tasks toy --policies take --budgets 1", "budget=1 is too small"),
+    ("--tasks toy --policies take --cases 0", "--cases must be at least 1"),
+    ("--tasks toy --policies take --chunk-size -1", "--chunk-size must be at least 0"),
+    ("--table-only", "does not exist"),
+])  # fmt: skip
 def test_mistakes_are_named(tmp_path, capsys, words, message):
     assert main(["eval", "--model", "nowhere", "--out", str(tmp_path / "r"), *words.split()]) == 2
     assert message in capsys.readouterr().err

@@ -109,9 +109,8 @@ def test_needles(name, settings):
         assert set(per_key.values()) == {values} and len(per_key) == (keys or len(found))
         assert keys or len(found) > 5
         assert len({v for _, v in found}) == len(found)
-        asked = re.findall(
-            r"-?\b[\w-]+\b", case.question.split(" for ")[1].split(" mentioned")[0].replace(" and ", " ")
-        )
+        named = case.question.split(" for ")[1].split(" mentioned")[0].replace(" and ", " ")
+        asked = re.findall(r"-?\b[\w-]+\b", named)
         assert len(set(asked)) == queries and set(asked) <= set(per_key)
         assert Counter(case.answers) == Counter(v for k, v in found if k in asked)
         assert all(case.context.count(answer) == 1 for answer in case.answers)
@@ -123,10 +122,9 @@ def test_needles(name, settings):
 def test_depths(name):
     """Needles lie everywhere. 150 uniform depths miss an end by 0.15 once in 10^10 runs."""
     settings = TaskSettings(by_words(), length=512, cases=150, seed=random.randrange(10**9))
-    at = [case.context.index(case.answers[0]) / len(case.context) for case in cases(name, settings)]
-    start = (
-        len("A special magic number is hidden within the following text.") * 2.5 / len(cases(name, settings)[0].context)
-    )
+    made, opening = cases(name, settings), "A special magic number is hidden within the following text."
+    at = [case.context.index(case.answers[0]) / len(case.context) for case in made]
+    start = len(opening) * 2.5 / len(made[0].context)
     assert min(at) < start + 0.15 and max(at) > 0.85
     assert abs(sum(at) / len(at) - (1 + start) / 2) < 0.15
 

@@ -74,12 +74,9 @@ def test_strategies(strategy):
 def test_beams_after_eviction(policy):
     """The score of every beam is that of its tokens read one by one after the prompt. (No token comes twice: equal
     keys have equal norms but for rounding, and knorm's choice would depend on the batch size.)"""
-    model, inputs = (
-        shared(),
-        dict(input_ids=torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3),
-    )
+    model, ids = shared(), torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3
     with kvevict.evicting(model, policy, **PRESETS[policy]), torch.no_grad():
-        tiny.three_beams(model, inputs)
+        tiny.three_beams(model, dict(input_ids=ids))
 
 
 def text(length, seed=1):

@@ -234,13 +234,10 @@ def test_on_other_devices_tokens_are_decoded_as_before():
     assert "on a CPU" in text
 
 
-@pytest.mark.parametrize("family, name, options, reason", [
-    ("gemma3", "snapkv", {}, "a window"),
-    ("gemma3", "h2o", {}, "a window"),
-])  # fmt: skip
-def test_what_cannot_be_recorded_is_told_once(family, name, options, reason):
-    (text,) = told(name, family, **options)
-    assert reason in text
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+def test_what_cannot_be_recorded_is_told_once(name):
+    (text,) = told(name, "gemma3")
+    assert "a window" in text
 
 
 def test_slots_that_move_with_every_token(replayed):

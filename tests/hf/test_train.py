@@ -80,13 +80,9 @@ def test_the_target_of_a_repetition(family, length):
     want = {i: layer.carry[0, :, :length] for i, layer in enumerate(layers) if hasattr(layer, "carry")}
     assert sorted(found.target) == list(want)
     for index, numbers in want.items():
-        # a chunk and a prompt's part are summed in another order: 1e-5 of numbers of up to 1
-        torch.testing.assert_close(
-            found.target[index][0],
-            (numbers / numbers.sum(1, keepdim=True)).repeat_interleave(2, 0),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+        share = (numbers / numbers.sum(1, keepdim=True)).repeat_interleave(2, 0)
+        # A chunk and a prompt's part are summed in another order: 1e-5 of numbers of up to 1.
+        torch.testing.assert_close(found.target[index][0], share, rtol=1e-4, atol=1e-5)
     other = passes.truth(made.get_decoder(), ids, ids[:1])
     for index in found.keys:
         torch.testing.assert_close(found.keys[index], other.keys[index], rtol=0, atol=1e-5)
@@ -128,9 +124,8 @@ def test_learns_the_repetition(tmp_path):
     assert log(tmp_path)[-1]["valid"]["recall"] <= 1
     assert kvevict.lookahead.config_of(tmp_path)["target"] == "repeat"
     with pytest.raises(ValueError, match="a training with target='repeat', this one has 'response'"):
-        kvevict.lookahead.train(
-            model, prompts, tmp_path, held_out=2, **options | dict(target="response", max_response=8)
-        )
+        other = options | dict(target="response", max_response=8)
+        kvevict.lookahead.train(model, prompts, tmp_path, held_out=2, **other)
     chunks = dict(adapter=tmp_path, probe=0, chunk_size=20, budget=16, heads="ada", kernel=1)
     with kvevict.evicting(model, "lookahead", **chunks), torch.no_grad():
         model(**tiny.prompt(1, 70))

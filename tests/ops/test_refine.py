@@ -37,9 +37,7 @@ def test_attention_equals_removal(seed):
     """With a row's attention as the score: the change of its output when the slot alone is removed (theorem A.2). In
     double, brute force subtracts two outputs: 1e-14 of their size and 1 / (1 - a)^2."""
     p = problem(seed, B=1, G=1, Hkv=1, T=1, S=0, D=40, lens=[[3 + 40 * seed]], first=0)
-    a = (
-        torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()
-    )  # the oracle and the op read the same numbers
+    a = torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()  # oracle and op read the same numbers
     p = prepared({**p, "stop": i32([0])}, score=a.view(1, 1, -1))
     v = ref.alive(held_of(p), "v", 0, 0, p["v"][0, 0])
     hn = a.double() / a.double().sum()

@@ -103,9 +103,8 @@ def test_lengths(lens, R, S, causal, reduce):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lse_of_attend_is_lse_computed(dtype, sinks, softcap):
     """Rows of a chunk: attend's log-sum-exp equals the one that score would compute, sinks included."""
-    p = prepared(
-        problem(3, T=33, first=[0, 7], dtype=dtype, sinks=sinks, softcap=softcap, lens=[[9, 70], [0, 1]]), True, "sum"
-    )
+    p = problem(3, T=33, first=[0, 7], dtype=dtype, sinks=sinks, softcap=softcap, lens=[[9, 70], [0, 1]])
+    p = prepared(p, True, "sum")
     p.update(stop=i32([33, 33]), row_first=i32([0, 7]))
     p["columns"] = 103
     computed = check(p)

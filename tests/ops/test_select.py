@@ -50,13 +50,8 @@ def test_all_equal_keeps_the_first(value):
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_protected_scores_are_not_read(poison):
     p = drawn(5, C=65, ties=False, protect=False)
-    p.update(
-        n=i32([[65, 60, 9]] * 2),
-        keep=i32([[20, 12, 9]] * 2),
-        columns=20,
-        protect_first=i32([4, 0]),
-        protect_last=i32([5, 8]),
-    )
+    p.update(n=i32([[65, 60, 9]] * 2), keep=i32([[20, 12, 9]] * 2), columns=20)
+    p.update(protect_first=i32([4, 0]), protect_last=i32([5, 8]))
     want = check(p)
     for b in range(2):
         for h in range(3):

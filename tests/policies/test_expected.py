@@ -126,11 +126,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def test_measuring_refuses_what_it_cannot_read(tmp_path):
     made, ids = model(), torch.arange(3, 40)
     for given, text in (
-        (dict(ids=ids, length=4), "length must be at least 5"),
-        (dict(ids=ids[:4]), "at least 5 tokens"),
-        (dict(ids=ids + 400), "ids must be below"),
-        (dict(ids=ids.float()), "token ids"),
-    ):
+        (dict(ids=ids, length=4), "length must be at least 5"), (dict(ids=ids[:4]), "at least 5 tokens"),
+        (dict(ids=ids + 400), "ids must be below"), (dict(ids=ids.float()), "token ids"),
+    ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=text):
             kvevict.measure_queries(made, path=tmp_path / "stats", **given)
     with kvevict.evicting(made, "expected", budget=16), pytest.raises(ValueError, match="unpatch"):

@@ -72,10 +72,8 @@ def centre_of(query, keys, scale):
 def stored(layer):
     """(positions, keys, values) of every head, as numbers."""
     slots = layer.storage.gathered()
-    return [
-        (slots.pos[rows].tolist(), *(slots.numbers(name, b, h, rows) for name in "kv"))
-        for b, h, rows in slots.segments()
-    ]
+    for b, h, rows in slots.segments():
+        yield slots.pos[rows].tolist(), *(slots.numbers(name, b, h, rows) for name in "kv")
 
 
 @pytest.mark.quick
@@ -86,10 +84,9 @@ def test_numbers_of_packed_rows(kind, dim):
     x[7] = 0
     rows = ref.packed(x, kind)
     assert rows.shape[1] == kv.row_bytes(kind, dim, 2)
-    torch.testing.assert_close(
-        kv.numbers(rows, kind, dim).double(), ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5
-    )
-    error = (kv.numbers(rows, kind, dim).double() - x).norm(dim=1)
+    numbers = kv.numbers(rows, kind, dim).double()
+    torch.testing.assert_close(numbers, ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5)
+    error = (numbers - x).norm(dim=1)
     assert (error <= 0.51 * kv.ROW_KINDS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
 
 
@@ -275,11 +272,8 @@ def test_layers_with_large_keys_keep_wider_ones():
     for index, layer in enumerate(cache.layers):
         assert (layer.kinds[0] == kv.INT4) == (index not in report["wider_keys"])
     assert cache.layers[0].k.dtype == torch.float32  # 8 bits are too few, too
-    size = sum(
-        int(layer.counts.sum()) * (kv.row_bytes(layer.kinds[0], 32, 4) + kv.row_bytes(kv.INT4, 32, 4))
-        for layer in cache.layers
-    )
-    assert report["cache_bytes"] == size
+    sizes = [kv.row_bytes(layer.kinds[0], 32, 4) + kv.row_bytes(kv.INT4, 32, 4) for layer in cache.layers]
+    assert report["cache_bytes"] == sum(int(layer.counts.sum()) * n for layer, n in zip(cache.layers, sizes))
 
 
 def test_a_large_bias_of_keys_is_the_centre_s():
@@ -310,9 +304,8 @@ def test_every_score(model, name, kind):
     for each in ("model", kind):
         with kvevict.evicting(model, name, kv=each, **options):
             out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-        found[each] = [
-            head.tolist() for layer in out.past_key_values.layers for row in layer.positions() for head in row
-        ]
+        rows = [row for layer in out.past_key_values.layers for row in layer.positions()]
+        found[each] = [head.tolist() for row in rows for head in row]
     same = [len(set(a) & set(b)) / max(len(a), 1) for a, b in zip(*found.values(), strict=True)]
     assert np.mean(same) > 0.85
 
@@ -502,11 +495,8 @@ def test_files_that_are_refused(model, tmp_path, change, said):
     texts, tensors = sealed.texts(path), sealed.tensors(path, True)
     facts = json.loads(texts["layers"])
     change(facts[2])
-    sealed.write(
-        path,
-        tensors,
-        {k: v for k, v in texts.items() if k in ("format", "cache", "name")} | dict(layers=json.dumps(facts)),
-    )
+    texts = {k: v for k, v in texts.items() if k in ("format", "cache", "name")} | dict(layers=json.dumps(facts))
+    sealed.write(path, tensors, texts)
     with pytest.raises(ValueError, match=said):
         kvevict.load_cache(path, model)
 

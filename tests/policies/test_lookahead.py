@@ -235,11 +235,8 @@ def test_reads_the_task_after_every_chunk():
     """[chunk | probe | lookahead]: other slots are lost then; the last chunk ends with the probe."""
     model, inputs = shared("llama"), prompt(1, 90)
     made, seen = adapter(model), []
-    hook = (
-        model.get_decoder()
-        .layers[0]
-        .register_forward_pre_hook(lambda module, args, kwargs: seen.append(args[0].shape[1]), with_kwargs=True)
-    )
+    note = lambda module, args, kwargs: seen.append(args[0].shape[1])  # noqa: E731
+    hook = model.get_decoder().layers[0].register_forward_pre_hook(note, with_kwargs=True)
     kept = {p: positions(read(model, inputs, adapter=made, budget=8, chunk_size=30, probe=p)[1]) for p in (0, 5)}
     hook.remove()
     assert seen == [36, 36, 36, 41, 41, 36]
