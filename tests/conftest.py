@@ -134,6 +134,14 @@ def shared_models_are_left_as_they_were():
         assert not sys.modules["tiny"].foreign_hooks(), "use a model of the test's own"
 
 
+@pytest.fixture(scope="module")
+def net():
+    """A model of bytes: the words are those of `tiny.byte_tokenizer`."""
+    import tiny
+
+    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
+
+
 @pytest.fixture
 def no_grad():
     with torch.no_grad():

@@ -23,11 +23,6 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def net():
-    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
-
-
 @pytest.fixture(params=["plain", "chat"])
 def tokenizer(request):
     return tiny.byte_tokenizer() if request.param == "plain" else tiny.chat_tokenizer()

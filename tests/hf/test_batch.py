@@ -33,9 +33,8 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def read(net, pools, length, seed):
-    return net(
-        ids(1, length, seed), past_key_values=None if pools is None else pools.cache(), logits_to_keep=1
-    ).past_key_values
+    given = {} if pools is None else dict(past_key_values=pools.cache())
+    return net(ids(1, length, seed), **given, logits_to_keep=1).past_key_values
 
 
 def alone(net, cache, token):

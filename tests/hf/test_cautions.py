@@ -25,11 +25,6 @@ def fresh(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def net():
-    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
-
-
-@pytest.fixture(scope="module")
 def short():
     return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None, max_position_embeddings=ROOM)
 

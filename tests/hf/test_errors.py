@@ -353,15 +353,12 @@ def test_paged_cache():
 def test_cache_of_another_model(model):
     """Of another depth, or filled by a patched model of another shape."""
     ids, other = prompt(1, 20)["input_ids"], tiny.model(num_hidden_layers=6)
-    long = DynamicCache(config=other.config)
-    other(ids, past_key_values=long)
-    with pytest.raises(ValueError, match="layers"):
-        model(ids, past_key_values=long)
-    kvevict.patch(other, "snapkv", budget=64)
-    long = DynamicCache(config=other.config)
-    other(ids, past_key_values=long)
-    with pytest.raises(ValueError, match="layers"):
-        model(ids, past_key_values=long)
+    for _ in range(2):
+        long = DynamicCache(config=other.config)
+        other(ids, past_key_values=long)
+        with pytest.raises(ValueError, match="layers"):
+            model(ids, past_key_values=long)
+        kvevict.patch(other, "snapkv", budget=64)
     wide = tiny.model(head_dim=64)
     kvevict.patch(wide, "snapkv", budget=64)
     cache = DynamicCache(config=wide.config)

@@ -19,17 +19,9 @@ from kvevict.models.compat import cache_of
 ALL = dict(budget=4096, chunk_size=16)  # keeps everything
 PADS = (0, 5, 17)
 MIXED = ["llama", "gemma3"]  # full attention only, and with sliding layers
-PRESETS = {
-    "streaming": dict(budget=10, chunk_size=16),
-    "h2o": dict(budget=10, chunk_size=16),
-    "tova": dict(budget=10, chunk_size=16),
-    "snapkv": dict(budget=10, window=4, chunk_size=16),
-    "random": dict(budget=10, chunk_size=16),
-    "knorm": dict(budget=10, chunk_size=16),
-    "keydiff": dict(budget=10, chunk_size=16),
-    "take": dict(budget=10, probe=6, chunk_size=16),
-    "take:append=false": dict(budget=10, probe=6, chunk_size=16),
-}
+PRESETS = {name: dict(budget=10, chunk_size=16) for name in ("streaming", "h2o", "tova", "random", "knorm", "keydiff")}
+PRESETS["snapkv"] = dict(budget=10, window=4, chunk_size=16)
+PRESETS |= {name: dict(budget=10, probe=6, chunk_size=16) for name in ("take", "take:append=false")}
 TAKE = dict(budget=16, probe=6, chunk_size=16)
 
 

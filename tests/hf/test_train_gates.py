@@ -215,14 +215,10 @@ def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("given, text", [
     (dict(texts=[]), "texts hold no piece of more than 5 tokens"),
     (dict(texts=[torch.arange(1), torch.arange(0)]), "texts hold no piece"),
-    (dict(texts=["", "a"], tokenizer=True), "texts hold no piece"),
-    (dict(texts=["a text"]), "give a tokenizer"),
-    (dict(texts="a text" * 999), "give \\[text\\] for one text"),
-    (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
-    (dict(texts=[torch.zeros(20)]), "1-D token ids"),
-    (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
-    (dict(label="snapkv"), "unknown label 'snapkv'"),
-    (dict(length=5), "length must be at least 6"),
+    (dict(texts=["", "a"], tokenizer=True), "texts hold no piece"), (dict(texts=["a text"]), "give a tokenizer"),
+    (dict(texts="a text" * 999), "give \\[text\\] for one text"), (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
+    (dict(texts=[torch.zeros(20)]), "1-D token ids"), (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
+    (dict(label="snapkv"), "unknown label 'snapkv'"), (dict(length=5), "length must be at least 6"),
     (dict(ridge=-1), "ridge must be"),
     (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
 ])  # fmt: skip

@@ -58,11 +58,7 @@ def judge(name, kind) -> known.Type:
     wrong = differs(model, inputs, want, tokens)
     if wrong:
         return known.Type(name, decoder, known.REFUSED, wrong)
-    notes = [
-        drafts(model, inputs, want),
-        layers_that_turn(model, found, inputs, want),
-        residual(model, found, inputs, want),
-    ]
+    notes = [drafts(model, inputs, want), *(of(model, found, inputs, want) for of in (layers_that_turn, residual))]
     wrong = next((note for note in notes if note.startswith("wrong")), None)
     if wrong:
         return known.Type(name, decoder, known.REFUSED, wrong)

@@ -18,29 +18,15 @@ DEFAULTS = dict(refine="none", measure=False, cd="off")
 _POOLED = dict(kernel=7, pool="max")
 _ATTENTION = _POOLED | dict(reduce="sum", group="mean")
 _EDIE = _POOLED | dict(weight="middle", alpha=0.1)
-SCORES = {
-    "streaming": dict(sink=4),
-    "knorm": {},
-    "keydiff": dict(unit=False),
-    "h2o": dict(recent=None),
-    "vatp": dict(recent=None, sink=20),
-    "tova": dict(per_head=False),
-    "snapkv": _ATTENTION,
-    "fastkv": _ATTENTION | dict(group="sum"),
-    "paasvn": _ATTENTION,
-    "take": _ATTENTION | dict(reduce="mean", pool="avg"),
-    "oracle": _ATTENTION | dict(reduce="mean"),
-    "laq": _ATTENTION,
-    "speckv": _ATTENTION | dict(reduce="max", group="max"),
-    "cake": _POOLED | dict(kernel=5, pool="avg"),
-    "kvzip": dict(sink=4, carry="keep"),
-    "kvzip+": dict(sink=4, carry="keep"),
-    "expected": dict(eps=0.01, sink=4),
-    "gate": dict(gates=None, sink=4, recent=64, carry="keep"),
-    "edie": _EDIE,
-    "edie-exact": _EDIE,
-} | oracle_values.SCORES
-SCORES |= oracle_answers.SCORES
+SCORES = dict(
+    streaming=dict(sink=4), knorm={}, keydiff=dict(unit=False), h2o=dict(recent=None), vatp=dict(recent=None, sink=20),
+    tova=dict(per_head=False), snapkv=_ATTENTION, fastkv=_ATTENTION | dict(group="sum"), paasvn=_ATTENTION,
+    take=_ATTENTION | dict(reduce="mean", pool="avg"), oracle=_ATTENTION | dict(reduce="mean"), laq=_ATTENTION,
+    speckv=_ATTENTION | dict(reduce="max", group="max"), cake=_POOLED | dict(kernel=5, pool="avg"),
+    expected=dict(eps=0.01, sink=4), gate=dict(gates=None, sink=4, recent=64, carry="keep"), edie=_EDIE,
+    **{"edie-exact": _EDIE, "kvzip+": dict(sink=4, carry="keep")}, kvzip=dict(sink=4, carry="keep"),
+    **oracle_values.SCORES, **oracle_answers.SCORES,
+)  # fmt: skip
 ROWS = dict(  # each method's default
     streaming="none", knorm="none", keydiff="none", h2o="all", vatp="all", tova="last", take="probe", oracle="given",
     laq="drafted", speckv="drafted", kvzip="repeat", expected="none", gate="none", **{"kvzip+": "repeat"},
@@ -136,19 +122,11 @@ def scores(row, seen, ends):
     o = row.o
     if o["score"] == "streaming":
         return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
-    one = (
-        getattr(oracle_values, dict(lagkv="lag").get(o["score"], o["score"]))
-        if o["score"] in ("lagkv", "defensive")
-        else _of_keys
-        if o["score"] in ("knorm", "keydiff")
-        else oracle_expected.scores
-        if o["score"] == "expected"
-        else getattr(oracle_answers, o["score"])
-        if o["score"] in oracle_answers.SCORES
-        else _carried
-        if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor", "gate")
-        else _of_rows
-    )
+    one = dict(
+        lagkv=oracle_values.lag, defensive=oracle_values.defensive, knorm=_of_keys, keydiff=_of_keys,
+        expected=oracle_expected.scores, tri=oracle_answers.tri, rkv=oracle_answers.rkv,
+        **dict.fromkeys(("h2o", "vatp", "kvzip", "kvzip+", "compactor", "gate"), _carried),
+    ).get(o["score"], _of_rows)  # fmt: skip
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]
     if o["score"] == "tova" and not o["per_head"]:
         each = [[sum(x) / len(x) for x in zip(*each)]] * len(each)

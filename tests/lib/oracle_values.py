@@ -7,11 +7,7 @@ import oracle
 import torch
 from oracle_rows import observers
 
-SCORES = {
-    "lagkv": dict(lag=128, sink=4),
-    "compactor": dict(blend=0.35, sink=8, recent=4),
-    "defensive": dict(kernel=5),
-}
+SCORES = dict(lagkv=dict(lag=128, sink=4), compactor=dict(blend=0.35, sink=8, recent=4), defensive=dict(kernel=5))
 ROWS = dict(lagkv="none", compactor="all")
 CARRIED = ("lagkv", "compactor")
 SKETCH, BLOCK = 48, 256  # columns of Compactor's sketch of keys (seed 0), and tokens of a block

@@ -1,9 +1,9 @@
 import pytest
 import ref
 import torch
-from helpers import ERRORS, FP32, call, held_of, opcheck, same_bits, same_for_threads
+from helpers import FP32, call, held_of, opcheck, same_bits, same_for_threads
 from op_cases.error import GROUP, KINDS, check, prepared
-from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
+from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem, refuses
 
 from kvevict.ops import _ops as ops
 
@@ -128,9 +128,7 @@ WRONG = {  # beside what test_table.py gives every argument
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"), "l1", False)
-    check(p)
-    with pytest.raises(ERRORS):
-        call(ops.error, {**p, **WRONG[wrong](p)})
+    refuses(ops.error, check, p, WRONG[wrong])
 
 
 @pytest.mark.parametrize("given", [True, False])

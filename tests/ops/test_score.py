@@ -3,9 +3,9 @@ import itertools
 import pytest
 import ref
 import torch
-from helpers import ERRORS, FP32, call, close, opcheck, same_bits, same_for_threads
+from helpers import FP32, call, close, opcheck, same_bits, same_for_threads
 from op_cases.score import GROUP, REDUCE, TERM, check, prepared
-from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
+from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem, refuses
 
 from kvevict.ops import _ops as ops
 
@@ -212,9 +212,7 @@ WRONG = {  # beside what test_table.py gives every argument
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"), False, "sum")
-    check(p)
-    with pytest.raises(ERRORS):
-        call(ops.score, {**p, **WRONG[wrong](p)})
+    refuses(ops.score, check, p, WRONG[wrong])
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -32,13 +32,7 @@ def given(op):
     p |= dict(matrix=torch.rand(B, H, 64, 64), linear=torch.rand(B, H, 64))
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
     p |= {f"{name}_{part}": p[f"held_{part}"] for name in ("src", "prefix") for part in _native.PARTS}
-    p |= dict(
-        dst_k_kind=0,
-        dst_v_kind=0,
-        dst_k=torch.zeros(64, 64),
-        dst_v=torch.zeros(64, 64),
-        dst_pos=torch.zeros(64, dtype=torch.int32),
-    )
+    p |= dict(dst_k_kind=0, dst_v_kind=0, dst_k=torch.zeros(64, 64), dst_v=torch.zeros(64, 64), dst_pos=i32([0] * 64))
     p |= {f"{name}_centre": torch.zeros(B, 2, 64) for name in ("held", "src", "dst")}
     p |= dict(dst_offset=torch.arange(0, 16, 4).view(2, 2), index=torch.arange(3).int().expand(2, 2, 3).contiguous())
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}

@@ -54,11 +54,6 @@ TURNS = (
 PROBE = 3  # tokens of the policy's probe, and number of the prompt's last tokens that are kept
 
 
-@pytest.fixture(scope="module")
-def net():
-    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
-
-
 @pytest.fixture(params=["plain", "chat", "turns", "words"])
 def tokenizer(request):
     made = tiny.byte_tokenizer() if request.param == "plain" else tiny.chat_tokenizer()

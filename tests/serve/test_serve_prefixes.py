@@ -9,6 +9,7 @@ import os
 import threading
 import unicodedata
 from pathlib import Path
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
@@ -194,11 +195,8 @@ def key_of(client) -> list:
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
-    def full(path):
-        raise OSError(28, os.strerror(28), str(path))
-
     client = Client(server(tmp_path))
-    monkeypatch.setattr(files, "_sync", full)
+    monkeypatch.setattr(files, "_sync", mock.Mock(side_effect=OSError(28, os.strerror(28))))
     assert client.store().status_code == 507
     response = client.chat(TEXT + FILLER, asks("Naislet"), asks("Orshan"), kvevict=dict(question=None))
     assert response.status_code == 200  # from memory
@@ -252,15 +250,10 @@ def test_a_store_that_fails_while_it_is_used(name, how, tmp_path, monkeypatch, c
     assert len(stored(tmp_path)) >= 1 and client.chat(asks("Orshan"), **OPENS).status_code == 200
 
 
-def test_a_text_that_cannot_be_deleted(tmp_path, monkeypatch):
+def test_a_text_that_cannot_be_deleted(tmp_path):
     client = Client(server(tmp_path))
     client.store()
-
-    def refused(*args, **options):
-        raise OSError(30, os.strerror(30))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refused)
+    with mock.patch.object(Path, "unlink", side_effect=OSError(30, os.strerror(30))):
         response = client.ask("DELETE", "/v1/kvevict/texts/text")
     assert response.status_code == 507 and "Read-only" in response.json()["error"]["message"]
     assert client.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
@@ -19,6 +20,7 @@ from kvevict.serve.texts import Texts
 from kvevict.store import files
 
 OPTIONS = ("--budget", "256")
+NO_LINKS = mock.Mock(side_effect=PermissionError(1, "no links"))
 BLOCKS = """
 import pathlib, time
 from kvevict.store import files
@@ -165,12 +167,8 @@ def test_prefixes_whose_text_was_deleted_by_a_server_that_was_killed(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     """Without `replace` one of them is refused; both servers have the other."""
-
-    def none(*args):
-        raise PermissionError(1, "no links")
-
     if not links:
-        monkeypatch.setattr(os, "link", none)
+        monkeypatch.setattr(os, "link", NO_LINKS)
     one, two = Texts(1 << 20, tmp_path), Texts(1 << 20, tmp_path)
     write = files.write
 
@@ -240,13 +238,10 @@ def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, lin
         stored(tmp_path)[0].unlink()
         return load(*args)
 
-    def none(*args):
-        raise PermissionError(1, "no links")
-
     with monkeypatch.context() as patched:
         patched.setattr(prefixes, "load_cache", removed)
         if not links:
-            patched.setattr(os, "link", none)
+            patched.setattr(os, "link", NO_LINKS)
         response = two.chat(asks("Orshan"), kvevict=dict(text="text"))
     assert str(FACTS["Orshan"]) in said(response) and (cached(response) > 500) == links
     assert len(stored(tmp_path)) == 1 - links  # written again
