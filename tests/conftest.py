@@ -63,8 +63,7 @@ def pytest_collection_modifyitems(config, items):
 def is_quick(item) -> bool:
     """Whether a mark `quick` is the test's, and its values are the case's."""
     values = getattr(item, "callspec", None) and item.callspec.params
-    return any(all(values[name] == value for name, value in mark.kwargs.items())
-               for mark in item.iter_markers("quick"))  # fmt: skip
+    return any(all(values[name] == value for name, value in mark.kwargs.items()) for mark in item.iter_markers("quick"))
 
 
 def pytest_runtest_logreport(report):

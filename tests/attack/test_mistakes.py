@@ -81,10 +81,8 @@ def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
 
 
 @pytest.mark.parametrize("lie", [
-    lambda t, f: t.update({"0": torch.ones(1)}),
-    lambda t, f: t.update({"0.len": torch.tensor(3, dtype=torch.int32)}),
-    lambda t, f: [fact.update(columns=10**30) for fact in f],
-    lambda t, f: [fact.update(columns=True) for fact in f],
+    lambda t, f: t.update({"0": torch.ones(1)}), lambda t, f: t.update({"0.len": torch.tensor(3, dtype=torch.int32)}),
+    lambda t, f: [fact.update(columns=10**30) for fact in f], lambda t, f: [fact.update(columns=True) for fact in f],
     lambda t, f: f.__setitem__(0, json.loads(DEEPER)),
 ])  # fmt: skip
 def test_caches_that_lie(cache, tmp_path, lie):
@@ -378,8 +376,7 @@ def answer(printed: str) -> str:
     (["--device", "cuda:99"], "device 'cuda:99'"), (["--device", "tpu"], "device 'tpu'"),
     (["--device", "mps"], "device 'mps'"), (["--device", "meta"], "device 'meta'"),
     (["--policy", f"h2o:interval={BEYOND}"], "interval must be at most"),
-    (["--budget", BEYOND], "budget must be at most"),
-    (["--chunk-size", BEYOND], "chunk_size must be at most"),
+    (["--budget", BEYOND], "budget must be at most"), (["--chunk-size", BEYOND], "chunk_size must be at most"),
     (["--policy", "take:probe=" + DEEPER], "probe must be"),
 ])  # fmt: skip
 def test_arguments_of_generate(words, said, folder, capsys):
@@ -397,8 +394,7 @@ def test_none_and_true_as_python_takes_them(folder, capsys):
     (dict(hidden_size="x"), "cannot be loaded"), (dict(num_attention_heads=0), "config"),
     (dict(head_dim=12), "head_dim 12"), (dict(head_dim=1024), "head_dim 1024"), (dict(dtype="float64"), "float64"),
     (dict(num_key_value_heads=0), "config"), (dict(hidden_size=10**12, intermediate_size=10**12), "config"),
-    (dict(model_type="bloom"), "ALiBi"),
-    (dict(model_type="bert"), "cannot be"), (dict(num_hidden_layers=0), ""),
+    (dict(model_type="bloom"), "ALiBi"), (dict(model_type="bert"), "cannot be"), (dict(num_hidden_layers=0), ""),
 ])  # fmt: skip
 def test_odd_configs(change, said, tmp_path, capsys):
     config = shared().config.to_dict() | change

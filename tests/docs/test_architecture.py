@@ -84,9 +84,7 @@ def example(request):
     before = [dict(registry) for registry in registries]
     snippets = re.findall(r"^```python example\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (source,) = [each for each in snippets if request.param in each]
-    names = dict(
-        kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows,
-    )  # fmt: skip
+    names = dict(kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows)
     exec(compile(source, "docs/architecture.md", "exec"), names)
     yield names
     for registry, old in zip(registries, before, strict=True):

@@ -24,11 +24,6 @@ from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.tasks import TASKS, Case
 
 
-@pytest.fixture(scope="module")
-def net():
-    return tiny_model()
-
-
 def toy_ids(case):
     return tokenizer()(case.context)["input_ids"], tokenizer()(case.question)["input_ids"]
 
@@ -340,8 +335,7 @@ def test_rendered():
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--policies take", "--tasks is missing"),
-    ("--tasks toy", "--policies is missing"),
+    ("--policies take", "--tasks is missing"), ("--tasks toy", "--policies is missing"),
     ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
     ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
     ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),

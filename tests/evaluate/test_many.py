@@ -9,9 +9,7 @@ import pytest
 import torch
 from tiny import model as tiny_model
 from toy_task import line, tokenizer
-from transformers import AutoTokenizer
 
-import kvevict
 from kvevict.cli import main
 from kvevict.commands import number
 from kvevict.lab.evaluate import intervals, run, summary, table
@@ -118,11 +116,6 @@ def test_more_policies_go_to_the_same_file(tmp_path):
     assert timeless(first).items() <= whole.items() and len(whole) == 6 + 12 + 12
     with pytest.raises(ValueError, match=r"other settings: .*lengths was"):
         evaluate(net, tokenizer(), Evaluation(("toy-many",), (70,), ("knorm",), (0.5,)), out)
-
-
-@pytest.fixture(scope="module")
-def words():
-    return AutoTokenizer.from_pretrained(kvevict.small_llama())
 
 
 @pytest.mark.parametrize("task", ["many", "many/paraphrased"])

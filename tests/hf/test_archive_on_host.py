@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import zoo
-from recalling import POLICIES, SNAPKV, decoded, ours, padded
+from recalling import OTHERS, POLICIES, SNAPKV, decoded, ours, padded
 from tiny import prompt, shared
 from transformers import DynamicCache
 
@@ -27,7 +27,6 @@ POLICIES = POLICIES | {
     "pool": POLICIES["laq"] | dict(policy="defensive", chunk_size=32, layers="pool", heads="flat", recall_after=0),
     "diagnosed": POLICIES["take+edie"] | dict(policy="take+caote", diagnose=True),  # looked at when they are cut
 }
-OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
 
 
 class Copies:

@@ -257,13 +257,10 @@ def test_masks(model):
     ones = torch.ones_like(ids)
     for mask, text in (
         (ones[:, :-1], r"\(2, 19\), expected \(2, 20\)"),
-        (torch.cat([ones, ones], 1), r"\(2, 40\), expected \(2, 20\)"),
-        (ones[:1], r"\(1, 20\), expected \(2, 20\)"),
-        (torch.zeros(2, 1, 20, 20), "4D"),
-        (torch.ones(2, 1, 20, 20, dtype=torch.bool).tril(), "4D"),
-        (dict(full_attention=None), "dictionar"),
-        (ones[0], "2D"),
-    ):
+        (torch.cat([ones, ones], 1), r"\(2, 40\), expected \(2, 20\)"), (ones[:1], r"\(1, 20\), expected \(2, 20\)"),
+        (torch.zeros(2, 1, 20, 20), "4D"), (torch.ones(2, 1, 20, 20, dtype=torch.bool).tril(), "4D"),
+        (dict(full_attention=None), "dictionar"), (ones[0], "2D"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             model(ids, attention_mask=mask)
     want = model(ids).logits

@@ -316,16 +316,13 @@ def test_ways_to_call():
     model, inputs = shared(), prompt(2, 50, pad=(0, 9))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     tokens, positions = mask.bool(), (mask.cumsum(1) - 1).clamp_min(0)
-    calls = (
-        lambda: model(ids, mask).logits,
-        lambda: model(ids, mask, return_dict=False)[0],
-        lambda: model(ids, mask, positions).logits,
-        lambda: model.model(ids, mask)[0],
+    for call in (
+        lambda: model(ids, mask).logits, lambda: model(ids, mask, return_dict=False)[0],
+        lambda: model(ids, mask, positions).logits, lambda: model.model(ids, mask)[0],
         lambda: model.model(ids, attention_mask=mask, return_dict=False)[0],
         lambda: model(ids, mask, past_key_values=DynamicCache(), use_cache=True).logits,
         lambda: model(ids, mask, use_cache=False).logits,
-    )
-    for call in calls:
+    ):  # fmt: skip
         with torch.no_grad():
             want = call()
             with kvevict.evicting(model, "take", probe=4, **ALL):

@@ -219,8 +219,7 @@ def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
     (dict(texts="a text" * 999), "give \\[text\\] for one text"), (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
     (dict(texts=[torch.zeros(20)]), "1-D token ids"), (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
     (dict(label="snapkv"), "unknown label 'snapkv'"), (dict(length=5), "length must be at least 6"),
-    (dict(ridge=-1), "ridge must be"),
-    (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
+    (dict(ridge=-1), "ridge must be"), (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
 ])  # fmt: skip
 def test_refused(given, text, tmp_path, monkeypatch):
     if "WORLD_SIZE" in given:

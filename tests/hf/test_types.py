@@ -200,9 +200,7 @@ def test_values_narrower_than_keys(monkeypatch):
     assert line.verdict == known.EQUAL, line.note
 
 
-HYBRIDS = [
-    ("qwen3_next", "Qwen3NextForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM"), ("lfm2", "Lfm2ForCausalLM"),
-]  # fmt: skip
+HYBRIDS = [("qwen3_next", "Qwen3NextForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM"), ("lfm2", "Lfm2ForCausalLM")]
 
 
 @pytest.mark.parametrize("name, kind", HYBRIDS)
@@ -301,9 +299,7 @@ def test_batch_whose_pictures_differ_in_number(name, pictures, monkeypatch):
     ids[1, :padding] = mask[1, :padding] = 0
 
     def inputs(count, *rows):
-        seen = dict(
-            pixel_values=one["pixel_values"].repeat(count, 1), image_grid_thw=one["image_grid_thw"].repeat(count, 1)
-        )
+        seen = {name: one[name].repeat(count, 1) for name in ("pixel_values", "image_grid_thw")}
         given = dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == 290).long())
         return {key: value[rows] for key, value in given.items()} | (seen if count else {})
 

@@ -35,9 +35,8 @@ def test_versions():
         with pytest.raises(ImportError, match=f"needs transformers {compat.OLDEST} or newer, found {old}; run: pip"):
             compat.checked(old)
     for new in (f"{NEWER}.0", f"{NEWER}.0.dev0", "6.0"):
-        with pytest.warns(
-            UserWarning, match=f"tested with transformers {compat.OLDEST} to {compat.NEWEST}, found {new}"
-        ):
+        said = f"tested with transformers {compat.OLDEST} to {compat.NEWEST}, found {new}"
+        with pytest.warns(UserWarning, match=said):
             compat.checked(new)
 
 

@@ -22,11 +22,10 @@ READS = (  # nothing is evicted before the prompt's end
     ("take", dict(budget=LENGTH - 1, chunk_size=33, probe=4, ema_alpha=0.0)),
 )
 TIGHT = (
-    ("h2o", dict(budget=10, chunk_size=16)),
-    ("snapkv", dict(budget=10, window=4)),
+    ("h2o", dict(budget=10, chunk_size=16)), ("snapkv", dict(budget=10, window=4)),
     ("adakv", dict(budget=12, window=4, chunk_size=16)),
     ("take", dict(budget=12, probe=4, chunk_size=16, ema_alpha=0.0)),
-)
+)  # fmt: skip
 DRAFTED = (("laq", dict(budget=12, window=4)),)
 TURNED = (("take", dict(budget=12, probe=4, chunk_size=16)),)
 RESIDUAL = (("edie+tada", dict(budget=16, window=4, chunk_size=16)),)

@@ -559,11 +559,9 @@ def _apportion(shares, total, bounds, sizes=None):
     levels = sorted({Fraction(bound) / share for share, pair in zip(shares, bounds) if share for bound in pair})
     below = max((x for x in levels if mass(x) <= total), default=Fraction(0))
     above = min((x for x in levels if mass(x) >= total), default=below)
-    level = (
-        below
-        if mass(below) == mass(above)
-        else below + (above - below) * (total - mass(below)) / (mass(above) - mass(below))
-    )
+    level, rise = below, mass(above) - mass(below)
+    if rise:
+        level += (above - below) * (total - mass(below)) / rise
     exact = parts(level)
     short = total - mass(level)  # only parts without a share can still take something
     open_ = [i for i, share in enumerate(shares) if not share]

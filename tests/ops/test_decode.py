@@ -132,28 +132,23 @@ def last_head_has_no_room(p):
 
 
 WRONG = {  # beside what test_table.py gives every argument
-    "no room": last_head_has_no_room,
-    "two rows": lambda p: {"q": p["q"].repeat(1, 1, 2, 1)},
+    "no room": last_head_has_no_room, "two rows": lambda p: {"q": p["q"].repeat(1, 1, 2, 1)},
     "two new columns": lambda p: {"k": p["k"].repeat(1, 1, 2, 1), "v": p["v"].repeat(1, 1, 2, 1)},
     "no new column": lambda p: {"k": p["k"][:, :, :0], "v": p["v"][:, :, :0]},
-    "mixed dtypes": lambda p: {"v": p["v"].half()},
-    "pos shape": lambda p: {"pos": p["pos"][:1]},
+    "mixed dtypes": lambda p: {"v": p["v"].half()}, "pos shape": lambda p: {"pos": p["pos"][:1]},
     "len negative": lambda p: {"held_len": p["held_len"] * 0 - 1},
     "offset past the buffer": lambda p: {"held_offset": p["held_offset"] + 10**12},
     "offset negative": lambda p: {"held_offset": p["held_offset"] - 10**9},
     "columns under len + 1": lambda p: {"columns": int(p["held_len"].max())},
-    "columns negative": lambda p: {"columns": -1},
-    "sinks length": lambda p: {"sinks": torch.zeros(3)},
-    "3 query heads on 2": lambda p: {"q": p["q"][:, :3]},
-    "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
+    "columns negative": lambda p: {"columns": -1}, "sinks length": lambda p: {"sinks": torch.zeros(3)},
+    "3 query heads on 2": lambda p: {"q": p["q"][:, :3]}, "head dimensions differ": lambda p: {"q": p["q"][..., :56]},
     "offset shape": lambda p: {"held_offset": p["held_offset"][:1]},
     "half a prefix": lambda p: {"prefix_k": p["held_k"].clone()},
     "prefix past its buffer": lambda p: forked(
-        {**p, "held_offset": p["held_offset"] + 10**6, "held_len": p["held_len"] * 0}
-    ),
+        {**p, "held_offset": p["held_offset"] + 10**6, "held_len": p["held_len"] * 0}),
     "prefix in the slots": lambda p: {**forked(p), "prefix_k": p["held_k"], "prefix_len": p["held_len"] + 1},
     "columns under those of the prefix too": lambda p: {**forked(p), "columns": int(p["held_len"].max())},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -98,11 +98,8 @@ def as_stored(x, rows, kind, centre=None):
         ends, want_ends = (t[:, d // 2 :].clone().view(torch.float16).double() for t in (rows, want))
         assert torch.equal(ends.isnan(), want_ends.isnan())
         assert not ((ends - want_ends).abs() > 2.0**-10 * want_ends.abs() + 2.0**-24).any()
-        number, (ends, least), most = (
-            torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1),
-            ends.split(1, 1),
-            15,
-        )
+        number, most = torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1), 15
+        ends, least = ends.split(1, 1)
     exact = (x - least) / ends.where(ends > 0, INF)
     off = (exact.clamp(-127 if kind == ref.INT8 else 0, most) - number).abs()
     assert not (off > 0.5 + 1e-4 + 1e-6 * exact.abs()).any()

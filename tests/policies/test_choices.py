@@ -420,8 +420,7 @@ def legal(name, rows, given):
     waits = "warmup_layers" in given
     return not (
         (shared and given["heads"] != "equal")
-        or (name == "tova" and given["refine"] != "none")
-        or (name in RANKS and weighs)
+        or (name == "tova" and given["refine"] != "none") or (name in RANKS and weighs)
         or ((name not in (*RANKS, "expected") or name in OBSERVED) and rows == "none")
         or (given["refine"] == "critical" and given["select"] != "token")
         or (name == "compactor" and (rows != "all" or "decode" in given))
@@ -433,7 +432,7 @@ def legal(name, rows, given):
         or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
         or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PARTS)

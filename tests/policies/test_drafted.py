@@ -244,10 +244,8 @@ def test_vocabularies_of_different_sizes():
 
 
 @pytest.mark.parametrize("policy, given, error", [
-    ("laq", dict(n_d=0), "n_d must be at least 1"),
-    ("laq", dict(window=-1), "window must be at least 0"),
-    ("laq", dict(draft_keys=1), "draft_keys must be True or False"),
-    ("laq", dict(budget=8), "budget=8 is too small"),
+    ("laq", dict(n_d=0), "n_d must be at least 1"), ("laq", dict(window=-1), "window must be at least 0"),
+    ("laq", dict(draft_keys=1), "draft_keys must be True or False"), ("laq", dict(budget=8), "budget=8 is too small"),
     ("laq", dict(schedule="chunk", chunk_size=9), "needs the whole prompt.*schedule='prompt'"),
     ("speckv", {}, "draft_model="), ("edie", dict(rows="given"), "needs ids="),
     ("speckv", dict(draft_model=3), "draft_model must be 'self', a loaded Transformers model"),

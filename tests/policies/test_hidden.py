@@ -56,9 +56,7 @@ def test_parts_in_other_families(family):
     compare(model(family), policy, [[40, 1, 30]], **chosen)
 
 
-@pytest.mark.parametrize("family, name", [
-    ("gemma3", "kvzip, told"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip"),
-])  # fmt: skip
+@pytest.mark.parametrize("family, name", [("gemma3", "kvzip, told"), ("gemma3", "kvzip+"), ("gpt_oss", "kvzip")])
 def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
     policy, chosen = whole(name, chunk_size=CHUNK)

@@ -192,8 +192,7 @@ def test_expected_errors_are_those_of_logits(kind, dim):
 
 @pytest.mark.parametrize("kind, errors, bits", [
     ("int8", {8: 1.0}, (8, 8)), ("int8", {8: 1.1}, (None, 8)), ("int4", {4: 0.9}, (4, 4)),
-    ("int4", {4: 1.1, 8: 0.1}, (8, 4)), ("k8v4", {8: 1.1}, (None, 4)),
-    ("int4", {4: math.nan, 8: math.nan}, (None, 4)),
+    ("int4", {4: 1.1, 8: 0.1}, (8, 4)), ("k8v4", {8: 1.1}, (None, 4)), ("int4", {4: math.nan, 8: math.nan}, (None, 4)),
 ])  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
     kinds = kv.chosen(kind, lambda keys: errors[kv.ROW_KINDS[keys].bits], (1.0, 1.0))
@@ -312,13 +311,9 @@ def test_every_score(model, name, kind):
 
 def digest(cache, row=0):
     """Bytes of a row's slots, by layer, head and position."""
-    return [
-        {int(p): (str(k.tolist()), str(v.tolist())) for p, k, v in zip(slots.pos[at], slots.k[at], slots.v[at])}
-        for layer in cache.layers
-        for slots in [layer.storage.gathered()]
-        for b, _, at in slots.segments()
-        if b == row
-    ]
+    layers = [layer.storage.gathered() for layer in cache.layers]
+    return [{int(p): (str(k.tolist()), str(v.tolist())) for p, k, v in zip(x.pos[at], x.k[at], x.v[at])}
+            for x in layers for b, _, at in x.segments() if b == row]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -486,8 +481,7 @@ def test_a_file_of_layers_with_wider_keys(tmp_path):
 @pytest.mark.parametrize("change, said", [
     (lambda fact: fact.update(bits=[3, 3]), "slots of .3, 3. bits, which this version of kvevict does not know"),
     (lambda fact: fact.update(bits="int2"), "which this version of kvevict does not know"),
-    (lambda fact: fact.update(bits=[4, 4]), "damaged"),
-    (lambda fact: fact.pop("bits"), "damaged"),
+    (lambda fact: fact.update(bits=[4, 4]), "damaged"), (lambda fact: fact.pop("bits"), "damaged"),
 ])  # fmt: skip
 def test_files_that_are_refused(model, tmp_path, change, said):
     path = tmp_path / "cache"

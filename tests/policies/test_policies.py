@@ -184,10 +184,8 @@ def test_random_depends_on_the_seed_and_on_nothing_else():
 
 def test_random_evicts_the_same_after_every_chunk_or_at_the_end():
     """A slot's number depends on its position alone: the best of the best are the best."""
-    often, once = (
-        ours(model(), "random", [[61]], 0, budget=BUDGET, chunk_size=CHUNK, schedule=s)[0][0][1]
-        for s in ("chunk", "prompt")
-    )
+    chosen = dict(budget=BUDGET, chunk_size=CHUNK)
+    often, once = (ours(model(), "random", [[61]], 0, schedule=s, **chosen)[0][0][1] for s in ("chunk", "prompt"))
     assert often == once
 
 

@@ -38,11 +38,8 @@ TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man
 ASKED = "When is the lantern lit?"
 MORE = "Answer in one short sentence. Do not explain how you found it, and do not repeat it."
 PRESETS = {"take": {}, "take+edie": dict(kernel=5, keep_first=2), "take+chunkkv": dict(c=3)}
-CHOICES = [
-    *PRESETS.items(),
-    ("take+edie", dict(kernel=5, keep_first=2, heads="ada")),
-    ("take+edie", dict(kernel=5, keep_first=0, heads="flat")),
-]
+CHOICES = [*PRESETS.items()]
+CHOICES += [("take+edie", dict(kernel=5, keep_first=n, heads=heads)) for n, heads in ((2, "ada"), (0, "flat"))]
 MEASURED = [(name, dict(rows="probe")) for name in ("edie-exact", "snapkv", "defensive")]
 MEASURED += [("take+caote", {}), ("take+edie", dict(kernel=5, weight="all"))]
 TURNS = (
@@ -368,25 +365,20 @@ def test_find(name):
 
 
 @pytest.mark.parametrize("turn, found", [
-    (f"{TEXT}\n\n{ASKED}", ASKED),
-    (f"{TEXT}\n\n{ASKED}\n\n{MORE}", ASKED),
-    (f"{ASKED}\n\n{TEXT * 9}", ASKED),
+    (f"{TEXT}\n\n{ASKED}", ASKED), (f"{TEXT}\n\n{ASKED}\n\n{MORE}", ASKED), (f"{ASKED}\n\n{TEXT * 9}", ASKED),
     (f"{TEXT}\n\nI could not find it. {ASKED} {MORE}", ASKED),
     (f"{TEXT * 9}He said: \u201cWho is it?\u201d and left.\n\nName the man.", "Name the man."),
     (f"{TEXT * 9}Who is it? Nobody knew.\n\nName the man.", "Name the man."),
     (f"Some pages.\n\n{TEXT * 9}Who is it? Nobody knew.\n\nName the man.", ""),
-    (f"{ASKED}\n\n{TEXT * 9} Who is it? {TEXT}\n\n{MORE}", ASKED),
-    (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
+    (f"{ASKED}\n\n{TEXT * 9} Who is it? {TEXT}\n\n{MORE}", ASKED), (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
     (f"{TEXT * 9}\n\nName the man.\n\nAnswer:", "Name the man."), ("Name the man.\nAnswer :", "Name the man."),
-    ("Name the man.", "Name the man."),
-    ("Where did Mr. Smith go? Why?", "Where did Mr. Smith go? Why?"),
+    ("Name the man.", "Name the man."), ("Where did Mr. Smith go? Why?", "Where did Mr. Smith go? Why?"),
     (f"{TEXT * 9}\n\nTwo things. {ASKED} And then: Who is it? {MORE}", f"{ASKED} And then: Who is it?"),
     (f"{TEXT * 9}\n\nWho is it? It is a long story that nobody tells. {ASKED} {MORE}", ASKED),
     ("Read it with this in mind: When is the lantern lit?", ASKED), (f"Question: {ASKED}", ASKED),
     ("Which is right: the first or the second?", "Which is right: the first or the second?"),
     ("Where did Mr. Smith go?", "Where did Mr. Smith go?"),
-    ("\u706f\u306f\u4f55\u6642\u306b\uff1f", "\u706f\u306f\u4f55\u6642\u306b\uff1f"),
-    ("", ""),
+    ("\u706f\u306f\u4f55\u6642\u306b\uff1f", "\u706f\u306f\u4f55\u6642\u306b\uff1f"), ("", ""),
 ])  # fmt: skip
 def test_the_question_of_a_turn(turn, found):
     assert question_of(turn) == found

@@ -273,10 +273,8 @@ def test_answers_about_stored_texts_join_without_a_copy(remote, tmp_path, monkey
     pools = client.server.manager.reader.pools.of.values()
     before = [pool.left() for pool in pools]
     client.store()
-    bodies = [
-        body(asks("Orshan"), kvevict=dict(text=name), max_tokens=20, logit_bias={"0": -100})
-        for name in ("text", "loaded", "text")
-    ]
+    asked = dict(max_tokens=20, logit_bias={"0": -100})
+    bodies = [body(asks("Orshan"), kvevict=dict(text=name), **asked) for name in ("text", "loaded", "text")]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
 
     def counted(batch, row, cache):

@@ -10,11 +10,8 @@ from kvevict.serve.check import PROMPTS
 
 PATH = "/v1/completions"
 SEVERAL = [f"{TEXT}\n\n{asks('Orshan')}\nAnswer:", "Once", f"{FILLER * 6}{asks('Naislet')}\nAnswer:"]
-OPTIONS = {
-    "greedy": dict(max_tokens=12),
-    "drawn": dict(max_tokens=9, n=3, temperature=1.2, seed=5),
-    "with logprobs": dict(max_tokens=4, logprobs=2),
-}
+OPTIONS = dict(greedy=dict(max_tokens=12), drawn=dict(max_tokens=9, n=3, temperature=1.2, seed=5))
+OPTIONS["with logprobs"] = dict(max_tokens=4, logprobs=2)
 STEP = 2**-3  # two of bf16's at the logits' size: one row and several are summed in another order
 COUNTS = "prompt_tokens", "completion_tokens", "total_tokens"
 
