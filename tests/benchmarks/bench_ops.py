@@ -99,10 +99,6 @@ def timed(run, clock=time.perf_counter):
     return once
 
 
-def timed_of_thread(run):
-    return timed(run, time.thread_time)
-
-
 def timed_on_gpu(run, calls=20):
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     side = torch.cuda.Stream()
@@ -463,7 +459,7 @@ def main():
     clock = timed if args.device == "cpu" else timed_on_gpu
     if args.cpu_time:
         torch.set_num_threads(1)
-        clock = timed_of_thread
+        clock = partial(timed, clock=time.thread_time)
     most = peaks() if args.device == "cpu" else {}
     print(json.dumps(machine() | {name: f"{rate / 1e9:.1f} G/s" for name, rate in most.items()}))
     results, seconds = [], 2.0 if args.device == "cpu" else 0.3

@@ -182,12 +182,19 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.slow
-def test_killed_it_resumes(net, tmp_path, capsys):
-    folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
+@pytest.fixture(scope="module")
+def whole(net, tmp_path_factory):
+    """(a model's folder, the file of a run that nothing stops)."""
+    folder = tmp_path_factory.mktemp("model")
     net.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    assert main(command(folder, whole)) == 0
+    assert main(command(folder, folder / "whole")) == 0
+    return folder, folder / "whole"
+
+
+@pytest.mark.slow
+def test_killed_it_resumes(whole, tmp_path, capsys):
+    (folder, whole), out = whole, tmp_path / "out"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     total, written = len(whole.read_bytes().splitlines()), 1
     assert total == 1 + 6 * 2 * 5
@@ -205,12 +212,9 @@ def test_killed_it_resumes(net, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_processes_share_the_cases(net, tmp_path):
+def test_processes_share_the_cases(whole, tmp_path):
     """Two processes and a file begun by one; the first alone has the file and prints."""
-    folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
-    net.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    assert main(command(folder, whole)) == 0
+    (folder, whole), out = whole, tmp_path / "out"
     data = whole.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:13]))
     (tmp_path / "go.py").write_text("import sys, toy_task; from kvevict.cli import main; sys.exit(main(sys.argv[1:]))")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import re
 from collections import Counter
 
@@ -37,10 +38,6 @@ def lines_of(net, out, policies=("streaming", "kvzip"), modes=("later",), batch_
     plan = Evaluation(("toy-many",), (80,), policies, **usual | changes)
     evaluate(net, tokenizer(), plan, out, batch_size=batch_size)
     return read(out)[1]
-
-
-def key_of(line):
-    return line["id"], line["policy"]
 
 
 def timeless(lines):
@@ -85,7 +82,8 @@ def test_questions_asked_together(tmp_path, family, temperature, monkeypatch):
     assert not rows
     both = lines_of(net, tmp_path / "together", batch_size=3, **what)
     assert rows == ([3] * 6 if family == "llama" else [2, 1] * 6)
-    one, other = ([line["nats"] for line in sorted(lines, key=key_of)] for lines in (both, alone))
+    by = operator.itemgetter("id", "policy")
+    one, other = ([line["nats"] for line in sorted(lines, key=by)] for lines in (both, alone))
     assert one == pytest.approx(other, rel=1e-3)
     assert timeless(both) == timeless(alone)
 

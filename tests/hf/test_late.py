@@ -149,11 +149,10 @@ def test_answers():
     assert len({str(each) for each in both(work)}) == 1
 
 
-@pytest.mark.parametrize(
-    "policy, family, options",
-    [("h2o", "llama", {}), ("snapkv", "llama", dict(decode=True, window=16)), ("snapkv", "gemma3", {}),
-     ("snapkv", "llama", dict(compiled=False))],
-)  # fmt: skip
+@pytest.mark.parametrize("policy, family, options", [
+    ("h2o", "llama", {}), ("snapkv", "llama", dict(decode=True, window=16)), ("snapkv", "gemma3", {}),
+    ("snapkv", "llama", dict(compiled=False)),
+])  # fmt: skip
 def test_steps_that_cannot_be_taken_back(policy, family, options, steps):
     """Then the host looks at each token before the next step."""
 

@@ -36,7 +36,6 @@ from kvevict.policy.tokenizer import told
 from kvevict.store import resuming, sealed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-LIB = str(Path(__file__).parent.parent / "lib")
 SNAPKV = POLICIES["snapkv"]
 CHUNKED = {
     name: {option: value for option, value in options.items() if option != "tokenizer"} | dict(chunk_size=32)

@@ -80,12 +80,9 @@ def both(name, work, **options):
 def slots(cache):
     """The kept slots' positions and numbers, and the queries that are remembered."""
     kept = [[each.tolist() for each in row] for layer in cache.layers for row in layer.positions()]
-    others = [each.nan_to_num(-1).tolist() for layer in cache.layers for each in others_of(layer)]
+    others = [x for layer in cache.layers for x in (layer.carry, layer.decode_queries) if x is not None]
+    others = [x.nan_to_num(-1).tolist() for x in others]
     return kept, others, cache.sequence.columns, cache.sequence.removable
-
-
-def others_of(layer):
-    return [each for each in (layer.carry, layer.decode_queries) if each is not None]
 
 
 EVICT = {  # while decoding: name -> options

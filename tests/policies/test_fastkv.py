@@ -289,14 +289,10 @@ def test_plan(given, n, monkeypatch):
 
 def test_plan_of_a_large_model():
     """At 128k tokens half of the layers read 2048 of them: half of the linear FLOPs, half of attention's."""
-    shape = dataclasses.replace(tiny_llama(), head_weights=0)
+    shape = dataclasses.replace(shape_of(tiny.shared().config, "bfloat16"), head_weights=0)
     full, fast = (plan(shape, policy, 131072)["flops"] for policy in (None, build("fastkv", budget=512)))
     assert fast["linear"] / full["linear"] == (131072 + 2048) / (2 * 131072)
     assert fast["attention"] / full["attention"] == pytest.approx(0.5, rel=1e-3)
-
-
-def tiny_llama():
-    return shape_of(tiny.shared().config, "bfloat16")
 
 
 GIVEN = dict(budget=20, tsp_len=30)

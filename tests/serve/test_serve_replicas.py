@@ -57,7 +57,8 @@ def test_two_servers(process, tmp_path):  # noqa: F811
     want = {name: one.ask(asks(name), **opens()).choices[0].message.content for name in FACTS}
     assert str(FACTS["Orshan"]) in want["Orshan"]
     with ThreadPoolExecutor() as threads:  # the first questions that `two` hears of it
-        answers = list(threads.map(lambda at: (at[1], at[0].ask(asks(at[1]), **opens())), _both(one, two)))
+        each = [(name, server) for name in FACTS for server in (one, two)]
+        answers = list(threads.map(lambda at: (at[0], at[1].ask(asks(at[0]), **opens())), each))
     for name, answer in answers:
         assert answer.choices[0].message.content == want[name] and kept(answer) > count
     with ThreadPoolExecutor() as threads:  # one text, read by both
@@ -72,10 +73,6 @@ def test_two_servers(process, tmp_path):  # noqa: F811
     for each in (one, two):
         assert not [line for line in each.lines if "warning" in line.lower() or "Traceback" in line]
         assert each.end() in (0, -signal.SIGTERM)
-
-
-def _both(*servers):
-    return [(each, name) for name in FACTS for each in servers]
 
 
 @pytest.mark.slow
