@@ -63,8 +63,7 @@ def pytest_collection_modifyitems(config, items):
 def is_quick(item) -> bool:
     """Whether a mark `quick` is the test's, and its values are the case's."""
     values = getattr(item, "callspec", None) and item.callspec.params
-    return any(all(values[name] == value for name, value in mark.kwargs.items())
-               for mark in item.iter_markers("quick"))  # fmt: skip
+    return any(all(values[name] == value for name, value in mark.kwargs.items()) for mark in item.iter_markers("quick"))
 
 
 def pytest_runtest_logreport(report):
@@ -132,6 +131,14 @@ def shared_models_are_left_as_they_were():
     yield
     if "tiny" in sys.modules:
         assert not sys.modules["tiny"].foreign_hooks(), "use a model of the test's own"
+
+
+@pytest.fixture(scope="module")
+def net():
+    """A model of bytes: the words are those of `tiny.byte_tokenizer`."""
+    import tiny
+
+    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
 
 
 @pytest.fixture

@@ -218,10 +218,7 @@ def test_files_of_other_models(kind, tmp_path):
         given = dict(beside(another(rng, kind), folder).values())
         left = sorted(folder.rglob("*"))
         for of, options in given.items():
-            if (of, kind) != (
-                "lookahead",
-                "rope",
-            ):  # an adapter's rows are fitted to weights, wherever these see a token
+            if (of, kind) != ("lookahead", "rope"):  # an adapter's rows are fitted to weights at any position
                 with pytest.raises(ValueError, match="another model"):
                     kvevict.patch(model, of, budget=80, **options)
             assert "_kvevict" not in model.model.__dict__ and sorted(folder.rglob("*")) == left

@@ -23,17 +23,13 @@ from kvevict.engine.memory.layer import HALF_READ
 
 OURS = tuple(os.path.dirname(__import__(name).__file__) for name in ("kvevict", "transformers"))
 CASES = [
-    ("llama", "take", dict(budget=16, probe=6, chunk_size=16)),
-    ("llama", "snapkv", dict(budget=12, window=4)),
-    ("llama", "h2o", dict(budget=12, chunk_size=16)),
-    ("llama", "laq", dict(budget=12, n_d=3)),
+    ("llama", "take", dict(budget=16, probe=6, chunk_size=16)), ("llama", "snapkv", dict(budget=12, window=4)),
+    ("llama", "h2o", dict(budget=12, chunk_size=16)), ("llama", "laq", dict(budget=12, n_d=3)),
     ("llama", "edie+tada", dict(budget=12, window=4)),
     ("llama", "take+caote", dict(budget=16, probe=6, chunk_size=16, decode=True, interval=1)),
-    ("gemma2", "adakv", dict(budget=12, window=4)),
-    ("gemma2", "tova", dict(budget=12, chunk_size=16)),
-    ("gemma2", "cake", dict(budget=12, window=4)),
-    ("qwen3_next", "take", dict(budget=16, probe=6, chunk_size=16)),
-]
+    ("gemma2", "adakv", dict(budget=12, window=4)), ("gemma2", "tova", dict(budget=12, chunk_size=16)),
+    ("gemma2", "cake", dict(budget=12, window=4)), ("qwen3_next", "take", dict(budget=16, probe=6, chunk_size=16)),
+]  # fmt: skip
 
 
 class Injected(BaseException):

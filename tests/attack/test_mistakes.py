@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny
@@ -62,9 +63,6 @@ def command(capsys, *words) -> str:
     return lines[0]
 
 
-# -- caches on disk ----------------------------------------------------------------------------------------------------
-
-
 def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
     path = tmp_path / "cache"
     kvevict.save_cache(cache, path)
@@ -83,10 +81,8 @@ def test_a_loaded_cache_holds_nothing_of_its_file(cache, tmp_path):
 
 
 @pytest.mark.parametrize("lie", [
-    lambda t, f: t.update({"0": torch.ones(1)}),
-    lambda t, f: t.update({"0.len": torch.tensor(3, dtype=torch.int32)}),
-    lambda t, f: [fact.update(columns=10**30) for fact in f],
-    lambda t, f: [fact.update(columns=True) for fact in f],
+    lambda t, f: t.update({"0": torch.ones(1)}), lambda t, f: t.update({"0.len": torch.tensor(3, dtype=torch.int32)}),
+    lambda t, f: [fact.update(columns=10**30) for fact in f], lambda t, f: [fact.update(columns=True) for fact in f],
     lambda t, f: f.__setitem__(0, json.loads(DEEPER)),
 ])  # fmt: skip
 def test_caches_that_lie(cache, tmp_path, lie):
@@ -183,10 +179,7 @@ def test_a_disk_that_fails(cache, tmp_path, monkeypatch, failing):
     for path in saved.values():
         path.write_text("before")
 
-    def fails(*args, **kwargs):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, failing, fails)
+    monkeypatch.setattr(os, failing, mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     writers = dict(
         cache=lambda path: kvevict.save_cache(cache, path), history=kvevict.history("mistakes").save,
         page=lambda path: write(path, "after"),
@@ -238,8 +231,6 @@ def test_what_is_written_is_on_the_disk_first(tmp_path, monkeypatch):
     plain.write_text("text")
     assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
 
-
-# -- numbers and JSON --------------------------------------------------------------------------------------------------
 
 NUMBERS = dict(
     h2o=("interval", "recent", "budget", "chunk_size"), vatp=("sink",),
@@ -322,8 +313,6 @@ def test_a_span_and_a_row_of_padding(span):
     assert tiny.relative(got, want) < 1e-4
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
-
 LINE = dict(task="toy", id="a", seed=0, policy="take", budget=8, chunk_size=None, mode="aware", metric="toy",
             score=0.5, tags={"length": 9})  # fmt: skip
 
@@ -365,9 +354,6 @@ def test_carriage_returns(tmp_path):
         assert path.read_bytes() == known.encode()
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("model")
@@ -389,8 +375,7 @@ def answer(printed: str) -> str:
     (["--device", "cuda:99"], "device 'cuda:99'"), (["--device", "tpu"], "device 'tpu'"),
     (["--device", "mps"], "device 'mps'"), (["--device", "meta"], "device 'meta'"),
     (["--policy", f"h2o:interval={BEYOND}"], "interval must be at most"),
-    (["--budget", BEYOND], "budget must be at most"),
-    (["--chunk-size", BEYOND], "chunk_size must be at most"),
+    (["--budget", BEYOND], "budget must be at most"), (["--chunk-size", BEYOND], "chunk_size must be at most"),
     (["--policy", "take:probe=" + DEEPER], "probe must be"),
 ])  # fmt: skip
 def test_arguments_of_generate(words, said, folder, capsys):
@@ -398,12 +383,8 @@ def test_arguments_of_generate(words, said, folder, capsys):
 
 
 def test_none_and_true_as_python_takes_them(folder, capsys):
-    for policy in (
-        "take:warmup_layers=none",
-        "take:warmup_layers=None",
-        "chunkkv:per_head=True,window=4",
-        "tova:per_head=true",
-    ):
+    policies = "take:warmup_layers=none take:warmup_layers=None chunkkv:per_head=True,window=4 tova:per_head=true"
+    for policy in policies.split():
         assert main(list(map(str, generate(folder, "--policy", policy)))) == 0
         capsys.readouterr()
 
@@ -412,8 +393,7 @@ def test_none_and_true_as_python_takes_them(folder, capsys):
     (dict(hidden_size="x"), "cannot be loaded"), (dict(num_attention_heads=0), "config"),
     (dict(head_dim=12), "head_dim 12"), (dict(head_dim=1024), "head_dim 1024"), (dict(dtype="float64"), "float64"),
     (dict(num_key_value_heads=0), "config"), (dict(hidden_size=10**12, intermediate_size=10**12), "config"),
-    (dict(model_type="bloom"), "ALiBi"),
-    (dict(model_type="bert"), "cannot be"), (dict(num_hidden_layers=0), ""),
+    (dict(model_type="bloom"), "ALiBi"), (dict(model_type="bert"), "cannot be"), (dict(num_hidden_layers=0), ""),
 ])  # fmt: skip
 def test_odd_configs(change, said, tmp_path, capsys):
     config = shared().config.to_dict() | change

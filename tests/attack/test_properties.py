@@ -120,8 +120,7 @@ def stored(model, inputs, cache, path) -> bool:
 
 
 def wrong(model, policy, inputs, whole, row, threads, path) -> list:
-    """The properties that do not hold, of those that rounding may break where a score is a tie; the others are
-    asserted."""
+    """The properties that do not hold; the others, which no tie but for rounding may break, are asserted."""
     plain = model(**inputs | {"position_ids": positions(inputs["attention_mask"])}, logits_to_keep=1).logits
     kvevict.patch(model, policy)
     logits, kept, cache = got = read(model, inputs)
@@ -136,8 +135,7 @@ def wrong(model, policy, inputs, whole, row, threads, path) -> list:
 
 @pytest.mark.slow
 def test_properties(tmp_path):
-    """Where a score is a tie but for rounding, a slot may be another one: a property that fails has to fail with three
-    models of other weights."""
+    """A tie but for rounding may choose another slot: what fails has to fail with three models of other weights."""
     found = Counter()
 
     @fuzzing.drawn_by(

@@ -8,6 +8,7 @@ tests/lib/templates.py; default: the model's own. For the full cache and for `ta
 chunks of 512), whose question is found or named: how many of TEXTS (40) answers have the code, with Wilson's interval,
 and the share of heads that hold all of its tokens, with the interval of its mean (t)."""
 
+import contextlib
 import json
 import random
 import statistics
@@ -58,21 +59,13 @@ def chat(rng, number):
         KINDS[3]: [json.dumps(dict(status="ok", query="codes?", lines=lines), indent=1)],
     }
     asked = f"What is the code of {names[which]}?"
-    messages = (
-        [dict(role="system", content="You answer in one line. Are you not sure? Say so.")] if kind == KINDS[3] else []
-    )
+    messages = [dict(role="system", content="You answer in one line. Are you not sure? Say so.")] * (kind == KINDS[3])
     messages.append(dict(role="user", content=f"Read the page of the village. {asked}"))
     call = dict(id="callnine1", type="function", function=dict(name="fetch", arguments=dict(url="village.example")))
     messages.append(dict(role="assistant", content="", tool_calls=[call] * len(results[kind])))
     messages += [dict(role="tool", name="fetch", tool_call_id="callnine1", content=each) for each in results[kind]]
-    return (
-        kind,
-        messages,
-        SCHEMAS if kind == KINDS[3] else None,
-        asked,
-        f"The code of {names[which]} is {codes[which]}",
-        codes[which],
-    )
+    tools, fact = SCHEMAS if kind == KINDS[3] else None, f"The code of {names[which]} is {codes[which]}"
+    return kind, messages, tools, asked, fact, codes[which]
 
 
 def main(folder, template="", texts=40, budget=96, arms="full,found,named"):
@@ -95,10 +88,8 @@ def main(folder, template="", texts=40, budget=96, arms="full,found,named"):
                 out = model.generate(ids, max_new_tokens=14, do_sample=False)
             else:
                 kvevict.patch(model, "take+edie", tokenizer=tokenizer, **options)
-                if arm == "named":
-                    with kvevict.observing(asked, tokenizer):
-                        out = model.generate(ids, max_new_tokens=14, do_sample=False)
-                else:
+                named = kvevict.observing(asked, tokenizer) if arm == "named" else contextlib.nullcontext()
+                with named:
                     out = model.generate(ids, max_new_tokens=14, do_sample=False)
                 kept = kvevict.report(model, positions=True)["positions"]
                 heads = [head for layer in kept if layer is not None for head in layer[0]]

@@ -13,9 +13,8 @@ nats between the two tokens where they part, as the model has them alone. All nu
 every --every seconds while a text of --long tokens is read; prints the same of these requests.
 """
 
-import argparse
+import contextlib
 import math
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,31 +22,20 @@ from pathlib import Path
 from statistics import median
 
 import openai
+from bench_read import arguments
+from bench_serve import asked, client_of, served
 from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import started
 
 
 def of_100(seconds, share):
     return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
 
 
-def asked(client, name, prompt, tokens):
-    """(seconds to the first token, the answer) of a stream."""
-    start, first, said = time.perf_counter(), None, ""
-    asks = dict(model=name, prompt=prompt, max_tokens=tokens, temperature=0, logit_bias=client.bias)
-    for part in client.completions.create(**asks, stream=True):
-        first = first or time.perf_counter() - start
-        said += part.choices[0].text if part.choices else ""
-    return first, said
-
-
 def measured(client, name, prompts, clients, tokens):
     """(tokens per second, seconds to each first token, answers) of so many clients that ask one after the other."""
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        found = list(pool.map(lambda prompt: asked(client, name, prompt, tokens), prompts))
+        found = list(pool.map(lambda prompt: asked(client, name, prompt, tokens, logit_bias=client.bias), prompts))
     seconds = time.perf_counter() - start
     written = sum(len(client.tokenizer(said)["input_ids"]) for _, said in found)
     return written / seconds, [first for first, _ in found], [said for _, said in found]
@@ -83,48 +71,29 @@ def beside(client, name, prompts, long, tokens, every):
         for prompt in prompts * 100:
             if done.is_set():
                 break
-            found.append(pool.submit(asked, client, name, prompt, tokens))
+            found.append(pool.submit(asked, client, name, prompt, tokens, logit_bias=client.bias))
             time.sleep(every)
         return [each.result()[0] for each in found], taken[0]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--haystack", required=True)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=200)
-    parser.add_argument("--shared", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--long", type=int, default=20000)
-    parser.add_argument("--every", type=float, default=2.0)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--budget", default="512")
-    parser.add_argument("--policy", help="of kvevict serve")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--url")
-    parser.add_argument("--name")
-    args = parser.parse_args()
+    given = dict(clients=[1, 8, 32], requests=32, prompt=200, shared=0, tokens=64, long=20000, every=2.0, runs=3)
+    own = dict(budget="512", policy=None, dtype="bfloat16", url=None, name=None)
+    args = arguments(__doc__, model=..., haystack=..., **given, **own)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     most = args.shared + args.long + args.requests * args.prompt
     ids = tokenizer(Path(args.haystack).read_text("utf-8")[: 8 * most])["input_ids"]
     shared, ids = tokenizer.decode(ids[: args.shared]), ids[args.shared :]
-    cuts = [
-        ids[at : at + args.prompt - n % 7] for n, at in enumerate(range(0, args.requests * args.prompt, args.prompt))
-    ]
-    prompts = [shared + tokenizer.decode(cut) for cut in cuts]
+    begins = [n * args.prompt for n in range(args.requests)]
+    prompts = [shared + tokenizer.decode(ids[at : at + args.prompt - n % 7]) for n, at in enumerate(begins)]
     rest = ids[args.requests * args.prompt :]
-    process, port = (None, None) if args.url else started("kvevict", args)
-    try:
-        url, name = args.url or f"http://127.0.0.1:{port}/v1", args.name or Path(args.model).name
-        client = openai.OpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
+    name = args.name or Path(args.model).name
+    server = contextlib.nullcontext((None, client_of(args.url))) if args.url else served("kvevict", args)
+    with server as (_, client):
         client.bias = openai.NOT_GIVEN if args.url else {str(tokenizer.eos_token_id): -100}
         client.tokenizer = tokenizer
-        alone = [asked(client, name, prompt, args.tokens)[1] for prompt in prompts]
-        speeds: dict = {clients: [] for clients in args.clients}
-        firsts: dict = {clients: [] for clients in args.clients}
-        differ: dict = {clients: [] for clients in args.clients}
+        alone = [asked(client, name, prompt, args.tokens, logit_bias=client.bias)[1] for prompt in prompts]
+        speeds, firsts, differ = ({clients: [] for clients in args.clients} for _ in range(3))
         for _ in range(args.runs):
             for clients in args.clients:
                 speed, seconds, said = measured(client, name, prompts, clients, args.tokens)
@@ -150,10 +119,6 @@ def main():
                 f"while {args.long} tokens are read ({taken:.1f} s): {len(seconds)} requests, first token p50 "
                 f"{of_100(seconds, 0.5):.2f} s, p99 {of_100(seconds, 0.99):.2f} s"
             )
-    finally:
-        if process is not None:
-            process.terminate()
-            process.wait(60)
 
 
 if __name__ == "__main__":

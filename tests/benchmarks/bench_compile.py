@@ -8,13 +8,13 @@ near-ties. Then rounds alternate; prints medians in ms a token and one JSON line
 layers of an 8B model's shape.
 """
 
-import argparse
 import json
 import statistics
 import time
 
 import torch
 import torch._inductor.config
+from bench_read import arguments
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvevict
@@ -60,11 +60,7 @@ def recorded(model, ids):
 
 @torch.inference_mode()
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+    args = arguments(__doc__, model=None, rows=[1, 8], rounds=9)
     torch._inductor.config.freezing = True
     model, patched = loaded(args.model), loaded(args.model)
     kvevict.patch(patched, "take+edie", budget=SLOTS, compiled=True)

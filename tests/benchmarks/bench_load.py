@@ -8,20 +8,16 @@ alone and by how much where they part (`bench_clients.py`), how many requests we
 to the last (median, 99 of 100), and the memory of the server's process after each fifth of the time.
 """
 
-import argparse
 import random
-import sys
 import threading
 import time
 from pathlib import Path
 
 import openai
-from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
 from bench_clients import of_100, parted
-from bench_read import resident
-from bench_serve import NEW, asked, started
+from bench_read import arguments, resident
+from bench_serve import NEW, asked, served
+from transformers import AutoTokenizer
 
 from kvevict.lab.evaluate.tasks import TaskSettings, find
 
@@ -36,22 +32,12 @@ def questions_of(args, tokenizer) -> list:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--haystack", required=True)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--length", type=int, default=1500)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--budget", default="512")
-    parser.add_argument("--dtype", default="float32")
-    args = parser.parse_args()
+    given = dict(clients=64, texts=8, length=1500, seconds=300.0, budget="512", dtype="float32")
+    args = arguments(__doc__, model=..., haystack=..., **given)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     questions = questions_of(args, tokenizer)
-    process, port = started("kvevict", args)
     memory, said, lost, ended = [], [], [], threading.Event()
-    try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
+    with served("kvevict", args) as (process, client):
         name = Path(args.model).name
         for text, words in dict(each[:2] for each in questions).items():
             client.post("/kvevict/texts", body=dict(name=text, text=words), cast_to=object)
@@ -62,7 +48,7 @@ def main():
             return dict(extra_body=dict(kvevict=dict(text=text)))
 
         def ask(text, question):
-            return asked(client, name, question, logit_bias=client.bias, **opened(text))[::-1]
+            return asked(client, name, question, NEW, logit_bias=client.bias, **opened(text))[::-1]
 
         alone = {(text, question): ask(text, question)[0] for text, _, question in questions}
 
@@ -95,9 +81,6 @@ def main():
             f"{of_100(firsts, 0.5):.2f} s, p99 {of_100(firsts, 0.99):.2f} s; whole answers {of_100(wholes, 0.5):.2f}, "
             f"{of_100(wholes, 0.99):.2f} s; MiB {', '.join(f'{each:.0f}' for each in memory)}"
         )
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,10 +99,6 @@ def timed(run, clock=time.perf_counter):
     return once
 
 
-def timed_of_thread(run):
-    return timed(run, time.thread_time)
-
-
 def timed_on_gpu(run, calls=20):
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     side = torch.cuda.Stream()
@@ -173,10 +170,7 @@ def bench_attend(H, Hkv, D, stored, new, dtype):
     q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
     mask = torch.ones(new, stored + new, dtype=torch.bool).tril(stored)
     zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
-
-    def attend():
-        return ops.attend(q, held, k, v, zero, scale=scale)
-
+    attend = partial(ops.attend, q, held, k, v, zero, scale=scale)
     sdpa = sdpas(q, keys, values, mask, scale)
     lse = attend()[1]
 
@@ -215,10 +209,7 @@ def bench_window(H, Hkv, D, stored, new, dtype):
     """The ops of an eviction: of the last 32 rows, beside attend of the chunk, and of slots."""
     q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, new, dtype)
     zero, stop = torch.zeros(1, dtype=torch.int32), torch.full((1,), new, dtype=torch.int32)
-
-    def attend():
-        return ops.attend(q, held, k, v, zero, scale=scale)
-
+    attend = partial(ops.attend, q, held, k, v, zero, scale=scale)
     out, lse = attend()
     rows, alive = min(32, new), heads(Hkv, stored + new)[0]
     window = {"held": held, "k": k, "first": zero, "stop": stop}
@@ -227,24 +218,20 @@ def bench_window(H, Hkv, D, stored, new, dtype):
     def score(**more):
         return ops.score(**window, reduce="sum", columns=stored + new, **more)
 
-    def peak():
-        return ops.peak(**window, lo=0 * alive, hi=alive)
+    peak = partial(ops.peak, **window, lo=0 * alive, hi=alive)
 
     def error(kind):
         o = out[:, -rows:]
         return ops.error(**window, v=v, o=o, kind=kind, alpha=0.1, columns=stored + new)
 
     pooled = score()
-
-    def refine():
-        return ops.refine(held, v, zero, stop, pooled)
+    refine = partial(ops.refine, held, v, zero, stop, pooled)
 
     def caote():
         hn = pooled / pooled.sum(-1, keepdim=True)
         return hn / (1 - hn) * (values.float() - hn[:, :, None] @ values.float()).norm(dim=-1)
 
-    def norm():
-        return ops.norm(held.of("v"), v, zero, stop, p=1, columns=stored + new)
+    norm = partial(ops.norm, held.of("v"), v, zero, stop, p=1, columns=stored + new)
 
     def torch_norm():
         return values.float().norm(p=1, dim=-1)
@@ -267,10 +254,7 @@ def bench_window(H, Hkv, D, stored, new, dtype):
 def bench_decode(H, Hkv, D, stored, dtype):
     q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
     pos = torch.zeros(1, 1, dtype=torch.int32)
-
-    def decode():
-        return ops.decode(q, k, v, pos, held, scale=scale)
-
+    decode = partial(ops.decode, q, k, v, pos, held, scale=scale)
     sdpa = sdpas(q, keys, values, None, scale)
     close("decode", decode()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
     ragged = replace(held, len=(stored * torch.linspace(0.25, 1, Hkv)).int().view(1, Hkv))
@@ -299,8 +283,7 @@ def bench_packed(H, Hkv, D, stored):
 
 
 def bench_fork(H, Hkv, D, stored, dtype):
-    """A decoded token of a forked cache, 32 tokens after the fork, beside one of an unforked cache, with all of
-    Python's time."""
+    """A decoded token 32 tokens after a fork, beside one of an unforked cache, with all of Python's time."""
     q, k, v, *_, keys, values, scale = data(H, Hkv, D, stored, 1, dtype)
     keys, values, columns = keys[:, :, :stored], values[:, :, :stored], 32
     pos, first = torch.arange(stored, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
@@ -325,10 +308,7 @@ def bench_short(H, Hkv, D, stored, rows, dtype):
     """A few rows on many slots: a question, a draft."""
     q, k, v, held, keys, values, scale = data(H, Hkv, D, stored, rows, dtype)
     zero, mask = torch.zeros(1, dtype=torch.int32), torch.ones(rows, stored + rows, dtype=torch.bool).tril(stored)
-
-    def attend():
-        return ops.attend(q, held, k, v, zero, scale=scale)
-
+    attend = partial(ops.attend, q, held, k, v, zero, scale=scale)
     sdpa = sdpas(q, keys, values, mask, scale)
     close("attend", attend()[0], sdpa().transpose(1, 2), TOLERANCE[dtype])
     name = f"{H}/{Hkv} d={D} {rows} on {stored} {str(dtype)[6:]}"
@@ -426,9 +406,7 @@ def bench_select(H, Hkv, D, stored, new, dtype):
         ends = {"protect_first": zero, "protect_last": zero}
         return ops.select(score=score, n=alive, keep=keep, columns=kept, **ends)
 
-    def attend():
-        return ops.attend(q, held, k, v, zero, scale=scale)
-
+    attend = partial(ops.attend, q, held, k, v, zero, scale=scale)
     if not torch.equal(select().long(), score.topk(kept).indices.sort(-1).values):
         raise SystemExit("select: not what topk gives")
     return [(f"select {Hkv} heads {kept} of {n}", select, "attend", attend)]
@@ -481,7 +459,7 @@ def main():
     clock = timed if args.device == "cpu" else timed_on_gpu
     if args.cpu_time:
         torch.set_num_threads(1)
-        clock = timed_of_thread
+        clock = partial(timed, clock=time.thread_time)
     most = peaks() if args.device == "cpu" else {}
     print(json.dumps(machine() | {name: f"{rate / 1e9:.1f} G/s" for name, rate in most.items()}))
     results, seconds = [], 2.0 if args.device == "cpu" else 0.3

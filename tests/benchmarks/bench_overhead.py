@@ -6,23 +6,17 @@ One process, one random 4-layer, hidden-512, 8/2-head fp32 Llama; unpatched and 
 medians are compared. First the logits are checked to be the same. Prints a table and one JSON line.
 """
 
-import argparse
 import json
 
 import torch
-from bench_read import build
+from bench_read import arguments, build
 
 from kvevict.lab.analysis import speed
 from kvevict.policy import building
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--policies", nargs="+", default=["snapkv", "h2o", "take"])
-    args = parser.parse_args()
+    args = arguments(__doc__, tokens=4096, new_tokens=64, rounds=5, policies=["snapkv", "h2o", "take"])
     model = build(args.tokens)
     ids = torch.randint(1000, (1, args.tokens), generator=torch.Generator().manual_seed(1))
     policies = {name: building.choose(name, budget=args.tokens + args.new_tokens) for name in args.policies}

@@ -5,7 +5,6 @@ Every kind's result is compared with the float64 oracle on the numbers that its 
 with that of bf16, before it is timed. One thread; the CPU's time of that thread, the kinds taking turns. A ratio is the
 median of the ratios of a turn, so that a slower or faster machine meanwhile falls out."""
 
-import argparse
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 import ref
+from bench_read import arguments
 
 from kvevict.ops import _ops as ops
 from kvevict.policy import kv
@@ -83,9 +83,7 @@ def run_of(held, q, k, v, pos, scale):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=6, help="of each line")
-    seconds = parser.parse_args().seconds
+    seconds = arguments(__doc__, seconds=6.0).seconds  # of each line
     torch.set_num_threads(1)
     against_the_oracle()
     print(f"isa {ops.cpu_isa()}, one thread")

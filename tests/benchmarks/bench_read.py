@@ -4,7 +4,8 @@
 
 Every run is a fresh process with a random 4-layer, hidden-512, 8/2-head fp32 Llama. A run is a policy and its options,
 e.g. "take:budget=512,chunk_size=1024", or "unpatched". Before it is timed, each policy's logits are checked against the
-unpatched model's on a short prompt that fits the budget. Prints a table and one JSON line.
+unpatched model's on a short prompt that fits the budget. With --new-tokens it also times decoding that many. Prints a
+table and one JSON line.
 """
 
 import argparse
@@ -18,6 +19,23 @@ import time
 import torch
 
 RUNS = ["unpatched", *(f"{p}:budget=512,chunk_size=1024" for p in ("take", "snapkv", "h2o"))]
+
+
+def arguments(doc, *places, **options):
+    """The values of a command line: of `places` in order, and of an option by each name, with its default and the
+    default's type. ...: the option is required; None: a text; a list: one value or more; False: a flag."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in places:
+        parser.add_argument(name)
+    for name, default in options.items():
+        kind = type(default[0] if isinstance(default, list) else default)
+        more: dict = dict(type=kind if kind in (int, float, str) else str, default=default, required=default is ...)
+        if default is False:
+            more = dict(action="store_true")
+        elif isinstance(default, list):
+            more["nargs"] = "+"
+        parser.add_argument("--" + name.replace("_", "-"), **more)
+    return parser.parse_args()
 
 
 def build(length):
@@ -99,14 +117,9 @@ def measure(run, length, new):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--runs", nargs="+", default=RUNS)
-    parser.add_argument("--new-tokens", type=int, default=0, help="also time decoding this many tokens")
-    parser.add_argument("--one", nargs=2, metavar=("RUN", "LENGTH"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args.one[0], int(args.one[1]), args.new_tokens)))
+    args = arguments(__doc__, lengths=[4096, 16384, 65536], runs=RUNS, new_tokens=0, one=None)
+    if args.one:  # RUN
+        print(json.dumps(measure(args.one, args.lengths[0], args.new_tokens)))
         return
     results = []
     head = [("read s", 8), ("of unpatched", 12), ("growth MiB", 11), ("no files", 9), ("KV MiB", 8)]
@@ -114,8 +127,8 @@ def main():
     print(f"{'tokens':>8} {'run':40}", *(f"{name:>{width}}" for name, width in head))
     for length in args.lengths:
         for run in args.runs:
-            call = [sys.executable, __file__, "--one", run, str(length), "--new-tokens", str(args.new_tokens)]
-            done = subprocess.run(call, capture_output=True, text=True)
+            words = ["--one", run, "--lengths", str(length), "--new-tokens", str(args.new_tokens)]
+            done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{run} at {length} failed:\n{done.stderr}")
             r = json.loads(done.stdout.splitlines()[-1])

@@ -2,19 +2,19 @@
 
     python tests/benchmarks/bench_read_gpu.py [--lengths 8192 32768 131072] [--runs ...]
 
-A random bf16 model of Llama 3.1 8B's shape, in one process; attention is torch's SDPA where it is unpatched. A run is
-as bench_read.py has it. Before it is timed, each policy's logits are checked against the unpatched model's on a short
-prompt that fits the budget, and reads the shortest of the lengths once. The runs take turns, and a time is the median
-of `--rounds`. Memory is what tensors take beyond the model's weights. Prints a table and one JSON line.
+A random bf16 model of Llama 3.1 8B's shape, in one process, and a batch of --rows; attention is torch's SDPA where it
+is unpatched. A run is as bench_read.py has it. Before it is timed, each policy's logits are checked against the
+unpatched model's on a short prompt that fits the budget, and reads the shortest of the lengths once. The runs take
+turns, and a time is the median of `--rounds`. Memory is what tensors take beyond the model's weights. Prints a table
+and one JSON line.
 """
 
-import argparse
 import json
 import statistics
 import time
 
 import torch
-from bench_read import parse
+from bench_read import arguments, parse
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvevict
@@ -72,14 +72,8 @@ def measure(model, run, ids, new):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--runs", nargs="+", default=RUNS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=1, help="of the batch")
-    args = parser.parse_args()
+    lengths = [8192, 32768, 131072]
+    args = arguments(__doc__, lengths=lengths, runs=RUNS, rounds=3, new_tokens=32, layers=32, rows=1)
     model = build(args.layers, max(args.lengths))
     ids = torch.randint(100000, (args.rows, max(args.lengths)), device="cuda")
     for run in args.runs:

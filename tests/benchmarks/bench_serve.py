@@ -8,7 +8,7 @@ seconds to the first token of the first and of later questions, right answers, a
 memory from after its first small request.
 """
 
-import argparse
+import contextlib
 import json
 import os
 import socket
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import openai
-from bench_read import resident
+from bench_read import arguments, resident
 from transformers import AutoTokenizer
 
 from kvevict.lab.evaluate.metrics import METRICS
@@ -36,8 +36,13 @@ def text_of(args):
     return list(find("many")(settings))
 
 
-def started(side, args):
-    """(process, port) of a server that answers."""
+def client_of(url):
+    return openai.OpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
+
+
+@contextlib.contextmanager
+def served(side, args):
+    """(process, client) of `kvevict serve` or `transformers serve` on a CPU, until the context ends."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = [args.model, "--dtype", args.dtype, "--device", "cpu", "--port", str(port)]
@@ -49,21 +54,27 @@ def started(side, args):
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, **quiet, env=os.environ | dict(HF_HUB_OFFLINE="1"))
     threading.Thread(target=process.stderr.read, daemon=True).start()
-    for _ in range(300):
-        time.sleep(1)
-        if process.poll() is not None:
-            raise SystemExit(f"{side} serve ended with {process.returncode}")
-        with socket.socket() as asked:
-            if asked.connect_ex(("127.0.0.1", port)) == 0:
-                return process, port
-    raise SystemExit(f"{side} serve does not answer")
+    try:
+        for _ in range(300):
+            time.sleep(1)
+            if process.poll() is not None:
+                raise SystemExit(f"{side} serve ended with {process.returncode}")
+            with socket.socket() as asked:
+                if asked.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+        else:
+            raise SystemExit(f"{side} serve does not answer")
+        yield process, client_of(f"http://127.0.0.1:{port}/v1")
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
-def asked(client, model, prompt, **more):
+def asked(client, model, prompt, tokens, **more):
     """(seconds to the first token, the answer) of a stream."""
     start, first, said = time.perf_counter(), None, ""
-    stream = client.completions.create(model=model, prompt=prompt, max_tokens=NEW, temperature=0, stream=True, **more)
-    for part in stream:
+    options = dict(model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True)
+    for part in client.completions.create(**options, **more):
         if part.choices and part.choices[0].text:
             first = first or time.perf_counter() - start
             said += part.choices[0].text
@@ -71,11 +82,9 @@ def asked(client, model, prompt, **more):
 
 
 def measured(side, args, cases):
-    process, port = started(side, args)
-    try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
+    with served(side, args) as (process, client):
         model = args.model if side == "transformers" else Path(args.model).name
-        asked(client, model, "The day was")
+        asked(client, model, "The day was", NEW)
         before, start = resident(process=process.pid), time.perf_counter()
         more, stored = {}, 0.0
         if side == "kvevict":
@@ -84,27 +93,15 @@ def measured(side, args, cases):
         seconds, right = [], 0
         for case in cases:
             question = case.question.lstrip("\n") if more else case.context + case.question
-            first, said = asked(client, model, question, **more)
+            first, said = asked(client, model, question, NEW, **more)
             seconds.append(first or float("nan"))
             right += METRICS[case.metric](said.strip().split("\n")[0], case.answers) == 1
-        grown = resident("VmHWM:", process.pid) - before
-        return dict(
-            side=side, first=stored + seconds[0], later=median(seconds[1:]), right=right, questions=len(cases),
-            growth_mib=grown,
-        )  # fmt: skip
-    finally:
-        process.terminate()
-        process.wait(60)
+        facts = dict(right=right, questions=len(cases), growth_mib=resident("VmHWM:", process.pid) - before)
+        return dict(side=side, first=stored + seconds[0], later=median(seconds[1:]), **facts)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--haystack", required=True)
-    parser.add_argument("--length", type=int, default=4000)
-    parser.add_argument("--budget", default="1000")
-    parser.add_argument("--dtype", default="float32")
-    args = parser.parse_args()
+    args = arguments(__doc__, model=..., haystack=..., length=4000, budget="1000", dtype="float32")
     cases = text_of(args)
     for side in ("kvevict", "transformers"):
         got = measured(side, args, cases)

@@ -9,7 +9,6 @@ of the text stored, in the user's turn. "chat" is a chat of ten turns with the t
 the same without recall. Seconds are those of the processor and of the clock, to the first token and to the last. A
 side's lines are appended together, and an interrupted run goes on with the next side."""
 
-import argparse
 import asyncio
 import json
 import random
@@ -20,6 +19,7 @@ from statistics import fmean, median
 
 import httpx
 import torch
+from bench_read import arguments
 from transformers import AutoTokenizer
 
 from kvevict.lab.evaluate.haystack import haystack
@@ -42,7 +42,7 @@ LINES = (  # statement, question, the lists of the answer's words; none: a numbe
 )  # fmt: skip
 FACTS = 20
 UNITS = "first_cpu", "first_wall", "cpu", "wall"
-SIDES = "recall", "full", "never", "user", "chat", "chat:never"
+SIDES = ["recall", "full", "never", "user", "chat", "chat:never"]
 
 
 def text_of(tokenizer, books, number: int) -> tuple:
@@ -154,16 +154,9 @@ def lines(path: Path) -> list:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model")
-    parser.add_argument("--haystack")
-    parser.add_argument("--sides", nargs="+", default=SIDES)
-    parser.add_argument("--texts", type=int, nargs="+", default=[0])
-    parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--table", action="store_true")
-    args = parser.parse_args()
+    given = dict(sides=SIDES, texts=[0], budget=512, dtype="auto", table=False)
+    args = arguments(__doc__, "out", model=None, haystack=None, **given)
+    args.out = Path(args.out)
     if not args.table:
         torch.set_num_threads(1)
         Call.token = noting(Call.token)  # type: ignore[method-assign]

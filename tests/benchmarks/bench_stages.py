@@ -8,12 +8,11 @@ after it (scoring, choosing, moving slots), and of all other operators, the larg
 torch's profiler, which costs a few percent. Without --model: the random model of bench_read.py.
 """
 
-import argparse
 import json
 from functools import partial
 
 import torch
-from bench_read import build, parse
+from bench_read import arguments, build, parse
 from transformers import DynamicCache
 
 import kvevict
@@ -75,13 +74,8 @@ def measure(model, ids, run, new):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a model; default: a random one")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--runs", nargs="+", default=["unpatched", "take", "snapkv"], help="as of bench_read.py")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    args = parser.parse_args()
+    runs = ["unpatched", "take", "snapkv"]
+    args = arguments(__doc__, model=None, dtype="float32", tokens=[8192], runs=runs, new_tokens=32)
     model = load_model(args.model, args.dtype, "cpu")[0] if args.model else build(max(args.tokens))
     results = []
     for tokens in args.tokens:

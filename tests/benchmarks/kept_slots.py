@@ -20,13 +20,11 @@ from kvevict.models.adapter import Adapter
 
 LENGTH, NEW, BUDGET = 301, 6, 96
 SITUATIONS = {
-    "one pass": dict(budget=BUDGET, chunk_size=512),
-    "chunks": dict(budget=BUDGET, chunk_size=64),
-    "budget 1/2": dict(budget=0.5, chunk_size=64),
-    "padded batch": dict(budget=BUDGET, chunk_size=64),
+    "one pass": dict(budget=BUDGET, chunk_size=512), "chunks": dict(budget=BUDGET, chunk_size=64),
+    "budget 1/2": dict(budget=0.5, chunk_size=64), "padded batch": dict(budget=BUDGET, chunk_size=64),
     "decoding": dict(budget=BUDGET, chunk_size=64, decode=True, interval=2),
     "forks": dict(budget=BUDGET, chunk_size=64),
-}
+}  # fmt: skip
 
 
 def digest(x) -> str:

@@ -30,15 +30,11 @@ def bench(folder, words, capsys):
 def test_rows(tmp_path, capsys):
     """Cache bytes are exact: 4 layers of 2 kv heads."""
     folder, _ = save(tmp_path)
-    words = (
-        "--policies snapkv:window=4 take:probe=4,budget=30 --budget 20 --lengths 90 48 --chunk-size 16 --new-tokens 3"
-    )
-    code, line, out, _ = bench(folder, f"{words} --repeat 2", capsys)
-    assert code == 0
     names = ["unpatched", "snapkv:window=4", "take:probe=4,budget=30"]
-    assert [(row["prompt_tokens"], row["policy"]) for row in line["rows"]] == [
-        (n, name) for n in (48, 90) for name in names
-    ]
+    words = f"--policies {' '.join(names[1:])} --budget 20 --lengths 90 48 --chunk-size 16 --new-tokens 3 --repeat 2"
+    code, line, out, _ = bench(folder, words, capsys)
+    rows = [(row["prompt_tokens"], row["policy"]) for row in line["rows"]]
+    assert code == 0 and rows == [(n, name) for n in (48, 90) for name in names]
     for row in line["rows"]:
         slots = dict(zip(names, (row["prompt_tokens"], 20, 30)))[row["policy"]]
         assert row["cache_bytes"] == SLOT * 2 * 4 * slots
@@ -65,10 +61,8 @@ def test_a_threshold_follows_the_text(tmp_path, capsys):
 def test_layers_that_read_fewer_tokens_are_checked_without(tmp_path, capsys):
     """With `tsp` other logits come even where nothing is evicted."""
     folder, _ = save(tmp_path)
-    words = (
-        "--policies take+edie/half:probe=4,kernel=5 --budget 30 --chunk-size 40 --lengths 90 --new-tokens 2 --repeat 1"
-    )
-    code, line, _, err = bench(folder, words, capsys)
+    words = "--budget 30 --chunk-size 40 --lengths 90 --new-tokens 2 --repeat 1"
+    code, line, _, err = bench(folder, f"--policies take+edie/half:probe=4,kernel=5 {words}", capsys)
     assert code == 0, err
     assert line["rows"][1]["cache_bytes"] == SLOT * 2 * 4 * 30
 
@@ -138,10 +132,8 @@ def test_exact_logits(monkeypatch):
 
 
 def test_medians_by_hand():
-    runs = [
-        dict(read_seconds=s, decode_seconds=d, new_tokens=n, peak_bytes=p, report=dict(cache_bytes=7))
-        for s, d, n, p in [(3, 2, 11, 5), (1, 1, 11, 9), (2, 5, 11, 1)]
-    ]
+    each = [dict(read_seconds=s, decode_seconds=d, peak_bytes=p) for s, d, p in ((3, 2, 5), (1, 1, 9), (2, 5, 1))]
+    runs = [one | dict(new_tokens=11, report=dict(cache_bytes=7)) for one in each]
     want = dict(read_seconds=2, decode_tokens_per_second=5, peak_bytes=5, cache_bytes=7)
     assert speed.medians(runs, full=99) == want
     del runs[0]["report"]
@@ -154,13 +146,10 @@ def test_cells_by_hand():
     assert cells(row, base).split() == ["1.5", "(0.50)", "30", "(1.50)", "1", "(-)", "0.5", "(0.25)", "3..9"]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--lengths 8", "--lengths"), ("--lengths 40 4090 --new-tokens 9", "4087"), ("--repeat 0", "--repeat"),
-        ("--new-tokens 1", "--new-tokens"), ("--policies snapvk", "snapkv"), ("--budget x", "--budget"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words, message", [
+    ("--lengths 8", "--lengths"), ("--lengths 40 4090 --new-tokens 9", "4087"), ("--repeat 0", "--repeat"),
+    ("--new-tokens 1", "--new-tokens"), ("--policies snapvk", "snapkv"), ("--budget x", "--budget"),
+])  # fmt: skip
 def test_mistakes(words, message, tmp_path, capsys):
     folder, _ = save(tmp_path)
     code, _, out, error = bench(folder, words, capsys)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,9 +29,8 @@ def test_help_lists_the_commands(capsys):
 
 
 def test_a_reader_that_leaves():
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvevict", "policies"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes, command = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE), [sys.executable, "-m", "kvevict", "policies"]
+    child = subprocess.Popen(command, **pipes, text=True)
     child.stdout.close()
     assert child.stderr.read() == ""
     assert child.wait() == 1
@@ -45,19 +45,16 @@ def test_a_stream_that_is_closed(words, code):
     assert (run.returncode, run.stdout, run.stderr) == (code, b"", b"")
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("take", ("take", {})),
-        ("edie-exact:alpha=0.3", ("edie-exact", dict(alpha=0.3))),
-        ("take:probe=[0, 32],alpha=0.3", ("take", dict(probe=(0, 32), alpha=0.3))),
-        ("take:alpha=1,probe=[-9,-1]", ("take", dict(alpha=1, probe=(-9, -1)))),
-        ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
-        ("take:warmup-budget=90,decode=true,warmup_layers=null",
-         ("take", dict(warmup_budget=90, decode=True, warmup_layers=None))),
-        ("edie+tada:task=7", ("edie+tada", dict(task="7"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, want", [
+    ("take", ("take", {})),
+    ("edie-exact:alpha=0.3", ("edie-exact", dict(alpha=0.3))),
+    ("take:probe=[0, 32],alpha=0.3", ("take", dict(probe=(0, 32), alpha=0.3))),
+    ("take:alpha=1,probe=[-9,-1]", ("take", dict(alpha=1, probe=(-9, -1)))),
+    ("oracle:response=[5,6],x=[],y=[7]", ("oracle", dict(response=(5, 6), x=(), y=(7,)))),
+    ("take:warmup-budget=90,decode=true,warmup_layers=null",
+     ("take", dict(warmup_budget=90, decode=True, warmup_layers=None))),
+    ("edie+tada:task=7", ("edie+tada", dict(task="7"))),
+])  # fmt: skip
 def test_policies_by_hand(text, want):
     assert parse_policy(text) == want
 
@@ -88,17 +85,12 @@ def test_grid_by_hand():
     assert grid([("x", "a"), ("wide", "b")], left=2) == "x     a\nwide  b"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "demo", "bench", "plan", "generate --file FILE What?", "inspect --file FILE What?",
-        "eval --tasks facts --policies take --out OUT",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "demo", "bench", "plan", "generate --file FILE What?", "inspect --file FILE What?",
+    "eval --tasks facts --policies take --out OUT",
+])  # fmt: skip
 def test_the_bundled_model_is_the_default(words, tmp_path, monkeypatch, capsys):
-    def missing():
-        raise FileNotFoundError("no model.safetensors")
-
+    missing = mock.Mock(side_effect=FileNotFoundError("no model.safetensors"))
     monkeypatch.setattr("kvevict.models.loading.small_llama", missing)
     (tmp_path / "text").write_text("a")
     words = words.replace("FILE", str(tmp_path / "text")).replace("OUT", str(tmp_path / "out"))
@@ -224,12 +216,9 @@ def test_a_json_line_where_a_program_reads_or_asks(words, terminal, table, line,
      "kvevict eval: interrupted; the same command goes on with what r.jsonl lacks\n"),
 ])  # fmt: skip
 def test_ctrl_c_is_one_line(words, said, tmp_path, monkeypatch, capsys):
-    def stopped(*_, **__):
-        raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
     for name in ("AutoConfig", "AutoModelForCausalLM"):
-        monkeypatch.setattr(f"transformers.{name}.from_pretrained", stopped)
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", mock.Mock(side_effect=KeyboardInterrupt))
     assert main(words.split()) == 130
     assert capsys.readouterr().err == said
 

@@ -85,9 +85,8 @@ def test_what_holds_nearly_everything_goes():
     q, k = torch.full((1, 1, 8), 1.0), torch.zeros(3, 8)
     k[1] = 48 / 8
     v = torch.eye(3, 8)
-    joint, relative, _ = errors(
-        q, k, v, torch.ones(1, 3, dtype=torch.bool), torch.tensor([False, True, False]), scale=1
-    )
+    lost = torch.tensor([False, True, False])
+    joint, relative, _ = errors(q, k, v, torch.ones(1, 3, dtype=torch.bool), lost, scale=1)
     want = (torch.tensor([0.0, 1, 0]) - torch.tensor([0.5, 0, 0.5])).norm()
     torch.testing.assert_close(joint, want[None])
     torch.testing.assert_close(relative, want[None])
@@ -102,13 +101,9 @@ def test_a_row_that_loses_all_it_sees():
 
 def test_sets_by_hand():
     """Of heads {1, 2}, {3} and {2}, {4, 5} in one layer, then of an equal and of two empty ones in another."""
-    assert compare.overlap([[{1, 2}, {3}]], [[{2}, {4, 5}]]) == (1 / 2 + 0) / 2
-    assert (
-        compare.overlap([[{1, 2}, {3}], [{7, 9}, set()]], [[{2}, {4, 5}], [{9, 7}, set()]]) == (1 / 2 + 0 + 1 + 1) / 4
-    )
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
+    one, other = [{1, 2}, {3}], [{2}, {4, 5}]
+    assert compare.overlap([one], [other]) == (1 / 2 + 0) / 2
+    assert compare.overlap([one, [{7, 9}, set()]], [other, [{9, 7}, set()]]) == (1 / 2 + 0 + 1 + 1) / 4
 
 
 class Row(oracle.Row):
@@ -159,10 +154,8 @@ class Row(oracle.Row):
 
     def diagnostics(self):
         """Per layer (evictions, joint_error, output_error, recall), means over evictions; None for sliding layers."""
-        means = {
-            i: torch.tensor(x, dtype=torch.double).mean(0).tolist() if x else [0.0, 0.0, 1.0]
-            for i, x in self.noted.items()
-        }
+        mean = lambda x: torch.tensor(x, dtype=torch.double).mean(0).tolist() if x else [0.0, 0.0, 1.0]  # noqa: E731
+        means = {i: mean(x) for i, x in self.noted.items()}
         return [(len(self.noted[i]), *means[i]) if i in means else None for i in range(len(self.layers))]
 
 
@@ -256,9 +249,6 @@ def test_only_when_asked_for():
         kvevict.patch(made, "snapkv", budget=64, diagnose="yes")
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 def layer64(N, q, logit, cache, left, alive):
     """`compare.compare` of one layer in float64: q [H, R, d], cache and left (k, v) [Hkv, N + R or N, d] of the full
     read and of the policy's, alive [Hkv] the tokens that the policy kept."""
@@ -297,13 +287,9 @@ def compare64(made, prompt, response, preset, given):
 
 
 COMPARED = {
-    "snapkv": dict(window=4, budget=16),
-    "take": dict(probe=5, **CHUNKS),
-    "adakv": dict(window=4, **CHUNKS),
-    "h2o": CHUNKS,
-    "streaming": dict(budget=16),
-    "oracle": dict(budget=9),
-}
+    "snapkv": dict(window=4, budget=16), "take": dict(probe=5, **CHUNKS), "adakv": dict(window=4, **CHUNKS),
+    "h2o": CHUNKS, "streaming": dict(budget=16), "oracle": dict(budget=9),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["llama", *OTHERS])

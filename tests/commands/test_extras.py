@@ -25,8 +25,7 @@ def test_the_extra_eval(argv, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("argv, missing, extra", [
-    (["plot", "r.jsonl", "--kind", "budget"], ("matplotlib",), "plot"),
-    (["plot", "r.jsonl"], ("scipy",), "plot"),
+    (["plot", "r.jsonl", "--kind", "budget"], ("matplotlib",), "plot"), (["plot", "r.jsonl"], ("scipy",), "plot"),
     (["train", "--data", "pairs.jsonl", "--out", "out"], ("accelerate",), "train"),
     (["train", "--data", "pairs.jsonl", "--out", "out", "--held-out", "2"], ("scipy",), "train"),
 ])  # fmt: skip

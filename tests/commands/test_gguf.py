@@ -31,14 +31,10 @@ def test_the_file_is_the_model(file, dtype):
         made.to(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "generate --file TEXT --budget 64 Why?",
-        "eval --tasks facts --lengths 700 --cases 1 --policies snapkv --mode known --out OUT",
-        "plan --tokens 1000",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "generate --file TEXT --budget 64 Why?",
+    "eval --tasks facts --lengths 700 --cases 1 --policies snapkv --mode known --out OUT", "plan --tokens 1000",
+])  # fmt: skip
 def test_every_command(file, words, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Some text. " * 40)

@@ -48,8 +48,6 @@ def read(model, policy, inputs):
     return report, cache
 
 
-# -- slots -------------------------------------------------------------------------------------------------------------
-
 SLOTS = [  # lengths below and above budget, chunk and the sum of both; remainders of 1, all but 1, and none
     (dict(budget=70), (20, 70, 71, 300)),
     (dict(budget=0.4), (33, 170, 301)),
@@ -145,9 +143,6 @@ def test_moved_by_hand():
     assert third["linear"][1] - second["linear"][1] == 4 * 64 * 97
 
 
-# -- FLOPs -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
 def test_pairs(window):
     for rows, seen in ((1, 0), (7, 0), (1, 9), (7, 9), (12, 2)):
@@ -173,8 +168,7 @@ def test_linear_flops(family, name, options):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Pairs of rows and slots that attention's ops were given, counted one by one for each of 2 query heads per kv
-    head."""
+    """The pairs of rows and slots that attention's ops were given, each of 2 query heads per kv head counted."""
     seen, own = Counter(), {op: getattr(kvevict.ops._ops, op) for op in ("attend", "decode")}
 
     def attend(q, held, k, v, first, stop=None, **options):
@@ -210,9 +204,6 @@ def test_attention_flops(name, options, seen):
         assert 0 < counted <= 4 * dim * seen["attend"]
     else:
         assert counted == 4 * dim * seen["attend"]
-
-
-# -- shapes, memory, time ----------------------------------------------------------------------------------------------
 
 
 def test_shape_of_llama(llama):
@@ -265,8 +256,6 @@ def test_nothing_to_evict():
     assert plan(shape, build("snapkv", budget=299), 300)["cache_bytes"] < plain["cache_bytes"]
 
 
-# -- decoding, drafts, CAOTE, TAKE's memory ----------------------------------------------------------------------------
-
 DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", dict(decode=True, rows="last")),
            ("edie+tada", dict(decode=True, interval=3)), ("take", dict(decode=True, chunk_size=80, probe=16)),
            ("chunkkv", dict(decode=True, interval=5, n_reuse=2)), ("laq", dict(decode=True)),
@@ -278,8 +267,7 @@ DECODED = [("snapkv", {}), ("snapkv", dict(decode=True, interval=4)), ("edie", d
 @pytest.mark.parametrize("length", [130, 50])
 @pytest.mark.drawn(8)
 def test_decoding(name, options, length, seen):
-    """Bytes after 21 tokens, and the pairs that attention was given; a prompt of 50 tokens fits, and fills the budget
-    while decoding."""
+    """Bytes after 21 tokens, and attention's pairs; a prompt of 50 tokens fits, and decoding fills the budget."""
     policy, model, dim = build(name, **needs(name, shared()), budget=60, **options), shared(), 32
     with kvevict.evicting(model, policy), torch.no_grad():
         cache = model(**prompt(2, length), logits_to_keep=1).past_key_values
@@ -318,9 +306,6 @@ def test_memory_of_take(llama):
     assert take < 18.99 < each["peak_bytes"] / 1e9
 
 
-# -- numbers in papers -------------------------------------------------------------------------------------------------
-
-
 def test_take_appendix_b(llama):
     """Eq. 20's 7.10 % at N = 131072: both sides non-causal, no probe, and B_warmup slots from the second chunk on. Two
     chunks pass before 10240 slots exist, so that the true count is less, by 6144 + 2048 slots in half the layers."""
@@ -337,11 +322,9 @@ def test_take_appendix_b(llama):
 
 
 LOOKAHEADKV = [  # tables 3 and 15: tokens; TFLOPs and ms of forward, LookaheadKV, SnapKV; LookaheadKV's overhead, ms
-    (4096, (60, 113), (60, 114), (60, 113), 0.92),
-    (8192, (136, 257), (137, 258), (136, 257), 1.03),
-    (16384, (336, 635), (337, 636), (336, 635), 1.27),
-    (32768, (928, 1754), (929, 1755), (928, 1754), 1.74),
-]
+    (4096, (60, 113), (60, 114), (60, 113), 0.92), (8192, (136, 257), (137, 258), (136, 257), 1.03),
+    (16384, (336, 635), (337, 636), (336, 635), 1.27), (32768, (928, 1754), (929, 1755), (928, 1754), 1.74),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens, forward, lookahead, snapkv, overhead", LOOKAHEADKV)
@@ -365,9 +348,6 @@ def test_lookaheadkv(llama, tokens, forward, lookahead, snapkv, overhead):
     adapter = machine.seconds(0, 2 * 20.6e6)  # table 1: parameters; bound by memory
     probe = machine.seconds(run["flops"]["appended"], run["moved"]["appended"])
     assert 1e3 * (probe + adapter) == pytest.approx(overhead, rel=0.02)
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -451,17 +431,14 @@ def test_command_of_a_threshold(options, budget, kept, told, tmp_path, capsys):
 
 
 ERRORS = [
-    (["--policy", "tkae"], "unknown policy 'tkae'"),
-    (["--budget", "9"], "budget=9 is too small"),
-    (["--policy", "take:window=3"], "unknown option 'window'"),
-    (["--tokens", "0"], "tokens must be at least 1"),
+    (["--policy", "tkae"], "unknown policy 'tkae'"), (["--budget", "9"], "budget=9 is too small"),
+    (["--policy", "take:window=3"], "unknown option 'window'"), (["--tokens", "0"], "tokens must be at least 1"),
     (["--batch", "-1"], "batch must be at least 1"),
     (["--efficiency", "70"], r"efficiency must be a number in \(0, 1\]"),
     (["--tflops", "0"], "tflops must be a finite number > 0"),
     (["--policy", "take:warmup_layers=5"], "more than the model's 4"),
-    (["--new-tokens", "-1"], "new_tokens must be at least 0"),
-    (["--policy", "oracle"], "needs ids="),
-]
+    (["--new-tokens", "-1"], "new_tokens must be at least 0"), (["--policy", "oracle"], "needs ids="),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv, message", ERRORS)

@@ -126,16 +126,13 @@ def test_command(tmp_path, capsys):
     assert told == f"scores by budget of {file} are in {out}" and json.loads(last)["out"] == str(out)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--policies tak", "no results of policy tak; there are oracle, snapkv, take"),
-        ("--budgets 50", "no results of budget 50; there are 256, 48, 64"),
-        ("--tasks full", "no results of task full; there are facts, needle"),
-        ("--out figure.docx", "--out figure.docx: give a name that ends in .png, .svg or .pdf"),
-        ("--out nowhere/figure.png", "there is no folder nowhere"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--policies tak", "no results of policy tak; there are oracle, snapkv, take"),
+    ("--budgets 50", "no results of budget 50; there are 256, 48, 64"),
+    ("--tasks full", "no results of task full; there are facts, needle"),
+    ("--out figure.docx", "--out figure.docx: give a name that ends in .png, .svg or .pdf"),
+    ("--out nowhere/figure.png", "there is no folder nowhere"),
+])  # fmt: skip
 def test_mistakes_are_named(tmp_path, capsys, words, message):
     file = tmp_path / "results.jsonl"
     written(file, [] if "--out" in words else results())  # a path is checked before the results are read

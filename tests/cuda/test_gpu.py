@@ -151,13 +151,9 @@ def moved_to(device, inputs):
 
 def slots_of(cache):
     """{(layer, row, head, position)} that the cache holds."""
-    return {
-        (i, b, h, position)
-        for i, layer in enumerate(cache.layers)
-        for b, row in enumerate(layer.positions())
-        for h, head in enumerate(row)
-        for position in head.tolist()
-    }
+    heads = ((i, b, h, head) for i, layer in enumerate(cache.layers) for b, row in enumerate(layer.positions())
+             for h, head in enumerate(row))  # fmt: skip
+    return {(*at, position) for *at, head in heads for position in head.tolist()}
 
 
 @pytest.mark.parametrize("kind", ["int8", "k8v4", "int4"])

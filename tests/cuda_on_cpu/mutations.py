@@ -262,10 +262,8 @@ def main():
             folder.mkdir()
             passed, why = tests_pass(mutated(mutation, Path(name) / mutation.mode, folder), mutation)
             survived += passed
-            print(
-                f"{'NOT NOTICED' if passed else 'noticed':<12}{mutation.op:<8}{mutation.what}: {why.strip()[:120]}",
-                flush=True,
-            )
+            said = "NOT NOTICED" if passed else "noticed"
+            print(f"{said:<12}{mutation.op:<8}{mutation.what}: {why.strip()[:120]}", flush=True)
             shutil.rmtree(folder)
     print(f"{len(wanted)} mutations, {survived} not noticed")
     sys.exit(bool(survived))

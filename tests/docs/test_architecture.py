@@ -44,8 +44,7 @@ def listed(heading):
 
 
 def walked(call):
-    """(file, function) of functions of the engine and of what a policy sees, in the order in which a call first enters
-    them."""
+    """(file, function) of the engine's functions, and of what a policy sees, in the order of a call's first entries."""
     entered: dict = {}
 
     def profile(frame, event, _):
@@ -85,9 +84,7 @@ def example(request):
     before = [dict(registry) for registry in registries]
     snippets = re.findall(r"^```python example\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (source,) = [each for each in snippets if request.param in each]
-    names = dict(
-        kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows,
-    )  # fmt: skip
+    names = dict(kvevict=kvevict, dataclass=dataclass, per_head=per_head, torch=torch, np=np, AppendedRows=AppendedRows)
     exec(compile(source, "docs/architecture.md", "exec"), names)
     yield names
     for registry, old in zip(registries, before, strict=True):
@@ -121,8 +118,7 @@ def test_a_score_on_a_new_quantity(example):
 
 @pytest.mark.parametrize("example", ["register_rows"], indirect=True)
 def test_rows_that_depend_on_the_chunk(example):
-    """Every chunk is followed by a copy of its first tokens, at the positions after it, and the copies are not
-    stored."""
+    """A copy of its first tokens follows every chunk, at the positions after it; the copies are not stored."""
     model, inputs = tiny.model(), tiny.prompt(1, 50)
     calls = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, args: calls.append(args[0][0].tolist()))

@@ -94,10 +94,8 @@ def test_the_engine_s_rooms():
     files = [file for file in FILES if file.parts[0] == "engine" and file.parts[1] != "__init__.py"]
     assert set(map(room_of, files)) == FLOOR.keys()
     assert not {(file.as_posix(), room) for file in files for room in upstairs(file, text_of(file))}
-    assert upstairs(Path("engine/measure/rope.py"), "from ..read import step\nfrom ..watch.watcher import Watcher") == {
-        "read",
-        "watch",
-    }
+    above = "from ..read import step\nfrom ..watch.watcher import Watcher"
+    assert upstairs(Path("engine/measure/rope.py"), above) == {"read", "watch"}
 
 
 def test_no_further_circle():

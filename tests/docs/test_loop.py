@@ -109,12 +109,10 @@ def test_what_a_change_touches(path, nearest, monkeypatch):
 
 
 LOST = {  # what ends a worker, or keeps it from its end
-    "exits": "os._exit(3)",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "hangs": "time.sleep(1000)",
+    "exits": "os._exit(3)", "killed": "os.kill(os.getpid(), signal.SIGKILL)", "hangs": "time.sleep(1000)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     "leaves_its_pipe": "os.fork() and os.kill(os.getpid(), signal.SIGKILL) or time.sleep(40)",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

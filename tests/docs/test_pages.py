@@ -21,13 +21,10 @@ PAGES += [ROOT / "csrc/README.md", ROOT / "examples/small_llama/README.md"]
 MADE = ("policies.md", "options.md", "commands.md", "models.md", "serve.md")
 MEASURED = ("results.md", "performance.md", "cuda.md")  # their commands take from minutes to days
 MARKS = {
-    "": "runs",
-    "hub": "needs the hub, or a model of the reader's",
-    "install": "changes the environment",
-    "long": "takes longer than a test may",
-    "kvpress": "is another library's",
+    "": "runs", "hub": "needs the hub, or a model of the reader's", "install": "changes the environment",
+    "long": "takes longer than a test may", "kvpress": "is another library's",
     "example": "runs in test_architecture.py",
-}
+}  # fmt: skip
 
 
 def load(path):

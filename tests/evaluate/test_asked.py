@@ -6,17 +6,11 @@ from contextlib import nullcontext
 import pytest
 import tiny
 import torch
-from transformers import AutoTokenizer
 
 import kvevict
 from kvevict.lab.evaluate import ask
 from kvevict.lab.evaluate.tasks import TASKS, TaskSettings
 from kvevict.lab.evaluate.tasks.asked import PLACES
-
-
-@pytest.fixture(scope="module")
-def words():
-    return AutoTokenizer.from_pretrained(kvevict.small_llama())
 
 
 @pytest.mark.parametrize("name", ["asked", "asked/opened"])

@@ -24,11 +24,6 @@ from kvevict.lab.evaluate.results import read
 from kvevict.lab.evaluate.tasks import TASKS, Case
 
 
-@pytest.fixture(scope="module")
-def net():
-    return tiny_model()
-
-
 def toy_ids(case):
     return tokenizer()(case.context)["input_ids"], tokenizer()(case.question)["input_ids"]
 
@@ -118,13 +113,10 @@ def test_an_oracle_is_given_what_comes(net, tmp_path, monkeypatch):
     assert given["later"] == question + lines[0]["response"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "option", "value"),
-    [
-        ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
-        ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("policy, budget, option, value", [
+    ("take", 16, "probe", 8), ("take", 80, "probe", 32), ("snapkv", 0.5, "window", 15),
+    ("h2o", 12, "recent", None), ("snapkv:window=14", 16, "window", 14),
+])  # fmt: skip
 def test_small_budgets_have_small_windows(net, tmp_path, policy, budget, option, value):
     line = results(net, tmp_path / "r", policies=(policy,), budgets=(budget,), cases=1, modes=("known",))[1]
     assert line["options"][option] == value
@@ -149,9 +141,6 @@ def test_generation_stops_at_the_end_token(tmp_path):
     net.generation_config.eos_token_id = [free[2], 96]
     stopped = results(net, tmp_path / "stopped", cases=1, policies=("knorm",))[0]["response"]
     assert stopped == free[: free.index(free[2]) + 1]
-
-
-# -- interrupted ------------------------------------------------------------------------------------------------------
 
 
 def test_cut_anywhere_it_resumes(net, tmp_path):
@@ -193,12 +182,19 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.slow
-def test_killed_it_resumes(net, tmp_path, capsys):
-    folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
+@pytest.fixture(scope="module")
+def whole(net, tmp_path_factory):
+    """(a model's folder, the file of a run that nothing stops)."""
+    folder = tmp_path_factory.mktemp("model")
     net.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    assert main(command(folder, whole)) == 0
+    assert main(command(folder, folder / "whole")) == 0
+    return folder, folder / "whole"
+
+
+@pytest.mark.slow
+def test_killed_it_resumes(whole, tmp_path, capsys):
+    (folder, whole), out = whole, tmp_path / "out"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     total, written = len(whole.read_bytes().splitlines()), 1
     assert total == 1 + 6 * 2 * 5
@@ -216,12 +212,9 @@ def test_killed_it_resumes(net, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_processes_share_the_cases(net, tmp_path):
+def test_processes_share_the_cases(whole, tmp_path):
     """Two processes and a file begun by one; the first alone has the file and prints."""
-    folder, out, whole = tmp_path / "model", tmp_path / "out", tmp_path / "whole"
-    net.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    assert main(command(folder, whole)) == 0
+    (folder, whole), out = whole, tmp_path / "out"
     data = whole.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:13]))
     (tmp_path / "go.py").write_text("import sys, toy_task; from kvevict.cli import main; sys.exit(main(sys.argv[1:]))")
@@ -288,9 +281,6 @@ def test_what_cannot_work_fails_before_anything_is_measured(net, tmp_path):
     assert len(out.read_bytes().splitlines()) == 1
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def test_intervals():
     # 8 of 10: centre (0.8 + z^2 / 20) / (1 + z^2 / 10), half z / (1 + z^2 / 10) * sqrt(0.016 + z^2 / 400), z = 1.95996
     assert intervals.of_scores([1] * 8 + [0] * 2) == pytest.approx((0.8, 0.490162, 0.943318), abs=1e-6)
@@ -343,33 +333,25 @@ def test_rendered():
     at = next(n for n, row in enumerate(by_depth) if row.startswith("policy"))
     assert by_depth[at].split() == ["policy", "budget", "chunk", "0.5"]
     assert by_depth[at + 2].split() == ["take", "64", "whole", "0.0", "[0,", "79]", "0%"]
-    assert (
-        "take+edie:recall=true" in text[-2] and "read-twice" in text[-1] and "read-twice" not in table.render(lines[:3])
-    )  # no question came later
+    assert "take+edie:recall=true" in text[-2] and "read-twice" in text[-1]
+    assert "read-twice" not in table.render(lines[:3])  # no question came later
     assert table.render([]) == "no results yet"
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--policies take", "--tasks is missing"),
-        ("--tasks toy", "--policies is missing"),
-        ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
-        ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
-        ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),
-        ("--tasks toy --policies tak", "unknown policy 'tak'"),
-        ("--tasks toy --policies take:prob=3", "unknown option 'prob'"),
-        ("--tasks toy --policies take:budget=3", "by --budgets and --chunk-size"),
-        ("--tasks toy --policies take --budgets many", "--budget many"),
-        ("--tasks toy --policies take --budgets 1", "budget=1 is too small"),
-        ("--tasks toy --policies take --cases 0", "--cases must be at least 1"),
-        ("--tasks toy --policies take --chunk-size -1", "--chunk-size must be at least 0"),
-        ("--table-only", "does not exist"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--policies take", "--tasks is missing"), ("--tasks toy", "--policies is missing"),
+    ("--tasks toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
+    ("--tasks fidelity/toi --policies take", "unknown task 'toi'; did you mean 'toy'"),
+    ("--tasks toy --policies take --temperature 0", "--temperature must be above 0, got 0.0"),
+    ("--tasks toy --policies tak", "unknown policy 'tak'"),
+    ("--tasks toy --policies take:prob=3", "unknown option 'prob'"),
+    ("--tasks toy --policies take:budget=3", "by --budgets and --chunk-size"),
+    ("--tasks toy --policies take --budgets many", "--budget many"),
+    ("--tasks toy --policies take --budgets 1", "budget=1 is too small"),
+    ("--tasks toy --policies take --cases 0", "--cases must be at least 1"),
+    ("--tasks toy --policies take --chunk-size -1", "--chunk-size must be at least 0"),
+    ("--table-only", "does not exist"),
+])  # fmt: skip
 def test_mistakes_are_named(tmp_path, capsys, words, message):
     assert main(["eval", "--model", "nowhere", "--out", str(tmp_path / "r"), *words.split()]) == 2
     assert message in capsys.readouterr().err

@@ -14,11 +14,6 @@ from kvevict.lab.evaluate.tasks import FIDELITY, RESPONSE, TASKS, TaskSettings, 
 TASK = "fidelity/toy"
 
 
-@pytest.fixture(scope="module")
-def net():
-    return tiny_model()
-
-
 def cut(net, ids, response, stays):
     """log-probabilities [R, vocabulary] of a response after a prompt of whose cache the slots `stays` are left."""
     with torch.no_grad():
@@ -53,9 +48,8 @@ def test_against_float64(tmp_path):
 
 
 def test_nothing_evicted_is_the_full_cache(net, tmp_path):
-    lines = results(
-        net, tmp_path / "r", tasks=(TASK, "fidelity/toy-perplexity"), budgets=(100,), chunk_sizes=(None, 20)
-    )
+    tasks = TASK, "fidelity/toy-perplexity"
+    lines = results(net, tmp_path / "r", tasks=tasks, budgets=(100,), chunk_sizes=(None, 20))
     assert len(lines) == 2 * 2 * (1 + 2 * 2 * 2)
     assert all(abs(x["score"]) < 1e-6 and x["same"] == 1 for x in lines)
 
@@ -70,9 +64,6 @@ def test_passages_of_the_haystack(tmp_path):
         assert (case.question, case.tags) == ("", {"length": 200, "chat": False})
     again = next(find("fidelity/fidelity")(TaskSettings(tokenizer(), 200, 1, haystack=text)))
     assert again.context == cases[0].context
-
-
-# -- sampling ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("top_p, left", [(1.0, [0, 1, 2, 3]), (0.9, [1, 2])])
@@ -95,9 +86,6 @@ def test_runs_share_their_noise(net, tmp_path):
     for found in said:
         assert found[0] == found[1] and found[2] == found[3]  # full, and a policy that keeps everything
     assert said[0][0] != said[1][0] and said[0][0] != said[0][2]
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def near(policy, score, same, id):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import re
 from collections import Counter
 
@@ -9,9 +10,7 @@ import pytest
 import torch
 from tiny import model as tiny_model
 from toy_task import line, tokenizer
-from transformers import AutoTokenizer
 
-import kvevict
 from kvevict.cli import main
 from kvevict.commands import number
 from kvevict.lab.evaluate import intervals, run, summary, table
@@ -41,25 +40,17 @@ def lines_of(net, out, policies=("streaming", "kvzip"), modes=("later",), batch_
     return read(out)[1]
 
 
-def key_of(line):
-    return line["id"], line["policy"]
-
-
 def timeless(lines):
     """Lines by run and case, without the floats that one and two reads round differently."""
-    return {
-        (x["id"], x["policy"], x["budget"], x["chunk_size"], x["mode"]): {
-            k: v for k, v in x.items() if not k.endswith("_seconds") and k != "nats"
-        }
-        for x in lines
-    }
+    about = ("id", "policy", "budget", "chunk_size", "mode")
+    plain = ({k: v for k, v in x.items() if not k.endswith("_seconds") and k != "nats"} for x in lines)
+    return {tuple(x[name] for name in about): x for x in plain}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_one_read_for_all_questions(tmp_path, family, monkeypatch):
-    """The same answers, likelihoods and slots as with a read per question; policies that know the question still get
-    one."""
+    """Answers, likelihoods and slots are those of a read per question; who knows the question still gets one."""
     net, reads = tiny_model(family), Counter()
     real = run.read
     monkeypatch.setattr(run, "read", lambda *a: reads.update([a[3].policy]) or real(*a))
@@ -91,9 +82,9 @@ def test_questions_asked_together(tmp_path, family, temperature, monkeypatch):
     assert not rows
     both = lines_of(net, tmp_path / "together", batch_size=3, **what)
     assert rows == ([3] * 6 if family == "llama" else [2, 1] * 6)
-    assert [line["nats"] for line in sorted(both, key=key_of)] == pytest.approx(
-        [line["nats"] for line in sorted(alone, key=key_of)], rel=1e-3
-    )
+    by = operator.itemgetter("id", "policy")
+    one, other = ([line["nats"] for line in sorted(lines, key=by)] for lines in (both, alone))
+    assert one == pytest.approx(other, rel=1e-3)
     assert timeless(both) == timeless(alone)
 
 
@@ -125,11 +116,6 @@ def test_more_policies_go_to_the_same_file(tmp_path):
         evaluate(net, tokenizer(), Evaluation(("toy-many",), (70,), ("knorm",), (0.5,)), out)
 
 
-@pytest.fixture(scope="module")
-def words():
-    return AutoTokenizer.from_pretrained(kvevict.small_llama())
-
-
 @pytest.mark.parametrize("task", ["many", "many/paraphrased"])
 def test_facts(words, task):
     """Every text has two questions of each kind; the words before the answer are the text's; depths are even."""
@@ -150,8 +136,7 @@ def test_facts(words, task):
 
 
 def test_other_words_than_stated(words):
-    """A paraphrased question names the fact's subject and shares no other word of five letters or more with the
-    fact."""
+    """A paraphrased question names the fact's subject and shares no other word of five letters with the fact."""
     long = lambda text: set(re.findall(r"\w{5,}", text.lower()))  # noqa: E731
     for _, lines in SAID.values():
         for statement, question, other in lines:

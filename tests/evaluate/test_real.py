@@ -32,9 +32,6 @@ def net():
     return scripted("s 42.\nmore")
 
 
-# -- prompts ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_opening_is_the_assistants(net):
     talker = chat_tokenizer()
     prompt = ask.encode(net, talker, case())
@@ -74,9 +71,6 @@ def test_a_template_without_a_system_turn():
     refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     talker.chat_template = refuse + plain.chat_template
     assert frame(talker, "What?", OPENING) == frame(plain, "What?", OPENING)
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", ["needle", "facts", "multivalue", "tracking", "keyvalue", "ruler/niah_single_1"])

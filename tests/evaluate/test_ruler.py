@@ -21,15 +21,11 @@ SHARED = os.path.join(os.path.dirname(__file__), "../../../shared/data")
 # keys, values of a key, keys asked for, and how keys and values look: the columns of RULER's synthetic.yaml
 WORD, NUMBER, UUID = r"[\w-]+", r"[1-9]\d{6}", r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 NEEDLES = {
-    "niah_single_1": (1, 1, 1, WORD, NUMBER),
-    "niah_single_2": (1, 1, 1, WORD, NUMBER),
-    "niah_single_3": (1, 1, 1, WORD, UUID),
-    "niah_multikey_1": (4, 1, 1, WORD, NUMBER),
-    "niah_multikey_2": (None, 1, 1, WORD, NUMBER),
-    "niah_multikey_3": (None, 1, 1, UUID, UUID),
-    "niah_multivalue": (1, 4, 1, WORD, NUMBER),
-    "niah_multiquery": (4, 1, 4, WORD, NUMBER),
-}
+    "niah_single_1": (1, 1, 1, WORD, NUMBER), "niah_single_2": (1, 1, 1, WORD, NUMBER),
+    "niah_single_3": (1, 1, 1, WORD, UUID), "niah_multikey_1": (4, 1, 1, WORD, NUMBER),
+    "niah_multikey_2": (None, 1, 1, WORD, NUMBER), "niah_multikey_3": (None, 1, 1, UUID, UUID),
+    "niah_multivalue": (1, 4, 1, WORD, NUMBER), "niah_multiquery": (4, 1, 4, WORD, NUMBER),
+}  # fmt: skip
 TOKENS = {**dict.fromkeys(NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50}  # to generate
 
 
@@ -113,9 +109,8 @@ def test_needles(name, settings):
         assert set(per_key.values()) == {values} and len(per_key) == (keys or len(found))
         assert keys or len(found) > 5
         assert len({v for _, v in found}) == len(found)
-        asked = re.findall(
-            r"-?\b[\w-]+\b", case.question.split(" for ")[1].split(" mentioned")[0].replace(" and ", " ")
-        )
+        named = case.question.split(" for ")[1].split(" mentioned")[0].replace(" and ", " ")
+        asked = re.findall(r"-?\b[\w-]+\b", named)
         assert len(set(asked)) == queries and set(asked) <= set(per_key)
         assert Counter(case.answers) == Counter(v for k, v in found if k in asked)
         assert all(case.context.count(answer) == 1 for answer in case.answers)
@@ -127,10 +122,9 @@ def test_needles(name, settings):
 def test_depths(name):
     """Needles lie everywhere. 150 uniform depths miss an end by 0.15 once in 10^10 runs."""
     settings = TaskSettings(by_words(), length=512, cases=150, seed=random.randrange(10**9))
-    at = [case.context.index(case.answers[0]) / len(case.context) for case in cases(name, settings)]
-    start = (
-        len("A special magic number is hidden within the following text.") * 2.5 / len(cases(name, settings)[0].context)
-    )
+    made, opening = cases(name, settings), "A special magic number is hidden within the following text."
+    at = [case.context.index(case.answers[0]) / len(case.context) for case in made]
+    start = len(opening) * 2.5 / len(made[0].context)
     assert min(at) < start + 0.15 and max(at) > 0.85
     assert abs(sum(at) / len(at) - (1 + start) / 2) < 0.15
 
@@ -230,11 +224,8 @@ def test_passage(settings):
 def test_insert():
     text = "One two.  Three four!\nFive six? Seven eight."
     assert sentences(text) == ["One two.", "Three four!", "Five six?", "Seven eight."]
-    assert sentences('He said "No." Mr. A met Dr. B. 3.5 is more') == [
-        'He said "No."',
-        "Mr. A met Dr. B.",
-        "3.5 is more",
-    ]
+    parts = ['He said "No."', "Mr. A met Dr. B.", "3.5 is more"]
+    assert sentences(" ".join(parts)) == parts
     assert [len(part.split()) for part in sentences("word " * 200)] == [80, 80, 40]
     assert insert(text, {1: "Z.", 0: "A.", 0.55: "M."}) == "A. One two. Three four! M. Five six? Seven eight. Z."
     assert insert("", {0.3: "A.", 0.4: "B."}) == "A. B."

@@ -23,11 +23,6 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def net():
-    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
-
-
 @pytest.fixture(params=["plain", "chat"])
 def tokenizer(request):
     return tiny.byte_tokenizer() if request.param == "plain" else tiny.chat_tokenizer()
@@ -57,8 +52,7 @@ def bundled():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.drawn(1)
 def test_questions_do_not_meet(bundled, policy, tmp_path):
-    """The same answers in any order, twice, from a cache, from disk, and from deep copies of it; a long answer does
-    not evict either."""
+    """The same answers in any order, twice, from a cache, a file and deep copies; a long answer does not evict."""
     net, tokenizer = bundled
     options, asked = POLICIES[policy], dict(max_new_tokens=24)
     want = kvevict.answer(net, tokenizer, CONTEXT, QUESTIONS, policy, **asked, **options)
@@ -152,28 +146,24 @@ def test_one_line(bundled):
 
 
 def test_mistakes(net):
-    tokenizer = tiny.byte_tokenizer()
-    cache = kvevict.read(net, tokenizer, CONTEXT, "snapkv", budget=20, window=4)
-    with pytest.raises(TypeError, match=r"questions must be a list.*\[question\]"):
-        kvevict.answer(net, tokenizer, cache, "Who?")
-    with pytest.raises(TypeError, match="questions must be a list"):
-        kvevict.answer(net, tokenizer, cache, [b"Who?"])
-    with pytest.raises(TypeError, match=r"context must be a text or a cache.*list"):
-        kvevict.answer(net, tokenizer, [1, 2], ["Who?"])
-    with pytest.raises(TypeError, match=r"context must be a text"):
-        kvevict.read(net, tokenizer, cache, "snapkv", budget=20)
-    with pytest.raises(ValueError, match=r"policy, budget: the context is a cache.*kvevict\.read"):
-        kvevict.answer(net, tokenizer, cache, ["Who?"], "snapkv", budget=20)
-    with pytest.raises(ValueError, match="budget is missing"):
-        kvevict.answer(net, tokenizer, CONTEXT, ["Who?"])
-    with pytest.raises(ValueError, match="context is empty"):
-        kvevict.answer(net, tokenizer, "", ["Who?"], "snapkv", budget=20)
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        kvevict.answer(net, tokenizer, cache, ["Who?"], max_new_tokens=0)
+    tokenizer, small = tiny.byte_tokenizer(), dict(policy="snapkv", budget=20)
+    cache = kvevict.read(net, tokenizer, CONTEXT, **small, window=4)
+    for context, questions, options, kind, said in (
+        (cache, "Who?", {}, TypeError, r"questions must be a list.*\[question\]"),
+        (cache, [b"Who?"], {}, TypeError, "questions must be a list"),
+        ([1, 2], ["Who?"], {}, TypeError, "context must be a text or a cache.*list"),
+        (cache, ["Who?"], small, ValueError, r"policy, budget: the context is a cache.*kvevict\.read"),
+        (CONTEXT, ["Who?"], {}, ValueError, "budget is missing"), ("", ["Who?"], small, ValueError, "context is empty"),
+        (cache, ["Who?"], dict(max_new_tokens=0), ValueError, "max_new_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=said):
+            kvevict.answer(net, tokenizer, context, questions, **options)
+    with pytest.raises(TypeError, match="context must be a text"):
+        kvevict.read(net, tokenizer, cache, **small)
     net.train()
     try:
         with pytest.raises(ValueError, match=r"model\.eval\(\)"):
-            kvevict.answer(net, tokenizer, CONTEXT, ["Who?"], "snapkv", budget=20)
+            kvevict.answer(net, tokenizer, CONTEXT, ["Who?"], **small)
     finally:
         net.eval()
 

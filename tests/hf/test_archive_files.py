@@ -27,16 +27,11 @@ from kvevict.models.compat import CACHE
 from kvevict.policy.building import build, choose
 from kvevict.store import files, sealed
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def conversation(model, options):
-    """The logits of a text, of turns on a fork and on the cache itself, longer than the file's first size, and the
-    cache."""
+    """Logits of a text and of turns on a fork and on the cache, longer than the file's first size; the cache."""
     outs = []
     with kvevict.evicting(model, **options):
         cache = model(prompt(1, 90)["input_ids"], logits_to_keep=1).past_key_values

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import zoo
-from recalling import POLICIES, SNAPKV, decoded
+from recalling import OTHERS, POLICIES, SNAPKV, decoded, ours, padded
 from tiny import prompt, shared
 from transformers import DynamicCache
 
@@ -15,26 +15,19 @@ import kvevict
 from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.memory import archive, host
 from kvevict.engine.memory.joining import join
-from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.engine.memory.rows import Apart
 from kvevict.engine.memory.storage import Storage
 from kvevict.engine.read.budgets import places
 from kvevict.models.compat import CACHE, cache_of
 from kvevict.models.families import find_decoder
 
+pytestmark = pytest.mark.usefixtures("no_grad")
 POLICIES = POLICIES | {
     "k8v4": SNAPKV | dict(kv="k8v4"),
     "int4": SNAPKV | dict(kv="int4"),
     "pool": POLICIES["laq"] | dict(policy="defensive", chunk_size=32, layers="pool", heads="flat", recall_after=0),
     "diagnosed": POLICIES["take+edie"] | dict(policy="take+caote", diagnose=True),  # looked at when they are cut
 }
-OTHERS = ("gemma3_text", "qwen3_next", "deepseek_v3", "falcon_h1", "gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 class Copies:
@@ -57,10 +50,6 @@ class Copies:
 def copies(monkeypatch):
     monkeypatch.setattr(host, "is_away", lambda device: True)
     return Copies(monkeypatch)
-
-
-def ours(cache):
-    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
 
 
 def bits(layer):
@@ -152,29 +141,11 @@ def test_forks_copies_rows_crops_and_beams(name, copies):
                         fork.record_past = False
                     decoded(model, fork)
             found.append(forks)
-            beams = model.generate(
-                turn,
-                num_beams=3,
-                max_new_tokens=6,
-                do_sample=False,
-                return_dict_in_generate=True,
-                **{CACHE: DynamicCache()},
-            )
-            found[-1].append(beams.past_key_values)
+            asked = dict(num_beams=3, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+            found[-1].append(model.generate(turn, **asked, **{CACHE: DynamicCache()}).past_key_values)
     for other, one in zip(*found, strict=True):
         same(one, other)
     assert copies.most <= 2
-
-
-def padded(rows):
-    """Token ids and mask of rows of different lengths."""
-    most = max(map(len, rows))
-    pads = [(most - len(row), 0) for row in rows]
-    each = [
-        [torch.nn.functional.pad(x, at) for x, at in zip(part, pads, strict=True)]
-        for part in (rows, map(torch.ones_like, rows))
-    ]
-    return [torch.stack(part) for part in each]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "take+edie", "k8v4", "decode", "ada", "after"])

@@ -17,29 +17,24 @@ from kvevict.ops import _ops
 
 # name -> (family, policy, options)
 CASES = {
-    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
-    "adakv": ("llama", "adakv", dict(budget=10, window=4)),
-    "h2o": ("llama", "h2o", dict(budget=10)),
-    "tova": ("llama", "tova", dict(budget=10)),
+    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)), "adakv": ("llama", "adakv", dict(budget=10, window=4)),
+    "h2o": ("llama", "h2o", dict(budget=10)), "tova": ("llama", "tova", dict(budget=10)),
     "take+edie": ("llama", "take+edie", dict(budget=16, probe=6, chunk_size=16)),
     "newest": ("llama", "streaming", dict(budget=10)),
     "prompt kept": ("llama", "tova", dict(budget=10, interval=3, keep_prompt=True)),
-    "kvzip": ("llama", "kvzip", dict(budget=10)),
-    "expected": ("llama", "expected", dict(budget=10)),
-    "keeps all": ("llama", "snapkv", dict(budget=4096)),
-    "8 bits": ("llama", "h2o", dict(budget=10, kv="int8")),
+    "kvzip": ("llama", "kvzip", dict(budget=10)), "expected": ("llama", "expected", dict(budget=10)),
+    "keeps all": ("llama", "snapkv", dict(budget=4096)), "8 bits": ("llama", "h2o", dict(budget=10, kv="int8")),
     "8 and 4 bits": ("llama", "take+edie", dict(budget=16, probe=6, chunk_size=16, kv="k8v4")),
     "latents": ("deepseek_v3", "snapkv", dict(budget=10, window=4)),
     "latents, h2o": ("deepseek_v3", "h2o", dict(budget=10)),
-}
+}  # fmt: skip
 LENGTHS = (60, 23, 41, 9)
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def read(net, pools, length, seed):
-    return net(
-        ids(1, length, seed), past_key_values=None if pools is None else pools.cache(), logits_to_keep=1
-    ).past_key_values
+    given = {} if pools is None else dict(past_key_values=pools.cache())
+    return net(ids(1, length, seed), **given, logits_to_keep=1).past_key_values
 
 
 def alone(net, cache, token):

@@ -192,9 +192,6 @@ def test_unsupported():
     assert not layer.is_sliding
 
 
-# -- crop --------------------------------------------------------------------------------------------------------------
-
-
 def read(model, length=40, rows=1, **options):
     cache = DynamicCache(config=model.config)
     with kvevict.evicting(model, **dict(policy="snapkv", budget=4096) | options), torch.no_grad():

@@ -25,11 +25,6 @@ def fresh(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def net():
-    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
-
-
-@pytest.fixture(scope="module")
 def short():
     return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None, max_position_embeddings=ROOM)
 
@@ -56,9 +51,6 @@ def same(one, other):
     return one[1] == other[1] and all(
         torch.equal(a, b) for x, y in zip(one[0], other[0], strict=True) for r, s in zip(x, y) for a, b in zip(r, s)
     )
-
-
-# -- a text for later questions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["take+edie", "snapkv", "laq", "h2o", "streaming"])
@@ -99,9 +91,6 @@ def test_little_of_a_text_is_told(net):
             assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
     with kvevict.evicting(net, "keydiff", budget=90):
         assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
-
-
-# -- the model's context --------------------------------------------------------------------------------------------
 
 
 def test_a_text_beyond_the_context(short):
@@ -169,9 +158,6 @@ def test_a_rope_that_is_longer_than_its_first_training():
         assert kvevict.answer(net, tiny.byte_tokenizer(), TEXT, ["Why?"], policy, budget=90, max_new_tokens=2)
     with pytest.raises(ValueError, match="the model's context is 400"):
         kvevict.read(net, tiny.byte_tokenizer(), TEXT * 2, "snapkv", budget=90)
-
-
-# -- turns ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "keydiff"])

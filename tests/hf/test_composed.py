@@ -16,16 +16,10 @@ from kvevict.models.compat import CACHE
 from kvevict.policy.building import build
 
 POLICIES = [
-    ("take", dict(budget=18, probe=6, chunk_size=16)),
-    ("snapkv", dict(budget=12, window=4)),
-    ("fastkv", dict(budget=12, tsp_len=20)),
-    ("laq", dict(budget=12, n_d=3)),
-    ("adakv", dict(budget=12, window=4)),
-]
+    ("take", dict(budget=18, probe=6, chunk_size=16)), ("snapkv", dict(budget=12, window=4)),
+    ("fastkv", dict(budget=12, tsp_len=20)), ("laq", dict(budget=12, n_d=3)), ("adakv", dict(budget=12, window=4)),
+]  # fmt: skip
 SNAPKV = dict(budget=12, window=4)
-
-
-# -- sent, saved, wrapped ----------------------------------------------------------------------------------------------
 
 
 def _saved(net):
@@ -116,9 +110,6 @@ def test_compiled(part):
     torch.compiler.reset()
 
 
-# -- the first tokens --------------------------------------------------------------------------------------------------
-
-
 def kept(net, inputs):
     """Positions of every layer's, row's and head's slots, after a prompt and some tokens."""
     net.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -181,9 +172,6 @@ def test_learned_tokens():
     got = out.logits
     alone = net(input_ids=inputs["input_ids"][:1], logits_to_keep=1).logits
     assert tiny.relative(got[:1], alone) < 1e-5
-
-
-# -- nothing silent ----------------------------------------------------------------------------------------------------
 
 
 def test_use_cache_left_false():

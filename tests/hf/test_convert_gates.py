@@ -6,11 +6,13 @@ import pickle
 
 import pytest
 import safetensors.torch
+import tiny
 import torch
 from policy_cases import model, tokens
 from untrained import published
 
 import kvevict
+from kvevict import cli
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -56,10 +58,6 @@ def test_a_threshold_is_of_the_number_not_its_logarithm(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    import tiny
-
-    from kvevict import cli
-
     folder, made = tiny.save(tmp_path / "model")
     published(tmp_path / "kvzap", made, "mlp")
     out = str(tmp_path / "gates")

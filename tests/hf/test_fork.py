@@ -13,10 +13,8 @@ from kvevict.engine.read.budgets import places
 
 # name -> (family, policy, options): only the prompt evicted, and evicting while decoding in several ways
 CASES = {
-    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)),
-    "adakv": ("llama", "adakv", dict(budget=10, window=4)),
-    "pyramidkv": ("llama", "pyramidkv", dict(budget=10, window=4)),
-    "h2o": ("llama", "h2o", dict(budget=10)),
+    "snapkv": ("llama", "snapkv", dict(budget=10, window=4)), "adakv": ("llama", "adakv", dict(budget=10, window=4)),
+    "pyramidkv": ("llama", "pyramidkv", dict(budget=10, window=4)), "h2o": ("llama", "h2o", dict(budget=10)),
     "tova": ("llama", "tova", dict(budget=10)),
     "snapkv decoding": ("llama", "snapkv", dict(budget=10, window=4, decode=True, interval=3)),
     "prompt kept": ("llama", "adakv", dict(budget=10, window=4, decode=True, interval=3, keep_prompt=True)),
@@ -24,11 +22,9 @@ CASES = {
     "streaming": ("llama", "streaming", dict(budget=10, decode=False)),
     "keeps all": ("llama", "snapkv", dict(budget=4096)),
     "fastkv": ("llama", "fastkv", dict(budget=10, window=4, tsp_len=16)),
-    "cake": ("llama", "cake", dict(budget=40, window=4)),
-    "sliding": ("gemma3", "snapkv", dict(budget=10, window=4)),
-    "sinks": ("gpt_oss", "h2o", dict(budget=10)),
-    "softcap": ("gemma2", "snapkv", dict(budget=4096)),
-}
+    "cake": ("llama", "cake", dict(budget=40, window=4)), "sliding": ("gemma3", "snapkv", dict(budget=10, window=4)),
+    "sinks": ("gpt_oss", "h2o", dict(budget=10)), "softcap": ("gemma2", "snapkv", dict(budget=4096)),
+}  # fmt: skip
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 

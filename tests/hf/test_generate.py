@@ -19,17 +19,9 @@ from kvevict.models.compat import cache_of
 ALL = dict(budget=4096, chunk_size=16)  # keeps everything
 PADS = (0, 5, 17)
 MIXED = ["llama", "gemma3"]  # full attention only, and with sliding layers
-PRESETS = {
-    "streaming": dict(budget=10, chunk_size=16),
-    "h2o": dict(budget=10, chunk_size=16),
-    "tova": dict(budget=10, chunk_size=16),
-    "snapkv": dict(budget=10, window=4, chunk_size=16),
-    "random": dict(budget=10, chunk_size=16),
-    "knorm": dict(budget=10, chunk_size=16),
-    "keydiff": dict(budget=10, chunk_size=16),
-    "take": dict(budget=10, probe=6, chunk_size=16),
-    "take:append=false": dict(budget=10, probe=6, chunk_size=16),
-}
+PRESETS = {name: dict(budget=10, chunk_size=16) for name in ("streaming", "h2o", "tova", "random", "knorm", "keydiff")}
+PRESETS["snapkv"] = dict(budget=10, window=4, chunk_size=16)
+PRESETS |= {name: dict(budget=10, probe=6, chunk_size=16) for name in ("take", "take:append=false")}
 TAKE = dict(budget=16, probe=6, chunk_size=16)
 
 
@@ -45,8 +37,6 @@ def padded(inputs, pad):
 
     return {name: front(x) for name, x in inputs.items()}
 
-
-# -- decoding strategies -----------------------------------------------------------------------------------------------
 
 STRATEGIES = {
     "sampling": dict(do_sample=True, temperature=1.5, top_k=20),
@@ -76,12 +66,9 @@ def test_strategies(strategy):
 def test_beams_after_eviction(policy):
     """The score of every beam is that of its tokens read one by one after the prompt. (No token comes twice: equal
     keys have equal norms but for rounding, and knorm's choice would depend on the batch size.)"""
-    model, inputs = (
-        shared(),
-        dict(input_ids=torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3),
-    )
+    model, ids = shared(), torch.randperm(94, generator=torch.Generator().manual_seed(0))[None, :50] + 3
     with kvevict.evicting(model, policy, **PRESETS[policy]), torch.no_grad():
-        tiny.three_beams(model, inputs)
+        tiny.three_beams(model, dict(input_ids=ids))
 
 
 def text(length, seed=1):
@@ -136,9 +123,6 @@ def test_real_tokenizer_pipeline():
     kvevict.patch(model, "take", **TAKE)
     pipe(chat, **options)
     assert kvevict.report(model)["kept"][0] == [[16, 16]]
-
-
-# -- assisted decoding -------------------------------------------------------------------------------------------------
 
 
 def repetitive(length=48):
@@ -200,9 +184,6 @@ def test_assisted_where_slots_carry_numbers(kind, policy):
         assert len(known[0]) and torch.equal(*known)
 
 
-# -- caches that users hold --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", MIXED)
 @pytest.mark.parametrize("lazy", [True, False])
 def test_user_cache_is_mutated_in_place(family, lazy):
@@ -258,9 +239,6 @@ def test_prefix_read_before_patching(family, new_ids_only):
     assert torch.equal(out[:, ids.shape[1] :], want)
     for row, pad in enumerate(PADS):
         assert report["positions"][1][row] == [list(range(60 - pad))] * 2
-
-
-# -- compile, embeddings, losses, outputs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -320,8 +298,7 @@ def test_logits_to_keep(wanted):
 
 
 def test_generate_keeps_the_tail_of_the_hidden_states():
-    """Inside generate the decoder returns the last chunk's hidden states, not the prompt's; a direct call returns
-    all."""
+    """In generate the decoder returns the last chunk's hidden states, in a direct call the whole prompt's."""
     model, rows = shared(), []
     with kvevict.evicting(model, "take", **TAKE):  # a type's first trial runs before the hook
         hook = model.get_decoder().register_forward_hook(lambda m, a, out: rows.append(out.last_hidden_state.shape[1]))
@@ -339,16 +316,13 @@ def test_ways_to_call():
     model, inputs = shared(), prompt(2, 50, pad=(0, 9))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     tokens, positions = mask.bool(), (mask.cumsum(1) - 1).clamp_min(0)
-    calls = (
-        lambda: model(ids, mask).logits,
-        lambda: model(ids, mask, return_dict=False)[0],
-        lambda: model(ids, mask, positions).logits,
-        lambda: model.model(ids, mask)[0],
+    for call in (
+        lambda: model(ids, mask).logits, lambda: model(ids, mask, return_dict=False)[0],
+        lambda: model(ids, mask, positions).logits, lambda: model.model(ids, mask)[0],
         lambda: model.model(ids, attention_mask=mask, return_dict=False)[0],
         lambda: model(ids, mask, past_key_values=DynamicCache(), use_cache=True).logits,
         lambda: model(ids, mask, use_cache=False).logits,
-    )
-    for call in calls:
+    ):  # fmt: skip
         with torch.no_grad():
             want = call()
             with kvevict.evicting(model, "take", probe=4, **ALL):
@@ -372,9 +346,6 @@ def test_hidden_states(policy):
         with pytest.raises(ValueError, match="output_hidden_states"):
             model(**inputs, output_hidden_states=True)
         assert relative(model(**inputs).logits, model(**inputs, use_cache=False).logits) < 1e-4
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def test_backward_through_a_cache_is_an_error():
@@ -411,8 +382,6 @@ def test_training_is_unpatched(way):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     assert any(g.abs().max() > 0 for g in got[1:])
 
-
-# -- rotary frequencies that depend on the length ----------------------------------------------------------------------
 
 LONGROPE = dict(
     family="phi3", partial_rotary_factor=1.0, original_max_position_embeddings=64,
@@ -452,12 +421,6 @@ def test_decoding_across_the_switch_point(kind):
         assert torch.equal(generate(model, inputs, 12), want)
 
 
-# -- the probe ---------------------------------------------------------------------------------------------------------
-
-
-# -- nothing is left over ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["take", "h2o"])
 def test_exception_leaves_no_state(policy):
     """Raised in generate, outside of the model: tests/attack/test_interrupted.py raises them inside."""
@@ -473,9 +436,6 @@ def test_exception_leaves_no_state(policy):
             generate(model, inputs, stopping_criteria=[Criteria()])
         assert torch.equal(generate(model, inputs), want)
         assert model(**inputs).logits.shape[1] == 50  # the failed call's logits_to_keep is forgotten
-
-
-# -- accelerate and PEFT -----------------------------------------------------------------------------------------------
 
 
 def dispatched(model):

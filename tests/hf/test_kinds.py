@@ -82,11 +82,8 @@ def test_a_cut_while_decoding_follows_all_that_attend(model, policy, options):
     """A decoded token's logits do not know of the cut after it, also where layers read another layer's slots."""
     ids, found = tiny.prompt(1, 60)["input_ids"], []
     for interval in (1, 100):
-        own = dict(window=4) if policy == "snapkv" else {}
-        with (
-            torch.no_grad(),
-            kvevict.evicting(model, policy, budget=12, interval=interval, decode=True, **own, **options),
-        ):
+        given = dict(budget=12, interval=interval, decode=True) | (dict(window=4) if policy == "snapkv" else {})
+        with torch.no_grad(), kvevict.evicting(model, policy, **given, **options):
             cache = model(ids, logits_to_keep=1, use_cache=True).past_key_values
             tokens = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (5, 9)]
             assert all(max(map(len, row)) <= 12 + (interval > 1) * 2 for layer in cache.layers
@@ -107,9 +104,7 @@ def test_candidates_that_are_taken_back(model, kind):
         pytest.skip("this version of Transformers takes nothing back from a full window")
     want = tiny.generate(model, inputs)
     with kvevict.evicting(model, "snapkv", budget=4096, chunk_size=7):
-        lookup = dict(
-            prompt_lookup_num_tokens=3, eos_token_id=0
-        )  # 5.4 needs an end token there; this one does not come
+        lookup = dict(prompt_lookup_num_tokens=3, eos_token_id=0)  # 5.4 needs an end token there; it does not come
         assert torch.equal(tiny.generate(model, inputs, **lookup), want)
 
 
@@ -125,9 +120,6 @@ def test_save_and_load(model, kind, tmp_path):
         step = dict(input_ids=torch.tensor([[5], [6], [7]]), attention_mask=mask)
         want = model(**step, past_key_values=cache).logits
         assert torch.equal(model(**step, past_key_values=loaded).logits, want)
-
-
-# -- latents ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

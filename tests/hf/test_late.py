@@ -13,6 +13,7 @@ from kvevict.answering.answer import continued, rows_of
 from kvevict.answering.batch import Batch
 from kvevict.answering.writing import Sampling, written
 from kvevict.engine.record.calls import Calls
+from kvevict.models.compat import cache_of
 from kvevict.serve.sampling import Decoding, TokenChooser
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -50,9 +51,7 @@ def both(work, policy="snapkv", family="llama", **options):
     for devices in ((), ("cpu",)):
         options = dict(budget=48, compiled=True) | options
         with kvevict.evicting(model, policy, **options), mock.patch.object(writing, "LATE", {*devices}):
-            cache = kvevict.models.compat.cache_of(
-                model(torch.tensor([list(TEXT.encode())]), use_cache=True, logits_to_keep=1)
-            )
+            cache = cache_of(model(torch.tensor([list(TEXT.encode())]), use_cache=True, logits_to_keep=1))
             results.append(work(model, tiny.byte_tokenizer(), cache))
     return results
 
@@ -150,11 +149,10 @@ def test_answers():
     assert len({str(each) for each in both(work)}) == 1
 
 
-@pytest.mark.parametrize(
-    "policy, family, options",
-    [("h2o", "llama", {}), ("snapkv", "llama", dict(decode=True, window=16)), ("snapkv", "gemma3", {}),
-     ("snapkv", "llama", dict(compiled=False))],
-)  # fmt: skip
+@pytest.mark.parametrize("policy, family, options", [
+    ("h2o", "llama", {}), ("snapkv", "llama", dict(decode=True, window=16)), ("snapkv", "gemma3", {}),
+    ("snapkv", "llama", dict(compiled=False)),
+])  # fmt: skip
 def test_steps_that_cannot_be_taken_back(policy, family, options, steps):
     """Then the host looks at each token before the next step."""
 

@@ -15,23 +15,16 @@ ALL = 4096  # a budget that keeps everything
 
 # The decoder reads the prompt in one pass, token by token, in chunks, and with a probe after each chunk.
 READS = {
-    "whole": ("snapkv", dict()),
-    "1": ("snapkv", dict(chunk_size=1)),
-    "7": ("h2o", dict(chunk_size=7)),
-    "64": ("tova", dict(chunk_size=64)),
-    "all": ("streaming", dict(chunk_size=90)),
-    "take-7": ("take", dict(chunk_size=7, probe=4)),
-    "take-64": ("take", dict(chunk_size=64, probe=32)),
-}
+    "whole": ("snapkv", dict()), "1": ("snapkv", dict(chunk_size=1)), "7": ("h2o", dict(chunk_size=7)),
+    "64": ("tova", dict(chunk_size=64)), "all": ("streaming", dict(chunk_size=90)),
+    "take-7": ("take", dict(chunk_size=7, probe=4)), "take-64": ("take", dict(chunk_size=64, probe=32)),
+}  # fmt: skip
 reads = pytest.mark.parametrize("read", READS)
 
 
 def evicting(model, read, budget=ALL):
     policy, options = READS[read]
     return kvevict.evicting(model, policy, budget=budget, **options)
-
-
-# -- nothing evicted: the unpatched model ------------------------------------------------------------------------------
 
 
 @families
@@ -93,18 +86,8 @@ def test_bf16_tokens(family):
     assert torch.equal(got.sequences[:, 60:][sure], want.sequences[:, 60:][sure])
 
 
-# -- a tight budget ----------------------------------------------------------------------------------------------------
-
-TIGHT = {
-    "streaming": dict(budget=10, chunk_size=16),
-    "h2o": dict(budget=10, chunk_size=16),
-    "tova": dict(budget=10, chunk_size=16),
-    "snapkv": dict(budget=10, window=4),
-    "random": dict(budget=10, chunk_size=16),
-    "knorm": dict(budget=10, chunk_size=16),
-    "keydiff": dict(budget=10),
-    "take": dict(budget=10, probe=6, chunk_size=16),
-}
+TIGHT = {name: dict(budget=10, chunk_size=16) for name in ("streaming", "h2o", "tova", "random", "knorm")}
+TIGHT |= dict(snapkv=dict(budget=10, window=4), keydiff=dict(budget=10), take=dict(budget=10, probe=6, chunk_size=16))
 
 
 @families
@@ -162,9 +145,6 @@ def test_evicted_slots_are_as_if_masked(family):
     got = torch.cat(got, 1)
     assert relative(got, want) < 1e-4
     assert relative(model(ids).logits, want) > 1e-3  # the evicted slots mattered
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 def small(kind, head="ForCausalLM", model=None, **options):

@@ -23,10 +23,6 @@ ALL = dict(budget=4096, decode=False, tokenizer=False)
 CUT = dict(budget=24, window=4, chunk_size=32, tokenizer=False)
 
 
-def evicting_layers(cache):
-    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
-
-
 def plain(cache, config):
     """A cache of Transformers' own with the numbers that the bytes stand for."""
     made = DynamicCache(config=config)
@@ -51,7 +47,7 @@ def against_the_oracle(model, kind, turns=(40, 33, 1, 20)):
         if before is not None:
             with torch.no_grad():
                 assert tiny.relative(out.logits, model(rows, past_key_values=before).logits) < 1e-4
-    layers = evicting_layers(cache)
+    layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
     assert all(layer.longest() == sum(turns) for layer in layers)
     return layers
 

@@ -13,11 +13,9 @@ import kvevict
 
 LENGTH = 44
 POLICIES = [
-    ("take", dict(budget=18, probe=6, chunk_size=16)),
-    ("snapkv", dict(budget=12, window=4)),
-    ("edie", dict(budget=12, window=4)),
-    ("h2o", dict(budget=12, chunk_size=16)),
-]
+    ("take", dict(budget=18, probe=6, chunk_size=16)), ("snapkv", dict(budget=12, window=4)),
+    ("edie", dict(budget=12, window=4)), ("h2o", dict(budget=12, chunk_size=16)),
+]  # fmt: skip
 
 
 def rows(*counts, seed=1):

@@ -262,8 +262,7 @@ def test_offloaded_weights(first, tmp_path, taken):
 
 def test_logits_are_the_same_but_for_rounding():
     """Each product's sum is in float32 in either order, rounded to bf16 once."""
-    model = tiny.model().bfloat16()
-    ids = tiny.prompt(1, 20)["input_ids"]
+    model, ids = tiny.model().bfloat16(), tiny.prompt(1, 20)["input_ids"]
     wanted = model(ids).logits[:, -1]
     kvevict.patch(model, "snapkv", budget=64)
     found = model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values).logits[:, -1]

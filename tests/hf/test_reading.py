@@ -36,7 +36,6 @@ from kvevict.policy.tokenizer import told
 from kvevict.store import resuming, sealed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-LIB = str(Path(__file__).parent.parent / "lib")
 SNAPKV = POLICIES["snapkv"]
 CHUNKED = {
     name: {option: value for option, value in options.items() if option != "tokenizer"} | dict(chunk_size=32)
@@ -150,10 +149,8 @@ def test_a_text_that_grows(name, more, tmp_path):
     path, text, options = tmp_path / "cache", text_of(150), CHUNKED[name]
     short = text_of(150).split()[: 150 - more]
     read(path, " ".join(short), **options)
-    with (
-        mock.patch.object(resuming, "slot_bytes", lambda model, kind, beside: 1 << 60),
-        pytest.raises(OSError, match="make room"),
-    ):
+    too_many = mock.patch.object(resuming, "slot_bytes", lambda model, kind, beside: 1 << 60)
+    with too_many, pytest.raises(OSError, match="make room"):
         read(path, text, **options)
     if more == 50:
         assert stopped(path, text, 1, **options) == [f"{150 - more:09d}"]
@@ -213,10 +210,8 @@ def test_others(tmp_path):
                 read(path, words)
         with pytest.raises(ValueError, match=f"written for another model: .*; {what}"):
             read(path, text, other)
-        with (
-            mock.patch.object(resuming, "FORMAT", "kvevict-cache-6"),
-            pytest.raises(ValueError, match="another version"),
-        ):
+        other_format = mock.patch.object(resuming, "FORMAT", "kvevict-cache-6")
+        with other_format, pytest.raises(ValueError, match="another version"):
             read(path, text)
         assert before == {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
         read(path, text, **SNAPKV | dict(progress=True, compiled=True, recall=str(tmp_path)))  # are no difference

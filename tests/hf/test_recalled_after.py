@@ -109,8 +109,7 @@ def test_an_answer_that_ends_before_has_what_its_prompt_chose(count, read):
 
 
 def test_a_first_cut_in_place():
-    """Where a conversation has fitted the budget so far, its slots are cut where they lie, beside the counts of decoded
-    tokens."""
+    """Slots of a conversation that fitted until now are cut in place, beside the counts of decoded tokens."""
     model, more = shared(), prompt(1, 30, seed=1)["input_ids"]
     found = []
     for options in (SNAPKV, AFTER):
@@ -237,8 +236,7 @@ def test_forks_copies_beams_and_crops_go_on_alike(read):
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
 def test_files(kind, tmp_path):
-    """A file has the slots of all tokens, of an answer that attends to them too; a turn after it chooses as one does
-    from a cache in memory."""
+    """A file has all tokens' slots, an answer's too; a turn after it chooses as one after a cache in memory."""
     model, turn = shared(), prompt(1, 20, seed=1)["input_ids"]
     with kvevict.evicting(model, **AFTER, recall_kv=kind):
         text = model(prompt(1, 150)["input_ids"], logits_to_keep=1).past_key_values

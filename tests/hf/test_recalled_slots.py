@@ -6,16 +6,14 @@ from unittest import mock
 import pytest
 import torch
 import zoo
-from recalling import IN_8_BITS, OTHERS, PACKED, POLICIES, SNAPKV, Heard, decoded
+from recalling import IN_8_BITS, OTHERS, PACKED, POLICIES, SNAPKV, Heard, decoded, ours, padded
 from tiny import prompt, relative, shared
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import kvevict
 from kvevict.answering.batch import Batch, Pools
 from kvevict.engine.hook import attention as hook
 from kvevict.engine.memory.joining import join
-from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.engine.memory.stateful import tensors_of
 from kvevict.engine.memory.storage import Storage
 from kvevict.engine.read.budgets import places
@@ -28,10 +26,6 @@ from kvevict.policy.building import choose
 from kvevict.store import sealed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def ours(cache):
-    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -100,12 +94,10 @@ def test_a_turn_keeps_what_its_rows_choose_from_all_tokens(kind):
 def test_with_room_for_all_tokens_nothing_changes(name):
     """Nor does a turn over the archive, where the slots before it were few, attend to anything but all of them."""
     model, ids, turn = shared(), prompt(1, 90)["input_ids"], prompt(1, 20, seed=1)["input_ids"]
-    options = POLICIES[name] | dict(budget=4096)
-    found = []
+    options, found = POLICIES[name] | dict(budget=4096), []
     for recall in (True, False):
-        with kvevict.evicting(
-            model, **options | ({} if recall else dict(recall=False, recall_after=0, recall_kv=None))
-        ):
+        without = {} if recall else dict(recall=False, recall_after=0, recall_kv=None)
+        with kvevict.evicting(model, **options | without):
             cache = model(ids, logits_to_keep=1).past_key_values
             decoded(model, cache)
             out = model(turn, **{CACHE: cache}, logits_to_keep=1).logits
@@ -245,21 +237,14 @@ def test_forks_copies_rows_and_crops(name):
 
 @pytest.mark.parametrize("slots", [None, 16, 40, 1.0])
 def test_rows_of_a_batch_are_as_alone(slots):
-    """Padded at the left."""
     model, options = shared(), SNAPKV | dict(recall_slots=slots)
     texts = [prompt(1, n, seed=n)["input_ids"][0] for n in (90, 61, 20, 3)]
     turns = [prompt(1, 20, seed=n)["input_ids"][0] for n in (1, 2, 3, 4)]
 
-    def batch(rows):
-        most = max(map(len, rows))
-        pads = [(most - len(row), 0) for row in rows]
-        both = rows, list(map(torch.ones_like, rows))
-        return [torch.stack([pad(row, each) for row, each in zip(x, pads, strict=True)]) for x in both]
-
     with kvevict.evicting(model, **options):
-        ids, mask = batch(texts)
+        ids, mask = padded(texts)
         cache = model(ids, attention_mask=mask, logits_to_keep=1).past_key_values
-        more, after = batch(turns)
+        more, after = padded(turns)
         got = model(more, attention_mask=torch.cat([mask, after], 1), **{CACHE: cache}, logits_to_keep=1).logits
         for row, (text, turn) in enumerate(zip(texts, turns, strict=True)):
             alone = model(text[None], logits_to_keep=1).past_key_values

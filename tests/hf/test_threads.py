@@ -15,11 +15,9 @@ import kvevict
 from kvevict.context import within
 
 RUNS = {
-    "take": dict(budget=20, probe=5, chunk_size=40),
-    "h2o": dict(budget=24, chunk_size=30),
-    "laq": dict(budget=30),
+    "take": dict(budget=20, probe=5, chunk_size=40), "h2o": dict(budget=24, chunk_size=30), "laq": dict(budget=30),
     "fastkv": dict(budget=20, window=4, chunk_size=60, tsp_len=20),
-}
+}  # fmt: skip
 
 
 def told(model):

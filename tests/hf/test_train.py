@@ -15,6 +15,7 @@ from tiny import FAMILIES
 from untrained import adapter
 
 import kvevict
+from kvevict import cli
 from kvevict.models import families
 from kvevict.train import checkpoint
 from kvevict.train.lookahead import passes, training, validation
@@ -71,8 +72,7 @@ def test_gradient_is_that_of_two_materialised_passes(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("length", [1, 2, 41])
 def test_the_target_of_a_repetition(family, length):
-    """The numbers by which kvzip+ ranks the prompt's slots, divided by their sum; keys and values are those of the
-    other target."""
+    """kvzip+'s numbers of the prompt's slots, divided by their sum; keys and values are the other target's."""
     made, ids, none = tiny.shared(family), torch.arange(3, 3 + length), torch.zeros(0, dtype=torch.long)
     found = passes.repeated(made.get_decoder(), ids, none)
     with kvevict.evicting(made, "kvzip+", budget=80, schedule="prompt"), torch.no_grad():
@@ -80,20 +80,13 @@ def test_the_target_of_a_repetition(family, length):
     want = {i: layer.carry[0, :, :length] for i, layer in enumerate(layers) if hasattr(layer, "carry")}
     assert sorted(found.target) == list(want)
     for index, numbers in want.items():
-        # a chunk and a prompt's part are summed in another order: 1e-5 of numbers of up to 1
-        torch.testing.assert_close(
-            found.target[index][0],
-            (numbers / numbers.sum(1, keepdim=True)).repeat_interleave(2, 0),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+        share = (numbers / numbers.sum(1, keepdim=True)).repeat_interleave(2, 0)
+        # A chunk and a prompt's part are summed in another order: 1e-5 of numbers of up to 1.
+        torch.testing.assert_close(found.target[index][0], share, rtol=1e-4, atol=1e-5)
     other = passes.truth(made.get_decoder(), ids, ids[:1])
     for index in found.keys:
         torch.testing.assert_close(found.keys[index], other.keys[index], rtol=0, atol=1e-5)
         torch.testing.assert_close(found.values[index], other.values[index], rtol=0, atol=1e-5)
-
-
-# -- a run ----------------------------------------------------------------------------------------------------------
 
 
 def log(folder):
@@ -131,9 +124,8 @@ def test_learns_the_repetition(tmp_path):
     assert log(tmp_path)[-1]["valid"]["recall"] <= 1
     assert kvevict.lookahead.config_of(tmp_path)["target"] == "repeat"
     with pytest.raises(ValueError, match="a training with target='repeat', this one has 'response'"):
-        kvevict.lookahead.train(
-            model, prompts, tmp_path, held_out=2, **options | dict(target="response", max_response=8)
-        )
+        other = options | dict(target="response", max_response=8)
+        kvevict.lookahead.train(model, prompts, tmp_path, held_out=2, **other)
     chunks = dict(adapter=tmp_path, probe=0, chunk_size=20, budget=16, heads="ada", kernel=1)
     with kvevict.evicting(model, "lookahead", **chunks), torch.no_grad():
         model(**tiny.prompt(1, 70))
@@ -315,8 +307,6 @@ def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    from kvevict import cli
-
     folder, _ = tiny.save(tmp_path / "model")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(dict(prompt=f"What is {i}?", response=f"It is {i}.")) + "\n" for i in range(4)))

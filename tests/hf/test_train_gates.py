@@ -13,6 +13,7 @@ import torch
 from policy_cases import VOCAB, model
 
 import kvevict
+from kvevict import cli
 from kvevict.models.loading import load_model
 from kvevict.store import sealed
 from kvevict.train import checkpoint
@@ -44,8 +45,7 @@ RIDGE = 0.3
 
 
 def test_ridge_is_the_minimum():
-    """Of the mean squared error and ridge times the sum of squared weights in standard deviations: its gradient is 0,
-    in pieces or at once."""
+    """Of squared errors and ridge times squared weights in deviations: its gradient is 0, in pieces or at once."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(200, 7, generator=generator) * torch.logspace(-1, 2, 7) + 5
     y = torch.randn(200, 3, generator=generator) + x[:, :3] / 10
@@ -107,8 +107,7 @@ def test_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 def each_process(folder):
-    """Both processes run this: a training that fails after its first pieces leaves checkpoints, and the second training
-    continues from them."""
+    """Both processes run this: a training that leaves checkpoints and fails, and one that continues from them."""
     made, rank, read, real = model(), os.environ["RANK"], [], training.each_layer
     training.MINUTE = 0
     training.each_layer = lambda *a: read.append(0) or (real(*a) if len(read) < 3 else 1 / 0)
@@ -187,8 +186,6 @@ def test_a_checkpoint_that_is_another_pickle(tmp_path):
 @pytest.mark.parametrize("file", ["gates.safetensors", "config.json"])
 def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
     """The checkpoint is still there, and the same command continues from it; the command reports the error."""
-    from kvevict import cli
-
     folder, _ = tiny.save(tmp_path / "model")
     data, out = tmp_path / "text", tmp_path / "out"
     data.write_text("It rained all day. " * 20)
@@ -218,16 +215,11 @@ def test_a_disk_that_is_full_at_the_end(file, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("given, text", [
     (dict(texts=[]), "texts hold no piece of more than 5 tokens"),
     (dict(texts=[torch.arange(1), torch.arange(0)]), "texts hold no piece"),
-    (dict(texts=["", "a"], tokenizer=True), "texts hold no piece"),
-    (dict(texts=["a text"]), "give a tokenizer"),
-    (dict(texts="a text" * 999), "give \\[text\\] for one text"),
-    (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
-    (dict(texts=[torch.zeros(20)]), "1-D token ids"),
-    (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
-    (dict(label="snapkv"), "unknown label 'snapkv'"),
-    (dict(length=5), "length must be at least 6"),
-    (dict(ridge=-1), "ridge must be"),
-    (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
+    (dict(texts=["", "a"], tokenizer=True), "texts hold no piece"), (dict(texts=["a text"]), "give a tokenizer"),
+    (dict(texts="a text" * 999), "give \\[text\\] for one text"), (dict(texts=[torch.arange(500)]), f"below {VOCAB}"),
+    (dict(texts=[torch.zeros(20)]), "1-D token ids"), (dict(held_out=9), "leaves nothing to train on of 9 pieces"),
+    (dict(label="snapkv"), "unknown label 'snapkv'"), (dict(length=5), "length must be at least 6"),
+    (dict(ridge=-1), "ridge must be"), (dict(held_out=7, WORLD_SIZE="3"), "3 processes share 2 pieces"),
 ])  # fmt: skip
 def test_refused(given, text, tmp_path, monkeypatch):
     if "WORLD_SIZE" in given:
@@ -259,8 +251,6 @@ def test_the_bundled_model_has_gates():
 
 
 def test_command(tmp_path, capsys):
-    from kvevict import cli
-
     folder, _ = tiny.save(tmp_path / "model")
     data, out = tmp_path / "book.txt", str(tmp_path / "out")
     data.write_text(" ".join(f"It was the year {year}, and it rained." for year in range(1800, 1830)))

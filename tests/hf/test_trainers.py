@@ -184,8 +184,7 @@ def test_a_cache_belongs_to_the_weights_that_were_not_written_to():
 @pytest.mark.skipif(CACHE == "cache", reason="PEFT 0.21 generates other tokens, unpatched too")
 @pytest.mark.parametrize("budget", [4096, 18])
 def test_prefix_tuning(budget):
-    """PEFT's learned keys and values are in the cache before the prompt: equal to unpatched with everything kept; else
-    every row as alone."""
+    """PEFT's learned keys and values come before the prompt: unpatched if all is kept, else each row as alone."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(4)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)

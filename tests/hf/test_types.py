@@ -55,9 +55,6 @@ def write(line):
     known.FILE.write_text("\n".join(["\t".join(known.Type._fields), *rows]) + "\n", encoding="utf-8")
 
 
-# -- a type that nobody looked at ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unknown(monkeypatch):
     """No type is known."""
@@ -93,21 +90,16 @@ class Counting(torch.nn.Module):
         return self.mlp(x) * (1 + 1e-2 * x.shape[1])
 
 
-def foreign_attention(layer):
-    layer.self_attn.__class__ = Foreign
-
-
-def foreign_mlp(layer):
-    layer.mlp = Counting(layer.mlp)
-
-
-@pytest.mark.parametrize("change, reason", [
-    (foreign_attention, "no single module that calls"), (foreign_mlp, "output in two calls differs from that in one"),
+@pytest.mark.parametrize("part, reason", [
+    ("self_attn", "no single module that calls"), ("mlp", "output in two calls differs from that in one"),
 ])  # fmt: skip
-def test_remote_code_is_looked_at(change, reason):
+def test_remote_code_is_looked_at(part, reason):
     """Under any type's name; a refused model is unchanged."""
     model = tiny.model("llama")
-    change(model.model.layers[1])
+    if part == "mlp":
+        model.model.layers[1].mlp = Counting(model.model.layers[1].mlp)
+    else:
+        model.model.layers[1].self_attn.__class__ = Foreign
     configs = [layer.self_attn.config for layer in model.model.layers]
     with pytest.raises(ValueError, match=reason):
         kvevict.patch(model, "snapkv", budget=64)
@@ -150,9 +142,6 @@ def test_positions_that_differ_are_refused(unknown, monkeypatch):
         kvevict.patch(model, "snapkv", budget=64)
 
 
-# -- parts of a decoder ----------------------------------------------------------------------------------------------
-
-
 def test_layers_without_rope():
     """They are found not to rotate; the others are found to rotate."""
     model = zoo.make("smollm3", "SmolLM3ForCausalLM")
@@ -191,8 +180,7 @@ def test_after_attention(family):
 @pytest.mark.parametrize("family", ["phi3", "mistral"])
 def test_window_as_long_as_the_context(family):
     """It counts as full attention: every layer evicts, and nothing differs."""
-    model = tiny.model(family, sliding_window=4096)
-    inputs = tiny.prompt(2, 50, pad=(0, 9))
+    model, inputs = tiny.model(family, sliding_window=4096), tiny.prompt(2, 50, pad=(0, 9))
     tokens = inputs["attention_mask"].bool()
     want = model(**inputs).logits[tokens]
     with kvevict.evicting(model, "snapkv", budget=10, window=4), torch.no_grad():
@@ -212,18 +200,13 @@ def test_values_narrower_than_keys(monkeypatch):
     assert line.verdict == known.EQUAL, line.note
 
 
-# -- layers with a state ---------------------------------------------------------------------------------------------
-
-HYBRIDS = [
-    ("qwen3_next", "Qwen3NextForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM"), ("lfm2", "Lfm2ForCausalLM"),
-]  # fmt: skip
+HYBRIDS = [("qwen3_next", "Qwen3NextForCausalLM"), ("falcon_h1", "FalconH1ForCausalLM"), ("lfm2", "Lfm2ForCausalLM")]
 
 
 @pytest.mark.parametrize("name, kind", HYBRIDS)
 def test_padding_longer_than_a_chunk(name, kind):
     """It enters no state, though Transformers masks a first call's only."""
-    model = zoo.make(name, kind)
-    inputs = tiny.prompt(2, 50, pad=(0, 23))
+    model, inputs = zoo.make(name, kind), tiny.prompt(2, 50, pad=(0, 23))
     tokens = inputs["attention_mask"].bool()
     with torch.no_grad():
         want = model(**inputs).logits[tokens]
@@ -246,9 +229,6 @@ def test_what_a_state_forbids(name, kind, tmp_path):
         kvevict.save_cache(cache, tmp_path / "cache.safetensors")
 
 
-# -- Gemma 3 around its text decoder ---------------------------------------------------------------------------------
-
-
 def test_gemma3_reads_text_and_refuses_pictures():
     """Its wrapper makes the masks; tokens of a picture see each other, in chunks they would not."""
     model = zoo.make("gemma3", "Gemma3ForConditionalGeneration")
@@ -260,8 +240,6 @@ def test_gemma3_reads_text_and_refuses_pictures():
         with pytest.raises(ValueError, match="see later ones"):
             model(**inputs, token_type_ids=kinds)
 
-
-# -- pictures ---------------------------------------------------------------------------------------------------------
 
 SEES = dict(image_token_id=290, vision_start_token_id=291, vision_end_token_id=292, video_token_id=293)
 EYES = {
@@ -294,8 +272,7 @@ def seeing(name, kind, monkeypatch):
     ("take", dict(chunk_size=13, probe=(8, 14))),
 ])  # fmt: skip
 def test_pictures(name, policy, options, monkeypatch):
-    """Chunks cut through a picture, and its tokens may be appended rows: logits and tokens equal the unpatched
-    model's."""
+    """Chunks cut through a picture, whose tokens may be appended: logits and tokens are the unpatched model's."""
     model, inputs = seeing(name, dict(zoo.types())[name], monkeypatch)
     with torch.no_grad():
         want, tokens = model(**inputs).logits, model.generate(**inputs, max_new_tokens=4, do_sample=False)
@@ -322,9 +299,7 @@ def test_batch_whose_pictures_differ_in_number(name, pictures, monkeypatch):
     ids[1, :padding] = mask[1, :padding] = 0
 
     def inputs(count, *rows):
-        seen = dict(
-            pixel_values=one["pixel_values"].repeat(count, 1), image_grid_thw=one["image_grid_thw"].repeat(count, 1)
-        )
+        seen = {name: one[name].repeat(count, 1) for name in ("pixel_values", "image_grid_thw")}
         given = dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == 290).long())
         return {key: value[rows] for key, value in given.items()} | (seen if count else {})
 

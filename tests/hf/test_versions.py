@@ -15,8 +15,6 @@ from kvevict.models import compat
 ROOT = Path(kvevict.__file__).parent
 NEWER = f"{compat.TESTED[1][0]}.{compat.TESTED[1][1] + 1}"
 
-# -- the tested range --------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.quick
 def test_the_range_is_the_declared_one():
@@ -37,9 +35,8 @@ def test_versions():
         with pytest.raises(ImportError, match=f"needs transformers {compat.OLDEST} or newer, found {old}; run: pip"):
             compat.checked(old)
     for new in (f"{NEWER}.0", f"{NEWER}.0.dev0", "6.0"):
-        with pytest.warns(
-            UserWarning, match=f"tested with transformers {compat.OLDEST} to {compat.NEWEST}, found {new}"
-        ):
+        said = f"tested with transformers {compat.OLDEST} to {compat.NEWEST}, found {new}"
+        with pytest.warns(UserWarning, match=said):
             compat.checked(new)
 
 
@@ -59,9 +56,6 @@ def test_another_version_is_installed(version, code, tmp_path):
     else:
         assert done.stdout.split() == [str(len(kvevict.policies()))]
         assert done.stderr.count(f"tested with transformers {compat.OLDEST} to {compat.NEWEST}, found {version}") == 1
-
-
-# -- what is imported --------------------------------------------------------------------------------------------------
 
 
 def private(text: str) -> list:

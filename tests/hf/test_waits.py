@@ -18,8 +18,7 @@ UPLOADS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # torch.tensor and torc
 
 
 class Waits(TorchDispatchMode):
-    """Counts by kind, except for `_ops.upload` (it does not wait) and `layer_slots` (its tensors are always on the
-    CPU)."""
+    """Counts by kind, but for `_ops.upload` (it does not wait) and `layer_slots` (its tensors are on the CPU)."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -55,8 +54,7 @@ class Waits(TorchDispatchMode):
 
 
 def per_layer(monkeypatch, decoding, policy, of=lambda cache: cache, **options):
-    """Waits per layer and chunk of a prompt, or per layer and decoded token; both evict. of: of a cache the one that
-    decoding goes on with."""
+    """Waits per layer and chunk, or per layer and decoded token; both evict. of: the cache that decoding continues."""
     found = {}
     for layers in (4, 8):
         model = kvevict.patch(tiny.model(num_hidden_layers=layers), policy, **options)
@@ -84,13 +82,9 @@ def test_plain_decoding_waits_for_nothing(monkeypatch, policy):
 # The remaining waits by layer and evicting chunk (docs/performance.md). If heads compete: the number of the best slots,
 # in all and of each head. With "ada" also whether a head got more slots than it has.
 CHUNKED = {
-    "take:warmup_layers=none": (dict(probe=4), 0),
-    "snapkv": (dict(window=4), 0),
-    "h2o": ({}, 0),
-    "streaming": ({}, 0),
-    "edie": (dict(window=4, heads="equal"), 0),
-    "adakv": (dict(window=4), 4),
-}
+    "take:warmup_layers=none": (dict(probe=4), 0), "snapkv": (dict(window=4), 0), "h2o": ({}, 0), "streaming": ({}, 0),
+    "edie": (dict(window=4, heads="equal"), 0), "adakv": (dict(window=4), 4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", CHUNKED)

@@ -24,8 +24,7 @@ ODD = (None, True, False, "", "none", "many", "\u20ac", 0.5, -0.5, 1e-320, 1e308
 
 
 def drawn(items) -> set:
-    """Of pytest's items those that are run: of a function's, as many as its mark `drawn(n)` or KVEVICT_MOST says;
-    nightly eight times n."""
+    """The items that are run: of a function's, its mark `drawn(n)` or KVEVICT_MOST says how many; nightly 8 n."""
     groups, run = {}, set()
     for item in items:
         groups.setdefault(item.nodeid.partition("[")[0], []).append(item)

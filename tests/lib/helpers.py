@@ -23,8 +23,7 @@ device = torch.device("cpu")  # where `call` and `opcheck` run ops; conftest.py 
 
 
 class Moved:
-    """Tensors on another device with the same strides and shared memory as here. At the end of a `with`, results are
-    copied back."""
+    """Tensors on another device, strides and shared memory as here; the end of a `with` copies results back."""
 
     def __init__(self, device):
         self.device, self.storages = device, {}
@@ -53,8 +52,7 @@ def held_of(p):
 
 
 def named(fn, args, moved=lambda value: value):
-    """Those of the arguments that fn names: where it names `held`, `held_k` and the like are one `Held`, or None if
-    they are."""
+    """The arguments that fn names; where it names `held`, `held_k` and the like are one `Held`, or None if all are."""
     found = {}
     for name in inspect.signature(fn).parameters:
         parts = {part: moved(args[f"{name}_{part}"]) for part in PARTS if f"{name}_{part}" in args}

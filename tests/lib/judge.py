@@ -22,11 +22,10 @@ READS = (  # nothing is evicted before the prompt's end
     ("take", dict(budget=LENGTH - 1, chunk_size=33, probe=4, ema_alpha=0.0)),
 )
 TIGHT = (
-    ("h2o", dict(budget=10, chunk_size=16)),
-    ("snapkv", dict(budget=10, window=4)),
+    ("h2o", dict(budget=10, chunk_size=16)), ("snapkv", dict(budget=10, window=4)),
     ("adakv", dict(budget=12, window=4, chunk_size=16)),
     ("take", dict(budget=12, probe=4, chunk_size=16, ema_alpha=0.0)),
-)
+)  # fmt: skip
 DRAFTED = (("laq", dict(budget=12, window=4)),)
 TURNED = (("take", dict(budget=12, probe=4, chunk_size=16)),)
 RESIDUAL = (("edie+tada", dict(budget=16, window=4, chunk_size=16)),)
@@ -58,11 +57,7 @@ def judge(name, kind) -> known.Type:
     wrong = differs(model, inputs, want, tokens)
     if wrong:
         return known.Type(name, decoder, known.REFUSED, wrong)
-    notes = [
-        drafts(model, inputs, want),
-        layers_that_turn(model, found, inputs, want),
-        residual(model, found, inputs, want),
-    ]
+    notes = [drafts(model, inputs, want), *(of(model, found, inputs, want) for of in (layers_that_turn, residual))]
     wrong = next((note for note in notes if note.startswith("wrong")), None)
     if wrong:
         return known.Type(name, decoder, known.REFUSED, wrong)
@@ -182,8 +177,7 @@ def _masks(config, mask):
 
 
 def layers_that_turn(model, decoder, inputs, want) -> str:
-    """The type's limits under policies that rotate queries; `rotary.rotate` is compared at other positions than
-    `trial`'s."""
+    """The type's limits under policies that rotate queries, by `rotary.rotate` at other positions than `trial`'s."""
     try:
         turns = trial.rotating(model, decoder)
     except ValueError as error:

@@ -432,8 +432,7 @@ class Row:
         return (float(position) * frequency).double()
 
     def evict(self, layers, seen, slots):
-        """All `layers` keep the slots that the layer of `seen` takes, `slots` in all; kv head g decides for kv head
-        g."""
+        """All `layers` keep the slots that `seen`'s layer takes, `slots` in all; kv head g decides for kv head g."""
         chooser, order = seen.layer, seen.order
         heads = range(len(chooser.alive))
         past = self._prompt(chooser)
@@ -560,11 +559,9 @@ def _apportion(shares, total, bounds, sizes=None):
     levels = sorted({Fraction(bound) / share for share, pair in zip(shares, bounds) if share for bound in pair})
     below = max((x for x in levels if mass(x) <= total), default=Fraction(0))
     above = min((x for x in levels if mass(x) >= total), default=below)
-    level = (
-        below
-        if mass(below) == mass(above)
-        else below + (above - below) * (total - mass(below)) / (mass(above) - mass(below))
-    )
+    level, rise = below, mass(above) - mass(below)
+    if rise:
+        level += (above - below) * (total - mass(below)) / rise
     exact = parts(level)
     short = total - mass(level)  # only parts without a share can still take something
     open_ = [i for i, share in enumerate(shares) if not share]
@@ -585,8 +582,6 @@ def _apportion(shares, total, bounds, sizes=None):
                 whole[i], left, changed = whole[i] + 1, left - sizes[i], True
     return whole
 
-
-# -- the model ------------------------------------------------------------------------------------------------------
 
 _running = []
 

@@ -3,10 +3,7 @@
 
 import torch
 
-SCORES = {
-    "tri": dict(sink=4),
-    "rkv": dict(kernel=7, pool="max"),
-}
+SCORES = dict(tri=dict(sink=4), rkv=dict(kernel=7, pool="max"))
 ROWS = dict(tri="none")
 
 

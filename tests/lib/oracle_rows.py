@@ -10,15 +10,12 @@ import torch
 
 LATER = 1 << 30  # the token number of rows that see every slot
 OPTIONS = {
-    "none": {},
-    "last": {},
-    "all": {},
-    "window": dict(window=32),
+    "none": {}, "last": {}, "all": {}, "window": dict(window=32),
     "probe": dict(probe=32, ema_alpha=0.2, append=True, ending=None, ends=False, request=(), before=None),
     "given": dict(ids=()),
     "repeat": dict(part=2048),
     "drafted": dict(n_d=8, window=8, draft_keys=False, draft_model="self"),
-}
+}  # fmt: skip
 
 
 def length(probe):
@@ -191,8 +188,7 @@ def observers(row, seen, g):
 
 
 def _later(row, seen, g, q, k=None, v=None):
-    """(a, out) of rows q [H, R, d] later than all slots; with `draft_keys` the rows' keys and values count too,
-    causally."""
+    """(a, out) of rows q [H, R, d] after all slots; with `draft_keys` their keys and values count too, causally."""
     slots, layer, R = seen.layer.alive[g], seen.layer, q.shape[1]
     keys, values = layer.k[g, slots], layer.v[g, slots]
     if not row.o["draft_keys"]:

@@ -136,19 +136,11 @@ def scores(row, seen, ends):
     o = row.o
     if o["score"] == "streaming":
         return [[float(i) for i in range(len(slots))] for slots in seen.layer.alive]
-    one = (
-        getattr(oracle_values, dict(lagkv="lag").get(o["score"], o["score"]))
-        if o["score"] in ("lagkv", "defensive")
-        else _of_keys
-        if o["score"] in ("knorm", "keydiff")
-        else oracle_expected.scores
-        if o["score"] == "expected"
-        else getattr(oracle_answers, o["score"])
-        if o["score"] in oracle_answers.SCORES
-        else _carried
-        if carries(o) or o["score"] in ("kvzip", "kvzip+", "compactor", "gate")
-        else _of_rows
-    )
+    one = dict(
+        lagkv=oracle_values.lag, defensive=oracle_values.defensive, knorm=_of_keys, keydiff=_of_keys,
+        expected=oracle_expected.scores, tri=oracle_answers.tri, rkv=oracle_answers.rkv,
+        **dict.fromkeys(("h2o", "vatp", "kvzip", "kvzip+", "compactor", "gate"), _carried),
+    ).get(o["score"], _of_rows)  # fmt: skip
     each = [one(row, seen, g, end) for g, end in enumerate(ends)]
     if o["score"] == "tova" and not o["per_head"]:
         each = [[sum(x) / len(x) for x in zip(*each)]] * len(each)

@@ -35,9 +35,6 @@ def output_norm(row, seen, g, slots):
     return norms
 
 
-# -- LagKV ----------------------------------------------------------------------------------------------------------
-
-
 def lag(row, seen, g, end):
     """By tokens of the text, cut or not: every part that its successor follows has numbers."""
     o, layer, size, found = row.o, seen.layer, row.o["lag"], {}
@@ -56,9 +53,6 @@ def lag(row, seen, g, end):
             raise oracle.NearTie(math.nan)
         found |= {start + i: (both < x).sum().item() / size for i, x in enumerate(both)}
     return [found.get(t, math.inf) for t in layer.alive[g]]
-
-
-# -- Compactor ------------------------------------------------------------------------------------------------------
 
 
 def standard(x, counted):
@@ -117,9 +111,6 @@ def _both_ways(row, seen, new, counted):
     return torch.stack(found), counted
 
 
-# -- DefensiveKV ----------------------------------------------------------------------------------------------------
-
-
 def defensive(row, seen, g, end):
     """Logarithms, since the first slots' scores and the others' differ in size."""
     o, (first, last) = row.o, end
@@ -142,9 +133,6 @@ def defensive(row, seen, g, end):
             found[i] = 50 + mean[i].log().item()
         covered += mean[i]
     return found
-
-
-# -- CriticalKV -----------------------------------------------------------------------------------------------------
 
 
 def taken(row, seen, g, items, wanted, kept):

@@ -71,7 +71,7 @@ PRESSES = {
     "kvzap-mlp, ada": lambda ratio: kvpress.AdaKVPress(Zap(ratio, model_type="mlp"), alpha_safeguard=0.0),
     "kvzip, parts": kvzip(InParts, chunk_size=PART),
     "kvzip+, parts": kvzip(InParts, chunk_size=PART, kvzip_plus_normalization=True),
-}
+}  # fmt: skip
 MASKING = kvpress.AdaKVPress, kvpress.CriticalAdaKVPress, kvpress.KVzipPress  # nothing is removed, decoding masks it
 
 

@@ -174,8 +174,7 @@ def alone_and_batched(policy, **chosen):
 
 
 class Slots:
-    """A layer of one row as head budgets and selections see it: every head has all slots, its last `window` are
-    protected."""
+    """A layer of one row, as head budgets see it: every head has all slots, the last `window` are protected."""
 
     decoding, device = False, torch.device("cpu")
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from helpers import ERRORS, call, same_bits
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,6 +103,16 @@ def fuzz(seed, **fixed):
     if rng.random() < 0.25:  # more heads in a group than the kernels' tiles have rows
         drawn |= {"B": 1, "Hkv": 1, "G": rng.choice([49, 61, 64, 71, 128])}
     return problem(seed, **{**drawn, **fixed})
+
+
+def refuses(op, check, p, change, kept=()):
+    """`p` is right; with the change it is an error, and the tensors that are `kept` are as before."""
+    check(p)
+    p = {**p, **change(p)}
+    before = copied(p, *kept)
+    with pytest.raises(ERRORS):
+        call(op, p)
+    assert all(same_bits(p[name].contiguous(), before[name].contiguous()) for name in kept)
 
 
 def copied(args, *names):

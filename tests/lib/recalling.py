@@ -3,8 +3,10 @@
 from unittest import mock
 
 import torch
+from torch.nn.functional import pad
 
 from kvevict.engine.hook import attention as hook
+from kvevict.engine.memory.layer import EvictionLayer
 from kvevict.models.compat import CACHE
 
 SNAPKV = dict(policy="snapkv", budget=24, window=4, kernel=1, chunk_size=32, recall=True, recall_after=0)
@@ -32,6 +34,16 @@ def decoded(model, cache, tokens=(5, 6, 7)):
     for token in tokens:
         out = model(torch.full((len(cache.sequence.seen), 1), token), **{CACHE: cache})
     return out
+
+
+def ours(cache):
+    return [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
+
+
+def padded(rows):
+    """Token ids and mask of rows of different lengths, padded at the left."""
+    most = max(map(len, rows))
+    return [torch.stack([pad(x, (most - len(x), 0)) for x in part]) for part in (rows, map(torch.ones_like, rows))]
 
 
 class Heard:

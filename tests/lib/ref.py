@@ -134,8 +134,7 @@ def score(
     sinks=None, weight=None, term="a", group="mean",
 ):  # fmt: skip
     out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
-    rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
-    for b, h, a, sees in observed(*rows):
+    for b, h, a, sees in observed(q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks):
         if a.shape[0] == 0:
             continue
         a = {"a": a, "square": a**2, "entropy": -torch.special.xlogy(a, a)}[term]
@@ -145,12 +144,9 @@ def score(
     return grouped(out, k.shape[1], group)
 
 
-def peak(
-    q, row_first, held, k, first, stop, lo, hi, scale, softcap, *, causal, lse=None, sinks=None
-):  # fmt: skip
+def peak(q, row_first, held, k, first, stop, lo, hi, scale, softcap, *, causal, lse=None, sinks=None):
     out = torch.zeros(q.shape[:3], dtype=torch.double)
-    rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
-    for b, h, a, _ in observed(*rows):
+    for b, h, a, _ in observed(q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks):
         g = h // (q.shape[1] // k.shape[1])
         if lo[b, g] < hi[b, g]:
             out[b, h, row_first[b] :] = a[:, lo[b, g] : hi[b, g]].amax(1)
@@ -164,8 +160,7 @@ def error(
     """METHODS section 1 (EDIE eq. 7, 9-11) and 2 (CAOTE eq. 6), one row at a time. power=2: instead of each term's a /
     (1 - a) its slope a / (1 - a)^2, the change by a relative error of a."""
     out = torch.zeros(*q.shape[:2], columns, dtype=torch.double)
-    rows = (q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks)
-    for b, h, a, sees in observed(*rows):
+    for b, h, a, sees in observed(q, row_first, held, k, first, stop, scale, softcap, causal, lse, sinks):
         g, n = h // (q.shape[1] // k.shape[1]), a.shape[1]
         values = alive(held, "v", b, g, v[b, g, first[b] : stop[b]])
         for r in range(a.shape[0]):

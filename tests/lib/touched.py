@@ -93,8 +93,7 @@ def _text(file: str) -> str:
 @cache
 def _imports() -> dict:
     """{file: files of the package that it imports}"""
-    package = [str(file.relative_to(ROOT)) for file in ROOT.glob("kvevict/**/*.py")]
-    found = {}
+    package, found = [str(file.relative_to(ROOT)) for file in ROOT.glob("kvevict/**/*.py")], {}
     for file in [*package, *_tests()]:
         relative = Path(file).relative_to("kvevict") if file.startswith("kvevict/") else Path(file)
         found[file] = {module for path in imported(relative, _text(file)) if (module := _module(path))}

@@ -188,9 +188,6 @@ def _attends(name) -> bool:
     return any(word in name for word in ("attn", "attention", "mixer")) and not any(word in name for word in other)
 
 
-# -- configs -----------------------------------------------------------------------------------------------------------
-
-
 def _fields(cls) -> dict:
     """Names of a config class's fields with their defaults, None among them."""
     if dataclasses.is_dataclass(cls):

@@ -1,9 +1,9 @@
 import pytest
 import ref
 import torch
-from helpers import ERRORS, FP32, call, held_of, opcheck, same_bits, same_for_threads
+from helpers import FP32, call, held_of, opcheck, same_bits, same_for_threads
 from op_cases.error import GROUP, KINDS, check, prepared
-from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
+from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem, refuses
 
 from kvevict.ops import _ops as ops
 
@@ -114,32 +114,25 @@ def test_threads(kind, given):
 
 
 WRONG = {  # beside what test_table.py gives every argument
-    "kind": lambda p: {"kind": "l3"},
-    "group": lambda p: {"group": "median"},
-    "alpha negative": lambda p: {"alpha": -0.1},
-    "o of attend's other layout": lambda p: {"o": p["o"].transpose(1, 2)},
-    "o dtype": lambda p: {"o": p["o"].half()},
-    "v dtype": lambda p: {"v": p["v"].half()},
-    "v shape": lambda p: {"v": p["v"][:, :, 1:]},
-    "held_v shorter than held_k": lambda p: {"held_v": p["held_v"][1:]},
+    "kind": lambda p: {"kind": "l3"}, "group": lambda p: {"group": "median"},
+    "alpha negative": lambda p: {"alpha": -0.1}, "o of attend's other layout": lambda p: {"o": p["o"].transpose(1, 2)},
+    "o dtype": lambda p: {"o": p["o"].half()}, "v dtype": lambda p: {"v": p["v"].half()},
+    "v shape": lambda p: {"v": p["v"][:, :, 1:]}, "held_v shorter than held_k": lambda p: {"held_v": p["held_v"][1:]},
     "weight shape": lambda p: {"weight": torch.ones(2, 4, 8)},
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
     "row_first over R": lambda p: {"row_first": i32([0, 10])},
     "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"), "l1", False)
-    check(p)
-    with pytest.raises(ERRORS):
-        call(ops.error, {**p, **WRONG[wrong](p)})
+    refuses(ops.error, check, p, WRONG[wrong])
 
 
 @pytest.mark.parametrize("given", [True, False])
 def test_opcheck(given):
-    p = prepared(problem(12), "l2", True)
-    rows = torch.zeros(2, 4, 9)
+    p, rows = prepared(problem(12), "l2", True), torch.zeros(2, 4, 9)
     opcheck("error", {**p, "kind": 2, "group": 3 if given else 0, "lse": rows if given else None,
                       "weight": rows if given else None})  # fmt: skip

@@ -1,6 +1,7 @@
 """Slots of 8 and 4 bits: the stored bytes by their definition, and every op's oracle on the numbers that the bytes
 stand for."""
 
+import itertools
 import random
 
 import helpers
@@ -97,11 +98,8 @@ def as_stored(x, rows, kind, centre=None):
         ends, want_ends = (t[:, d // 2 :].clone().view(torch.float16).double() for t in (rows, want))
         assert torch.equal(ends.isnan(), want_ends.isnan())
         assert not ((ends - want_ends).abs() > 2.0**-10 * want_ends.abs() + 2.0**-24).any()
-        number, (ends, least), most = (
-            torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1),
-            ends.split(1, 1),
-            15,
-        )
+        number, most = torch.cat([rows[:, : d // 2] & 15, rows[:, : d // 2] >> 4], 1), 15
+        ends, least = ends.split(1, 1)
     exact = (x - least) / ends.where(ends > 0, INF)
     off = (exact.clamp(-127 if kind == ref.INT8 else 0, most) - number).abs()
     assert not (off > 0.5 + 1e-4 + 1e-6 * exact.abs()).any()
@@ -202,6 +200,22 @@ def test_many_blocks(dtype, kinds):
     decoded(decoding(pack(p, kinds)), kinds)
 
 
+def compacted(p):
+    """After `compact`, of every head (b, h, its rows of dst, the stored rows, the new ones): positions are right, and
+    nothing else was written."""
+    before, untouched, found = copied(p, *DST), torch.ones(len(p["dst_k"]), dtype=torch.bool), []
+    call(ops.compact, p)
+    for b, h in itertools.product(range(2), repeat=2):
+        n, to, length = int(p["keep"][b, h]), int(p["dst_offset"][b, h]), int(p["src_len"][b, h])
+        index, untouched[to : to + n] = p["index"][b, h, :n].long(), False
+        old = index[index < length] + p["src_offset"][b, h]
+        new = index[index >= length] - length + int(p["first"][b])
+        assert torch.equal(p["dst_pos"][to : to + n], torch.cat([p["src_pos"][old], p["pos"][b, new]]))
+        found.append((b, h, slice(to, to + n), old, new))
+    assert all(same_bits(p[name][untouched], before[name][untouched]) for name in DST)
+    return found
+
+
 @cases
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compact(dtype, kinds):
@@ -216,18 +230,9 @@ def test_compact(dtype, kinds):
                 if kind:
                     shape = len(p["dst_k"]), row_bytes(kind, p["k"].shape[3])
                     p[f"dst_{name}"] = torch.randint(0, 256, shape, dtype=torch.uint8)
-            before = copied(p, *DST)
-            call(ops.compact, p)
-            untouched = torch.ones(len(p["dst_k"]), dtype=torch.bool)
-            for b, h in [(b, h) for b in range(2) for h in range(2)]:
-                n, to, length = int(p["keep"][b, h]), int(p["dst_offset"][b, h]), int(p["src_len"][b, h])
-                index, untouched[to : to + n] = p["index"][b, h, :n].long(), False
-                old = index[index < length] + p["src_offset"][b, h]
-                new = index[index >= length] - length + int(p["first"][b])
-                pos = torch.cat([p["src_pos"][old], p["pos"][b, new]])
-                assert torch.equal(p["dst_pos"][to : to + n], pos)
+            for b, h, at, old, new in compacted(p):
                 for name, kind in zip("kv", kinds, strict=True):
-                    rows, stored, fresh = p[f"dst_{name}"][to : to + n], p[f"src_{name}"][old], p[name][b, h, new]
+                    rows, stored, fresh = p[f"dst_{name}"][at], p[f"src_{name}"][old], p[name][b, h, new]
                     moved = stored.dtype == rows.dtype
                     centre = p["dst_centre"][b, h] if name == "k" and p["dst_centre"] is not None else None
                     if moved:
@@ -239,7 +244,6 @@ def test_compact(dtype, kinds):
                         as_stored(fresh, rows, kind, centre)
                     else:
                         assert same_bits(rows, fresh)
-            assert all(same_bits(p[name][untouched], before[name][untouched]) for name in DST)
 
 
 @cases
@@ -251,17 +255,9 @@ def test_compact_unpacks(dtype, kinds):
         p = moving(pack(plain, kinds, seed, seed % 2 == 0), seed)
         for name in "kv":
             p[f"dst_{name}"], p[f"dst_{name}_kind"] = plain["k"].new_full((len(p["dst_k"]), p["k"].shape[3]), NAN), 0
-        before = copied(p, *DST)
-        call(ops.compact, p)
-        untouched = torch.ones(len(p["dst_k"]), dtype=torch.bool)
-        for b, h in [(b, h) for b in range(2) for h in range(2)]:
-            n, to, length = int(p["keep"][b, h]), int(p["dst_offset"][b, h]), int(p["src_len"][b, h])
-            index, untouched[to : to + n] = p["index"][b, h, :n].long(), False
-            old = index[index < length] + p["src_offset"][b, h]
-            new = index[index >= length] - length + int(p["first"][b])
-            assert torch.equal(p["dst_pos"][to : to + n], torch.cat([p["src_pos"][old], p["pos"][b, new]]))
+        for b, h, at, old, new in compacted(p):
             for name, kind in zip("kv", kinds, strict=True):
-                rows, stored = p[f"dst_{name}"][to : to + n], p[f"src_{name}"][old]
+                rows, stored = p[f"dst_{name}"][at], p[f"src_{name}"][old]
                 if kind:
                     centred = name == "k" and p["src_centre"] is not None
                     centre = p["src_centre"][b, h].double() if centred else 0.0
@@ -270,7 +266,6 @@ def test_compact_unpacks(dtype, kinds):
                 else:
                     assert same_bits(rows[: len(old)], stored)
                 assert same_bits(rows[len(old) :], p[name][b, h, new])
-        assert all(same_bits(p[name][untouched], before[name][untouched]) for name in DST)
 
 
 @cases
@@ -292,18 +287,14 @@ def test_compact_in_place(kinds):
 
 
 WILD = {
-    "zeros": lambda x: x * 0,
-    "one number": lambda x: x * 0 + 3.5,
-    "one large": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, 6e4, x),
-    "tiny": lambda x: x * 1e-7,
-    "below normal": lambda x: x * 1e-42,
-    "large": lambda x: x * 1e4,
-    "over fp16": lambda x: x * 1e30,
+    "zeros": lambda x: x * 0, "one number": lambda x: x * 0 + 3.5,
+    "one large": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, 6e4, x), "tiny": lambda x: x * 1e-7,
+    "below normal": lambda x: x * 1e-42, "large": lambda x: x * 1e4, "over fp16": lambda x: x * 1e30,
     "infinity": lambda x: torch.where(torch.arange(x.shape[-1]) == 5, INF, x),
     "both infinities": lambda x: torch.where(torch.arange(x.shape[-1]) < 5, INF, -INF).expand_as(x).clone(),
     "NaN": lambda x: torch.where(torch.arange(x.shape[-1]) == 63, NAN, x),
     "the largest": lambda x: x * 0 + torch.finfo(torch.float32).max,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [ref.INT8, ref.INT4], ids=["8", "4"])

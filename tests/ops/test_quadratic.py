@@ -1,8 +1,8 @@
 import pytest
 import torch
-from helpers import ERRORS, FP32, call, opcheck, same_for_threads
+from helpers import FP32, call, opcheck, same_for_threads
 from op_cases.quadratic import check, prepared
-from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
+from problems import DTYPES, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem, refuses
 
 from kvevict.ops import _ops as ops
 
@@ -56,23 +56,18 @@ def test_threads(dtype):
 
 WRONG = {  # beside what test_table.py gives every argument
     "columns under n": lambda p: {"columns": int(alive_counts(p).max()) - 1},
-    "columns negative": lambda p: {"columns": -1},
-    "x dtype": lambda p: {"x": p["x"].half()},
-    "x shape": lambda p: {"x": p["x"][..., :56]},
-    "matrix not square": lambda p: {"matrix": p["matrix"][:, :, :56]},
-    "heads": lambda p: {"matrix": p["matrix"][:, :3]},
-    "heads of linear": lambda p: {"linear": p["linear"][:, :3]},
+    "columns negative": lambda p: {"columns": -1}, "x dtype": lambda p: {"x": p["x"].half()},
+    "x shape": lambda p: {"x": p["x"][..., :56]}, "matrix not square": lambda p: {"matrix": p["matrix"][:, :, :56]},
+    "heads": lambda p: {"matrix": p["matrix"][:, :3]}, "heads of linear": lambda p: {"linear": p["linear"][:, :3]},
     "stop over S": lambda p: {"stop": i32([0, 10])},
     "len past the buffer": lambda p: {"held_len": i32([[3, 10**6], [0, 0]]), "columns": 2 * 10**6},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"))
-    check(p)
-    with pytest.raises(ERRORS):
-        call(ops.quadratic, {**p, **WRONG[wrong](p)})
+    refuses(ops.quadratic, check, p, WRONG[wrong])
 
 
 def test_opcheck():

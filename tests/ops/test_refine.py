@@ -1,9 +1,9 @@
 import pytest
 import ref
 import torch
-from helpers import ERRORS, call, held_of, opcheck, same_bits, same_for_threads
+from helpers import call, held_of, opcheck, same_bits, same_for_threads
 from op_cases.refine import FORMS, MOST, allowed, check, prepared
-from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem
+from problems import DTYPES, INF, NAN, alive_counts, fuzz, i32, matrix, of_matrix, problem, refuses
 
 from kvevict.ops import _ops as ops
 
@@ -37,9 +37,7 @@ def test_attention_equals_removal(seed):
     """With a row's attention as the score: the change of its output when the slot alone is removed (theorem A.2). In
     double, brute force subtracts two outputs: 1e-14 of their size and 1 / (1 - a)^2."""
     p = problem(seed, B=1, G=1, Hkv=1, T=1, S=0, D=40, lens=[[3 + 40 * seed]], first=0)
-    a = (
-        torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()
-    )  # the oracle and the op read the same numbers
+    a = torch.randn(3 + 40 * seed, dtype=torch.double).mul(2).softmax(0).float()  # oracle and op read the same numbers
     p = prepared({**p, "stop": i32([0])}, score=a.view(1, 1, -1))
     v = ref.alive(held_of(p), "v", 0, 0, p["v"][0, 0])
     hn = a.double() / a.double().sum()
@@ -50,8 +48,7 @@ def test_attention_equals_removal(seed):
 
 def test_all_of_the_mass():
     """More than 1 - 1e-6 of it ranks first; a little less is a number."""
-    p = problem(4, B=1, Hkv=3, T=1, S=0, lens=[[5, 5, 1]], first=0)
-    score = torch.zeros(1, 3, 5)
+    p, score = problem(4, B=1, Hkv=3, T=1, S=0, lens=[[5, 5, 1]], first=0), torch.zeros(1, 3, 5)
     score[0, 0, 2], score[0, 0, 4] = 1.0, 1e-7
     score[0, 1, 2], score[0, 1, 4] = 1.0, 1e-4
     got = check(prepared({**p, "stop": i32([0])}, score=score))
@@ -109,9 +106,7 @@ WRONG = {  # beside what test_table.py gives every argument
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     p = prepared(problem(11, lens=[[3, 1], [4, 2]], first=0, layout="dense"))
-    check(p)
-    with pytest.raises(ERRORS):
-        call(ops.refine, {**p, **WRONG[wrong](p)})
+    refuses(ops.refine, check, p, WRONG[wrong])
 
 
 def test_opcheck():

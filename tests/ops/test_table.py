@@ -32,13 +32,7 @@ def given(op):
     p |= dict(matrix=torch.rand(B, H, 64, 64), linear=torch.rand(B, H, 64))
     p |= dict(protect_first=i32([0, 1]), protect_last=i32([1, 0]))
     p |= {f"{name}_{part}": p[f"held_{part}"] for name in ("src", "prefix") for part in _native.PARTS}
-    p |= dict(
-        dst_k_kind=0,
-        dst_v_kind=0,
-        dst_k=torch.zeros(64, 64),
-        dst_v=torch.zeros(64, 64),
-        dst_pos=torch.zeros(64, dtype=torch.int32),
-    )
+    p |= dict(dst_k_kind=0, dst_v_kind=0, dst_k=torch.zeros(64, 64), dst_v=torch.zeros(64, 64), dst_pos=i32([0] * 64))
     p |= {f"{name}_centre": torch.zeros(B, 2, 64) for name in ("held", "src", "dst")}
     p |= dict(dst_offset=torch.arange(0, 16, 4).view(2, 2), index=torch.arange(3).int().expand(2, 2, 3).contiguous())
     return {arg.name: p[arg.name].clone() if one and arg.is_tensor() else p[arg.name] for arg in _native.arguments(op)}
@@ -110,17 +104,14 @@ def test_a_bad_argument_is_named(op, name):
             call(**{**p, name: p[name].repeat_interleave(2, -1)[..., ::2]})
 
 
-@pytest.mark.parametrize(
-    "op, wrong, said",
-    [
-        ("score", {"term": "cube"}, "term is 'cube', expected one of a, square, entropy"),
-        ("score", {"reduce": "none"}, "reduce is 'none', expected one of sum, mean, max"),
-        ("score", {"reduce": "max"}, "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy"),
-        ("error", {"group": 3}, "group is 3, expected one of sum, mean, max, none"),
-        ("error", {"alpha": float("nan")}, "alpha is nan, expected a number >= 0"),
-        ("norm", {"p": 3}, r"p is 3, expected 1\.\.2"),
-    ],
-)
+@pytest.mark.parametrize("op, wrong, said", [
+    ("score", {"term": "cube"}, "term is 'cube', expected one of a, square, entropy"),
+    ("score", {"reduce": "none"}, "reduce is 'none', expected one of sum, mean, max"),
+    ("score", {"reduce": "max"}, "reduce is 'max', expected 'sum' or 'mean' with a weight or an entropy"),
+    ("error", {"group": 3}, "group is 3, expected one of sum, mean, max, none"),
+    ("error", {"alpha": float("nan")}, "alpha is nan, expected a number >= 0"),
+    ("norm", {"p": 3}, r"p is 3, expected 1\.\.2"),
+])  # fmt: skip
 def test_a_bad_option_is_a_value_error(op, wrong, said):
     with pytest.raises(ValueError, match=f"^kvevict.{op}: {said}$"):
         on_cpu(function(op), {**given(op), **wrong})

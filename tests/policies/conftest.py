@@ -28,3 +28,11 @@ def constants(monkeypatch, request):
     if str(name).startswith("lagkv"):
         monkeypatch.setattr(kvevict.SCORES["lagkv"], "lag", PART)
         monkeypatch.setitem(oracle.oracle_scores.SCORES, "lagkv", oracle.oracle_scores.SCORES["lagkv"] | dict(lag=PART))
+
+
+@pytest.fixture
+def task():
+    """A history that no other test adds to."""
+    kvevict.history("test").__init__()
+    yield "test"
+    kvevict.history("test").__init__()

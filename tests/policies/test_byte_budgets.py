@@ -73,21 +73,16 @@ def test_a_smaller_dtype_holds_more():
     assert slot_bytes(tiny.shared(dtype=torch.bfloat16)) == SLOT // 2
 
 
-@pytest.mark.parametrize(
-    "budget, error, said",
-    [
-        ("64", ValueError, "not a number of bytes; write it as in 64MiB"),
-        ("64 pounds", ValueError, "not a number of bytes"),
-        ("1/16", ValueError, "give a share as a number, such as 1 / 16"),
-        ("25%", ValueError, "give a share as a number, such as 1 / 16"),
-        ("64KB", ValueError, "not a number of bytes"),
-        ("-1MiB", ValueError, "not a number of bytes"),
-        ("0B", ValueError, "not a number of bytes"),
-        ("99999999999TiB", ValueError, "not a number of bytes"),
-        ("40KiB", ValueError, "holds 20 slots of each kv head, and this policy needs 33: give budget='66KiB'"),
-        (b"64MiB", TypeError, "budget must be an int"),
-    ],
-)
+@pytest.mark.parametrize("budget, error, said", [
+    ("64", ValueError, "not a number of bytes; write it as in 64MiB"),
+    ("64 pounds", ValueError, "not a number of bytes"),
+    ("1/16", ValueError, "give a share as a number, such as 1 / 16"),
+    ("25%", ValueError, "give a share as a number, such as 1 / 16"), ("64KB", ValueError, "not a number of bytes"),
+    ("-1MiB", ValueError, "not a number of bytes"), ("0B", ValueError, "not a number of bytes"),
+    ("99999999999TiB", ValueError, "not a number of bytes"),
+    ("40KiB", ValueError, "holds 20 slots of each kv head, and this policy needs 33: give budget='66KiB'"),
+    (b"64MiB", TypeError, "budget must be an int"),
+])  # fmt: skip
 def test_budgets_that_are_refused(model, budget, error, said):
     with pytest.raises(error, match=said):
         kvevict.patch(model, "snapkv", budget=budget)

@@ -14,8 +14,6 @@ from kvevict.engine.read.choosers import Deciding
 from kvevict.policy.building import build
 from kvevict.policy.layers import layer_slots
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
 
 def test_many_layers():
     compare(model(num_hidden_layers=7), "cake", [[53]], window=5, budget=BUDGET)
@@ -29,9 +27,6 @@ def test_lengths(n):
 
 def test_evicting_at_the_end_of_chunks():
     compare(model(), "cake", [[47, 1]], window=4, budget=BUDGET, chunk_size=CHUNK, schedule="prompt")
-
-
-# -- the source's numbers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -52,13 +47,9 @@ def test_slots_are_the_source_s(seed):
 
 def test_what_a_layer_cannot_use_goes_to_the_others():
     """16 slots beyond the window's 4 for each of 3 layers of one head: 16 : 8 : 24 of 48, but the last has 12 alive."""
-    policy = build("cake", budget=20, window=4)
-    alive = torch.tensor([[50], [50], [12]])
+    policy, alive = build("cake", budget=20, window=4), torch.tensor([[50], [50], [12]])
     slots = layer_slots(policy, 3, 1, [99], alive, [[2.0, 1.0, 3.0]])[:, 0].tolist()
     assert slots == [4 + 27, 4 + 13, 12]  # 40 left are split 2 : 1
-
-
-# -- the cascade ----------------------------------------------------------------------------------------------------
 
 
 def watched(monkeypatch):

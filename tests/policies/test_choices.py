@@ -1,5 +1,6 @@
 """Choices by hand, their common properties, and their combinations."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -15,8 +16,10 @@ from choices import CHUNKED
 from fuzzing import one_in
 from policy_cases import VOCAB, Slots, model, ours, pyramid, read, tokens, truth
 from tiny import snapshot
+from transformers import DynamicCache
 
 import kvevict
+from kvevict.cli import main
 from kvevict.policy.apportion import apportion
 from kvevict.policy.building import build
 from kvevict.policy.layers import layer_slots
@@ -27,9 +30,6 @@ from kvevict.policy.policy import Policy
 def keep(budget, score, slots, window=0):
     """The slots that each head of one row keeps."""
     return budget.keep(Slots(*score.shape, window), score[None], torch.tensor([slots]))[0].tolist()
-
-
-# -- whole numbers --------------------------------------------------------------------------------------------------
 
 
 def test_apportion_by_hand():
@@ -66,9 +66,6 @@ def test_apportion_is_exact(seed):
         weight = None if sizes is None else torch.tensor(sizes)
         got = apportion(torch.tensor([share]), torch.tensor([total]), least[None], most[None], weight)[0].tolist()
         assert got == want
-
-
-# -- sources, re-derived --------------------------------------------------------------------------------------------
 
 
 def test_ada_by_hand():
@@ -137,16 +134,11 @@ def test_chunks_by_hand():
     assert chosen(score, 5, 2, c=4, per_head=True, exact=False) == [[4, 5, 6, 7]] * 2  # means 11/4 and 5; 0 and 9/2
 
 
-# -- identities -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff", "take"])
 @pytest.mark.parametrize("heads", ["equal", "flat", "ada"])
 def test_runs_of_one_token_are_tokens(name, heads):
-    given = dict(
-        budget=16, chunk_size=12, heads=heads, **{"snapkv": dict(window=4), "take": dict(probe=4)}.get(name, {})
-    )
-    rows = [[41, 1, 14], [30, 1, 14]]
+    own = {"snapkv": dict(window=4), "take": dict(probe=4)}.get(name, {})
+    given, rows = dict(budget=16, chunk_size=12, heads=heads, **own), [[41, 1, 14], [30, 1, 14]]
     one = ours(model(), name, rows, 3, **given)
     other = ours(model(), name, rows, 3, select="chunk", c=1, per_head=True, **given)
     assert [[row[1] for row in call] for call in one] == [[row[1] for row in call] for call in other]
@@ -168,44 +160,28 @@ def test_reuse_shares_positions_and_only_first_layers_score(monkeypatch):
         assert len({str(layer) for layer in positions}) == len(groups)
 
 
-def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole():
+@pytest.mark.parametrize("seen", [12, 24, 36])
+def test_a_run_cut_by_a_chunk_is_kept_until_it_is_whole(seen):
     """Every chunk but the last ends within a run of 7; all tokens of that run are kept until the next chunk ends it."""
-    lengths = []
-
-    def watch(cache):
-        seen = int(cache.sequence.seen[0])
-        for (head,) in (layer[0][:1] for layer in kept(cache)):
-            cut = range(seen - seen % 7, seen)
-            assert set(cut) <= set(head)
-        lengths.append(seen)
-
-    made = model()
-    ids = tokens([[48]], 0)[0][0][None]
-    for seen in (12, 24, 36):  # the slots of a read of 48 tokens after each chunk
-        with kvevict.evicting(made, "knorm", budget=10, chunk_size=12, select="chunk", c=7), torch.no_grad():
-            cache = _after_chunks(made, ids, seen)
-            watch(cache)
-    assert lengths == [12, 24, 36]
+    made, ids = model(), tokens([[48]], 0)[0][0][None]
+    with kvevict.evicting(made, "knorm", budget=10, chunk_size=12, select="chunk", c=7), torch.no_grad():
+        cache = _after_chunks(made, ids, seen)
+    assert cache.sequence.seen.tolist() == [seen]
+    assert all({*range(seen - seen % 7, seen)} <= {*layer[0][0]} for layer in kept(cache))
 
 
 def _after_chunks(made, ids, seen):
     """The cache of a read of `ids` that stopped after `seen` tokens."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=made.config)
-    count = itertools.count()
+    cache, count = DynamicCache(config=made.config), itertools.count()
 
     def stop(module, args):
         if next(count) == seen // 12:
             raise KeyboardInterrupt
 
     hook = made.model.layers[0].register_forward_pre_hook(stop)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         made(ids, past_key_values=cache)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        hook.remove()
+    hook.remove()
     return cache
 
 
@@ -225,16 +201,6 @@ def test_live_bytes_are_the_ragged_sum(task):
             assert report["padded_bytes"] > report["cache_bytes"]
         for layer in cache.layers:
             assert layer.k.shape[0] <= int(layer.len.sum()) + 64 * layer.len.numel()
-
-
-# -- TADA -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def task():
-    """A separate history."""
-    yield "test"
-    kvevict.history("test").__init__()
 
 
 def test_errors_give_shares(task):
@@ -312,19 +278,16 @@ def test_tada_measures_every_layer_s_error(family, cd, task):
 
 
 def test_tada_splits_by_its_history(task):
-    """The first context is split uniformly, the second by the first's errors, batch rows by the errors before the
-    batch."""
-    made = model()
-    given = dict(budget=16, window=4, layers="tada", heads="flat", task=task)
+    """The first context is split uniformly, the second by its errors, batch rows by those before the batch."""
+    made, given = model(), dict(budget=16, window=4, layers="tada", heads="flat", task=task)
     (first,), (second,) = tokens([[45]], 2)[0], tokens([[50]], 3)[0]
     with kvevict.evicting(made, "snapkv", **given), torch.no_grad():
         made(first[None])
         assert [sum(layer[0]) for layer in kvevict.report(made)["kept"]] == [32] * 4
         errors = kvevict.history(task).errors
         made(torch.stack([second, second.flip(0)]))
-        slots = layer_slots(build("snapkv", **given | dict(task="by hand")), 4, 2, [50], measured=[errors])[
-            :, 0
-        ].tolist()
+        policy = build("snapkv", **given | dict(task="by hand"))
+        slots = layer_slots(policy, 4, 2, [50], measured=[errors])[:, 0].tolist()
         for row in range(2):
             assert [sum(layer[row]) for layer in kvevict.report(made)["kept"]] == slots != [32] * 4
     past = kvevict.history(task)
@@ -385,8 +348,6 @@ def test_unpatching_takes_the_hooks_out(cd, task):
     kvevict.unpatch(made)
     assert snapshot(made) == before
 
-
-# -- together -------------------------------------------------------------------------------------------------------
 
 SCORES = {
     "streaming": dict(sink=2), "h2o": {}, "tova": {}, "tova, per head": dict(per_head=True), "snapkv": dict(kernel=3),
@@ -459,8 +420,7 @@ def legal(name, rows, given):
     waits = "warmup_layers" in given
     return not (
         (shared and given["heads"] != "equal")
-        or (name == "tova" and given["refine"] != "none")
-        or (name in RANKS and weighs)
+        or (name == "tova" and given["refine"] != "none") or (name in RANKS and weighs)
         or ((name not in (*RANKS, "expected") or name in OBSERVED) and rows == "none")
         or (given["refine"] == "critical" and given["select"] != "token")
         or (name == "compactor" and (rows != "all" or "decode" in given))
@@ -472,7 +432,7 @@ def legal(name, rows, given):
         or (given["layers"] == "pool" and (not pools or reuse or waits or "decode" in given))
         or (rows == "repeat" and (name == "fastkv" or given["layers"] == "tada"))
         or (name in REPEATED and (rows != "repeat" or given["layers"] == "cake" or "decode" in given))
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -536,8 +496,7 @@ def check_decoding(made, batch, mask, most):
 
 
 def test_sums_over_a_probe():
-    """Carried sums include the attention of every chunk's probe, in layers that wait too; of one chunk they rank slots
-    as the mean does."""
+    """Sums include every chunk's probe, in layers that wait too; of one chunk they rank slots as the mean does."""
     made, ids = tiny.shared(), tiny.prompt(1, 150)["input_ids"]
     kept = []
     for policy in (dict(policy="take:warmup_layers=none", pool="none"), dict(policy="h2o", rows="probe", recent=0)):
@@ -564,9 +523,6 @@ def test_a_prompt_s_own_chunks(task):
     past.add([[1.0, 2.0]])
     assert policy(task).shares(None, 2, 9, [3.0, 1.0]) == [1.0, 2.0] == policy(task, own=True).shares(None, 2, 9)
     assert policy(task, own=True).shares(None, 2, 9, [3.0, 1.0]) == [3.0, 1.0]
-
-
-# -- names and JSON -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", kvevict.policies())
@@ -618,8 +574,6 @@ def test_a_score_of_one_s_own():
 
 
 def test_the_command_lists_every_choice(capsys):
-    from kvevict.cli import main
-
     assert main(["policies"]) == 0
     shown = capsys.readouterr().out.splitlines()
     for registry, _ in PARTS.values():

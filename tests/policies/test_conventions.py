@@ -80,9 +80,6 @@ def window_score(a, w, kernel, pool, heads, reduce="sum"):
     return pooled(score, kernel, 1, kernel // 2)
 
 
-# -- SnapKV, PyramidKV, AdaKV, CAKE -----------------------------------------------------------------------------------
-
-
 @any_seed
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("name, w, kernel, pool, options", [
@@ -152,9 +149,6 @@ def test_cake_score(seed, heads):
         return with_window([best(row, b) for row in score], a.shape[2], w)
 
     check(seed, heads, 150, source, kvevict.Policy(score="cake", budget=b + w))
-
-
-# -- H2O, TOVA: every step --------------------------------------------------------------------------------------------
 
 
 def stepwise(made, calls, source):
@@ -245,9 +239,6 @@ def test_tova(seed, heads):
 
 
 KVPRESS = "window=64,kernel=5,pool=avg,reduce=mean"
-
-
-# -- kvpress ----------------------------------------------------------------------------------------------------------
 
 
 def kvpress_score(a):

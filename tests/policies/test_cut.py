@@ -21,24 +21,14 @@ from kvevict.policy.seen.rows import CallRows, Chunk, LayerRows, Observation, Ob
 from kvevict.policy.seen.slots import KV, Heads, Slots
 
 CASES = {
-    "streaming": {},
-    "knorm": {},
-    "keydiff, ada": dict(heads="ada"),
-    "snapkv": dict(window=4),
-    "adakv": dict(window=4),
-    "take, window": dict(rows="window", window=4, warmup_layers=None),
-    "snapkv+caote": dict(window=4),
-    "edie": dict(window=4),
-    "edie, equal": dict(window=5, heads="equal", weight="i>w"),
-    "h2o": {},
-    "h2o, flat": dict(heads="flat"),
-    "vatp": dict(sink=2),
-    "tova": {},
-    "chunkkv": dict(window=4, c=5),
+    "streaming": {}, "knorm": {}, "keydiff, ada": dict(heads="ada"), "snapkv": dict(window=4), "adakv": dict(window=4),
+    "take, window": dict(rows="window", window=4, warmup_layers=None), "snapkv+caote": dict(window=4),
+    "edie": dict(window=4), "edie, equal": dict(window=5, heads="equal", weight="i>w"), "h2o": {},
+    "h2o, flat": dict(heads="flat"), "vatp": dict(sink=2), "tova": {}, "chunkkv": dict(window=4, c=5),
     "chunkkv, whole runs": dict(window=4, c=4, exact=False, per_head=True, heads="ada"),
     "snapkv, by layer": dict(window=4, select_by_layer=((0, 2, "chunk"),)),
     "adakv, critical": dict(window=4, refine="critical"),
-}
+}  # fmt: skip
 ROWS = [[3 * CHUNK], [3 * CHUNK]]
 
 

@@ -18,12 +18,10 @@ from kvevict.policy.policy import Policy
 
 ITSELF = [name for name, chosen in DRAFTS.items() if name.startswith("laq") and "draft_model" not in chosen]
 GEOMETRIES = {
-    "whole": dict(budget=16),
-    "fraction": dict(budget=0.4),
-    "odd budget": dict(budget=11),
+    "whole": dict(budget=16), "fraction": dict(budget=0.4), "odd budget": dict(budget=11),
     "chunks, evict at the end": dict(budget=16, chunk_size=13, schedule="prompt"),
     "chunks": dict(budget=16, chunk_size=12),
-}
+}  # fmt: skip
 any_policy = pytest.mark.parametrize("name", DRAFTS)
 
 
@@ -32,9 +30,6 @@ def options(name, **more):
     if name in ITSELF and "chunk_size" in chosen:
         chosen["schedule"] = "prompt"  # the oracle needs it named
     return name.split(",")[0], chosen
-
-
-# -- against the oracle ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -122,9 +117,6 @@ def test_a_draft_by_the_model_itself_is_the_oracle_s_response():
     assert kept[0] == kept[1]
 
 
-# -- drafting leaves the rest alone ---------------------------------------------------------------------------------
-
-
 def runs(module):
     """A list that grows by the rows of every call of a module."""
     seen = []
@@ -181,9 +173,6 @@ def test_an_interrupted_draft_is_told(monkeypatch):
             model()(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="half read"):
             model()(ids, past_key_values=cache)
-
-
-# -- around it ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["laq", "speckv"])
@@ -254,14 +243,9 @@ def test_vocabularies_of_different_sizes():
         ours(model(), "speckv", [[41]], 0, budget=16, window=3, draft_model=small)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy, given, error", [
-    ("laq", dict(n_d=0), "n_d must be at least 1"),
-    ("laq", dict(window=-1), "window must be at least 0"),
-    ("laq", dict(draft_keys=1), "draft_keys must be True or False"),
-    ("laq", dict(budget=8), "budget=8 is too small"),
+    ("laq", dict(n_d=0), "n_d must be at least 1"), ("laq", dict(window=-1), "window must be at least 0"),
+    ("laq", dict(draft_keys=1), "draft_keys must be True or False"), ("laq", dict(budget=8), "budget=8 is too small"),
     ("laq", dict(schedule="chunk", chunk_size=9), "needs the whole prompt.*schedule='prompt'"),
     ("speckv", {}, "draft_model="), ("edie", dict(rows="given"), "needs ids="),
     ("speckv", dict(draft_model=3), "draft_model must be 'self', a loaded Transformers model"),

@@ -11,15 +11,10 @@ import kvevict
 from kvevict.engine.measure import moments
 from kvevict.engine.memory.meter import allocated_bytes
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
 
 def test_turns_and_decoding():
     """Queries of all prompts count, of decoded tokens none."""
     compare(model(), "expected", [[1, 1, 30, *[1] * 6, 25, 1, 1]], decode=True, interval=2, **CHUNKED)
-
-
-# -- statistics -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 29), (0, 30)])
@@ -71,9 +66,6 @@ def test_statistics_stay_with_a_cache(tmp_path):
         assert second_turn(made, loaded, torch.stack([second, second])) == want
         assert second_turn(made, chosen, second[None]) == second_turn(made, alone, second[None])
     assert allocated_bytes(cache.layers[0]) > cache.layers[0].memory["moments"].numel() * 4
-
-
-# -- from a file ----------------------------------------------------------------------------------------------------
 
 
 def written(path, made, seed=0, parts=2, length=30):
@@ -134,11 +126,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def test_measuring_refuses_what_it_cannot_read(tmp_path):
     made, ids = model(), torch.arange(3, 40)
     for given, text in (
-        (dict(ids=ids, length=4), "length must be at least 5"),
-        (dict(ids=ids[:4]), "at least 5 tokens"),
-        (dict(ids=ids + 400), "ids must be below"),
-        (dict(ids=ids.float()), "token ids"),
-    ):
+        (dict(ids=ids, length=4), "length must be at least 5"), (dict(ids=ids[:4]), "at least 5 tokens"),
+        (dict(ids=ids + 400), "ids must be below"), (dict(ids=ids.float()), "token ids"),
+    ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=text):
             kvevict.measure_queries(made, path=tmp_path / "stats", **given)
     with kvevict.evicting(made, "expected", budget=16), pytest.raises(ValueError, match="unpatch"):

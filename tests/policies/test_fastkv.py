@@ -43,9 +43,6 @@ def entering(made):
     return rows, hooks
 
 
-# -- the oracle itself ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral"])
 def test_the_oracle_that_drops_nothing_is_the_unpatched_model(family):
     made, ids = model(family), tokens([[40]], 0)[0][0]
@@ -54,24 +51,19 @@ def test_the_oracle_that_drops_nothing_is_the_unpatched_model(family):
     torch.testing.assert_close(made(ids[None], use_cache=False).logits[0].double(), logits, rtol=0, atol=1e-5)
 
 
-# -- reading --------------------------------------------------------------------------------------------------------
-
 GEOMETRIES = {
-    "whole": dict(budget=16, tsp_len=24),
-    "whole, budget above what goes on": dict(budget=24, tsp_len=16),
-    "whole, one token beside the window": dict(budget=12, tsp_len=W + 1),
-    "fraction": dict(budget=0.4, tsp_len=20),
+    "whole": dict(budget=16, tsp_len=24), "whole, budget above what goes on": dict(budget=24, tsp_len=16),
+    "whole, one token beside the window": dict(budget=12, tsp_len=W + 1), "fraction": dict(budget=0.4, tsp_len=20),
     "chunks": dict(budget=16, chunk_size=12, tsp_len=8),
     "small budget, big chunks": dict(budget=6, chunk_size=24, tsp_len=9),
     "budget above two chunks": dict(budget=27, chunk_size=13, tsp_len=10),
     "chunks, evict at the end": dict(budget=16, chunk_size=13, tsp_len=8, schedule="prompt"),
-    "share of a chunk": dict(budget=16, chunk_size=13, tsp_len=0.6),
-    "first layer": dict(budget=12, tsp_len=15, tsp=0),
+    "share of a chunk": dict(budget=16, chunk_size=13, tsp_len=0.6), "first layer": dict(budget=12, tsp_len=15, tsp=0),
     "last but one": dict(budget=12, tsp_len=15, tsp=2, chunk_size=20),
     "not pooled": dict(budget=12, tsp_len=15, pool="none"),
     "average": dict(budget=12, tsp_len=15, pool="avg", kernel=5),
     "default window": dict(budget=12, tsp_len=15, window=8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 24, 25, 37, 61])
@@ -82,12 +74,9 @@ def test_read(geometry, n):
 
 
 HALVES = {
-    "share": dict(tsp_len=0.5),
-    "as few as can be": dict(tsp_len=0.1),
-    "number": dict(tsp_len=14, keep_first=2),
-    "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19),
-    "in one pass": dict(chunk_size=None, tsp_len=0.4),
-}
+    "share": dict(tsp_len=0.5), "as few as can be": dict(tsp_len=0.1), "number": dict(tsp_len=14, keep_first=2),
+    "long probe": dict(probe=6, tsp_len=0.7, chunk_size=19), "in one pass": dict(chunk_size=None, tsp_len=0.4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("calls", [[31], [67], [50, 1, 1, 40, 1]], ids=str)
@@ -212,9 +201,6 @@ def test_first_tokens_that_are_always_kept_go_on(policy, first, pad):
         assert any(head[0] > pad for layer in positions[3:] for head in layer[0])
 
 
-# -- decoding and turns ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("interval", [1, 5])
 @pytest.mark.parametrize("chunk_size", [None, 20])
 def test_decode_with_eviction(interval, chunk_size):
@@ -233,9 +219,6 @@ def test_turns(given):
     compare(model(), [[41, 1, 1, 30, 1, 5, 12, 13, 1]], **dict(tsp_len=12) | given)
 
 
-# -- batches --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [
     dict(tsp_len=12), dict(tsp_len=30), dict(tsp_len=10, chunk_size=14), dict(tsp_len=10, chunk_size=14, heads="flat"),
     dict(tsp_len=10, chunk_size=14, schedule="prompt"), dict(tsp_len=10, decode=True, interval=2),
@@ -246,9 +229,6 @@ def test_left_padded_rows_are_read_as_if_alone(given):
     later = [1, 1, 1, 21, 1]
     kept = compare(model(), [[41, *later], [26, *later], [11, *later], [3, *later]], budget=16, **given)
     assert kept[0][0] != kept[0][1]
-
-
-# -- savings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [None, 30])
@@ -309,17 +289,11 @@ def test_plan(given, n, monkeypatch):
 
 def test_plan_of_a_large_model():
     """At 128k tokens half of the layers read 2048 of them: half of the linear FLOPs, half of attention's."""
-    shape = dataclasses.replace(tiny_llama(), head_weights=0)
+    shape = dataclasses.replace(shape_of(tiny.shared().config, "bfloat16"), head_weights=0)
     full, fast = (plan(shape, policy, 131072)["flops"] for policy in (None, build("fastkv", budget=512)))
     assert fast["linear"] / full["linear"] == (131072 + 2048) / (2 * 131072)
     assert fast["attention"] / full["attention"] == pytest.approx(0.5, rel=1e-3)
 
-
-def tiny_llama():
-    return shape_of(tiny.shared().config, "bfloat16")
-
-
-# -- running --------------------------------------------------------------------------------------------------------
 
 GIVEN = dict(budget=20, tsp_len=30)
 
@@ -374,9 +348,6 @@ def test_crop_takes_back_only_what_was_decoded():
         assert kept(cache) == before
         with pytest.raises(ValueError, match="only the last 0"):
             cache.crop(-1)
-
-
-# -- refused --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, given, text", [

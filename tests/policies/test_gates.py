@@ -29,9 +29,6 @@ def options(tmp_path):
     return chosen
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick(name="gate, few kept")
 @pytest.mark.parametrize("name", GATES)
 def test_chunks_turns_and_padding(name, options):
@@ -83,9 +80,6 @@ def test_decoding_keeps_what_one_ranking_chose(options):
     compare(model(), policy, [[29, *[1] * 19, 20, *[1] * 19], [12, *[1] * 19, 20, *[1] * 19]], **chosen)
 
 
-# -- by hand --------------------------------------------------------------------------------------------------------
-
-
 def numbers(made, ids, **chosen):
     """[layer] the numbers carried by the slots of one read of ids [N]."""
     with kvevict.evicting(made, "gate", **chosen), torch.no_grad():
@@ -115,9 +109,6 @@ def test_tokens_that_upper_layers_do_not_read(options):
     with kvevict.evicting(model(), "gate", **chosen), torch.no_grad():
         cache = model()(tokens([[61]], 3)[0][0][None], use_cache=True, logits_to_keep=1).past_key_values
     assert all(layer.carry.shape[2] == layer.longest() for layer in cache.layers)
-
-
-# -- the folder -----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from policy_cases import BUDGET, CHUNK, VOCAB, Slots, compare, model, tokens
 import kvevict
 from kvevict.answering.answer import SHORTEST, within_positions
 from kvevict.engine.memory.carried import join
+from kvevict.lab.analysis.slots import Layers
 from kvevict.policy.building import build
 
 WHOLE = {
@@ -29,9 +30,6 @@ WHOLE = {
     "kvzip+": dict(part=20),
 }  # "preset, remark": options
 any_whole = pytest.mark.parametrize("name", WHOLE)
-
-
-# -- against the oracle ---------------------------------------------------------------------------------------------
 
 
 def whole(name, **more):
@@ -64,9 +62,6 @@ def test_parts_of_padded_rows_beside_sliding_windows(family, name):
     """Repeated rows see the last tokens of their batch row through a window, whatever row is longest."""
     policy, chosen = whole(name, chunk_size=CHUNK)
     compare(model(family), policy, [[41, 1, 23], [27, 1, 23], [5, 1, 23]], **chosen)
-
-
-# -- by hand --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -193,8 +188,6 @@ def test_repetitions_leave_latents_states_windows_and_shared_layers_alone(kind, 
 
 def test_the_plan_counts_a_whole_prompt_and_its_parts():
     """All of the prompt is held until the last part was repeated."""
-    from kvevict.lab.analysis.slots import Layers
-
     policy = build("kvzip", budget=BUDGET, chunk_size=CHUNK, schedule="prompt", part=25)
     taken = list(Layers(policy, 60, 4, 2).chunks())
     assert [(each.chunk.rows, each.chunk.appended) for each in taken] == [(12, 0)] * 5 + [(0, 25), (0, 25), (0, 10)]
@@ -203,8 +196,6 @@ def test_the_plan_counts_a_whole_prompt_and_its_parts():
 
 def test_the_plan_counts_one_ranking():
     """All layers hold the chunk until the last one was read."""
-    from kvevict.lab.analysis.slots import Layers
-
     taken = list(Layers(build("kvzip", budget=BUDGET, chunk_size=CHUNK), 60, 4, 2).chunks())
     assert [each.peak for each in taken[2:]] == [4 * (BUDGET + CHUNK)] * 3
     assert {sum(each.kept) for each in taken[1:]} == {4 * BUDGET}

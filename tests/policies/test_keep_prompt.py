@@ -37,8 +37,6 @@ def test_scores_for_long_answers(name, family):
     compare(model(family), name, rows[:1], chunk_size=CHUNK, keep_prompt=name == "rkv", **own)
 
 
-# -- the cache ------------------------------------------------------------------------------------------------------
-
 RAGGED = dict(policy="adakv", budget=8, window=3, interval=1, decode=True, keep_prompt=True)
 
 
@@ -112,12 +110,8 @@ def test_crop_into_the_prompt():
     assert all(head[:25] == list(range(25)) for layer in kept(cache) for head in layer[0])
 
 
-# -- random, redrawn ------------------------------------------------------------------------------------------------
-
-
 def test_random_draws_anew_at_every_eviction():
-    """Uniform over the remaining slots, head by head, so that old tokens become rarer; the last ones and the prompt
-    stay."""
+    """Uniform over the remaining slots, head by head: old tokens become rarer; the last and the prompt stay."""
     chosen = dict(budget=40, recent=8, interval=10)
     runs = ours(model(), "random/redraw", [[20, *[1] * 240]], 0, **chosen)
     positions = [head for layer in runs[-1][0][1] for head in layer]
@@ -131,9 +125,6 @@ def test_random_draws_anew_at_every_eviction():
     fixed = [head for layer in again for head in layer]
     old = sum(20 <= p < 140 for head in fixed for p in head)
     assert old > 3 * ages[:2].sum(), "a fixed hash is uniform over all that was decoded"
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given, said", [

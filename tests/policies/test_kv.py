@@ -72,13 +72,8 @@ def centre_of(query, keys, scale):
 def stored(layer):
     """(positions, keys, values) of every head, as numbers."""
     slots = layer.storage.gathered()
-    return [
-        (slots.pos[rows].tolist(), *(slots.numbers(name, b, h, rows) for name in "kv"))
-        for b, h, rows in slots.segments()
-    ]
-
-
-# -- numbers and bytes -------------------------------------------------------------------------------------------------
+    for b, h, rows in slots.segments():
+        yield slots.pos[rows].tolist(), *(slots.numbers(name, b, h, rows) for name in "kv")
 
 
 @pytest.mark.quick
@@ -89,10 +84,9 @@ def test_numbers_of_packed_rows(kind, dim):
     x[7] = 0
     rows = ref.packed(x, kind)
     assert rows.shape[1] == kv.row_bytes(kind, dim, 2)
-    torch.testing.assert_close(
-        kv.numbers(rows, kind, dim).double(), ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5
-    )
-    error = (kv.numbers(rows, kind, dim).double() - x).norm(dim=1)
+    numbers = kv.numbers(rows, kind, dim).double()
+    torch.testing.assert_close(numbers, ref.unpacked(rows, dim, kind), atol=1e-5, rtol=1e-5)
+    error = (numbers - x).norm(dim=1)
     assert (error <= 0.51 * kv.ROW_KINDS[kind].steps(x) * dim**0.5 + 1e-6).all()  # half a step, and fp16 ends of 4 bits
 
 
@@ -165,9 +159,6 @@ def test_budgets_in_bytes_hold_more_packed_slots(model):
     assert kept == {kind: (1 << 15) // size for kind, size in sizes.items()}
 
 
-# -- the expected error of a logit ------------------------------------------------------------------------------------
-
-
 def test_expected_errors_by_hand():
     q, k = torch.full((1, 2, 3, 4), 2.0), torch.tensor([3.0, -3.0, 3.0, 1.0]).expand(1, 1, 16, 4)
     every = torch.ones(1, 1, 3).bool(), torch.ones(1, 1, 16).bool()
@@ -199,14 +190,10 @@ def test_expected_errors_are_those_of_logits(kind, dim):
     assert error.square().mean().sqrt().item() == pytest.approx(expected.item(), rel=0.12)
 
 
-@pytest.mark.parametrize(
-    "kind, errors, bits",
-    [
-        ("int8", {8: 1.0}, (8, 8)), ("int8", {8: 1.1}, (None, 8)), ("int4", {4: 0.9}, (4, 4)),
-        ("int4", {4: 1.1, 8: 0.1}, (8, 4)), ("k8v4", {8: 1.1}, (None, 4)),
-        ("int4", {4: math.nan, 8: math.nan}, (None, 4)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, errors, bits", [
+    ("int8", {8: 1.0}, (8, 8)), ("int8", {8: 1.1}, (None, 8)), ("int4", {4: 0.9}, (4, 4)),
+    ("int4", {4: 1.1, 8: 0.1}, (8, 4)), ("k8v4", {8: 1.1}, (None, 4)), ("int4", {4: math.nan, 8: math.nan}, (None, 4)),
+])  # fmt: skip
 def test_keys_take_more_bits_while_their_error_is_too_large(kind, errors, bits):
     kinds = kv.chosen(kind, lambda keys: errors[kv.ROW_KINDS[keys].bits], (1.0, 1.0))
     assert tuple(kv.ROW_KINDS[each].bits for each in kinds) == bits
@@ -274,8 +261,7 @@ def test_one_head_with_large_keys_is_enough(loudest):
 
 
 def test_layers_with_large_keys_keep_wider_ones():
-    model = tiny.model("qwen2")
-    loud = (0, 2)
+    model, loud = tiny.model("qwen2"), (0, 2)
     with torch.no_grad():
         for index in loud:
             model.model.layers[index].self_attn.k_proj.weight.mul_(300)
@@ -285,11 +271,8 @@ def test_layers_with_large_keys_keep_wider_ones():
     for index, layer in enumerate(cache.layers):
         assert (layer.kinds[0] == kv.INT4) == (index not in report["wider_keys"])
     assert cache.layers[0].k.dtype == torch.float32  # 8 bits are too few, too
-    size = sum(
-        int(layer.counts.sum()) * (kv.row_bytes(layer.kinds[0], 32, 4) + kv.row_bytes(kv.INT4, 32, 4))
-        for layer in cache.layers
-    )
-    assert report["cache_bytes"] == size
+    sizes = [kv.row_bytes(layer.kinds[0], 32, 4) + kv.row_bytes(kv.INT4, 32, 4) for layer in cache.layers]
+    assert report["cache_bytes"] == sum(int(layer.counts.sum()) * n for layer, n in zip(cache.layers, sizes))
 
 
 def test_a_large_bias_of_keys_is_the_centre_s():
@@ -301,8 +284,6 @@ def test_a_large_bias_of_keys_is_the_centre_s():
         bias[:, 28:] = -2000
     assert read(model, "int8", prompt(1, 200))[1]["bits"][1][1] == 8
 
-
-# -- every policy ------------------------------------------------------------------------------------------------------
 
 POLICIES = {
     "take+edie": {}, "h2o": dict(decode=True), "tova": {}, "kvzip": {}, "knorm": {}, "keydiff": {},
@@ -322,25 +303,17 @@ def test_every_score(model, name, kind):
     for each in ("model", kind):
         with kvevict.evicting(model, name, kv=each, **options):
             out = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-        found[each] = [
-            head.tolist() for layer in out.past_key_values.layers for row in layer.positions() for head in row
-        ]
+        rows = [row for layer in out.past_key_values.layers for row in layer.positions()]
+        found[each] = [head.tolist() for row in rows for head in row]
     same = [len(set(a) & set(b)) / max(len(a), 1) for a, b in zip(*found.values(), strict=True)]
     assert np.mean(same) > 0.85
 
 
-# -- moving slots ------------------------------------------------------------------------------------------------------
-
-
 def digest(cache, row=0):
     """Bytes of a row's slots, by layer, head and position."""
-    return [
-        {int(p): (str(k.tolist()), str(v.tolist())) for p, k, v in zip(slots.pos[at], slots.k[at], slots.v[at])}
-        for layer in cache.layers
-        for slots in [layer.storage.gathered()]
-        for b, _, at in slots.segments()
-        if b == row
-    ]
+    layers = [layer.storage.gathered() for layer in cache.layers]
+    return [{int(p): (str(k.tolist()), str(v.tolist())) for p, k, v in zip(x.pos[at], x.k[at], x.v[at])}
+            for x in layers for b, _, at in x.segments() if b == row]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -442,9 +415,6 @@ def test_keys_that_are_not_finite_do_not_spoil_the_centre():
     assert rows[2].isnan().all() and torch.equal(rows[[0, 1, 3]], torch.ones(3, 8))
 
 
-# -- a cache keeps its kind --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("before, after", [("int8", "model"), ("model", "int4"), ("int4", "int8")])
 def test_a_cache_keeps_its_kind(model, before, after):
     cache, _ = read(model, before, prompt(1, 150))
@@ -478,9 +448,6 @@ def test_slots_of_a_prefix_from_before_are_packed(model, asked, kind):
     assert (error <= 0.52 * kv.ROW_KINDS[PACKED[kind][0]].steps(keys - layer.centre[:, :, None]) * 32**0.5).all()
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_has_its_kind(model, tmp_path, kind):
     path = tmp_path / "cache"
@@ -511,31 +478,21 @@ def test_a_file_of_layers_with_wider_keys(tmp_path):
     assert digest(loaded)[0] == digest(cache)[0]
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda fact: fact.update(bits=[3, 3]), "slots of .3, 3. bits, which this version of kvevict does not know"),
-        (lambda fact: fact.update(bits="int2"), "which this version of kvevict does not know"),
-        (lambda fact: fact.update(bits=[4, 4]), "damaged"),
-        (lambda fact: fact.pop("bits"), "damaged"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda fact: fact.update(bits=[3, 3]), "slots of .3, 3. bits, which this version of kvevict does not know"),
+    (lambda fact: fact.update(bits="int2"), "which this version of kvevict does not know"),
+    (lambda fact: fact.update(bits=[4, 4]), "damaged"), (lambda fact: fact.pop("bits"), "damaged"),
+])  # fmt: skip
 def test_files_that_are_refused(model, tmp_path, change, said):
     path = tmp_path / "cache"
     kvevict.save_cache(read(model, "int8", prompt(1, 150))[0], path)
     texts, tensors = sealed.texts(path), sealed.tensors(path, True)
     facts = json.loads(texts["layers"])
     change(facts[2])
-    sealed.write(
-        path,
-        tensors,
-        {k: v for k, v in texts.items() if k in ("format", "cache", "name")} | dict(layers=json.dumps(facts)),
-    )
+    texts = {k: v for k, v in texts.items() if k in ("format", "cache", "name")} | dict(layers=json.dumps(facts))
+    sealed.write(path, tensors, texts)
     with pytest.raises(ValueError, match=said):
         kvevict.load_cache(path, model)
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_has_its_kind(model):
@@ -554,8 +511,7 @@ def test_a_run_has_its_kind(model):
 
 
 def test_read_and_answer(model):
-    tokenizer = tiny.byte_tokenizer()
-    text = "The code of Naislet is 364735. " * 6
+    tokenizer, text = tiny.byte_tokenizer(), "The code of Naislet is 364735. " * 6
     model = tiny.model(vocab_size=256)
     cache = kvevict.read(model, tokenizer, text, "snapkv", budget=64, kv="int4")
     assert cache.layers[0].kinds == kv.KINDS["int4"]

@@ -53,9 +53,6 @@ def positions(cache):
     return [layer.pos[rows].tolist() for layer in cache.layers for _, _, rows in layer.segments()]
 
 
-# -- the one that comes with the package ----------------------------------------------------------------------------
-
-
 def test_the_bundled_adapter_knows_what_is_asked():
     """Values of names that it was not trained on: kept in 40 of some 250 slots, where a window keeps few."""
     model, tokenizer = load_model(kvevict.small_llama(), "float32", "cpu")
@@ -72,8 +69,6 @@ def test_the_bundled_adapter_knows_what_is_asked():
     print(right)
     assert right["lookahead"] >= 10 > right["snapkv"], right
 
-
-# -- sizes ----------------------------------------------------------------------------------------------------------
 
 LLAMA = dict(vocab_size=128256, num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)
 QWEN = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128)
@@ -105,9 +100,6 @@ def test_fused_projections_carry_as_many():
     """Phi-3's qkv_proj and gate_up_proj, against Qwen2's of the same sizes."""
     counts = [sum(w.numel() for w in Adapter(shared(name), 4, 2).parameters()) for name in ("phi3", "qwen2")]
     assert counts[0] == counts[1]
-
-
-# -- tensors that it touches ----------------------------------------------------------------------------------------
 
 
 @families
@@ -205,9 +197,6 @@ def test_beside_a_peft_adapter():
     assert all((layer.counts == 9).all() for layer in cache.layers)
 
 
-# -- choices of its rows --------------------------------------------------------------------------------------------
-
-
 def mean_attention(model, made, ids):
     """Mean attention [layer][kv head, N] of the lookahead rows, from attention matrices of the unpatched model."""
     decoder = model.get_decoder()
@@ -246,11 +235,8 @@ def test_reads_the_task_after_every_chunk():
     """[chunk | probe | lookahead]: other slots are lost then; the last chunk ends with the probe."""
     model, inputs = shared("llama"), prompt(1, 90)
     made, seen = adapter(model), []
-    hook = (
-        model.get_decoder()
-        .layers[0]
-        .register_forward_pre_hook(lambda module, args, kwargs: seen.append(args[0].shape[1]), with_kwargs=True)
-    )
+    note = lambda module, args, kwargs: seen.append(args[0].shape[1])  # noqa: E731
+    hook = model.get_decoder().layers[0].register_forward_pre_hook(note, with_kwargs=True)
     kept = {p: positions(read(model, inputs, adapter=made, budget=8, chunk_size=30, probe=p)[1]) for p in (0, 5)}
     hook.remove()
     assert seen == [36, 36, 36, 41, 41, 36]
@@ -285,9 +271,6 @@ def test_every_combination():
         assert sum(int(layer.counts.sum()) for layer in first.layers) == 2 * 9 * 2 * 4, options
         assert options.get("layers") == "tada" or positions(first) == positions(second), options
     assert 0 < refused < 40
-
-
-# -- saved and loaded -----------------------------------------------------------------------------------------------
 
 
 def test_saved_and_loaded(tmp_path):

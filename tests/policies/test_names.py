@@ -20,18 +20,15 @@ from kvevict.policy.scores import SCORES
 from kvevict.policy.seen.rows import Observation
 
 
-@pytest.mark.parametrize(
-    "policy, options, message",
-    [
-        ("take", dict(alpha=0.32), "unknown option 'alpha'; did you mean 'ema_alpha'"),
-        ("snapkv", dict(refinement="caote"), "unknown option 'refinement'; did you mean 'refine'"),
-        ("snapkv", dict(error="caote"), "unknown option 'error'; known: .*refine"),
-        ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*ema_alpha"),
-        ("take+edie", dict(window=8), r"'window': it is of rows='drafted', 'window'; rows='probe' has .*, probe$"),
-        ("h2o", dict(c=3), "'c': it is of select='chunk'; select='token' has none"),
-        ("vatp", dict(base="snapkv"), "unknown option 'base'; known: .*score"),
-    ],
-)
+@pytest.mark.parametrize("policy, options, message", [
+    ("take", dict(alpha=0.32), "unknown option 'alpha'; did you mean 'ema_alpha'"),
+    ("snapkv", dict(refinement="caote"), "unknown option 'refinement'; did you mean 'refine'"),
+    ("snapkv", dict(error="caote"), "unknown option 'error'; known: .*refine"),
+    ("take", dict(probe_positions="true"), "unknown option 'probe_positions'; known: .*ema_alpha"),
+    ("take+edie", dict(window=8), r"'window': it is of rows='drafted', 'window'; rows='probe' has .*, probe$"),
+    ("h2o", dict(c=3), "'c': it is of select='chunk'; select='token' has none"),
+    ("vatp", dict(base="snapkv"), "unknown option 'base'; known: .*score"),
+])  # fmt: skip
 def test_unknown_options_name_the_nearest(policy, options, message):
     with pytest.raises(ValueError, match=message):
         build(policy, budget=64, **options)
@@ -95,15 +92,12 @@ def test_a_policy_s_first_argument_is_its_score():
     assert Policy("knorm", budget=64) == Policy(score="knorm", budget=64)
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"refinement": "none"}, "unknown field of a policy 'refinement'; did you mean 'refine'"),
-        ({"error": {"name": "none"}}, "unknown field of a policy 'error'; known: .*refine"),
-        ({"rows": {"name": "probe", "alpha": 0.3}}, "unknown option of probe 'alpha'; did you mean 'ema_alpha'"),
-        ({"score": {"name": "vatp", "base": "h2o"}}, "unknown option of vatp 'base'; known: recent, sink"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", [
+    ({"refinement": "none"}, "unknown field of a policy 'refinement'; did you mean 'refine'"),
+    ({"error": {"name": "none"}}, "unknown field of a policy 'error'; known: .*refine"),
+    ({"rows": {"name": "probe", "alpha": 0.3}}, "unknown option of probe 'alpha'; did you mean 'ema_alpha'"),
+    ({"score": {"name": "vatp", "base": "h2o"}}, "unknown option of vatp 'base'; known: recent, sink"),
+])  # fmt: skip
 def test_unknown_fields_in_json_name_the_nearest(fields, message):
     with pytest.raises(ValueError, match=message):
         Policy.from_json(json.dumps(fields | {"budget": 128}))

@@ -37,7 +37,6 @@ UNPROTECTED = {
     "edie, not the first": dict(weight="i>w", refine="fastcaote", **GIVEN),
     "edie-exact": dict(weight="all", **GIVEN),
 }  # decoded rows stand in for given ones, and their slots can be lost before they observe for the last time
-# -- against the oracle ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", UNPROTECTED)
@@ -81,20 +80,11 @@ def test_defaults_are_the_papers():
         assert type(policy.heads).__name__ == dict(vatp="Equal", paasvn="Ada").get(name, "Flat")
 
 
-# -- TADA -----------------------------------------------------------------------------------------------------------
-
 MEASURED = [
     "edie", "edie, all slots", "edie-exact", "edie, caote", "vatp, flat", "paasvn, equal", "snapkv, cake",
     "snapkv, caote", "h2o+caote, flat", "h2o+caote",
     "tova+fastcaote", "take, fastcaote", "oracle, caote",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def task():
-    kvevict.history("output errors").__init__()
-    yield "output errors"
-    kvevict.history("output errors").__init__()
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -128,9 +118,6 @@ def test_how_far_a_layer_turns_the_stream_is_no_matter_of_the_score(task):
         turns.append([x / y for x, y in zip(*reversed(errors))])
     assert turns[1] == pytest.approx(turns[0], rel=1e-4) and turns[2] == pytest.approx(turns[0], rel=1e-4)
     assert all(0 < x < 2 for x in turns[0])
-
-
-# -- identities -----------------------------------------------------------------------------------------------------
 
 
 def cuts(monkeypatch, made, check, rows=5):
@@ -245,9 +232,6 @@ def test_one_row_at_a_time_is_what_all_rows_are_together(monkeypatch):
     monkeypatch.setattr(LayerCall, "_decoded", one_by_one)
     got = ours(model(), policy, rows, 3, **chosen)
     assert [[x[1] for x in call] for call in got] == [[x[1] for x in call] for call in want]
-
-
-# -- on disk --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["edie", "snapkv", "vatp, flat"])

@@ -14,17 +14,12 @@ from kvevict.policy.selections import Selection
 LENGTHS = [1, CHUNK, CHUNK + 1, BUDGET, BUDGET + 1, 2 * CHUNK, 40, 61]
 
 GEOMETRIES = {
-    "chunks": dict(budget=BUDGET, chunk_size=CHUNK),
-    "budget above two chunks": dict(budget=27, chunk_size=13),
-    "big chunks": dict(budget=13, chunk_size=24),
-    "fraction": dict(budget=0.4, chunk_size=14),
+    "chunks": dict(budget=BUDGET, chunk_size=CHUNK), "budget above two chunks": dict(budget=27, chunk_size=13),
+    "big chunks": dict(budget=13, chunk_size=24), "fraction": dict(budget=0.4, chunk_size=14),
     "chunks, evict at the end": dict(budget=BUDGET, chunk_size=CHUNK + 1, schedule="prompt"),
     "own schedule": dict(budget=BUDGET),
-}
+}  # fmt: skip
 any_policy = pytest.mark.parametrize("name", POLICIES)
-
-
-# -- the oracle itself ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt_oss"])
@@ -34,9 +29,6 @@ def test_the_oracle_that_keeps_everything_is_the_unpatched_model(family):
     logits = torch.cat([row.read(ids[:30].tolist()), *(row.step(t)[None] for t in ids[30:].tolist())])
     with torch.no_grad():
         torch.testing.assert_close(made(ids[None], use_cache=False).logits[0].double(), logits, rtol=0, atol=1e-5)
-
-
-# -- reading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -67,23 +59,16 @@ def test_read_and_decode_of_other_families(family, name):
     compare(model(family), policy, [[40, 1, 1, 1]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "snapkv", "knorm", "keydiff"])
-def test_any_score_with_waiting_layers(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, warmup_layers=3, warmup_budget=22)
-    calls = [41, 20]
-    compare(model(), policy, [calls], **chosen)
-
-
 @pytest.mark.parametrize("n", [13, 14, 15, 24, 25, 30])
 @pytest.mark.parametrize("chunk", [13, 40])
 def test_take_cuts_the_probe_to_half_of_a_short_prompt(n, chunk):
     compare(model(), "take", [[n]], budget=13, chunk_size=chunk, probe=12, kernel=3)
 
 
-def test_take_relaxes_by_the_formula():
+@pytest.mark.parametrize("n", [64, 200])
+def test_take_relaxes_by_the_formula(n):
     """B_warmup = ceil(5 N / 64) above 12.8 B."""
-    for n in (64, 200):
-        compare(model(), "take", [[n]], budget=6, chunk_size=24, probe=4)
+    compare(model(), "take", [[n]], budget=6, chunk_size=24, probe=4)
 
 
 @pytest.mark.parametrize("span", [(7, 12), (0, 3), (-9, -4), (-5, 0)])
@@ -108,9 +93,6 @@ def test_waiting_layers_hold_what_the_first_scoring_layer_chose(name):
     compare(model(), policy, [[61]], shared, **chosen)
 
 
-# -- decoding -------------------------------------------------------------------------------------------------------
-
-
 # Evict while decoding unless told not to.
 ONLINE = [name for name in POLICIES if name.startswith(("streaming", "h2o", "tova", "snapkv+"))]
 
@@ -127,78 +109,6 @@ def test_decode_as_the_preset_does(name):
     compare(model(), policy, [[29, *[1] * 20]], grows, **chosen)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova"])
-def test_decode_without_eviction(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=False)
-    compare(model(), policy, [[29, *[1] * 4, 9, 1]], **chosen)
-
-
-@pytest.mark.parametrize("interval", [1, 5, 16])
-@pytest.mark.parametrize(
-    "name", [name for name in POLICIES if not name.startswith(("take, ", "h2o, 8", "snapkv, max", "oracle"))]
-)
-@pytest.mark.drawn(10)
-def test_decode_with_eviction(name, interval):
-    """However long, the cache never grows past budget + interval - 1, and reaches it."""
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=interval)
-    longest = []
-
-    def bounded(call, cache):
-        longest.append(max(int(layer.len.max()) for layer in cache.layers))
-
-    compare(model(), policy, [[29, *[1] * 24]], bounded, **chosen)
-    assert max(longest) == BUDGET + interval - 1
-
-
-@pytest.mark.parametrize(
-    "name", ["streaming", "h2o", "tova", "snapkv", "snapkv, window as long as the chunk", "keydiff"]
-)
-def test_decode_past_the_budget_after_a_prompt_of_one_token(name):
-    policy, chosen = options(name, budget=BUDGET, decode=True, interval=3)
-    compare(model(), policy, [[1, *[1] * 26]], **chosen)
-
-
-# -- turns ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("budget", [BUDGET, 0.4])
-@any_policy
-@pytest.mark.drawn(10)
-def test_follow_up_turns(name, budget):
-    """Further reads evict to the same budget, a fraction to its share of all tokens seen."""
-    policy, chosen = options(name, budget=budget, chunk_size=CHUNK)
-    compare(model(), policy, [[30, 1, 1, 1, 25, 1, 10, 1]], **chosen)
-
-
-@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "keydiff", "take"])
-def test_follow_up_turns_of_two_tokens(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
-    compare(model(), policy, [[30, 2, 2, 1, 2]], **chosen)
-
-
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "knorm", "keydiff"])
-def test_follow_up_turns_with_eviction_while_decoding(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=4)
-    compare(model(), policy, [[30, *[1] * 6, 25, *[1] * 6]], **chosen)
-
-
-def test_a_turn_forgets_the_queries_decoded_before_it():
-    """Their slots are no longer the last ones, and may be gone."""
-    chosen = dict(budget=BUDGET, chunk_size=CHUNK, window=4, decode=True, interval=2)
-    compare(model(), "snapkv", [[30, 1, 1, 1, 25, 1, 1, 1, 1, 1]], **chosen)
-
-
-# -- batches --------------------------------------------------------------------------------------------------------
-
-
-@any_policy
-@pytest.mark.drawn(12)
-def test_left_padded_rows_are_read_as_if_alone(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK)
-    later = [1, 1, 1, 14, 1]
-    compare(model(), policy, [[41, *later], [26, *later], [10, *later]], **chosen)
-
-
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "take", "take, span from the end", "keydiff"])
 @pytest.mark.parametrize("geometry", ["own schedule", "fraction", "chunks, evict at the end"])
 def test_left_padded_rows_in_other_geometries(name, geometry):
@@ -206,21 +116,30 @@ def test_left_padded_rows_in_other_geometries(name, geometry):
     compare(model(), policy, [[17], [52], [11]], **chosen)
 
 
-@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "keydiff"])
-def test_padded_rows_decode_as_if_alone(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=1)
-    later = [1] * 12
-    compare(model(), policy, [[30, *later], [9, *later], [14, *later]], **chosen)
+SITUATIONS = {  # presets, options, calls of each row
+    "layers wait": (
+        "streaming; h2o; tova; snapkv; knorm; keydiff", dict(warmup_layers=3, warmup_budget=22), [[41, 20]]),
+    "no eviction while decoding": ("streaming; h2o; tova", dict(decode=False), [[29, *[1] * 4, 9, 1]]),
+    "past the budget after a prompt of one token": (
+        "streaming; h2o; tova; snapkv; snapkv, window as long as the chunk; keydiff",
+        dict(chunk_size=64, decode=True, interval=3), [[1, *[1] * 26]]),
+    "turns of two tokens": ("h2o; tova; snapkv; keydiff; take", {}, [[30, 2, 2, 1, 2]]),
+    "eviction while decoding, a turn": (
+        "streaming; h2o; tova; knorm; keydiff", dict(decode=True, interval=4), [[30, *[1] * 6, 25, *[1] * 6]]),
+    "a turn forgets the queries decoded before it, whose slots are no longer the last": (
+        "snapkv", dict(decode=True, interval=2), [[30, 1, 1, 1, 25, 1, 1, 1, 1, 1]]),
+    "padded rows decode": (
+        "h2o; tova; snapkv; keydiff", dict(decode=True, interval=1), [[n, *[1] * 12] for n in (30, 9, 14)]),
+    "a row is cut only when it is full itself": (
+        "streaming; h2o; tova; snapkv; keydiff", dict(decode=True, interval=6), [[n, *[1] * 20] for n in (30, 13)]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "snapkv", "keydiff"])
-def test_a_row_is_cut_while_decoding_only_when_it_is_full_itself(name):
-    policy, chosen = options(name, budget=BUDGET, chunk_size=CHUNK, decode=True, interval=6)
-    later = [1] * 20
-    compare(model(), policy, [[30, *later], [13, *later]], **chosen)
-
-
-# -- METHODS section 8 ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("what, name", [(key, name) for key in SITUATIONS for name in SITUATIONS[key][0].split("; ")])
+def test_situations(what, name):
+    _, more, rows = SITUATIONS[what]
+    policy, chosen = options(name, **dict(budget=BUDGET, chunk_size=CHUNK) | more)
+    compare(model(), policy, rows, **chosen)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "snapkv", "keydiff", "take", "take, no probe", "random"])
@@ -251,18 +170,6 @@ def test_a_part_of_a_class_of_the_user(asked, monkeypatch):
     assert [[x[1] for x in call] for call in got] == [[x[1] for x in call] for call in want]
 
 
-@pytest.mark.parametrize(
-    "name", ["streaming", "h2o", "tova", "snapkv", "keydiff", "take", "take, span", "take, no probe"]
-)
-def test_budget_above_all_tokens_changes_nothing(name):
-    policy, chosen = options(name, budget=64, chunk_size=CHUNK, decode=True)
-    ids = tokens([[61]], 0)[0][0]
-    with torch.no_grad():
-        want = model()(ids[None], use_cache=False).logits[0]
-    got = torch.cat([logits for ((logits, _),) in ours(model(), policy, [[41, *[1] * 20]], 0, **chosen)])
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
 def test_random_depends_on_the_seed_and_on_nothing_else():
     chosen = dict(budget=BUDGET, chunk_size=CHUNK)
     alone_and_batched("random", **chosen)
@@ -277,14 +184,9 @@ def test_random_depends_on_the_seed_and_on_nothing_else():
 
 def test_random_evicts_the_same_after_every_chunk_or_at_the_end():
     """A slot's number depends on its position alone: the best of the best are the best."""
-    often, once = (
-        ours(model(), "random", [[61]], 0, budget=BUDGET, chunk_size=CHUNK, schedule=s)[0][0][1]
-        for s in ("chunk", "prompt")
-    )
+    chosen = dict(budget=BUDGET, chunk_size=CHUNK)
+    often, once = (ours(model(), "random", [[61]], 0, schedule=s, **chosen)[0][0][1] for s in ("chunk", "prompt"))
     assert often == once
-
-
-# -- small disagreements --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["take:append=false", "take:append=false,warmup_layers=none"])

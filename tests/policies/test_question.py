@@ -18,7 +18,7 @@ import templates
 import tiny
 import torch
 from policy_cases import BUDGET, CHUNK, NEAR, VOCAB, model, ours, tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvevict
 import kvevict.cautions
@@ -38,11 +38,8 @@ TEXT = "The harbour opens at seven. The lantern is lit at nine, says the old man
 ASKED = "When is the lantern lit?"
 MORE = "Answer in one short sentence. Do not explain how you found it, and do not repeat it."
 PRESETS = {"take": {}, "take+edie": dict(kernel=5, keep_first=2), "take+chunkkv": dict(c=3)}
-CHOICES = [
-    *PRESETS.items(),
-    ("take+edie", dict(kernel=5, keep_first=2, heads="ada")),
-    ("take+edie", dict(kernel=5, keep_first=0, heads="flat")),
-]
+CHOICES = [*PRESETS.items()]
+CHOICES += [("take+edie", dict(kernel=5, keep_first=n, heads=heads)) for n, heads in ((2, "ada"), (0, "flat"))]
 MEASURED = [(name, dict(rows="probe")) for name in ("edie-exact", "snapkv", "defensive")]
 MEASURED += [("take+caote", {}), ("take+edie", dict(kernel=5, weight="all"))]
 TURNS = (
@@ -52,11 +49,6 @@ TURNS = (
 
 
 PROBE = 3  # tokens of the policy's probe, and number of the prompt's last tokens that are kept
-
-
-@pytest.fixture(scope="module")
-def net():
-    return tiny.model(vocab_size=259, bos_token_id=None, pad_token_id=None)
 
 
 @pytest.fixture(params=["plain", "chat", "turns", "words"])
@@ -69,12 +61,8 @@ def tokenizer(request):
     return made
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 def truth(name, lengths, asked, **options):
-    """The first seed without a near-tie, and the oracle's (logits, positions) of each row alone. asked: each row's
-    options."""
+    """The first seed without a near-tie, and the oracle's (logits, positions) of each row, which has `asked`."""
     for seed in range(60):
         try:
             results = []
@@ -107,37 +95,28 @@ def check(name, lengths, question, asked, probe=PROBE, **chosen):
     return got
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 64])
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_span_of_each_row(name, chunk):
-    """Of other lengths, and at either end of a prompt, where a row's observes in place beside others that are appended;
-    rows with fewer tokens are padded."""
-    lengths, spans = [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)]
-    chosen = dict(budget=BUDGET, chunk_size=chunk) | PRESETS[name]
-    check(name, lengths, kvevict.observing(spans), spans_of(lengths, spans), **chosen)
+SPANS = {  # presets with options, chunk sizes, the probe's rows; lengths and spans of a batch, the budget
+    "at either end of a prompt, where a row's observes in place beside others that are appended": (
+        PRESETS, (CHUNK, 64), (PROBE,), [41, 26, 38, 33], [(7, 12), (20, 23), (0, 9), (-6, 0)], BUDGET),
+    "near the end: the last chunk has its tokens, which see those before them and are not appended to it again": (
+        PRESETS, (16, 64, None), (11,), [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)], 32),
+    "with a question elsewhere, few of the last slots are the question's: eight are kept of a probe's": (
+        {"take+edie": dict(kernel=5)}, (14,), (8, 12), [48, 15], [(5, 10), (3, 6)], 20),
+    "at the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1": (
+        {"take+edie": PRESETS["take+edie"]}, (24,), (12,), [48, 44], [(0, 14), (1, 14)], 16),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("chunk", [16, 64, None])
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_span_near_the_end(name, chunk):
-    """The last chunk has its tokens; they are not appended to it again, and see the tokens before them."""
-    lengths, spans = [62, 48, 55, 41], [(50, 55), (40, 43), (44, 51), (-6, 0)]
-    asked = spans_of(lengths, spans, ending=11)
-    chosen = dict(budget=32, chunk_size=chunk) | PRESETS[name]
-    check(name, lengths, kvevict.observing(spans), asked, probe=11, **chosen)
-
-
-@pytest.mark.parametrize("probe", [8, 12])
-def test_no_more_than_eight_of_the_last_slots_are_kept(probe):
-    """A policy's default probe has 32 rows; with a question elsewhere, few of the last slots are the question's."""
-    lengths, spans, chosen = [48, 15], [(5, 10), (3, 6)], dict(budget=20, chunk_size=14, kernel=5, probe=probe)
-    check("take+edie", lengths, kvevict.observing(spans), spans_of(lengths, spans, ending=probe), **chosen)
-
-
-def test_slots_that_weigh_rows_and_are_the_question_s():
-    """At the first cut EDIE's c_j would be the largest attention over slots that the rows do not see: it is 1."""
-    lengths, spans, chosen = [48, 44], [(0, 14), (1, 14)], dict(budget=16, chunk_size=24, kernel=5, keep_first=2)
-    check("take+edie", lengths, kvevict.observing(spans), spans_of(lengths, spans, ending=12), probe=12, **chosen)
+@pytest.mark.parametrize("name, chunk, probe, what", [
+    (name, chunk, probe, what) for what, (names, chunks, probes, *_) in SPANS.items()
+    for name in names for chunk in chunks for probe in probes
+])  # fmt: skip
+def test_a_span_of_each_row(name, chunk, probe, what):
+    """Of other lengths; rows with fewer tokens are padded."""
+    names, _, _, lengths, spans, budget = SPANS[what]
+    asked = spans_of(lengths, spans, ending=probe)
+    chosen = dict(budget=budget, chunk_size=chunk) | names[name]
+    check(name, lengths, kvevict.observing(spans), asked, probe=probe, **chosen)
 
 
 def test_one_span_for_all_rows_and_while_decoding():
@@ -187,8 +166,7 @@ def test_a_request_against_the_oracle(name, options, chunk):
 def test_a_request_that_observes_and_does_not_fit(name):
     """The question's rows score every slot of it that half of the budget does not hold."""
     lengths, spans, requests = [62, 70], ((42, 47), (52, 54)), ((24, 20), (19,))
-    chosen = dict(budget=24, chunk_size=24) | PRESETS[name]
-    known = dict(ending=9, ends=True)
+    chosen, known = dict(budget=24, chunk_size=24) | PRESETS[name], dict(ending=9, ends=True)
     asked = [dict(probe=span, request=request, **known) for span, request in zip(spans, requests, strict=True)]
     question = within(question=Known([(span,) for span in spans], requests, near=True))
     check(name, lengths, question, asked, probe=9, **chosen)
@@ -211,8 +189,6 @@ def test_a_question_before_the_text_against_the_oracle(name, options, chunk):
         assert all({*range(start, stop)} <= {*head} for layer in got[b][1] for head in layer)
 
 
-# -- the request keeps itself ---------------------------------------------------------------------------------------
-
 BEFORE = "We could not agree on it yesterday."
 TAIL = f"{ASKED} {MORE}"
 
@@ -228,8 +204,7 @@ def holes(positions, begin: int, tokens: int) -> set:
     dict(chunk_size=200, select="chunk", c=4), dict(chunk_size=None, layers="cake", score="cake", probe=150),
 ], ids=str)  # fmt: skip
 def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options):
-    """Whatever observes: a question near the end, in the last rows, with the answer's first words after it; found by
-    the tokenizer or named."""
+    """Whatever observes: a question near the end, found or named, with the answer's first words after it."""
     chats = tokenizer.chat_template is not None
     last = f"{BEFORE} {ASKED}"
     for request, opening in ((f"{BEFORE} {TAIL}", ""), (last, ""), (last, " It is lit at"), (TAIL, "")):
@@ -249,8 +224,7 @@ def test_what_is_written_around_a_question_has_no_holes(net, tokenizer, options)
 def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
     """From its paragraph on, from its line, from the question; else three eighths, with the prompt's last tokens."""
     tok, request = tiny.byte_tokenizer(), f"{BEFORE}\nWell. {TAIL}"
-    ids = row(f"{TEXT * 2}\n\n{request}")
-    sizes = [len(request), len(f"Well. {TAIL}"), len(TAIL)]
+    ids, sizes = row(f"{TEXT * 2}\n\n{request}"), [len(request), len(f"Well. {TAIL}"), len(TAIL)]
     end = ids.shape[1]
     for half, kept in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1]), (sizes[1] - 1, sizes[2]), (sizes[2] - 1, 0)):
         for size in (512, 150):
@@ -262,13 +236,8 @@ def test_as_much_of_a_request_as_half_of_the_budget_holds(net):
 
 def test_a_request_in_a_batch(net):
     """Each row its own; a row without a question keeps the policy's last slots."""
-    tok = tiny.byte_tokenizer()
-    texts = [f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]]
-    ids, mask = side_by_side(texts)
-    options = dict(budget=300, chunk_size=128, probe=8, kernel=5)
-    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
-        net(ids, attention_mask=mask, logits_to_keep=1)
-        kept = kvevict.report(net, positions=True)["positions"]
+    ids, mask = side_by_side([f"{TEXT * 2}\n\n{TAIL}", f"{TEXT}\n\n{BEFORE} {ASKED}", f"{TEXT * 9}"[:340]])
+    kept = slots(net, ids, patched=tiny.byte_tokenizer(), given=dict(attention_mask=mask), budget=300)
     for b, size in enumerate((len(TAIL), len(f"{BEFORE} {ASKED}"), 8)):
         assert not holes([layer[b : b + 1] for layer in kept], ids.shape[1] - size, ids.shape[1])
 
@@ -277,22 +246,17 @@ def test_a_request_in_a_batch(net):
 def test_other_rows_change_nothing(net, options):
     """Questions at the end, before the text and alone, one that an answer begins after, and a text without one."""
     texts = [f"{TEXT * 2}\n\n{TAIL}", f"{ASKED}\n\n{TEXT * 2}", ASKED, f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
-    tok, (ids, mask) = tiny.byte_tokenizer(), side_by_side(texts)
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    options = dict(budget=90, chunk_size=128, probe=48, kernel=5) | options
-    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
-        net(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1)
-        together = kvevict.report(net, positions=True)["positions"]
-        for b, text in enumerate(texts):
-            net(row(text), logits_to_keep=1)
-            alone = kvevict.report(net, positions=True)["positions"]
-            assert [layer[b] for layer in together] == [layer[0] for layer in alone], text
+    ids, mask = side_by_side(texts)
+    given = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+    options = dict(patched=tiny.byte_tokenizer(), budget=90, probe=48) | options
+    together = slots(net, ids, given=given, **options)
+    for b, text in enumerate(texts):
+        assert [layer[b] for layer in together] == [layer[0] for layer in slots(net, row(text), **options)], text
 
 
 def test_other_rows_of_earlier_turns_change_nothing(net):
     """Whether a question is near the end is counted in tokens of its own row, not in columns with padding."""
-    tok = tiny.byte_tokenizer()
-    chats = [[TEXT * 2, ASKED], [TEXT[:60], TAIL]]
+    tok, chats = tiny.byte_tokenizer(), [[TEXT * 2, ASKED], [TEXT[:60], TAIL]]
     options = dict(budget=64, chunk_size=200, probe=8, kernel=5)
 
     def kept(rows):
@@ -314,13 +278,9 @@ def test_other_rows_of_earlier_turns_change_nothing(net):
 
 def test_the_last_rows_of_a_text_without_a_question(net):
     """Their slots stay, too, where they are read again because another row of the batch has a question."""
-    tok, texts = tiny.byte_tokenizer(), [f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]
-    ids, mask = side_by_side(texts)
-    options = dict(budget=150, chunk_size=128, probe=len(ASKED), kernel=5, diagnose=True)
-    with kvevict.evicting(net, "take+edie", tokenizer=tok, **options), torch.no_grad():
-        net(ids, attention_mask=mask, logits_to_keep=1)
-        kept = kvevict.report(net, positions=True)["positions"]
-    longest = ids.shape[1]
+    (ids, mask), longest = side_by_side([f"{TEXT}\n\n{ASKED} It is lit at", TEXT * 2]), len(TEXT * 2)
+    options = dict(patched=tiny.byte_tokenizer(), budget=150, probe=len(ASKED), diagnose=True)
+    kept = slots(net, ids, given=dict(attention_mask=mask), **options)
     assert not holes([layer[1:] for layer in kept], longest - len(ASKED), longest)
 
 
@@ -362,17 +322,12 @@ def test_a_budget_that_does_not_hold_the_request(net, monkeypatch):
             slots(net, ids, patched=tok, budget=budget, chunk_size=150)
 
 
-# -- texts ----------------------------------------------------------------------------------------------------------
-
-
-def slots(net, ids, question=None, tokenizer=None, patched=None, **options):
+def slots(net, ids, question=None, tokenizer=None, patched=None, given=None, **options):
+    """The positions that are kept. given: further arguments of the model's call."""
     chosen = dict(budget=60, chunk_size=128, probe=8, kernel=5) | options
-    with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad():
-        if question is None:
-            net(ids, use_cache=True, logits_to_keep=1)
-        else:
-            with kvevict.observing(question, tokenizer):
-                net(ids, use_cache=True, logits_to_keep=1)
+    asked = contextlib.nullcontext() if question is None else kvevict.observing(question, tokenizer)
+    with kvevict.evicting(net, "take+edie", tokenizer=patched, **chosen), torch.no_grad(), asked:
+        net(ids, use_cache=True, logits_to_keep=1, **given or {})
         return kvevict.report(net, positions=True)["positions"]
 
 
@@ -402,37 +357,28 @@ def test_a_text_is_its_tokens(net):
 @pytest.mark.parametrize("name", ["ab", "b\u00e4r \u2026", "\U0001f680 ?"])
 def test_find(name):
     """Tokens of one byte each, so that a letter may be several."""
-    tok = tiny.byte_tokenizer()
-    text = f"{name}x{name} x " * 30
+    tok, text = tiny.byte_tokenizer(), f"{name}x{name} x " * 30
     start = len(text[: text.rindex(name)].encode())
     assert find(tok, tok(text)["input_ids"], name) == (start, start + len(name.encode()))
     assert find(tok, tok(text)["input_ids"], "nowhere") is None
     assert find(tok, [], name) is None
 
 
-# -- the template ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("turn, found", [
-    (f"{TEXT}\n\n{ASKED}", ASKED),
-    (f"{TEXT}\n\n{ASKED}\n\n{MORE}", ASKED),
-    (f"{ASKED}\n\n{TEXT * 9}", ASKED),
+    (f"{TEXT}\n\n{ASKED}", ASKED), (f"{TEXT}\n\n{ASKED}\n\n{MORE}", ASKED), (f"{ASKED}\n\n{TEXT * 9}", ASKED),
     (f"{TEXT}\n\nI could not find it. {ASKED} {MORE}", ASKED),
     (f"{TEXT * 9}He said: \u201cWho is it?\u201d and left.\n\nName the man.", "Name the man."),
     (f"{TEXT * 9}Who is it? Nobody knew.\n\nName the man.", "Name the man."),
     (f"Some pages.\n\n{TEXT * 9}Who is it? Nobody knew.\n\nName the man.", ""),
-    (f"{ASKED}\n\n{TEXT * 9} Who is it? {TEXT}\n\n{MORE}", ASKED),
-    (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
+    (f"{ASKED}\n\n{TEXT * 9} Who is it? {TEXT}\n\n{MORE}", ASKED), (f"{TEXT * 9} {ASKED} {MORE}", ASKED),
     (f"{TEXT * 9}\n\nName the man.\n\nAnswer:", "Name the man."), ("Name the man.\nAnswer :", "Name the man."),
-    ("Name the man.", "Name the man."),
-    ("Where did Mr. Smith go? Why?", "Where did Mr. Smith go? Why?"),
+    ("Name the man.", "Name the man."), ("Where did Mr. Smith go? Why?", "Where did Mr. Smith go? Why?"),
     (f"{TEXT * 9}\n\nTwo things. {ASKED} And then: Who is it? {MORE}", f"{ASKED} And then: Who is it?"),
     (f"{TEXT * 9}\n\nWho is it? It is a long story that nobody tells. {ASKED} {MORE}", ASKED),
     ("Read it with this in mind: When is the lantern lit?", ASKED), (f"Question: {ASKED}", ASKED),
     ("Which is right: the first or the second?", "Which is right: the first or the second?"),
     ("Where did Mr. Smith go?", "Where did Mr. Smith go?"),
-    ("\u706f\u306f\u4f55\u6642\u306b\uff1f", "\u706f\u306f\u4f55\u6642\u306b\uff1f"),
-    ("", ""),
+    ("\u706f\u306f\u4f55\u6642\u306b\uff1f", "\u706f\u306f\u4f55\u6642\u306b\uff1f"), ("", ""),
 ])  # fmt: skip
 def test_the_question_of_a_turn(turn, found):
     assert question_of(turn) == found
@@ -507,8 +453,7 @@ def test_what_refers_to_a_question_before_the_text(net):
 
 
 def test_a_tokenizer_finds_it(net, tokenizer):
-    """In the last user's turn, as if it were named; where the answer's first words follow it near the prompt's end,
-    they observe, too."""
+    """In the last user's turn, as if named; an answer's first words after it, near the end, observe, too."""
 
     def prompt(text, opening=""):
         chat = [dict(role="user", content=text)]
@@ -568,8 +513,6 @@ def test_it_is_looked_for_in_the_last_turn():
     assert tok.decode(ids[start:stop]) == ASKED
     assert LastTurn(tok)._found(tok(ASKED)["input_ids"]) == ((), None)  # not in the template
 
-
-# -- tools ----------------------------------------------------------------------------------------------------------
 
 PAGE = "The baker counted the boats. " * 9
 RESULTS = {  # of one call or of two
@@ -678,9 +621,6 @@ def test_it_stays_with_the_patch(net):
         kvevict.unpatch(net)
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("question, error, message", [
     ("", ValueError, "empty"), (" \n", ValueError, "empty"), (ASKED, TypeError, "tokenizer is missing"),
     (7, TypeError, "a text, "), ((1, 2, 3), TypeError, "a text, "), ((1.0, 2), TypeError, "a text, "),
@@ -701,8 +641,6 @@ def test_what_is_not_a_question(question, error, message):
     ((0, 4), dict(append=False), "rows='probe'"), ((0, 4), dict(rows="window", window=8), "rows='probe'"),
 ])  # fmt: skip
 def test_refused_before_the_cache_changes(net, question, options, message):
-    from transformers import DynamicCache
-
     ids, cache = row(TEXT).expand(2, -1), DynamicCache()
     chosen = dict(budget=60, chunk_size=128) | (dict(probe=8) if "rows" not in options else {}) | options
     with kvevict.evicting(net, "take+edie", **chosen), kvevict.observing(question, tiny.byte_tokenizer()):
@@ -762,9 +700,6 @@ def test_a_tokenizer_is_one(net, given, said):
             call()
 
 
-# -- how many digits a token holds ----------------------------------------------------------------------------------
-
-
 class Digits:
     """A tokenizer with so many digits of a number per token."""
 
@@ -781,8 +716,7 @@ class Digits:
 
 @pytest.mark.parametrize("digits, kernel", [(1, 31), (3, 11), (31, 1)])
 def test_pooling_over_digits(net, digits, kernel):
-    ids = torch.randint(3, 259, (1, 150))
-    options = dict(budget=60, chunk_size=64, probe=8)
+    ids, options = torch.randint(3, 259, (1, 150)), dict(budget=60, chunk_size=64, probe=8)
 
     def kept(policy, tokenizer=None, **more):
         kvevict.patch(net, policy, tokenizer=tokenizer, **options, **more)

@@ -6,7 +6,7 @@ import itertools
 import oracle
 import pytest
 from choices import ANSWERS, DRAFT, DRAFTS, GATES, TABLES
-from policy_cases import BUDGET, CHUNK, POLICIES, compare, model, ours, tokens, truth
+from policy_cases import BUDGET, CHUNK, compare, model, ours, tokens, truth
 
 import kvevict
 from kvevict.policy.building import build
@@ -87,9 +87,6 @@ every_pair = pytest.mark.parametrize("score, rows", LEGAL)
 some_pairs = pytest.mark.parametrize("score, rows", [pair for i, pair in enumerate(LEGAL) if i % 4 == 0])
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 @every_pair
 @pytest.mark.drawn(24)
 def test_chunks(score, rows):
@@ -145,16 +142,6 @@ def test_turns(score, rows):
         compare(model(), "snapkv", [[30, 1, 1, 25, 1]], **given(score, rows, budget=0.4, chunk_size=CHUNK))
 
 
-# -- TADA -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def task():
-    kvevict.history("rows").__init__()
-    yield "rows"
-    kvevict.history("rows").__init__()
-
-
 @pytest.mark.parametrize("rows", [rows for rows in ROWS if rows != "repeat"])  # these are not the chunk's last tokens
 @pytest.mark.parametrize("score, cd, family", [
     ("snapkv", "attention", "llama"), ("edie, caote", "attention", "llama"), ("snapkv, caote", "attention", "llama"),
@@ -179,9 +166,6 @@ def test_tada_measures_the_rows_that_observe(score, rows, cd, family, task):
     assert [2 * x - y for x, y in zip(past.errors, shares)] == pytest.approx(want, rel=1e-3)
 
 
-# -- compared or refused ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [rows for rows in kvevict.ROWS if rows != "lookahead"])  # test_lookahead.py has them
 @pytest.mark.parametrize("score", [score for score in kvevict.SCORES if score not in ("lookahead", "gate")])
 def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
@@ -202,9 +186,7 @@ def test_every_score_over_every_rows_is_compared_or_refused(score, rows):
         assert (rows == "none" and score in POSITIONAL) or (same.get(score, score), rows) in compared
 
 
-# -- nothing is left out --------------------------------------------------------------------------------------------
-
-ALL = [POLICIES, *TABLES.values(), DRAFTS, ANSWERS]
+ALL = [*TABLES.values(), DRAFTS, ANSWERS]
 
 
 def covering():

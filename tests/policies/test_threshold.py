@@ -34,9 +34,6 @@ def says_something(results):
     assert len(counts) > 1
 
 
-# -- against the oracle ---------------------------------------------------------------------------------------------
-
-
 @any_choice
 @pytest.mark.drawn(5)
 def test_chunks(name):
@@ -64,9 +61,6 @@ def test_padded_rows_and_turns(name):
     """A row keeps the same slots as alone: a row without tokens in a chunk loses none by the others' cut."""
     policy, chosen = options(name, chunk_size=CHUNK)
     compare(model(), policy, [[41, 1, 1, 14], [26, 1, 1, 14], [10, 1, 1, 14]], **chosen)
-
-
-# -- by hand --------------------------------------------------------------------------------------------------------
 
 
 def test_above_by_hand():

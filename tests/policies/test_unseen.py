@@ -47,8 +47,7 @@ DTYPES = pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.b
 @FORMS
 @DTYPES
 def test_against_a_dense_attention(dtype, near, softcap, sinks):
-    """Ragged heads, left padding, and the question in the stored slots, in the chunk, over both, after both, or
-    nowhere."""
+    """Ragged heads, left padding; the question in stored slots, in the chunk, over both, after both, nowhere."""
     torch.manual_seed(11)
     first, began = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([20, 20, 0])
     counts = torch.tensor([[5, 7], [0, 3], [0, 0]], dtype=torch.int32)
@@ -104,8 +103,7 @@ def test_observers_against_a_dense_attention(dtype, near, softcap, sinks):
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3n_text", "gemma2", "gpt_oss"])
 def test_families(kind):
-    """Latents, layers that read others' slots, a softcap, sinks: the question is kept whole, and rows of a batch are
-    what they are alone."""
+    """Latents, shared slots, a softcap, sinks: the question is kept whole, and rows of a batch are as alone."""
     torch.manual_seed(0)
     model = zoo.model(kind)
     ids = torch.randint(3, 90, (2, 48))

@@ -150,13 +150,20 @@ class Client:
     async def asked(self, method, path, body=None, content=None):
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=self.headers) as client:
-            given = (
-                dict(content=content, headers=JSON) if content is not None else {} if body is None else dict(json=body)
-            )
+            given = {} if body is None else dict(json=body)
+            given |= {} if content is None else dict(content=content, headers=JSON)
             response = await client.request(method, path, timeout=600, **given)
         if response.status_code == 200 and path in SHAPES:
             check_shapes(path, response)
         return response
+
+    def together(self, bodies, path="/v1/chat/completions") -> list:
+        """Responses to bodies that are all sent at once."""
+
+        async def all_of():
+            return await asyncio.gather(*(self.asked("POST", path, each) for each in bodies))
+
+        return asyncio.run(all_of())
 
     def post(self, path, **body):
         return self.ask("POST", path, body)

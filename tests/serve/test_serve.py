@@ -4,6 +4,7 @@ import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, events, model, said, server, unpatched  # noqa: F401
 
 import kvevict
+from kvevict.policy.rows.probe import Probe
 
 SHORT = "The code of Naislet is 364735. " + FILLER
 
@@ -37,8 +38,7 @@ def test_what_is_not_an_answer():
 
 
 def test_a_request_chooses_its_policy_and_budget():
-    client = Client(server())
-    question = f"{TEXT}\n\n{asks('Velmora')}"
+    client, question = Client(server()), f"{TEXT}\n\n{asks('Velmora')}"
     ids = client.server.tokenizer(f"{question}\nAnswer:", return_tensors="pt")
     with kvevict.evicting(model(), "streaming", budget=64, chunk_size=256):
         want = model().generate(**ids, max_new_tokens=12)[0, ids.input_ids.shape[1] :]
@@ -49,14 +49,9 @@ def test_a_request_chooses_its_policy_and_budget():
 
 def test_what_asks_in_a_chat(monkeypatch):
     """The last user's question observes, whatever instructions follow it; or the text that a request names."""
-    from kvevict.policy.rows.probe import Probe
-
     spans, asked = [], Probe.asked
-    monkeypatch.setattr(
-        Probe,
-        "asked",
-        lambda self, found: spans.extend(span for row in found for span in row.spans) or asked(self, found),
-    )
+    noted = lambda self, found: spans.extend(span for row in found for span in row.spans) or asked(self, found)  # noqa: E731
+    monkeypatch.setattr(Probe, "asked", noted)
     client, tail = Client(server(policy="take:probe=8", budget=64)), "Answer in one line and be brief about it. " * 6
     messages = [
         dict(role="system", content=TEXT), dict(role="user", content="Question: Who is it?"),

@@ -10,8 +10,11 @@ import pytest
 from serving import CHATML, FILLER, TEMPLATE, Client, asks, events, model, qwen, saying, server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.cli.serving.utils import ReasoningText, get_response_template
 
 import kvevict
+from kvevict.serve.template import Form, Parser, joined
+from kvevict.serve.written import RepeatDetector, Written
 
 QUESTION = f"The code of Naislet is 364735. {FILLER}\n\n{asks('Naislet')}"
 PATHS = "/v1/chat/completions", "/v1/completions"
@@ -184,8 +187,7 @@ def test_a_single_call():
 
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])
 def test_reasoning(opening):
-    """It is apart from the text and counted, also where the template opens it; and nothing of the opening is in the
-    answer."""
+    """It is apart from the text and counted, also if the template opens it; the answer has none of the opening."""
     client = Client(server(of=qwen(), template=f"{CHATML}{{{{ {opening!r} }}}}"))
     before = "" if opening else "<think>"
     thought = "" if "</" in opening else f"{before}\nLet me see, é.\n</think>\n\n"
@@ -255,9 +257,6 @@ def test_the_tokens_of_an_answer(path, kind, tokens):
 @pytest.mark.parametrize("opening, want", [("", "The"), ("▁is", " The"), ("▁is <0xE2>", " The"), ("▁is ▁", " The")])
 def test_an_answer_goes_on_with_its_prompt(opening, want):
     """A space that a decoder strips at the beginning of a text is stripped there alone."""
-    from kvevict.serve.template import Form
-    from kvevict.serve.written import Written
-
     tokenizer = of_llama_2()
     before, ids = (tokenizer.convert_tokens_to_ids(each.split()) for each in (opening, "▁The ▁sat"))
     answer = Written(Form(tokenizer, None), None, (), (), 2, before=before)
@@ -293,9 +292,6 @@ def test_ids_of_calls(stream):
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_of_random_tokens(tools, seed):
     """Whatever is written, at whatever end: texts hold no stop string, and nothing of it is lost."""
-    from kvevict.serve.template import Form, joined
-    from kvevict.serve.written import Written
-
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template = CHATML
     form, draw = Form(tokenizer, qwen()), random.Random(seed)
@@ -351,12 +347,7 @@ WRITTEN = [  # template or type, prompt, answer: text, reasoning, calls
 
 @pytest.mark.parametrize("template, prompt, answer, text, reasoning, calls", WRITTEN)
 def test_the_response_templates(template, prompt, answer, text, reasoning, calls):
-    """Of types that Transformers knows, and others: in pieces of any length the parts are the same, and none is of the
-    prompt."""
-    from transformers.cli.serving.utils import ReasoningText, get_response_template
-
-    from kvevict.serve.template import Parser, joined
-
+    """Of types that Transformers knows, and others: pieces of any length give the same parts, none of the prompt."""
     if isinstance(template, str):
         template = get_response_template(None, SimpleNamespace(config=SimpleNamespace(model_type=template)))
     for size in range(1, len(answer) + 1):
@@ -375,9 +366,6 @@ def test_the_response_templates(template, prompt, answer, text, reasoning, calls
 @pytest.mark.parametrize("rest", ["</think>\n\nSo.<|im_end|>", "<|im_end|>", ""])
 def test_delimiters_of_reasoning(opening, rest):
     """Those that are one token, and the answer's end, are not counted."""
-    from kvevict.serve.template import Form
-    from kvevict.serve.written import Written
-
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template = CHATML
     tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>", "<|im_end|>"]))
@@ -392,8 +380,6 @@ def test_delimiters_of_reasoning(opening, rest):
 
 def test_tokens_that_are_not_text():
     """Special tokens that the response template does not look for are not written."""
-    from kvevict.serve.template import Form
-
     tokenizer = AutoTokenizer.from_pretrained(kvevict.small_llama())
     tokenizer.chat_template = CHATML
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|pad|>"]})
@@ -418,8 +404,6 @@ def test_an_answer_that_repeats_itself(path):
 
 def test_texts_do_not_repeat_themselves():
     """Neither do prose, tables and code, in any 1,024 of their tokens."""
-    from kvevict.serve.written import RepeatDetector
-
     tokenizer, folder = AutoTokenizer.from_pretrained(kvevict.small_llama()), Path(kvevict.__file__).parents[1]
     for file in ("docs/methods.md", "docs/results.md", "csrc/ops.def", "kvevict/serve/fields.py", "LICENSE"):
         seen = RepeatDetector()

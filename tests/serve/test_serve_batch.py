@@ -30,15 +30,6 @@ def body(content, **more) -> dict:
     return dict(messages=[dict(role="user", content=content)], max_tokens=12) | more
 
 
-def together(client, bodies, keys=None) -> list:
-    """Responses to bodies that are all sent at once, each with its key."""
-
-    async def all_of():
-        return await asyncio.gather(*(client.asked("POST", PATH, each) for each in bodies))
-
-    return asyncio.run(all_of())
-
-
 MIXED = [
     body(f"{TEXT}\n\n{asks('Orshan')}"),
     body("Once", max_tokens=40),
@@ -62,10 +53,10 @@ def choices(response) -> list:
 def test_alone_and_together():
     client = Client(server())
     alone = [choices(client.ask("POST", PATH, each)) for each in MIXED]
-    assert [choices(each) for each in together(client, MIXED)] == alone
-    assert [choices(each) for each in together(client, MIXED[::-1])] == alone[::-1]
+    assert [choices(each) for each in client.together(MIXED)] == alone
+    assert [choices(each) for each in client.together(MIXED[::-1])] == alone[::-1]
     client.server.scheduler.stall = 0.0
-    assert [choices(each) for each in together(client, MIXED)] == alone
+    assert [choices(each) for each in client.together(MIXED)] == alone
 
 
 def test_tokens_that_are_seen_late(monkeypatch):
@@ -75,9 +66,9 @@ def test_tokens_that_are_seen_late(monkeypatch):
     monkeypatch.setattr(writing, "LATE", {"cpu"})
     monkeypatch.setattr(writing.Unseen, "see", lambda self, answers: late.append(1) or see(self, answers))
     assert [choices(client.ask("POST", PATH, each)) for each in MIXED] == want
-    assert [choices(each) for each in together(client, MIXED)] == want
+    assert [choices(each) for each in client.together(MIXED)] == want
     client.server.scheduler.stall = 0.0
-    assert [choices(each) for each in together(client, MIXED[::-1])] == want[::-1]
+    assert [choices(each) for each in client.together(MIXED[::-1])] == want[::-1]
     assert len(late) > 100
 
 
@@ -122,7 +113,7 @@ def test_short_prompts_do_not_wait_for_a_long_one(monkeypatch):
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
     waits_for(client, monkeypatch, 3)
     order = ends(client, monkeypatch)
-    assert [choices(each) for each in together(client, bodies)] == alone
+    assert [choices(each) for each in client.together(bodies)] == alone
     assert sorted(order)[:2] == sorted(order[:2]) and order[2:] == sorted(order)[:1:-1]
 
 
@@ -142,7 +133,7 @@ def test_answers_go_on_while_a_prompt_is_read(name, stall, monkeypatch):
             seen.append([len(row.ids) - tokens for row, tokens in zip(running, before)])
 
     monkeypatch.setattr(scheduler, name, noted)
-    for response in together(client, [body("Once", max_tokens=200, logit_bias={"0": -100}), body(FILLER * 80)]):
+    for response in client.together([body("Once", max_tokens=200, logit_bias={"0": -100}), body(FILLER * 80)]):
         assert response.status_code == 200
     assert [1] in seen and all(each in ([], [1]) for each in seen)
 
@@ -161,13 +152,12 @@ def test_no_token_within_a_chunk_before_its_time(monkeypatch):
 
     monkeypatch.setattr(scheduler, "pause", paused)
     monkeypatch.setattr(scheduler, "_step", lambda: step() if not inside else pytest.fail("a token within a chunk"))
-    for response in together(client, [body("Once", max_tokens=40), body(FILLER * 10), body(FILLER * 9)]):
+    for response in client.together([body("Once", max_tokens=40), body(FILLER * 10), body(FILLER * 9)]):
         assert response.status_code == 200
 
 
 def test_one_depth_of_forwards(monkeypatch):
-    """Prompts are read side by side, each between two chunks of a longer one; within a chunk only tokens are decoded.
-    Answers are as alone."""
+    """Prompts are read between two chunks of a longer one, within a chunk tokens alone; answers are as alone."""
     client, depth, most, narrow = Client(server(policy="take:recall=false")), [], [], []
     client.server.scheduler.stall = 0.0
     bodies = [body(FILLER * 80), body("Once", max_tokens=30), body(FILLER * 3, max_tokens=20), body(TEXT)]
@@ -187,7 +177,7 @@ def test_one_depth_of_forwards(monkeypatch):
     waits_for(client, monkeypatch, 3)
     begun, row = [], client.server.manager._row
     monkeypatch.setattr(client.server.manager, "_row", lambda call, *more: begun.append(call) or row(call, *more))
-    assert [choices(each) for each in together(client, bodies)] == alone
+    assert [choices(each) for each in client.together(bodies)] == alone
     long = max(begun, key=lambda each: each.prompt_tokens)
     assert all(each.first_token < long.first_token for each in begun if each is not long)
     assert max(most) == 2 and all(narrow)
@@ -208,7 +198,7 @@ def test_repeated_tokens_count_as_left(monkeypatch):
     bodies = [body(FILLER * 40, kvevict=dict(policy="kvzip", budget=64), max_tokens=1), body(FILLER * 28, max_tokens=1)]
     waits_for(client, monkeypatch, 1)
     order = ends(client, monkeypatch)
-    assert all(response.status_code == 200 for response in together(client, bodies))
+    assert all(response.status_code == 200 for response in client.together(bodies))
     assert order == sorted(order)
 
 
@@ -228,7 +218,7 @@ def test_an_answer_that_fails_ends_alone(reading, stream, monkeypatch):
 
     monkeypatch.setattr(call.Call, name, broken)
     bodies[1]["stream"] = stream
-    first, failed, last = together(client, bodies)
+    first, failed, last = client.together(bodies)
     assert [choices(first), choices(last)] == [alone[0], alone[2]]
     if stream:
         assert failed.status_code == 200 and events(failed)[-1]["error"]["type"] == "server_error"
@@ -245,7 +235,7 @@ def test_answers_that_memory_does_not_hold_wait(monkeypatch):
     monkeypatch.setattr(
         client.server.scheduler, "_step", lambda: most.append(client.server.scheduler.running) or step()
     )
-    assert [choices(each) for each in together(client, bodies)] == alone
+    assert [choices(each) for each in client.together(bodies)] == alone
     assert max(most) == 1
 
 
@@ -283,10 +273,8 @@ def test_answers_about_stored_texts_join_without_a_copy(remote, tmp_path, monkey
     pools = client.server.manager.reader.pools.of.values()
     before = [pool.left() for pool in pools]
     client.store()
-    bodies = [
-        body(asks("Orshan"), kvevict=dict(text=name), max_tokens=20, logit_bias={"0": -100})
-        for name in ("text", "loaded", "text")
-    ]
+    asked = dict(max_tokens=20, logit_bias={"0": -100})
+    bodies = [body(asks("Orshan"), kvevict=dict(text=name), **asked) for name in ("text", "loaded", "text")]
     alone = [choices(client.ask("POST", PATH, each)) for each in bodies]
 
     def counted(batch, row, cache):
@@ -297,7 +285,7 @@ def test_answers_about_stored_texts_join_without_a_copy(remote, tmp_path, monkey
             calls.append((len(batch.rows), len(moved)))
 
     monkeypatch.setattr(Batch, "add", counted)
-    assert [choices(each) for each in together(client, bodies)] == alone
+    assert [choices(each) for each in client.together(bodies)] == alone
     assert max(rows for rows, _ in calls) > 1 and not any(moved for _, moved in calls)
     client.server.scheduler.submit(bool).result()
     gc.collect()

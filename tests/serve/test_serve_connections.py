@@ -8,6 +8,9 @@ import time
 import pytest
 from serving import Client  # noqa: F401  # skips without the extra
 
+from kvevict.serve import connections
+from kvevict.serve.connections import Serving
+
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 
@@ -35,8 +38,6 @@ LEFT = threading.Event()
 
 class Running:
     def __init__(self):
-        from kvevict.serve.connections import Serving
-
         self.noted: list = []
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.stopped = threading.Event()
@@ -86,8 +87,6 @@ def answer(client) -> bytes:
 
 @pytest.fixture
 def running(request, monkeypatch):
-    from kvevict.serve import connections
-
     changed = getattr(request, "param", {})
     for name in changed.keys() & {"IDLE", "SEND_BODY"}:
         monkeypatch.setitem(connections.SECONDS, getattr(connections.h11, name), changed[name])

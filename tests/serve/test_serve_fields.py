@@ -12,6 +12,8 @@ from kvevict.serve.fields import CHAT, COMPLETIONS, HARMLESS, OBEYED, REFUSED, T
 pytest.importorskip("openai")
 from openai.types.chat import ChatCompletion
 
+from kvevict.serve.messages import of_chat
+
 PATHS = CHAT, COMPLETIONS
 WHO = f"The code of Naislet is 364735. {asks('Naislet')}"
 OPENING = (
@@ -70,9 +72,6 @@ def counted(said: dict) -> tuple:
     return said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
 def every(kind):
     return [(path, name) for path in PATHS for name, field in TABLE[path].items() if field.kind == kind]
 
@@ -108,9 +107,6 @@ def test_an_unknown_field(path):
         error = posted(path, **{name: value}, stream=True).json()["error"]
         assert error["param"] == name and name in error["message"]
     assert posted(path, stream_options=True).json()["error"]["param"] == "stream_options"
-
-
-# -- effects -----------------------------------------------------------------------------------------------------------
 
 
 def draws(path, **changes) -> set:
@@ -290,9 +286,6 @@ def test_an_effort_that_the_template_does_not_have():
     assert "reasoning_effort" in plain.chat("Once", reasoning_effort="low").json()["error"]["message"]
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_probabilities(path):
     """Those of the model, of each token; the same whole and as a stream."""
@@ -390,8 +383,6 @@ def test_nulls(path):
 
 
 def test_messages():
-    from kvevict.serve.messages import of_chat
-
     call = dict(id="1", type="function", function=dict(name="f", arguments='{"x": null}'))
     given = [
         dict(role="developer", content="Be kind."), dict(role="user", content=[dict(type="text", text="Well?")]),

@@ -15,6 +15,8 @@ from fuzzing import SEED
 from serving import JSON, Client, asks, said, scope_of, server, unpatched  # noqa: F401
 
 from kvevict.cli import main
+from kvevict.serve import start
+from kvevict.serve.options import Options
 
 ONCE = dict(messages=[dict(role="user", content="Once")], max_tokens=2)
 
@@ -151,8 +153,7 @@ GARBAGE = [
 @pytest.mark.parametrize("path", RIGHT)
 def test_requests_that_make_no_sense(path):
     """An answer, or 4xx with one sentence; never 500."""
-    rng = random.Random(SEED)
-    client = Client(server(), None)
+    rng, client = random.Random(SEED), Client(server(), None)
     cases = [(field, value) for field in FIELDS[path] for value in GARBAGE]
     for field, value in rng.sample(cases, 120):
         response = client.ask("POST", path, content=json.dumps(RIGHT[path] | {field: value}))
@@ -216,8 +217,6 @@ def test_fields_that_are_nested_deeply(client, path):
 
 def test_a_process_of_its_own(monkeypatch, capsys):
     """No collection of all modules' objects, and no other thread, holds the server long."""
-    from kvevict.serve import start
-    from kvevict.serve.options import Options
 
     class Serving:
         def __init__(self, app, note, stop, stops):

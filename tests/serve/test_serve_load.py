@@ -11,31 +11,21 @@ from serving import FILLER, JSON, Client, asks, events, said, scope_of, server, 
 
 from kvevict.serve import call, outgoing
 
-OPENS = dict(kvevict=dict(text="text"))
+CHAT, OPENS = "/v1/chat/completions", dict(kvevict=dict(text="text"))
 LONG = dict(messages=[dict(role="user", content="Once")], max_tokens=1500, logit_bias={"0": -100})
 
 
-def together(client, *asked) -> list:
-    """Responses to (method, path, body), all of them sent at once."""
-
-    async def all_of():
-        return await asyncio.gather(*(client.asked(*each) for each in asked))
-
-    return asyncio.run(all_of())
-
-
-def question(name, **more) -> tuple:
-    body = dict(messages=[dict(role="user", content=asks(name))], max_tokens=12) | OPENS | more
-    return "POST", "/v1/chat/completions", body
+def question(name, **more) -> dict:
+    return dict(messages=[dict(role="user", content=asks(name))], max_tokens=12) | OPENS | more
 
 
 def test_a_queue_that_is_full():
     client = Client(server(batch=1, queue=3))
-    responses = together(client, *[question("Orshan", kvevict={})] * 8)
+    responses = client.together([question("Orshan", kvevict={})] * 8)
     assert sorted(response.status_code for response in responses) == [200] * 4 + [429] * 4
     refused = next(response for response in responses if response.status_code == 429)
     assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "queue_full"
-    assert client.ask(*question("Orshan", kvevict={})).status_code == 200
+    assert client.post(CHAT, **question("Orshan", kvevict={})).status_code == 200
 
 
 def took_too_long(response, stream) -> bool:
@@ -57,7 +47,7 @@ def test_a_request_that_takes_too_long(stream, monkeypatch):
 
     monkeypatch.setattr(call.Call, "token", three)
     body = LONG | dict(stream=stream)
-    late, waited = together(client, ("POST", "/v1/chat/completions", body), question("Orshan", kvevict={}))
+    late, waited = client.together([body, question("Orshan", kvevict={})])
     assert took_too_long(late, stream) and first.count(first[0]) == 3
     assert waited.status_code == 200
 
@@ -129,7 +119,7 @@ def test_a_client_that_leaves(stream, reading, monkeypatch, caplog):
     asyncio.run(leave())
     assert begun.is_set()
     assert not [each for each in caplog.records if each.name == "asyncio"]
-    assert said(client.ask(*question("Orshan", kvevict={})))
+    assert said(client.post(CHAT, **question("Orshan", kvevict={})))
     text = client.ask("GET", "/metrics").text
     assert 'status="499"} 1.0' in text and "kvevict_queue 0.0" in text
 
@@ -148,8 +138,7 @@ def silent(monkeypatch, seconds=0.4) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_that_is_not_silent(path, monkeypatch):
-    """A stream has comments while its request waits and while its prompt is read; its events are the same. An error
-    is the last one."""
+    """A stream has comments while it waits and is read; its events are the same, and an error is the last."""
     client, words = Client(server(batch=1)), FILLER * 20
     asked = {
         "/v1/chat/completions": dict(messages=[dict(role="user", content=words)], max_tokens=2, n=2),
@@ -157,13 +146,13 @@ def test_a_stream_that_is_not_silent(path, monkeypatch):
     }[path] | dict(stream=True)  # fmt: skip
     before = client.post(path, **asked)
     silent(monkeypatch)
-    for response in together(client, *[("POST", path, asked)] * 2):
+    for response in client.together([asked] * 2, path):
         assert kinds(response) == kinds(before) and response.status_code == 200
         assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
         assert ":" in [piece[:1] for piece in response.text.split("\n\n")]
     assert ":" not in [piece[:1] for piece in before.text.split("\n\n")]
     client.server.timeout = 0.2
-    for late in together(client, *[("POST", path, asked)] * 2):
+    for late in client.together([asked] * 2, path):
         assert late.status_code == 200 and "the request took longer" in late.text.split("data: ")[-1]
     text = client.ask("GET", "/metrics").text
     assert f'endpoint="{path}",status="504"}} 2.0' in text and "kvevict_queue 0.0" in text

@@ -9,13 +9,16 @@ import os
 import threading
 import unicodedata
 from pathlib import Path
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
 import kvevict
-from kvevict.serve import prefixes
+from kvevict.serve import prefixes, prompt
+from kvevict.serve.start import server_of
+from kvevict.store import files
 
 OPENS = dict(kvevict=dict(text="text"))
 
@@ -25,9 +28,8 @@ def stored(folder) -> list:
 
 
 def warnings(caplog) -> list:
-    return [
-        each.getMessage() for each in caplog.records if each.name == "kvevict.serve" and each.levelno >= logging.WARNING
-    ]
+    found = (each for each in caplog.records if each.name == "kvevict.serve" and each.levelno >= logging.WARNING)
+    return [each.getMessage() for each in found]
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +188,6 @@ def test_a_damaged_file_is_read_again(tmp_path, alone, caplog):
 
 def key_of(client) -> list:
     """The keys that the text `text` was stored under."""
-    from kvevict.serve import prompt
-
     whole = prompt.of_messages(client.server.tokenizer, [dict(role="user", content="")], {}, 2048, TEXT)
     chosen, own = client.server.policies.built(), client.server.manager.reader.weights
     start, end = whole.text
@@ -195,13 +195,8 @@ def key_of(client) -> list:
 
 
 def test_a_disk_that_is_full(tmp_path, monkeypatch, caplog, alone):
-    from kvevict.store import files
-
-    def full(path):
-        raise OSError(28, os.strerror(28), str(path))
-
     client = Client(server(tmp_path))
-    monkeypatch.setattr(files, "_sync", full)
+    monkeypatch.setattr(files, "_sync", mock.Mock(side_effect=OSError(28, os.strerror(28))))
     assert client.store().status_code == 507
     response = client.chat(TEXT + FILLER, asks("Naislet"), asks("Orshan"), kvevict=dict(question=None))
     assert response.status_code == 200  # from memory
@@ -255,15 +250,10 @@ def test_a_store_that_fails_while_it_is_used(name, how, tmp_path, monkeypatch, c
     assert len(stored(tmp_path)) >= 1 and client.chat(asks("Orshan"), **OPENS).status_code == 200
 
 
-def test_a_text_that_cannot_be_deleted(tmp_path, monkeypatch):
+def test_a_text_that_cannot_be_deleted(tmp_path):
     client = Client(server(tmp_path))
     client.store()
-
-    def refused(*args, **options):
-        raise OSError(30, os.strerror(30))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refused)
+    with mock.patch.object(Path, "unlink", side_effect=OSError(30, os.strerror(30))):
         response = client.ask("DELETE", "/v1/kvevict/texts/text")
     assert response.status_code == 507 and "Read-only" in response.json()["error"]["message"]
     assert client.ask("DELETE", "/v1/kvevict/texts/text").status_code == 200
@@ -349,11 +339,8 @@ def test_a_text_that_is_not_to_be_replaced():
     assert client.server.texts.get("everyone", "a").text == FILLER
     assert client.post(path, name="a", text=TEXT, replace="no").status_code == 400
 
-    async def both():
-        asked = [("POST", path, dict(name="b", text=text, replace=False)) for text in (TEXT, FILLER)]
-        return await asyncio.gather(*(client.asked(*each) for each in asked))
-
-    long, short = [each.status_code for each in asyncio.run(both())]
+    both = client.together([dict(name="b", text=text, replace=False) for text in (TEXT, FILLER)], path)
+    long, short = (each.status_code for each in both)
     assert sorted((long, short)) == [200, 409]
     assert client.server.texts.get("everyone", "b").text == (TEXT if long == 200 else FILLER)
     assert client.store("a", TEXT).status_code == 200 and client.server.texts.get("everyone", "a").text == TEXT
@@ -361,8 +348,7 @@ def test_a_text_that_is_not_to_be_replaced():
 
 def test_what_is_deleted_is_gone(tmp_path):
     """A text's prefixes leave memory and disk with it, whatever read and followed them; others stay."""
-    client = Client(server(tmp_path))
-    system = dict(role="system", content=FILLER * 6)
+    client, system = Client(server(tmp_path)), dict(role="system", content=FILLER * 6)
     client.store("other", TEXT.replace("118204", "555555"))
     client.chat(FILLER * 12, asks("Orshan"), asks("Naislet"), kvevict=dict(question=None))
 
@@ -412,12 +398,9 @@ def test_a_text_of_two_names_and_one_of_another_text(tmp_path, alone):
 
 def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
     """Its caches go, also those of the request that runs and of one that waits."""
-    client, texts = Client(server(tmp_path)), None
+    client = Client(server(tmp_path))
     client.store()
-    texts, asked = (
-        client.server.texts,
-        dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS),
-    )
+    asked = dict(messages=[dict(role="user", content=asks("Orshan"))], max_tokens=2, **OPENS)
     begun, go, prefix = threading.Event(), threading.Event(), client.server.manager.reader._known
 
     def held(*args):
@@ -433,7 +416,7 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
         while not client.server.scheduler.waiting:
             await asyncio.sleep(0)
         deleted = asyncio.ensure_future(client.asked("DELETE", "/v1/kvevict/texts/text"))
-        while texts.of("everyone"):
+        while client.server.texts.of("everyone"):
             await asyncio.sleep(0)
         go.set()
         return await asyncio.gather(*running, deleted)
@@ -444,8 +427,6 @@ def test_a_text_that_is_deleted_while_it_is_asked(tmp_path, monkeypatch):
 
 
 def test_nobody_else_reads_what_is_stored(tmp_path):
-    from kvevict.serve.start import server_of
-
     before = os.umask(0)
     try:
         client = Client(server_of(store=str(tmp_path / "store"), budget=256))

@@ -10,11 +10,8 @@ from kvevict.serve.check import PROMPTS
 
 PATH = "/v1/completions"
 SEVERAL = [f"{TEXT}\n\n{asks('Orshan')}\nAnswer:", "Once", f"{FILLER * 6}{asks('Naislet')}\nAnswer:"]
-OPTIONS = {
-    "greedy": dict(max_tokens=12),
-    "drawn": dict(max_tokens=9, n=3, temperature=1.2, seed=5),
-    "with logprobs": dict(max_tokens=4, logprobs=2),
-}
+OPTIONS = dict(greedy=dict(max_tokens=12), drawn=dict(max_tokens=9, n=3, temperature=1.2, seed=5))
+OPTIONS["with logprobs"] = dict(max_tokens=4, logprobs=2)
 STEP = 2**-3  # two of bf16's at the logits' size: one row and several are summed in another order
 COUNTS = "prompt_tokens", "completion_tokens", "total_tokens"
 
@@ -61,18 +58,15 @@ def test_a_stored_text_opens_each_prompt():
     assert details[0] == sum(details[1:]) > 1500
 
 
-@pytest.mark.parametrize(
-    "prompt, sentence",
-    [
-        ([], "prompt must be a text or its ids, or a list of such, not empty"),
-        (["Once", ""], "prompt must be a text or its ids, or a list of such, not empty"),
-        (["Once", 5], "prompt must be a text or its ids, or a list of such, not empty"),
-        ([5, "Once"], "prompt must be a text or its ids, or a list of such, not empty"),
-        ([[5], []], "prompt must be a text or its ids, or a list of such, not empty"),
-        ([[5], [-1]], "prompt has ids that the model does not know"),
-        (["Once"] * (PROMPTS + 1), f"prompt must have at most {PROMPTS} prompts"),
-    ],
-)
+@pytest.mark.parametrize("prompt, sentence", [
+    ([], "prompt must be a text or its ids, or a list of such, not empty"),
+    (["Once", ""], "prompt must be a text or its ids, or a list of such, not empty"),
+    (["Once", 5], "prompt must be a text or its ids, or a list of such, not empty"),
+    ([5, "Once"], "prompt must be a text or its ids, or a list of such, not empty"),
+    ([[5], []], "prompt must be a text or its ids, or a list of such, not empty"),
+    ([[5], [-1]], "prompt has ids that the model does not know"),
+    (["Once"] * (PROMPTS + 1), f"prompt must have at most {PROMPTS} prompts"),
+])  # fmt: skip
 def test_lists_that_are_none_of_prompts(prompt, sentence):
     response = Client(server()).post(PATH, prompt=prompt, max_tokens=2)
     assert (response.status_code, response.json()["error"]["message"]) == (400, sentence)

@@ -8,14 +8,19 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from process import asked_of, folder, openai, process, stores_texts  # noqa: F401
 from serving import FACTS, FILLER, TEXT, Client, asks, cached, model, said, server, unpatched  # noqa: F401
 
+from kvevict.serve import prefixes
+from kvevict.serve.errors import Refused
 from kvevict.serve.texts import Texts
+from kvevict.store import files
 
 OPTIONS = ("--budget", "256")
+NO_LINKS = mock.Mock(side_effect=PermissionError(1, "no links"))
 BLOCKS = """
 import pathlib, time
 from kvevict.store import files
@@ -52,7 +57,8 @@ def test_two_servers(process, tmp_path):  # noqa: F811
     want = {name: one.ask(asks(name), **opens()).choices[0].message.content for name in FACTS}
     assert str(FACTS["Orshan"]) in want["Orshan"]
     with ThreadPoolExecutor() as threads:  # the first questions that `two` hears of it
-        answers = list(threads.map(lambda at: (at[1], at[0].ask(asks(at[1]), **opens())), _both(one, two)))
+        each = [(name, server) for name in FACTS for server in (one, two)]
+        answers = list(threads.map(lambda at: (at[0], at[1].ask(asks(at[0]), **opens())), each))
     for name, answer in answers:
         assert answer.choices[0].message.content == want[name] and kept(answer) > count
     with ThreadPoolExecutor() as threads:  # one text, read by both
@@ -67,10 +73,6 @@ def test_two_servers(process, tmp_path):  # noqa: F811
     for each in (one, two):
         assert not [line for line in each.lines if "warning" in line.lower() or "Traceback" in line]
         assert each.end() in (0, -signal.SIGTERM)
-
-
-def _both(*servers):
-    return [(each, name) for name in FACTS for each in servers]
 
 
 @pytest.mark.slow
@@ -128,8 +130,6 @@ def test_slots_in_memory_go_where_another_server_deletes_their_text(tmp_path):
 
 
 def test_a_text_that_is_deleted_while_its_slots_are_written(tmp_path, monkeypatch):
-    from kvevict.serve import prefixes
-
     one, two = Client(server(tmp_path)), Client(server(tmp_path))
     one.store()
     two.chat(asks("Orshan"), kvevict=dict(text="text"))
@@ -164,14 +164,8 @@ def test_prefixes_whose_text_was_deleted_by_a_server_that_was_killed(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_one_name_for_two_texts_at_once(tmp_path, monkeypatch, links):
     """Without `replace` one of them is refused; both servers have the other."""
-    from kvevict.serve.errors import Refused
-    from kvevict.store import files
-
-    def none(*args):
-        raise PermissionError(1, "no links")
-
     if not links:
-        monkeypatch.setattr(os, "link", none)
+        monkeypatch.setattr(os, "link", NO_LINKS)
     one, two = Texts(1 << 20, tmp_path), Texts(1 << 20, tmp_path)
     write = files.write
 
@@ -231,8 +225,6 @@ def test_a_file_that_is_not_a_text(tmp_path, data):
 
 
 def test_texts_of_others_count(tmp_path):
-    from kvevict.serve.errors import Refused
-
     one, two = Texts(100, tmp_path), Texts(100, tmp_path)
     one.put("me", "a", "a" * 60)
     assert two.bytes == 60 and two.of("me") == [("a", 60)] and two.of("you") == []
@@ -248,8 +240,6 @@ def test_texts_of_others_count(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, links):
     """While it is read. That is not damage; without hard links it is read again."""
-    from kvevict.serve import prefixes
-
     one, two = Client(server(tmp_path)), Client(server(tmp_path))
     one.store()
     load = prefixes.load_cache
@@ -259,13 +249,10 @@ def test_a_prefix_that_another_server_removes(tmp_path, monkeypatch, caplog, lin
         stored(tmp_path)[0].unlink()
         return load(*args)
 
-    def none(*args):
-        raise PermissionError(1, "no links")
-
     with monkeypatch.context() as patched:
         patched.setattr(prefixes, "load_cache", removed)
         if not links:
-            patched.setattr(os, "link", none)
+            patched.setattr(os, "link", NO_LINKS)
         response = two.chat(asks("Orshan"), kvevict=dict(text="text"))
     assert str(FACTS["Orshan"]) in said(response) and (cached(response) > 500) == links
     assert len(stored(tmp_path)) == 1 - links  # written again

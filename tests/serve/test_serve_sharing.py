@@ -29,8 +29,7 @@ def right(name, response) -> bool:
 
 def test_a_system_prompt_that_comes_again():
     """The first request reads it, those that follow only what is new; each question finds its own facts."""
-    client = Client(server(budget=64))
-    names = ("Naislet", "Orshan", "Velmora", "Orshan")
+    client, names = Client(server(budget=64)), ("Naislet", "Orshan", "Velmora", "Orshan")
     answers = [ask(client, name) for name in names]
     tokens = [each.json()["usage"]["prompt_tokens"] for each in answers]
     assert [cached(each) for each in answers] == [0, 512, 512, 512] and min(tokens) < 640
@@ -49,10 +48,7 @@ def test_one_beginning_for_questions_at_once(after):
     bodies = [dict(messages=[dict(role="user", content=asks(name))], max_tokens=12, **OPENS) for name in FACTS]
     alone = [said(client.post("/v1/chat/completions", **body)) for body in bodies]
 
-    async def all_of():
-        return await asyncio.gather(*(client.asked("POST", "/v1/chat/completions", each) for each in bodies * 2))
-
-    assert [said(each) for each in asyncio.run(all_of())] == alone * 2
+    assert [said(each) for each in client.together(bodies * 2)] == alone * 2
 
 
 def test_with_slots_for_all_tokens_a_beginning_changes_nothing():
@@ -152,8 +148,7 @@ def test_a_plain_prompt_that_begins_as_another():
 
 
 def test_a_long_message_after_what_is_shared():
-    client = Client(server(budget=64))
-    system = dict(role="system", content=TEXT)
+    client, system = Client(server(budget=64)), dict(role="system", content=TEXT)
     for n, filler in enumerate((0, 15, 30)):
         messages = [system, dict(role="user", content=FILLER * filler + asks("Orshan"))]
         response = client.post("/v1/chat/completions", messages=messages, max_tokens=12)
@@ -286,10 +281,7 @@ def test_shared_texts_in_8_bits(tmp_path):
     alone = [one, two]
     assert all(str(FACTS["Orshan"]) in each for each in alone)
 
-    async def all_of():
-        return await asyncio.gather(*(client.asked("POST", "/v1/chat/completions", each) for each in asked * 2))
-
-    assert [said(each) for each in asyncio.run(all_of())] == alone * 2
+    assert [said(each) for each in client.together(asked * 2)] == alone * 2
     cache = next(iter(client.server.prefixes._live.values()))[0]
     assert {layer.kinds for layer in cache.layers} == {KINDS["int8"]}
     again = Client(server(tmp_path, kv="int8"))

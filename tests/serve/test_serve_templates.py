@@ -13,6 +13,8 @@ from transformers import AutoTokenizer
 
 import kvevict
 from kvevict.asking.prompts import rendered
+from kvevict.serve.template import Form, joined
+from kvevict.serve.written import Written
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -127,9 +129,6 @@ def tokenizers(name) -> list:
 @pytest.mark.parametrize("name", [*TEMPLATES, *FOLDERS])
 def test_no_prompt_in_an_answer(name):
     """Each answer token by token, at every end: each part is of the answer, and all of it where that is plain."""
-    from kvevict.serve.template import Form, joined
-    from kvevict.serve.written import Written
-
     tried = 0
     for tokenizer in tokenizers(name):
         for kind in TYPES:

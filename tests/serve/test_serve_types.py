@@ -148,8 +148,6 @@ def is_same(answers, others, most=CLOSE) -> None:
         assert tiny.relative(logits, other_logits) < most
 
 
-# -- the columns -----------------------------------------------------------------------------------------------------
-
 PROMPTS = dict(prompt=f"{SYSTEM}{FIRST}"), dict(prompt=SECOND)
 FEW = dict(budget=64)
 

@@ -9,14 +9,9 @@ from kvevict.ops import _ops as ops
 
 
 def prepared(p, of, norm, extra=3):
-    rows = {
-        "held_k": p[f"held_{of}"],
-        "held_k_kind": p[f"held_{of}_kind"],
-        "x": p[of],
-        "p": norm,
-        "columns": int(alive_counts(p).max()) + extra,
-    }
-    return {**{name: p[name] for name in ("held_offset", "held_len", "first", "stop")}, **rows}
+    rows = dict(held_k=p[f"held_{of}"], held_k_kind=p[f"held_{of}_kind"], x=p[of], p=norm)
+    rows["columns"] = int(alive_counts(p).max()) + extra
+    return {name: p[name] for name in ("held_offset", "held_len", "first", "stop")} | rows
 
 
 def check(p):

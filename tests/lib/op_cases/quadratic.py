@@ -13,14 +13,9 @@ def prepared(p, of="k", seed=0, extra=3):
     generator, (B, H, _, D) = torch.Generator().manual_seed(seed), p["q"].shape
     A = torch.randn(1 if seed % 3 == 0 else B, H, D, D + 3, generator=generator)[..., :D].expand(B, -1, -1, -1)
     linear = None if seed % 2 else torch.randn(B, D, H, generator=generator).transpose(1, 2)
-    rows = {
-        "held_k": p[f"held_{of}"],
-        "held_k_kind": p[f"held_{of}_kind"],
-        "x": p[of],
-        "columns": int(alive_counts(p).max()) + extra,
-    }
-    rows |= {name: p[name] for name in ("held_offset", "held_len", "first", "stop")}
-    return {**rows, "matrix": A, "linear": linear}
+    rows = {name: p[name] for name in ("held_offset", "held_len", "first", "stop")}
+    rows |= {"held_k": p[f"held_{of}"], "held_k_kind": p[f"held_{of}_kind"], "x": p[of]}
+    return {**rows, "columns": int(alive_counts(p).max()) + extra, "matrix": A, "linear": linear}
 
 
 def check(p):
