@@ -186,7 +186,8 @@ class LastTurn(Finder):
     request: str = ""  # the question of the turn, if the caller knows it
 
     def rows(self, arguments: Arguments, prompt: int) -> Rows:
-        policy, rows = arguments.policy, arguments.policy.rows
+        policy: Policy = arguments.policy
+        rows: Any = policy.rows
         if arguments.ids is None or not rows.at_the_end:
             return rows
         tokens = np.maximum(prompt - arguments.padding, 0)

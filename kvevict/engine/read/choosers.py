@@ -206,7 +206,8 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
         if call.policy.recall and call.columns:
             read = call.step.read
             expected = 0 if read is None else np.array(read.seen)[:, None]
-            archive.append(layer, *call.to_store, slots.pos, slots.kv.first, call.padding, expected=expected)
+            k, v = call.to_store
+            archive.append(layer, k, v, slots.pos, slots.kv.first, call.padding, expected)
     if not call.step.decoding:
         call.step.meter.live[call.index] = layer.live_bytes()
 

@@ -209,7 +209,8 @@ def _is_due(call: LayerCall) -> bool:
     step, layer, plan = call.step, call.layer, call.step.plan
     if step.decoding:
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
-            archive.append(layer, *call.new, step.positions, step.first, step.padding)
+            k, v = call.new
+            archive.append(layer, k, v, step.positions, step.first, step.padding)
         if plan.of_tokens is not None and observes(plan.policy, call.order, len(plan.order)):
             carry_newest(layer, plan.of_tokens.tokens(*given(call, [plan.of_tokens]).values()))
         return step.chooser is not None and step.chooser.takes(call)

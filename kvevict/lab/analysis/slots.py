@@ -63,6 +63,7 @@ class Layers:
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
         peak = self._carry_out(decisions, read)
         if chunk.last and self.planned.cuts.any() and policy.rows.needs_full_prompt:
+            assert self.planned.targets is not None  # something was cut
             # All layers hold the chunk while the model drafts over a cache copy cut to the budgets.
             most = zip(stored, read, self._per_head(self.planned.targets), strict=True)
             copy = sum(min(n + rows, target) + policy.rows.n_d for n, rows, target in most)

@@ -34,10 +34,10 @@ class AppendedRows:
 
     def last(self, count: int) -> "AppendedRows":
         """Return the last `count` rows."""
-        own = {name: getattr(self, name) for name in ("tokens", "positions", "columns")}
-        return replace(self, **{name: t if t is None else t[:, -count:] for name, t in own.items()})
+        positions, columns = (None if t is None else t[:, -count:] for t in (self.positions, self.columns))
+        return replace(self, tokens=self.tokens[:, -count:], positions=positions, columns=columns)
 
-    def adapted(self, decoder: Any) -> AbstractContextManager:
+    def adapted(self, decoder: Any) -> AbstractContextManager[Any]:
         """Return the context manager in which the decoder reads the rows."""
         return contextlib.nullcontext() if self.adapter is None else self.adapter.on(decoder)
 

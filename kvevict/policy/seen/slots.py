@@ -81,7 +81,7 @@ class Slots:
     index: int  # the decoder layer's number
     heads: Heads
     all_counts: np.ndarray  # [B, heads of all ranks] slot counts, on the host
-    protected: tuple[torch.Tensor, ...]  # (first, last) int32 [B]: how many slots at either end are always kept
+    protected: tuple[torch.Tensor, torch.Tensor]  # (first, last) int32 [B]: how many slots at either end are always kept
     pos: Any = None  # int32 [B, S] positions of the new columns
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: Any = None  # the `KV`; None for the slots of all ranks, as no rank holds all keys and values
@@ -156,7 +156,8 @@ class Slots:
     def around(self, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots (start, stop), int32 [B, Hkv] each, whose positions are within span [B, 2] (start, stop)."""
         if span not in self._around:
-            self._around[span] = self.below(span).unbind()
+            start, stop = self.below(span).unbind()
+            self._around[span] = start, stop
         return self._around[span]
 
     @cached_property

@@ -32,10 +32,11 @@ class OutputError(Quantity):
         weights, start = self.row_weights(slots, observation), 0
         total: Any = None
         for part in observation.parts:
-            rows = part.q.shape[2]
+            rows, out = part.q.shape[2], part.out
+            assert out is not None  # `outputs` asks for them
             own = None if weights is None else weights[:, :, start : start + rows].contiguous()
             options = dict(kind=self.kind, alpha=self.alpha, weight=own, columns=slots.columns)
-            each = observed(_ops.error, slots, part, (part.out,), self.group, **options)
+            each = observed(_ops.error, slots, part, (out,), self.group, **options)
             total, start = each if total is None else total + each, start + rows
         return total
 
