@@ -85,5 +85,5 @@ class Layers:
                 new[cut.layer] = 0
         return peak / self.kv_heads
 
-    def _per_head(self, slots: np.ndarray) -> list:
+    def _per_head(self, slots: Any) -> list:
         return [n / self.kv_heads if n % self.kv_heads else n // self.kv_heads for n in slots[:, 0].tolist()]
