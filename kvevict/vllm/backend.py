@@ -122,7 +122,7 @@ class Builder(AttentionMetadataBuilder):
                 tokens.append(before)
             elif before < ends[r]:
                 spans.append((slice(starts[r], starts[r + 1]), block, before))
-        return Metadata(blocks[: len(tokens)], torch.tensor(tokens, dtype=torch.int64), spans)
+        return Metadata(blocks[: len(tokens)], torch.tensor(tokens, dtype=torch.int64, device=self.device), spans)
 
 
 class Impl(AttentionImpl):

@@ -70,14 +70,13 @@ class States:
         numbers = planes[1].flatten(1)[:, rows * dim :].view(torch.int32)
         self.positions = numbers[:, :rows]  # [blocks, rows], of each row of a state
         self.kept = numbers[:, rows : rows + shape.kv_heads]  # [blocks, Hkv] slots after the last cut
-        first, second = rows, rows + shape.numbers
-        self.queries = (  # [blocks, window, heads, dim] of the last rows of a period
-            planes[0][:, first : first + window * near].unflatten(1, (window, -1)) if window else None,
-            planes[1][:, second : second + window * (shape.heads - near)].unflatten(1, (window, -1))
-            if window and near < shape.heads
-            else None,
-        )
-        self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.k.device)
+        places = (planes[0], rows, near), (planes[1], rows + shape.numbers, shape.heads - near)
+        self.queries = [  # [blocks, window, heads, dim] of the last rows of a period
+            plane[:, first : first + window * heads].unflatten(1, (window, heads)) for plane, first, heads in places
+        ]
+        self.device = cache.device
+        self.none = torch.zeros(1, dtype=torch.int32, device=self.device)  # no padding
+        self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.device)
 
     def slots(self, blocks: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(first row int64, slots int32) [n, Hkv] of the heads of requests that have so many tokens [n] stored, without
@@ -88,10 +87,10 @@ class States:
 
     def stored(self, block: int, tokens: int) -> Stored:
         """The slots of one request, whose rows are counted from its block's first."""
-        start, length = self.slots(torch.tensor([block]), torch.tensor([tokens]))
+        start, length = self.slots(*torch.tensor([[block], [tokens]], device=self.device))
         at = block * self.shape.plane
         k, v = (x[at : at + self.shape.rows] for x in (self.k, self.v))
-        counts, starts = length.numpy(), start.numpy()
+        counts, starts = length.cpu().numpy(), start.cpu().numpy()
         return Stored(k, v, self.positions[block], start, length, counts=counts, starts=starts, like=k[:0])
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
@@ -107,11 +106,11 @@ class States:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
-        stored, first, rows = self.stored(block, tokens), torch.zeros(1, dtype=torch.int32), len(q)
+        stored, rows = self.stored(block, tokens), len(q)
         each = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        out, _ = _ops.attend(each[0], stored, *each[1:], first, **self.attention)
-        position = torch.arange(tokens, tokens + rows, dtype=torch.int32)[None]
-        _ops.compact(stored, *each[1:], position, first, None, stored.len + rows, stored)
+        out, _ = _ops.attend(each[0], stored, *each[1:], self.none, **self.attention)
+        position = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.device)[None]
+        _ops.compact(stored, *each[1:], position, self.none, None, stored.len + rows, stored)
         place = self._place(tokens)
         new = min(rows, rows + place)  # rows of the period's window
         if new > 0:
@@ -140,8 +139,7 @@ class States:
         """Keep queries [.., H, D] at `places` of a request's window."""
         near = self.shape.near_keys
         for part, own in zip(self.queries, (q[..., :near, :], q[..., near:, :]), strict=True):
-            if part is not None:
-                part[block, places] = own
+            part[block, places] = own
 
     def cut(self, block: int, tokens: int) -> None:
         """Evict slots of a request of so many tokens, which are a multiple of the period."""
@@ -153,19 +151,19 @@ class States:
         if (stored.counts.sum(1) > slots).any():
             index, kept = self._chosen(stored, block, tokens, slots)
         else:
-            index = torch.arange(int(stored.counts.max())).expand(1, heads, -1)
+            index = torch.arange(int(stored.counts.max()), device=self.device).expand(1, heads, -1)
             index, kept = index.masked_fill(index >= stored.len[..., None], -1), stored.len
         there = index[0] >= 0
         old = (stored.offset[0, :, None] + index[0])[there]
-        new = (_starts(kept, options.period)[0, :, None] + torch.arange(index.shape[2]))[there]
+        new = (_starts(kept, options.period)[0, :, None] + torch.arange(index.shape[2], device=self.device))[there]
         for each in stored.buffers:
             each[new] = each[old]
         self.kept[block] = kept[0]
 
     def _chosen(self, stored: Stored, block: int, tokens: int, keep: np.ndarray) -> tuple[Tensor, Tensor]:
         """The indices [1, Hkv, K] of the slots that stay, -1 past a head's last, and their number [1, Hkv]."""
-        policy, none, like = self.options.policy, torch.zeros(1, dtype=torch.int32), self.k[:0]
-        empty = like.expand(1, self.shape.kv_heads, 0, -1)
+        policy, none = self.options.policy, self.none
+        empty = self.k[:0].expand(1, self.shape.kv_heads, 0, -1)
         call = CallRows(positions=none[None] + tokens - 1, first=none, padding=np.zeros(1, int))
         rows = LayerRows(call, np.array([policy.budget]), None, None, None, None)
         ends = protected(policy, policy.rows, self.layer, rows, stored.counts.max(1))
@@ -173,14 +171,14 @@ class States:
         slots = Slots(self.layer, Heads(ALONE, self.shape.kv_heads), stored.counts, ends, none[None, :0], stored, kv)
         observation = self._observation(stored, block) if self.options.window else None
         choice = cut(policy, slots, observation, keep, order=self.layer)
-        return choice.index, torch.from_numpy(np.asarray(choice.keep)).to(torch.int32)
+        return choice.index, _ops.upload(choice.keep, self.device, torch.int32)
 
     def _observation(self, stored: Stored, block: int) -> Observation:
         """The period's last rows, with their outputs over the slots that each sees."""
-        window, none = self.options.window, torch.zeros(1, dtype=torch.int32)
-        q = torch.cat([part[block] for part in self.queries if part is not None], 1).transpose(0, 1)[None]
+        window, none = self.options.window, self.none
+        q = torch.cat([part[block] for part in self.queries], 1).transpose(0, 1)[None]
         before = stored.len - window
-        own = stored.offset[..., None] + before[..., None] + torch.arange(window)
+        own = stored.offset[..., None] + before[..., None] + torch.arange(window, device=self.device)
         held = _ops.Held(stored.k, stored.v, offset=stored.offset, len=before)
         out, lse = _ops.attend(q, held, stored.k[own], stored.v[own], none, **self.attention)
         return Observation((Observers(q, none, none, True, lse, out),))
