@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
 from .options import Options, options_of
-from .state import Shape, States
+from .state import Shape, States, last_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,7 @@ class Metadata(AttentionMetadata):
 
     blocks: Tensor  # int64 [n] of the first n requests, which have one row
     tokens: Tensor  # int64 [n] before that row
+    last: list[tuple[int, int, int]]  # `last_of` them
     spans: list[tuple[slice, int, int]]  # of the others: rows in the step, block, tokens before them
 
 
@@ -107,7 +108,8 @@ class Builder(AttentionMetadataBuilder):
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.options = options_of(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -116,13 +118,15 @@ class Builder(AttentionMetadataBuilder):
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         ends = (common.seq_lens.cpu() if lengths is None else lengths).tolist()
         blocks = common.block_table_tensor[: common.num_reqs, 0].long()
-        for r, block in enumerate(blocks.tolist()):
+        listed = blocks.tolist()
+        for r, block in enumerate(listed):
             before = ends[r] - (starts[r + 1] - starts[r])
             if before == ends[r] - 1 and before > 0 and not spans:
                 tokens.append(before)
             elif before < ends[r]:
                 spans.append((slice(starts[r], starts[r + 1]), block, before))
-        return Metadata(blocks[: len(tokens)], torch.tensor(tokens, dtype=torch.int64, device=self.device), spans)
+        last = last_of(self.options, listed, tokens)
+        return Metadata(blocks[: len(tokens)], torch.tensor(tokens, dtype=torch.int64, device=self.device), last, spans)
 
 
 class Impl(AttentionImpl):
@@ -164,7 +168,7 @@ class Impl(AttentionImpl):
             return output.zero_()
         states, step, n = self._states(layer, kv_cache), attn_metadata, len(attn_metadata.tokens)
         if n:
-            output[:n] = states.decode(query[:n], key[:n], value[:n], step.blocks, step.tokens)
+            output[:n] = states.decode(query[:n], key[:n], value[:n], step.blocks, step.tokens, step.last)
         for rows, block, tokens in step.spans:
             output[rows] = states.read(query[rows], key[rows], value[rows], block, tokens)
         return output

@@ -39,6 +39,14 @@ class Options:
         """Number of a period's last queries that observe."""
         return self.policy.rows.most
 
+    def place(self, tokens: int) -> int:
+        """The place of the row after so many tokens among its period's last rows, which observe; below 0: before."""
+        return tokens % self.period - (self.period - self.window)
+
+    def ends(self, tokens: int) -> bool:
+        """Whether so many tokens end with a period's last."""
+        return tokens % self.period == 0
+
 
 # What a layer's slots and a period's last rows cannot give: (refused, reason, options that do without).
 REFUSED = (

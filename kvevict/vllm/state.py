@@ -101,7 +101,7 @@ class States:
             rows = min(len(q), period - tokens % period)
             out.append(self._read(q[:rows], k[:rows], v[:rows], block, tokens))
             q, k, v, tokens = q[rows:], k[rows:], v[rows:], tokens + rows
-            if tokens % period == 0:
+            if self.options.ends(tokens):
                 self.cut(block, tokens)
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -111,29 +111,28 @@ class States:
         out, _ = _ops.attend(each[0], stored, *each[1:], self.none, **self.attention)
         position = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.device)[None]
         _ops.compact(stored, *each[1:], position, self.none, None, stored.len + rows, stored)
-        place = self._place(tokens)
+        place = self.options.place(tokens)
         new = min(rows, rows + place)  # rows of the period's window
         if new > 0:
             self._watch(q[-new:], block, slice(max(place, 0), max(place, 0) + new))
         return out[0]
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, tokens: Tensor) -> Tensor:
-        """As `read`, with one row of each of several requests, [n, heads, D]: [n, H, D]."""
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, tokens: Tensor, last: list[tuple[int, int, int]]
+    ) -> Tensor:
+        """As `read`, with one row of each of several requests, [n, heads, D]: [n, H, D]. last: (row, block, tokens
+        before) of those near a period's end, by `last_of`."""
         start, length = self.slots(blocks, tokens)
         held = _ops.Held(self.k, self.v, self.no_positions, start + (blocks * self.shape.plane)[:, None], length)
         position = tokens[:, None].to(torch.int32)
         out, _, _ = _ops.decode(*(x.unsqueeze(2) for x in (q, k, v)), position, held, **self.attention)
         self.positions[blocks[:, None], start + length] = position.expand_as(length)
-        for row, (block, before) in enumerate(zip(blocks.tolist(), tokens.tolist(), strict=True)):
-            if (place := self._place(before)) >= 0:
+        for row, block, before in last:
+            if (place := self.options.place(before)) >= 0:
                 self._watch(q[row], block, place)
-            if (before + 1) % self.options.period == 0:
+            if self.options.ends(before + 1):
                 self.cut(block, before + 1)
         return out[:, 0]
-
-    def _place(self, tokens: int) -> int:
-        """The place of the row after so many tokens among its period's last rows, which observe; below 0: before."""
-        return tokens % self.options.period - (self.options.period - self.options.window)
 
     def _watch(self, q: Tensor, block: int, places: int | slice) -> None:
         """Keep queries [.., H, D] at `places` of a request's window."""
@@ -182,6 +181,12 @@ class States:
         held = _ops.Held(stored.k, stored.v, offset=stored.offset, len=before)
         out, lse = _ops.attend(q, held, stored.k[own], stored.v[own], none, **self.attention)
         return Observation((Observers(q, none, none, True, lse, out),))
+
+
+def last_of(options: Options, blocks: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
+    """(row, block, tokens before) of decoded rows that will observe, or that end a period."""
+    rows = zip(range(len(tokens)), blocks, tokens, strict=False)  # other requests' blocks follow
+    return [row for row in rows if options.place(row[2]) >= 0 or options.ends(row[2] + 1)]
 
 
 def _starts(kept: Tensor, period: int) -> Tensor:

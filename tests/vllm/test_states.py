@@ -11,7 +11,7 @@ from policy_cases import BUDGET, CHUNK, model, ours, tokens, truth
 from transformers import AttentionInterface
 
 from kvevict.vllm.options import Options, policy_of
-from kvevict.vllm.state import Shape, States
+from kvevict.vllm.state import Shape, States, last_of
 
 PROMPT = 3 * CHUNK
 CASES = {
@@ -57,7 +57,8 @@ class Host:
             self.layers[layer] = States(cache, self.shape, layer, dict(scale=scale, softcap=0.0, sinks=None))
         states, blocks, before = self.layers[layer], self.at, self.before
         if len(blocks) == len(q) and min(before) > 0:
-            return states.decode(q, k, v, torch.tensor(blocks), torch.tensor(before))[None]
+            last = last_of(self.shape.options, blocks, before)
+            return states.decode(q, k, v, torch.tensor(blocks), torch.tensor(before), last)[None]
         return states.read(q, k, v, blocks[0], before[0])[None]
 
     @torch.no_grad()

@@ -1,11 +1,16 @@
 """vLLM with kvevict's backend: tokens, slots and requests. vLLM runs in processes of its own: `.ci/run vllm`."""
 
+import concurrent.futures
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -125,6 +130,65 @@ def test_refused_at_start_up(tmp_path, family, options, llm, said):
     model, _ = tiny.save(tmp_path / "model", family, max_position_embeddings=LONGEST)
     with pytest.raises(AssertionError, match=re.escape(said)):
         vllm(tmp_path, [model], [], options, **llm)
+
+
+@pytest.fixture
+def server(tmp_path, llama):
+    """The address of vLLM's own server, started with kvevict's options."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        llama[0],
+        "--served-model-name",
+        "m",
+    ]
+    command += ["--additional-config", json.dumps(dict(kvevict=options)), "--port", str(port), "--max-num-seqs", "4"]
+    command += ["--max-model-len", str(LONGEST), "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20)]
+    environment = os.environ | dict(
+        VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
+    )
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        for _ in range(300):
+            assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1/completions"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(address, **request):
+    body = json.dumps(dict(model="m", max_tokens=40, temperature=0, ignore_eos=True) | request).encode()
+    return urllib.request.urlopen(urllib.request.Request(address, body, {"Content-Type": "application/json"}))
+
+
+def test_the_server_answers_whole_in_parts_and_several_at_once(server):
+    """Streams, n answers, clients that go away, three clients at once, and counts of tokens."""
+    texts = prompts([100, 7, 60, 33])
+    whole = [json.load(ask(server, prompt=text)) for text in texts]
+    alone = [answer["choices"][0]["text"] for answer in whole]
+    assert [answer["usage"]["prompt_tokens"] for answer in whole] == [100, 7, 60, 33]
+    for text, want in zip(texts, alone, strict=True):
+        with ask(server, prompt=text, stream=True) as gone:
+            gone.readline()  # and the client goes away
+        with ask(server, prompt=text, stream=True) as stream:
+            events = [line[6:] for line in stream if line.startswith(b"data: {")]
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == want
+        assert [each["text"] for each in json.load(ask(server, prompt=text, n=2))["choices"]] == [want] * 2
+    with concurrent.futures.ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(lambda i: json.load(ask(server, prompt=texts[i % 4])), range(24)))
+    assert [answer["choices"][0]["text"] for answer in answers] == alone * 6
 
 
 def test_without_options_vllm_is_as_it_was():
