@@ -85,8 +85,8 @@ def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: 
     given = {"policy": DEFAULT, "period": 512} | given
     period = count("kvevict's period", given.pop("period"), 1)
     policy = policy_of(given, period)
-    if depends(policy):
-        policy = told(policy, _tokenizer(tokenizer, revision, trusted))
+    if depends(policy) and (its := _tokenizer(tokenizer, revision, trusted)) is not None:
+        policy = told(policy, its)
     return Options(policy, period, group)
 
 
@@ -128,9 +128,12 @@ def _lacking(policy: Policy) -> list[tuple[str, str]]:
 
 
 def _tokenizer(name: str, revision: str | None, trusted: bool) -> object:
+    """The model's tokenizer; None where Transformers does not load it, as of models in vLLM's own formats."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    with contextlib.suppress(Exception):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    return None
 
 
 def check(config: "VllmConfig", latents: bool = False) -> None:

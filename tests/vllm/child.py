@@ -96,10 +96,11 @@ def main(job, result):
         asked = json.load(file)
     from vllm import LLM
 
-    results = []
+    results, alive = [], []  # vLLM ends what models share with the first one that ends
     for model in asked.get("models") or [asked["model"]]:
         options = dict(dtype="float32", enforce_eager=True, seed=0, max_num_seqs=8, kv_cache_memory_bytes=64 << 20)
         llm = LLM(model=model, **options | asked["llm"])
+        alive.append(llm)
         results.append([globals()[run.pop("do")](llm, **run) for run in [dict(each) for each in asked["runs"]]])
     with open(result, "w", encoding="utf-8") as file:
         json.dump(results, file)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 CHILD = Path(__file__).with_name("child.py")
 PERIOD, BUDGET, LONGEST = 16, 32, 256
 FITS = dict(budget=LONGEST, period=PERIOD, window=8)
-TYPES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "olmo2", "granite"]
+TYPES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "granite"]
 
 
 def prompts(lengths, seed=3):
@@ -52,9 +52,8 @@ def test_tokens_are_vllms_where_everything_fits(tmp_path):
     models = [tiny.save(tmp_path / family, family, max_position_embeddings=LONGEST)[0] for family in TYPES]
     runs = [dict(do="greedy", prompts=prompts([5, 60, 131, 16, 17]), new=40)]
     plain = vllm(tmp_path, models, runs)
-    for llm in (dict(max_num_batched_tokens=256), dict(max_num_batched_tokens=37)):
-        for policy in ("edie", "snapkv"):
-            assert vllm(tmp_path, models, runs, FITS | dict(policy=policy), **llm) == plain
+    for policy, tokens in (("edie", 256), ("snapkv", 37)):
+        assert vllm(tmp_path, models, runs, FITS | dict(policy=policy), max_num_batched_tokens=tokens) == plain
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "edie", "paasvn", "chunkkv:c=4", "streaming", "keydiff"])
@@ -66,7 +65,9 @@ def test_slots_and_logprobs_are_the_engines(tmp_path, llama, policy):
     window = {} if policy in ("streaming", "keydiff") else dict(window=4)
     options = dict(budget=BUDGET, period=PERIOD, policy=policy) | window
     runs = [dict(do="kept", prompts=texts, new=new)]
-    small, large = (vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=n)[0][0] for n in (7, 100))
+    small, large = (
+        vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=n, max_num_seqs=4)[0][0] for n in (7, 100)
+    )
     schedule = dict(budget=BUDGET, chunk_size=PERIOD, decode=True, interval=PERIOD) | window
     for ids, one, other in zip(texts, small, large, strict=True):
         assert (one["tokens"], one["slots"]) == (other["tokens"], other["slots"])
