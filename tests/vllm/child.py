@@ -24,7 +24,7 @@ def layers(llm):
 def greedy(llm, prompts, new=20, **more):
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, **more)
+    params = SamplingParams(**dict(temperature=0, max_tokens=new, ignore_eos=True) | more)
     outputs = llm.generate([dict(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
     return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
@@ -34,7 +34,7 @@ def run(llm, prompts, new, each_step=lambda step, scheduler: None, **more):
     from vllm import SamplingParams
 
     engine, done, step = llm.llm_engine, {}, 0
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, **more)
+    params = SamplingParams(**dict(temperature=0, max_tokens=new, ignore_eos=True) | more)
     for i, ids in enumerate(prompts):
         engine.add_request(str(i), dict(prompt_token_ids=ids), params)
     while engine.has_unfinished_requests():
