@@ -109,7 +109,9 @@ class Builder(AttentionMetadataBuilder):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.options = options_of(vllm_config)
+        options = options_of(vllm_config)
+        assert options is not None, "a model without kvevict has another backend"
+        self.options = options
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -176,6 +178,6 @@ class Impl(AttentionImpl):
     def _states(self, layer: AttentionLayer, cache: Tensor) -> States:
         if self.states is None or self.cache is not cache:
             shape = Shape(self.kv_heads, self.head_size, cache.dtype, self.options)
-            index = int(re.search(r"(?:^|\.)(\d+)\.", layer.layer_name)[1])
+            index = int(re.findall(r"(?:^|\.)(\d+)\.", layer.layer_name)[0])
             self.states, self.cache = States(cache, shape, index, self.attention), cache
         return self.states

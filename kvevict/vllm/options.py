@@ -37,7 +37,12 @@ class Options:
     @property
     def window(self) -> int:
         """Number of a period's last queries that observe."""
-        return self.policy.rows.most
+        return self.policy.rows.most or 0
+
+    @property
+    def slots(self) -> int:
+        """Number of slots that a cut leaves to a kv head on average."""
+        return self.policy.slots(0)
 
     def place(self, tokens: int) -> int:
         """The place of the row after so many tokens among its period's last rows, which observe; below 0: before."""
@@ -118,7 +123,7 @@ def policy_of(given: dict, period: int) -> Policy:
                 instead = repr(fixed)
         reasons = "; ".join(reason for reason, _ in lacking)
         raise ValueError(f"kvevict in vLLM: policy {text!r} cannot work here, because {reasons}: give {instead}")
-    if policy.rows.most > period:
+    if (policy.rows.most or 0) > period:
         raise ValueError(f"kvevict in vLLM: period={period} is less than the {policy.rows.most} rows that observe")
     return policy
 

@@ -31,7 +31,7 @@ class Shape:
     options: Options
 
     heads = property(lambda self: self.kv_heads * self.options.group)
-    rows = property(lambda self: self.kv_heads * (self.options.policy.budget + self.options.period))
+    rows = property(lambda self: self.kv_heads * (self.options.slots + self.options.period))
     row_bytes = property(lambda self: self.dim * self.dtype.itemsize)
 
     @property
@@ -107,10 +107,10 @@ class States:
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
         stored, rows = self.stored(block, tokens), len(q)
-        each = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        out, _ = _ops.attend(each[0], stored, *each[1:], self.none, **self.attention)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out, _ = _ops.attend(queries, stored, keys, values, self.none, **self.attention)
         position = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.device)[None]
-        _ops.compact(stored, *each[1:], position, self.none, None, stored.len + rows, stored)
+        _ops.compact(stored, keys, values, position, self.none, None, stored.len + rows, stored)
         place = self.options.place(tokens)
         new = min(rows, rows + place)  # rows of the period's window
         if new > 0:
@@ -125,7 +125,8 @@ class States:
         start, length = self.slots(blocks, tokens)
         held = _ops.Held(self.k, self.v, self.no_positions, start + (blocks * self.shape.plane)[:, None], length)
         position = tokens[:, None].to(torch.int32)
-        out, _, _ = _ops.decode(*(x.unsqueeze(2) for x in (q, k, v)), position, held, **self.attention)
+        queries, keys, values = (x.unsqueeze(2) for x in (q, k, v))
+        out, _, _ = _ops.decode(queries, keys, values, position, held, **self.attention)
         self.positions[blocks[:, None], start + length] = position.expand_as(length)
         for row, block, before in last:
             if (place := self.options.place(before)) >= 0:
@@ -146,7 +147,7 @@ class States:
         # One token less: the period's slots are all there, and `slots` counts them from the cut before.
         stored = self.stored(block, tokens - 1)
         stored.len, stored.counts = stored.len + 1, stored.counts + 1
-        slots = np.array([options.policy.budget * heads])
+        slots = np.array([options.slots * heads])
         if (stored.counts.sum(1) > slots).any():
             index, kept = self._chosen(stored, block, tokens, slots)
         else:
@@ -164,8 +165,8 @@ class States:
         policy, none = self.options.policy, self.none
         empty = self.k[:0].expand(1, self.shape.kv_heads, 0, -1)
         call = CallRows(positions=none[None] + tokens - 1, first=none, padding=np.zeros(1, int))
-        rows = LayerRows(call, np.array([policy.budget]), None, None, None, None)
-        ends = protected(policy, policy.rows, self.layer, rows, stored.counts.max(1))
+        rows = LayerRows(call, np.array([self.options.slots]), None, None, None, None)
+        ends = protected(policy, policy.rows, self.layer, rows, stored.counts.max(1))  # type: ignore[arg-type]  # built
         kv = KV(stored, empty, empty, none, self.attention)
         slots = Slots(self.layer, Heads(ALONE, self.shape.kv_heads), stored.counts, ends, none[None, :0], stored, kv)
         observation = self._observation(stored, block) if self.options.window else None

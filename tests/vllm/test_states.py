@@ -21,6 +21,7 @@ CASES = {
     "adakv": dict(window=4),
     "edie": dict(window=4),
     "edie, equal": dict(window=5, heads="equal", weight="i>w"),
+    "edie-exact": dict(window=4),
     "paasvn": dict(window=4),
     "chunkkv": dict(window=4, c=4),
     "chunkkv, whole runs": dict(window=4, c=4, exact=False, per_head=True, heads="ada"),
