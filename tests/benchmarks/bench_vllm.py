@@ -34,14 +34,21 @@ def measure(a):
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
 
     def run(prompts, new):
-        start, params = time.process_time(), SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        llm.generate([dict(prompt_token_ids=each) for each in prompts], params, use_tqdm=False)
-        return time.process_time() - start
+        """Processor seconds until every request has its first token, and from then on until all have the last."""
+        engine, waiting, clock = llm.llm_engine, set(map(str, range(len(prompts)))), [time.process_time()]
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        for i, each in enumerate(prompts):
+            engine.add_request(str(i), dict(prompt_token_ids=each), params)
+        while engine.has_unfinished_requests():
+            begun = {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+            if waiting and not (waiting := waiting - begun):
+                clock.append(time.process_time())
+        return clock[1] - clock[0], time.process_time() - clock[1]
 
-    run([ids[:600]], 2)
-    prefill = run([ids[: a.tokens]], 1)
-    token = (run([ids[: a.tokens]], 1 + a.new) - prefill) / a.new
-    several = run([ids[i * a.several : (i + 1) * a.several] for i in range(a.requests)], 16)
+    run([ids[:1200]], 2)  # warm
+    prefill, answer = run([ids[: a.tokens]], 1 + a.new)
+    token = answer / a.new
+    several = sum(run([ids[i * a.several : (i + 1) * a.several] for i in range(a.requests)], 16))
     print("RESULT", json.dumps(dict(
         request_bytes=block * blocks, fit=(config.num_gpu_blocks - 1) // blocks, prefill=prefill, token=token,
         several=several,

@@ -24,7 +24,8 @@ FOUND = importlib.util.find_spec("vllm")  # without vLLM it may be this folder, 
 pytestmark = pytest.mark.skipif(FOUND is None or not FOUND.origin, reason="vLLM is missing: .ci/run vllm has it")
 CHILD = Path(__file__).with_name("child.py")
 PERIOD, BUDGET, LONGEST = 16, 32, 256
-FITS = dict(budget=LONGEST, period=PERIOD, window=8)
+FITS = dict(budget=LONGEST, period=PERIOD, policy="snapkv", window=8)
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
 TYPES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "granite"]
 
 
@@ -125,8 +126,7 @@ def test_compiled_and_by_transformers_implementation(tmp_path, llama):
     ("llama", dict(policy="take", budget=64), {}, "layers do not wait for each other: give 'take:warmup_layers=none'"),
     ("llama", dict(policy="snapkv", budget=32), {}, "always keeps 32 slots of each head"),
     ("llama", dict(policy="snapkv"), {}, '"budget": 512'),
-    ("llama", FITS, dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)),
-     "leave --speculative-config out"),
+    ("llama", FITS, dict(speculative_config=NGRAM), "leave --speculative-config out"),
 ])  # fmt: skip
 def test_refused_at_start_up(tmp_path, family, options, llm, said):
     model, _ = tiny.save(tmp_path / "model", family, max_position_embeddings=LONGEST)
