@@ -4,13 +4,14 @@ of the Transformers engine that reads chunks of a period and evicts every period
 import copy
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from policy_cases import BUDGET, CHUNK, model, ours, tokens, truth
 from transformers import AttentionInterface
 
-from kvevict.vllm.options import Options, policy_of
+from kvevict.vllm.options import Options, check, policy_of
 from kvevict.vllm.state import Shape, States, last_of
 
 PROMPT = 3 * CHUNK
@@ -179,3 +180,25 @@ def test_a_state_has_little_beside_its_slots():
 def test_what_cannot_work_is_refused_by_name(given, said):
     with pytest.raises(ValueError, match=said):
         policy_of(dict(budget=512) | given, 64)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(use_mla=True), "latents"),
+    (dict(is_hybrid=True), "layers with a state"),
+    (dict(runner_type="pooling"), "decoders that generate"),
+    (dict(speculative_config=1), "leave --speculative-config out"),
+    (dict(kv_transfer_config=1), "leave --kv-transfer-config out"),
+    (dict(world_size=2), "leave parallel sizes at 1"),
+    (dict(cache_dtype="fp8"), "leave --kv-cache-dtype out"),
+])  # fmt: skip
+def test_models_and_configurations_are_refused(changes, said):
+    config = SimpleNamespace(
+        use_mla=False, is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, runner_type="generate",
+        speculative_config=None, kv_transfer_config=None, world_size=1, decode_context_parallel_size=1,
+        cache_dtype="auto",
+    )  # fmt: skip
+    config.model_config = config.parallel_config = config.cache_config = config
+    check(config)
+    vars(config).update(changes)
+    with pytest.raises(ValueError, match=said):
+        check(config)
