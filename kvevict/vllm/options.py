@@ -148,7 +148,7 @@ def check(config: "VllmConfig", latents: bool = False) -> None:
     for refused, reason in (
         (latents or model.use_mla, "the model stores latents (MLA), which heads share: serve it without kvevict"),
         (model.is_hybrid or model.is_attention_free, "the model has layers with a state: serve it without kvevict"),
-        (model.is_encoder_decoder or model.runner_type != "generate", "it serves decoders that generate"),
+        (model.is_encoder_decoder or model.runner_type != "generate", "only decoders that generate are served"),
         (config.speculative_config is not None,
          "tokens that are taken back may have passed a cut: leave --speculative-config out"),
         (config.kv_transfer_config is not None, "a state has no pages to send: leave --kv-transfer-config out"),
