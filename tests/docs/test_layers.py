@@ -15,7 +15,7 @@ LAYERS = (  # files and rooms; of several that fit a file the longest counts
     "engine",
     "patch report models/trial models/refusals asking store answering train/targets train/query_statistics",
     "train",
-    "commands serve lm_eval",
+    "commands serve lm_eval vllm",
     "lab",  # nothing but `cli` imports from here
     "cli",
     "api __init__ __main__",

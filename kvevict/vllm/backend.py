@@ -1,0 +1,183 @@
+"""An attention backend of vLLM whose block is the whole state of a request.
+
+`customize_spec` makes a block as long as the longest request, so every request has exactly one, whatever its length:
+scheduler, admission, block tables and preemption stay vLLM's. Slots are evicted at fixed token positions, so a state
+depends on a request's tokens alone, and not on the steps that the scheduler reads them in: nothing is kept from step to
+step but the state itself, and a request that lost its block is recomputed as it was.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
+
+from .options import Options, options_of
+from .state import Shape, States, last_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(FullAttentionSpec):
+    """A block of it is a request's state. vLLM's manager is the one of its base class."""
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return False
+
+
+class Backend(AttentionBackend):
+    """kvevict's backend; `backend_of` gives it the options."""
+
+    options: ClassVar[Options]
+    max_tokens: ClassVar[int]
+    impl: ClassVar[type]
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM looks it up in its enum
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.impl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple:
+        return (KVCacheLayout.LHBNC,)  # the planes of all blocks are dense: `States`
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if type(spec) is not FullAttentionSpec:
+            raise ValueError("kvevict in vLLM: the model has layers with a sliding window: serve it without kvevict")
+        shape = Shape(spec.num_kv_heads, spec.head_size, spec.dtype, cls.options)
+        own = {name: getattr(spec, name) for name in ("num_kv_heads", "head_size", "head_size_v", "dtype")}
+        return StateSpec(
+            block_size=cls.max_tokens, tokens_per_state=cls.max_tokens, num_head_slots=2,
+            state_content_bytes=shape.plane_bytes, max_tp_shards=spec.max_tp_shards, **own,
+        )  # fmt: skip
+
+
+@functools.cache
+def backend_of(options: Options, max_tokens: int) -> type[Backend]:
+    """The backend of a model that reads at most so many tokens. vLLM calls it without saying for which model."""
+    impl = type("Impl", (Impl,), dict(options=options))
+    return type("Backend", (Backend,), dict(options=options, max_tokens=max_tokens, impl=impl, __module__=__name__))
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """The rows of a step: one of each of some requests, then those of others."""
+
+    blocks: Tensor  # int64 [n] of the first n requests, which have one row
+    tokens: Tensor  # int64 [n] before that row
+    last: list[tuple[int, int, int]]  # `last_of` them
+    spans: list[tuple[slice, int, int]]  # of the others: rows in the step, block, tokens before them
+
+
+class Builder(AttentionMetadataBuilder):
+    _cudagraph_support = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = 1  # requests of one row come first
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        options = options_of(vllm_config)
+        assert options is not None, "a model without kvevict has another backend"
+        self.options = options
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        common, tokens, spans = common_attn_metadata, [], []
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+        ends = (common.seq_lens.cpu() if lengths is None else lengths).tolist()
+        blocks = common.block_table_tensor[: common.num_reqs, 0].long()
+        listed = blocks.tolist()
+        for r, block in enumerate(listed):
+            before = ends[r] - (starts[r + 1] - starts[r])
+            if before == ends[r] - 1 and before > 0 and not spans:
+                tokens.append(before)
+            elif before < ends[r]:
+                spans.append((slice(starts[r], starts[r + 1]), block, before))
+        last = last_of(self.options, listed, tokens)
+        return Metadata(blocks[: len(tokens)], torch.tensor(tokens, dtype=torch.int64, device=self.device), last, spans)
+
+
+class Impl(AttentionImpl):
+    options: ClassVar[Options]
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.head_size = head_size
+        if options_of(get_current_vllm_config()) != self.options:
+            raise RuntimeError(
+                "kvevict in vLLM: this process has built a model with other options of kvevict, whose backend vLLM "
+                "remembers: give each model a process of its own"
+            )
+        for refused, what in (
+            (sliding_window is not None, "a sliding window"),
+            (alibi_slopes is not None, "ALiBi"),
+            (attn_type != "decoder", f"attention of the type {attn_type}"),
+            (kv_sharing_target_layer_name is not None, "the keys of another layer"),
+            (num_heads != self.kv_heads * self.options.group, "another number of heads than others"),
+            (head_size % 8 or head_size > 512, f"a head dimension of {head_size}"),
+        ):
+            if refused:
+                raise ValueError(f"kvevict in vLLM: the model has layers with {what}: serve it without kvevict")
+        self.attention = dict(scale=float(scale), softcap=float(logits_soft_cap or 0), sinks=sinks)
+        self.states: States | None = None
+        self.cache: Tensor | None = None
+
+    def forward(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Metadata | None, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if attn_metadata is None or kv_cache.numel() == 0:  # vLLM measures memory
+            return output.zero_()
+        states, step, n = self._states(layer, kv_cache), attn_metadata, len(attn_metadata.tokens)
+        if n:
+            output[:n] = states.decode(query[:n], key[:n], value[:n], step.blocks, step.tokens, step.last)
+        for rows, block, tokens in step.spans:
+            output[rows] = states.read(query[rows], key[rows], value[rows], block, tokens)
+        return output
+
+    def _states(self, layer: AttentionLayer, cache: Tensor) -> States:
+        if self.states is None or self.cache is not cache:
+            shape = Shape(self.kv_heads, self.head_size, cache.dtype, self.options)
+            index = int(re.findall(r"(?:^|\.)(\d+)\.", layer.layer_name)[0])
+            self.states, self.cache = States(cache, shape, index, self.attention), cache
+        return self.states

@@ -1,0 +1,29 @@
+"""The attention backend of the model that vLLM builds, by the name of a member of vLLM's `AttentionBackendEnum`.
+
+vLLM resolves a registered path as an attribute of a module while a model's configuration is in force, so this module
+makes the attribute then: kvevict's backend for a model with kvevict's options, vLLM's own for any other.
+"""
+
+from vllm.config import get_current_vllm_config
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from .options import check, options_of
+
+
+def __getattr__(name: str) -> type:
+    if name not in AttentionBackendEnum.__members__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    config = get_current_vllm_config()
+    options = options_of(config)
+    if options is not None:
+        check(config, latents=name.endswith("MLA"))
+        from .backend import backend_of
+
+        return backend_of(options, config.model_config.max_model_len)
+    if name == "CUSTOM":
+        raise ValueError(
+            "the attention backend CUSTOM is kvevict's, which has no options here: give --additional-config "
+            '\'{"kvevict": {"budget": 512}}\', or leave --attention-backend out'
+        )
+    return resolve_obj_by_qualname(AttentionBackendEnum[name].value)

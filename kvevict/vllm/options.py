@@ -1,0 +1,161 @@
+"""The options of a model, from vLLM's `additional_config={"kvevict": {...}}`, and everything that is refused."""
+
+import contextlib
+import functools
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..engine.measure.quantities import of_policy
+from ..policy.building import build
+from ..policy.checks import count
+from ..policy.inputs import Policy
+from ..policy.layers import LayerBudget
+from ..policy.rows.probe import Probe
+from ..policy.rows.window import Last, NoRows, Window
+from ..policy.run import OPTIONS
+from ..policy.text import DEFAULT, parse_policy
+from ..policy.tokenizer import depends, told
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What kvevict does in a model.
+
+    policy   the slots that stay; its `budget` is the number of slots of each kv head on average
+    period   tokens between two cuts, of a prompt and of its answer
+    group    query heads of a kv head
+    """
+
+    policy: Policy
+    period: int
+    group: int
+
+    @property
+    def window(self) -> int:
+        """Number of a period's last queries that observe."""
+        return self.policy.rows.most or 0
+
+    @property
+    def slots(self) -> int:
+        """Number of slots that a cut leaves to a kv head on average."""
+        return self.policy.slots(0)
+
+    def place(self, tokens: int) -> int:
+        """The place of the row after so many tokens among its period's last rows, which observe; below 0: before."""
+        return tokens % self.period - (self.period - self.window)
+
+    def ends(self, tokens: int) -> bool:
+        """Whether so many tokens end with a period's last."""
+        return tokens % self.period == 0
+
+
+# What a layer's slots and a period's last rows cannot give: (refused, reason, options that do without).
+REFUSED = (
+    (lambda p: p.recall, "an archive of all slots has no constant size", "recall=False"),
+    (lambda p: p.keep_prompt, "a prompt's slots have no constant number", "keep_prompt=False"),
+    (lambda p: p.tsp is not None, "vLLM's layers all read the same tokens", "tsp=none"),
+    (lambda p: p.n_reuse > 1, "vLLM's layers each store their own slots", "n_reuse=1"),
+    (lambda p: p.warmup_layers not in (None, 1), "vLLM's layers do not wait for each other", "warmup_layers=none"),
+    (lambda p: type(p.layers) is not LayerBudget, "every layer's part of a state has the same size", "layers=uniform"),
+    (lambda p: type(p.rows) not in (NoRows, Last, Window, Probe) or not isinstance(p.rows.most, int),
+     "its observing rows are not a text's last ones", "rows=window"),
+    (lambda p: getattr(p.rows, "span", None), "a span is counted in a prompt, and periods are not", "probe=32"),
+    (lambda p: p.carry != "none", "a state keeps no numbers of slots", "carry=none"),
+    (lambda p: any(each.needs or each.remembers for each in of_policy(p)),
+     "it measures more than a layer's slots and rows", ""),
+)  # fmt: skip
+INSTEAD = "snapkv, edie, paasvn, chunkkv, take+edie, streaming, tova, knorm, keydiff or random"
+
+
+def options_of(config: "VllmConfig") -> Options | None:
+    """Return the options of a `VllmConfig`; None: it has none, and kvevict leaves the model alone."""
+    more = config.additional_config
+    if not isinstance(more, dict) or "kvevict" not in more:
+        return None
+    model = config.model_config
+    heads = [get(config.parallel_config) for get in (model.get_num_attention_heads, model.get_num_kv_heads)]
+    tokenizer = model.tokenizer, model.tokenizer_revision, model.trust_remote_code
+    return _made(json.dumps(more["kvevict"]), heads[0] // heads[1], *tokenizer)
+
+
+@functools.cache
+def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: bool) -> Options:
+    given = json.loads(text)
+    if not isinstance(given, dict) or "budget" not in given:
+        raise ValueError(f'kvevict in vLLM: give {{"kvevict": {{"budget": 512}}}}, got {text}')
+    given = {"policy": DEFAULT, "period": 512} | given
+    period = count("kvevict's period", given.pop("period"), 1)
+    policy = policy_of(given, period)
+    if depends(policy) and (its := _tokenizer(tokenizer, revision, trusted)) is not None:
+        policy = told(policy, its)
+    return Options(policy, period, group)
+
+
+def policy_of(given: dict, period: int) -> Policy:
+    """Build the policy of the options `policy`, `budget` and others of it. Raises ValueError, with the reason and what
+    to give, for a policy that needs more than a layer's slots and the rows before a cut."""
+    given = dict(given)
+    text = given.pop("policy")
+    name, own = parse_policy(text)
+    for option in {*own, *given} & {*OPTIONS, "chunk_size", "schedule", "decode", "interval"} - {"recall"}:
+        raise ValueError(
+            f"kvevict in vLLM: {option} is not an option here: slots are stored in the model's dtype, and evicted "
+            "every `period` tokens of a prompt and its answer; leave it out"
+        )
+    policy = build(name, **(own | given), chunk_size=period)
+    if not isinstance(policy.budget, int) or policy.threshold is not None:
+        raise ValueError(
+            "kvevict in vLLM: a request has the same memory whatever its text: give budget as a number of slots "
+            "of each head, as in 512, and no threshold"
+        )
+    lacking, instead = _lacking(policy), INSTEAD
+    if lacking:
+        changes = dict(change.split("=") for _, change in lacking if change)
+        options = {option: value for option, value in own.items() if option not in changes} | changes
+        fixed = name + ":" + ",".join(f"{option}={value}" for option, value in options.items())
+        with contextlib.suppress(ValueError):
+            others = {option: value for option, value in given.items() if option not in changes}
+            if not _lacking(build(fixed, **others, chunk_size=period)):
+                instead = repr(fixed)
+        reasons = "; ".join(reason for reason, _ in lacking)
+        raise ValueError(f"kvevict in vLLM: policy {text!r} cannot work here, because {reasons}: give {instead}")
+    if (policy.rows.most or 0) > period:
+        raise ValueError(f"kvevict in vLLM: period={period} is less than the {policy.rows.most} rows that observe")
+    return policy
+
+
+def _lacking(policy: Policy) -> list[tuple[str, str]]:
+    return [(reason, change) for refused, reason, change in REFUSED if refused(policy)]
+
+
+def _tokenizer(name: str, revision: str | None, trusted: bool) -> object:
+    """The model's tokenizer; None where Transformers does not load it, as of models in vLLM's own formats."""
+    from transformers import AutoTokenizer
+
+    with contextlib.suppress(Exception):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    return None
+
+
+def check(config: "VllmConfig", latents: bool = False) -> None:
+    """Raise ValueError, with the reason, for a model or a configuration of vLLM that kvevict cannot serve. latents:
+    the model's attention is MLA."""
+    model, parallel = config.model_config, config.parallel_config
+    for refused, reason in (
+        (latents or model.use_mla, "the model stores latents (MLA), which heads share: serve it without kvevict"),
+        (model.is_hybrid or model.is_attention_free, "the model has layers with a state: serve it without kvevict"),
+        (model.is_encoder_decoder or model.runner_type != "generate", "only decoders that generate are served"),
+        (config.speculative_config is not None,
+         "tokens that are taken back may have passed a cut: leave --speculative-config out"),
+        (config.kv_transfer_config is not None, "a state has no pages to send: leave --kv-transfer-config out"),
+        (parallel.world_size > 1 or parallel.decode_context_parallel_size > 1,
+         "the layers and heads of a model were only tried in one process: leave parallel sizes at 1"),
+        (config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
+         "slots are stored in the model's dtype: leave --kv-cache-dtype out"),
+    ):  # fmt: skip
+        if refused:
+            raise ValueError(f"kvevict in vLLM: {reason}")

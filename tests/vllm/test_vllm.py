@@ -1,0 +1,205 @@
+"""vLLM with kvevict's backend: tokens, slots and requests. vLLM runs in processes of its own: `.ci/run vllm`."""
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from caches import kept
+
+import kvevict
+
+FOUND = importlib.util.find_spec("vllm")  # without vLLM it may be this folder, which has no file of its own
+pytestmark = pytest.mark.skipif(FOUND is None or not FOUND.origin, reason="vLLM is missing: .ci/run vllm has it")
+CHILD = Path(__file__).with_name("child.py")
+PERIOD, BUDGET, LONGEST = 16, 32, 256
+FITS = dict(budget=LONGEST, period=PERIOD, policy="snapkv", window=8)
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2)
+TYPES = ["llama", "mistral", "qwen2", "qwen3", "olmo2", "granite"]
+
+
+def prompts(lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+def vllm(folder, models, runs, options=None, **llm):
+    """The results of child.py."""
+    job, result = folder / "job.json", folder / "result.json"
+    more = {} if options is None else dict(additional_config=dict(kvevict=options))
+    job.write_text(json.dumps(dict(models=models, runs=runs, llm=dict(max_model_len=LONGEST) | llm | more)))
+    done = subprocess.run([sys.executable, CHILD, job, result], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(result.read_text())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("llama"), max_position_embeddings=LONGEST)
+
+
+def test_tokens_are_vllms_where_everything_fits(tmp_path):
+    """Greedy, float32: types of models, several requests at once, answers over periods' ends."""
+    models = [tiny.save(tmp_path / family, family, max_position_embeddings=LONGEST)[0] for family in TYPES]
+    runs = [dict(do="greedy", prompts=prompts([5, 60, 131, 16, 17]), new=40)]
+    plain = vllm(tmp_path, models, runs)
+    for policy, tokens in (("edie", 256), ("snapkv", 37)):
+        assert vllm(tmp_path, models, runs, FITS | dict(policy=policy), max_num_batched_tokens=tokens) == plain
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "edie", "paasvn", "chunkkv:c=4", "streaming", "keydiff"])
+def test_slots_and_logprobs_are_the_engines(tmp_path, llama, policy):
+    """In steps of 7 and of 100 tokens. The engine reads the prompt's whole periods and then token by token (METHODS
+    14)."""
+    folder, model = llama
+    texts, new = prompts([5 * PERIOD + 3, 4 * PERIOD, 2]), 2 * PERIOD + 5
+    window = {} if policy in ("streaming", "keydiff") else dict(window=4)
+    options = dict(budget=BUDGET, period=PERIOD, policy=policy) | window
+    runs = [dict(do="kept", prompts=texts, new=new)]
+    small, large = (
+        vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=n, max_num_seqs=4)[0][0] for n in (7, 100)
+    )
+    schedule = dict(budget=BUDGET, chunk_size=PERIOD, decode=True, interval=PERIOD) | window
+    for ids, one, other in zip(texts, small, large, strict=True):
+        assert (one["tokens"], one["slots"]) == (other["tokens"], other["slots"])
+        every = torch.tensor([ids + one["tokens"]])
+        with kvevict.evicting(model, policy, **schedule), torch.no_grad():
+            begin = max(len(ids) // PERIOD * PERIOD, 1)
+            out = model(every[:, :begin], use_cache=True)
+            logits = [out.logits[0]]
+            for at in range(begin, every.shape[1] - 1):
+                out = model(every[:, at : at + 1], past_key_values=out.past_key_values)
+                logits.append(out.logits[0])
+        engine = torch.cat(logits).log_softmax(-1)[len(ids) - 1 :]
+        assert engine.argmax(-1).tolist() == one["tokens"]
+        mine = torch.tensor([one["logprobs"], other["logprobs"]])
+        torch.testing.assert_close(mine, engine.amax(-1).expand(2, -1), rtol=0, atol=2e-4)
+        assert [layer[0] for layer in kept(out.past_key_values)] == one["slots"]
+
+
+def test_requests_together_aborted_and_preempted(tmp_path, llama):
+    """More requests than vLLM has room for, in steps that mix them: each answers as it does alone."""
+    folder, _ = llama
+    texts = prompts([100, 3, 50, 16, 33, 77, 120, 15, 64, 40])
+    runs = [
+        *(dict(do="greedy", prompts=[text], new=50) for text in texts),
+        dict(do="greedy", prompts=texts, new=50),
+        dict(do="greedy", prompts=texts, new=50),  # again: vLLM's prefix cache finds nothing
+        dict(do="preempted", prompts=texts[:5], new=50, after=[3, 9, 30]),
+        dict(do="aborted", prompts=texts, new=50),
+        dict(do="greedy", prompts=texts[:3], new=50, n=3, temperature=1),  # vLLM refuses n > 1 without
+    ]
+    options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
+    (results,) = vllm(tmp_path, [folder], runs, options, max_num_batched_tokens=48, max_num_seqs=6)
+    alone = [result[0][0] for result in results[: len(texts)]]
+    together, again, preempted, aborted, drawn = results[len(texts) :]
+    assert [answer for (answer,) in together] == [answer for (answer,) in again] == alone
+    assert preempted == dict(tokens=alone[:5], lost=[5, 5, 5])
+    assert aborted["lost"] == 0
+    assert all(mine in (None, own) for mine, own in zip(aborted["tokens"], alone, strict=True))
+    assert aborted["tokens"][1::2] == alone[1::2]
+    assert [len({*map(tuple, answers)}) for answers in drawn] == [3] * 3
+
+
+def test_compiled_and_by_transformers_implementation(tmp_path, llama):
+    folder, _ = llama
+    runs = [dict(do="greedy", prompts=prompts([90, 40]), new=40)]
+    options = dict(budget=BUDGET, period=PERIOD, policy="snapkv", window=4)
+    eager = vllm(tmp_path, [folder], runs, options)
+    assert vllm(tmp_path, [folder], runs, options, model_impl="transformers") == eager
+    assert vllm(tmp_path, [folder], runs, options, enforce_eager=False) == eager
+
+
+@pytest.mark.parametrize(("family", "options", "llm", "said"), [
+    ("gemma2", FITS, {}, "the model has layers with a sliding window"),
+    ("llama", dict(policy="take", budget=64), {}, "layers do not wait for each other: give 'take:warmup_layers=none'"),
+    ("llama", dict(policy="snapkv", budget=32), {}, "always keeps 32 slots of each head"),
+    ("llama", dict(policy="snapkv"), {}, '"budget": 512'),
+    ("llama", FITS, dict(speculative_config=NGRAM), "leave --speculative-config out"),
+])  # fmt: skip
+def test_refused_at_start_up(tmp_path, family, options, llm, said):
+    model, _ = tiny.save(tmp_path / "model", family, max_position_embeddings=LONGEST)
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        vllm(tmp_path, [model], [], options, **llm)
+
+
+@pytest.fixture
+def server(tmp_path, llama):
+    """The address of vLLM's own server, started with kvevict's options."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = dict(budget=BUDGET, period=PERIOD, policy="edie", window=4)
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        llama[0],
+        "--served-model-name",
+        "m",
+    ]
+    command += ["--additional-config", json.dumps(dict(kvevict=options)), "--port", str(port), "--max-num-seqs", "4"]
+    command += ["--max-model-len", str(LONGEST), "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20)]
+    environment = os.environ | dict(
+        VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
+    )
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        for _ in range(300):
+            assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1/completions"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(address, **request):
+    body = json.dumps(dict(model="m", max_tokens=40, temperature=0, ignore_eos=True) | request).encode()
+    return urllib.request.urlopen(urllib.request.Request(address, body, {"Content-Type": "application/json"}))
+
+
+def test_the_server_answers_whole_in_parts_and_several_at_once(server):
+    """Streams, n answers, clients that go away, three clients at once, and counts of tokens."""
+    texts = prompts([100, 7, 60, 33])
+    whole = [json.load(ask(server, prompt=text)) for text in texts]
+    alone = [answer["choices"][0]["text"] for answer in whole]
+    assert [answer["usage"]["prompt_tokens"] for answer in whole] == [100, 7, 60, 33]
+    for text, want in zip(texts, alone, strict=True):
+        with ask(server, prompt=text, stream=True) as gone:
+            gone.readline()  # and the client goes away
+        with ask(server, prompt=text, stream=True) as stream:
+            events = [line[6:] for line in stream if line.startswith(b"data: {")]
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == want
+        two = [json.load(ask(server, prompt=text, n=2, temperature=1, seed=5)) for _ in range(2)]
+        assert two[0]["choices"] == two[1]["choices"]
+        assert len({each["text"] for each in two[0]["choices"]}) == 2
+    with concurrent.futures.ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(lambda i: json.load(ask(server, prompt=texts[i % 4])), range(24)))
+    assert [answer["choices"][0]["text"] for answer in answers] == alone * 6
+
+
+def test_without_options_vllm_is_as_it_was():
+    code = (
+        "import kvevict, sys; assert 'vllm' not in sys.modules; from vllm.plugins import load_general_plugins as load; "
+        "load(); from vllm.config import VllmConfig, set_current_vllm_config as use; import kvevict.vllm.chosen as c\n"
+        "with use(VllmConfig()): print(c.CPU_ATTN.__module__)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=200)
+    assert said.stdout.split()[-1:] == ["vllm.v1.attention.backends.cpu_attn"], said.stderr[-3000:]
