@@ -8,7 +8,7 @@ from .parts import PARTS, as_part, check_option, option_names
 from .policy import Policy
 from .presets import PRESETS
 from .run import OPTIONS, Run, apart
-from .text import parse_policy
+from .text import CALIBRATED, parse_policy
 
 BOUNDS = ("budget", "chunk_size")  # options of `patch` by name: None leaves what a text says
 
@@ -34,7 +34,7 @@ def choose(policy: Any, **options: Any) -> Chosen:
 
 def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a text's name, and its options with others that win; any other policy as it is."""
-    if not (isinstance(policy, str) and ":" in policy):
+    if not (isinstance(policy, str) and (":" in policy or policy.endswith(CALIBRATED))):
         return policy, options
     name, own = parse_policy(policy)
     return name, own | {name: value for name, value in options.items() if value is not None or name not in BOUNDS}
