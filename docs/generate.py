@@ -190,6 +190,7 @@ def parsed(doc: str, names: list) -> tuple:
 
 
 EXAMPLES = {
+    "calibrate": "kvevict calibrate MODEL --prompts prompts.jsonl --agree 0.9",
     "bench": "kvevict bench --model MODEL --policies take+edie snapkv --budget 512 --lengths 4096",
     "convert": "kvevict convert --model Qwen/Qwen3-8B --source nvidia/KVzap-mlp-Qwen3-8B --out GATES",
     "demo": "kvevict demo --budget 64 --policies take+edie streaming",

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
-    "HEADS", "LAYERS", "PRESETS", "QUANTITIES", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "HeadBudget",
-    "LayerBudget", "Pipeline", "Policy", "Quantity", "Refinement", "Rows", "Score", "Selection", "answer", "evicting",
-    "history", "load_cache", "measure_queries", "need", "observing", "patch", "policies", "read", "register_quantity",
-    "register_rows", "register_score", "report", "save_cache", "small_llama", "unpatch",
+    "HEADS", "LAYERS", "PRESETS", "QUANTITIES", "REFINEMENTS", "ROWS", "SCORES", "SELECTIONS", "Calibration", "Chat",
+    "HeadBudget", "LayerBudget", "Pipeline", "Policy", "Quantity", "Refinement", "Rows", "Score", "Selection",
+    "answer", "calibrate", "evicting", "history", "load_cache", "measure_queries", "need", "observing", "patch",
+    "policies", "read", "register_quantity", "register_rows", "register_score", "report", "save_cache", "small_llama",
+    "unpatch",
 ]  # fmt: skip
 
 

@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 from .answering.answer import Pipeline as Pipeline
 from .answering.answer import answer as answer
 from .answering.answer import read as read
+from .answering.calibration import Calibration as Calibration
+from .answering.calibration import calibrate as calibrate
+from .answering.chat import Chat as Chat
 from .asking.question import observing as observing
 from .engine.measure.quantities import QUANTITIES as QUANTITIES
 from .engine.measure.quantities import Quantity as Quantity

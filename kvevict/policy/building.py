@@ -8,7 +8,7 @@ from .parts import PARTS, as_part, check_option, option_names
 from .policy import Policy
 from .presets import PRESETS
 from .run import OPTIONS, Run, apart
-from .text import parse_policy
+from .text import CALIBRATED, parse_policy
 from .tokenizer import told
 
 BOUNDS = ("budget", "chunk_size")  # options of `patch` that, where they are None, leave a text's value
@@ -39,7 +39,7 @@ def choose(policy: Any, **options: Any) -> Chosen:
 
 def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Parse a policy that is a text: return its name and its options, over which `options` win."""
-    if not (isinstance(policy, str) and ":" in policy):
+    if not (isinstance(policy, str) and (":" in policy or policy.endswith(CALIBRATED))):
         return policy, options
     name, own = parse_policy(policy)
     return name, own | {name: value for name, value in options.items() if value is not None or name not in BOUNDS}

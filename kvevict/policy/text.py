@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 from .checks import parsed
 
 FORM = "NAME[:OPTION=VALUE,...]"
+CALIBRATED = ".json"  # end of a file's name
 DEFAULT = "take+edie"  # where no policy is named: the best measured for a prompt that asks (docs/results.md)
 PYTHON = {"None": None, "True": True, "False": False}
 
@@ -15,11 +17,26 @@ PYTHON = {"None": None, "True": True, "False": False}
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """Parse a policy's text into (preset's name, options). A value is JSON (a number, true, null, [0, 32], which may be
     written as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None.
-    Raises ValueError for an option without a value."""
+    NAME may be a file of `kvevict calibrate`, which has a name and options. Raises ValueError for an option without a
+    value, and for a file that is not one of these."""
     name, colon, rest = text.partition(":")
     rest = rest.translate(str.maketrans("()", "[]"))
     parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # at commas outside of brackets
-    return name, dict(_option(part) for part in parts)
+    options = dict(_option(part) for part in parts)
+    if name.endswith(CALIBRATED):
+        name, own = _calibrated(name)
+        options = own | options
+    return name, options
+
+
+def _calibrated(path: str) -> tuple[str, dict[str, Any]]:
+    """Read a policy's name and options from a file of `kvevict.Calibration.save`."""
+    try:
+        fields = parsed(Path(path).read_text("utf-8"))
+        name, options = parse_policy(fields["policy"])
+        return name, options | dict(budget=fields["budget"], kv=fields["kv"], chunk_size=fields["chunk_size"])
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ValueError(f"policy {path}: it is not a file of `kvevict calibrate` ({error!r}); make it anew") from None
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -72,6 +72,13 @@ def test_records(records):
     assert only.task == "longbench/trec" and only.answers == trec.answers
 
 
+def test_examples_that_begin_with_a_question_are_context(records, tmp_path):
+    prompt = f"kinds: \n\nQuestion: {TEXT}"
+    asked = of(tmp_path / "asked.jsonl", TREC | dict(prompt=prompt))
+    (case,) = TASKS["longbench/trec"](TaskSettings(tokenizer(), 100, 1, data=asked))
+    assert case.tags["cut"] and case.question == "" and case.context.startswith("kinds: \n\nQuestion: the")
+
+
 def test_the_middle_of_a_long_prompt_is_cut(records):
     settings = TaskSettings(tokenizer(), 100, 1, data=records)
     for case in TASKS["longbench"](settings):

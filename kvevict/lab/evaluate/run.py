@@ -23,7 +23,7 @@ from ...train.processes import Processes
 from . import protocols
 from .ask import AskedCase, ReadResult, ask, ask_together, encode, read
 from .results import Line, Results
-from .runs import FULL, MODES, RunSpec, policy_for, reads_alone
+from .runs import FULL, MODES, RunSpec, policy_for, reads_alone, specs
 from .tasks import Case, TaskSettings, find
 from .turns import converse
 
@@ -53,8 +53,7 @@ class Evaluation:
         is unknown, does not fit the budget, or recalls from a folder that cannot be written to."""
         if self.protocol is None:
             names = [name for name in self.policies if name != FULL.policy]
-            product = itertools.product(names, self.budgets, self.chunk_sizes, self.modes)
-            runs = [FULL, *dict.fromkeys(itertools.starmap(RunSpec, product))]
+            runs = [FULL, *dict.fromkeys(specs(names, self.budgets, self.chunk_sizes, self.modes))]
         else:
             runs = protocols.runs(self.protocol, self.budgets, self.modes[0], layers, self.adapter, self.draft)
         for run in runs[1:]:

@@ -13,8 +13,9 @@ tells whether the policy reads the question:
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from ...patch import slot_bytes
 from ...policy.building import Chosen, choose
 from ...policy.checks import byte_count
 from ...policy.policy import Policy
-from ...policy.text import parse_policy
+from ...policy.text import CALIBRATED, parse_policy
 
 MODES = ("known", "later", "other")
 ONE_PASS = 2**30  # a chunk size above every prompt's length
@@ -45,6 +46,19 @@ class RunSpec:
 FULL = RunSpec("full")
 
 
+def specs(
+    policies: Iterable[str], budgets: Iterable[int | float | str], chunk_sizes: Iterable[int | None],
+    modes: Iterable[str],
+) -> Iterator[RunSpec]:  # fmt: skip
+    """Yield the runs of every policy, budget, chunk size and mode. A file of `kvevict calibrate` has its own budget and
+    chunk size."""
+    for name in policies:
+        given = parse_policy(name)[1] if name.endswith(CALIBRATED) else {}
+        own = [given["budget"]] if given else budgets
+        sizes = [given["chunk_size"]] if given else chunk_sizes
+        yield from itertools.starmap(RunSpec, itertools.product([name], own, sizes, modes))
+
+
 def options_of(policy: Policy) -> dict[str, Any]:
     """Collect the options of a policy's rows and score."""
     parts: Any = policy.rows, policy.score
@@ -62,6 +76,8 @@ def policy_for(
     of it to observe.
     """
     name, given = parse_policy(run.policy)
+    if run.policy.endswith(CALIBRATED):
+        del given["budget"], given["chunk_size"]
     if {"budget", "chunk_size"} & given.keys():
         raise ValueError(f"policy {run.policy!r}: give budget and chunk_size by --budgets and --chunk-size")
     ample, how = choose(name, budget=2**30, chunk_size=ONE_PASS, **given)

@@ -98,8 +98,8 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
     else:  # a complete prompt: its context ends at the last occurrence of the words between context and question
         words, prompt, answers = after.partition("{{question}}")[0], each["prompt"], each["gold"]
         before = before if prompt.startswith(before) else ""
-        ends = [prompt.rindex(each) for each in (words, "\n\nQuestion:") if each.strip() and each in prompt]
-        end = ends[0] if ends else len(prompt)
+        places = [prompt.rfind(each) for each in (words, "\n\nQuestion:") if each.strip()]
+        end = next((place for place in places if place > len(before)), len(prompt))
         context, after = prompt[len(before) : end], prompt[end:]
     classes = each.get("all_classes")
     if isinstance(answers, dict):
