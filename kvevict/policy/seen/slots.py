@@ -81,7 +81,7 @@ class Slots:
     index: int  # the decoder layer's number
     heads: Heads
     all_counts: np.ndarray  # [B, heads of all ranks] slot counts, on the host
-    protected: tuple[torch.Tensor, torch.Tensor]  # (first, last) int32 [B]: how many slots at either end are always kept
+    protected: tuple[torch.Tensor, torch.Tensor]  # (first, last) int32 [B]: slots at either end that are always kept
     pos: Any = None  # int32 [B, S] positions of the new columns
     stored: Any = None  # of the stored slots of these heads: `pos` [N], `offset`, `len` [B, Hkv], `counts` on the host
     kv: Any = None  # the `KV`; None for the slots of all ranks, as no rank holds all keys and values
