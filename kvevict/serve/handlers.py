@@ -79,7 +79,7 @@ class Completions:
         ))  # fmt: skip
 
 
-class Chat(Completions):
+class ChatCompletions(Completions):
     """Writes the answers of /v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"

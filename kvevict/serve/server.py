@@ -21,7 +21,7 @@ from .call import Call
 from .errors import Json, Refused, of_field, refused
 from .fields import CHAT, COMPLETIONS, TEXTS
 from .generation import Generation
-from .handlers import Chat, Completions
+from .handlers import ChatCompletions, Completions
 from .messages import of_chat
 from .metrics import Metrics, progress
 from .options import Options
@@ -36,7 +36,7 @@ from .written import Written
 SMALL = 1 << 16  # most bytes of a body that is parsed in the event loop, where small requests keep their order
 JSON_TYPE = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {
-    CHAT: (Chat, check.chat),
+    CHAT: (ChatCompletions, check.chat),
     COMPLETIONS: (Completions, check.completion),
 }  # path -> (handler, check of a body)
 Result = TypeVar("Result")

@@ -26,8 +26,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
-from .options import Options, options_of
-from .state import Shape, States, last_of
+from .options import VllmOptions, options_of
+from .state import States, StateShape, last_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class StateSpec(FullAttentionSpec):
 class Backend(AttentionBackend):
     """kvevict's backend; `backend_of` gives it the options."""
 
-    options: ClassVar[Options]
+    options: ClassVar[VllmOptions]
     max_tokens: ClassVar[int]
     impl: ClassVar[type]
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
@@ -76,7 +76,7 @@ class Backend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         if type(spec) is not FullAttentionSpec:
             raise ValueError("kvevict in vLLM: the model has layers with a sliding window: serve it without kvevict")
-        shape = Shape(spec.num_kv_heads, spec.head_size, spec.dtype, cls.options)
+        shape = StateShape(spec.num_kv_heads, spec.head_size, spec.dtype, cls.options)
         own = {name: getattr(spec, name) for name in ("num_kv_heads", "head_size", "head_size_v", "dtype")}
         return StateSpec(
             block_size=cls.max_tokens, tokens_per_state=cls.max_tokens, num_head_slots=2,
@@ -85,7 +85,7 @@ class Backend(AttentionBackend):
 
 
 @functools.cache
-def backend_of(options: Options, max_tokens: int) -> type[Backend]:
+def backend_of(options: VllmOptions, max_tokens: int) -> type[Backend]:
     """The backend of a model that reads at most so many tokens. vLLM calls it without saying for which model."""
     impl = type("Impl", (Impl,), dict(options=options))
     return type("Backend", (Backend,), dict(options=options, max_tokens=max_tokens, impl=impl, __module__=__name__))
@@ -132,7 +132,7 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Impl(AttentionImpl):
-    options: ClassVar[Options]
+    options: ClassVar[VllmOptions]
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -177,7 +177,7 @@ class Impl(AttentionImpl):
 
     def _states(self, layer: AttentionLayer, cache: Tensor) -> States:
         if self.states is None or self.cache is not cache:
-            shape = Shape(self.kv_heads, self.head_size, cache.dtype, self.options)
+            shape = StateShape(self.kv_heads, self.head_size, cache.dtype, self.options)
             index = int(re.findall(r"(?:^|\.)(\d+)\.", layer.layer_name)[0])
             self.states, self.cache = States(cache, shape, index, self.attention), cache
         return self.states

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ..engine.measure.quantities import of_policy
 from ..policy.building import build
 from ..policy.checks import count
-from ..policy.inputs import Policy
 from ..policy.layers import LayerBudget
+from ..policy.policy import Policy
 from ..policy.rows.probe import Probe
 from ..policy.rows.window import Last, NoRows, Window
 from ..policy.run import OPTIONS
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class VllmOptions:
     """What kvevict does in a model.
 
     policy   the slots that stay; its `budget` is the number of slots of each kv head on average
@@ -71,7 +71,7 @@ REFUSED = (
 INSTEAD = "snapkv, edie, paasvn, chunkkv, take+edie, streaming, tova, knorm, keydiff or random"
 
 
-def options_of(config: "VllmConfig") -> Options | None:
+def options_of(config: "VllmConfig") -> VllmOptions | None:
     """Return the options of a `VllmConfig`; None: it has none, and kvevict leaves the model alone."""
     more = config.additional_config
     if not isinstance(more, dict) or "kvevict" not in more:
@@ -83,7 +83,7 @@ def options_of(config: "VllmConfig") -> Options | None:
 
 
 @functools.cache
-def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: bool) -> Options:
+def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: bool) -> VllmOptions:
     given = json.loads(text)
     if not isinstance(given, dict) or "budget" not in given:
         raise ValueError(f'kvevict in vLLM: give {{"kvevict": {{"budget": 512}}}}, got {text}')
@@ -92,7 +92,7 @@ def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: 
     policy = policy_of(given, period)
     if depends(policy) and (its := _tokenizer(tokenizer, revision, trusted)) is not None:
         policy = told(policy, its)
-    return Options(policy, period, group)
+    return VllmOptions(policy, period, group)
 
 
 def policy_of(given: dict, period: int) -> Policy:

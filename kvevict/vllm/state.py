@@ -7,6 +7,7 @@ kept slots and the period of head h - 1 end, so all heads' slots fit whoever win
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +19,17 @@ from ..engine.memory.stored import Stored
 from ..ops import _ops
 from ..policy.seen.rows import CallRows, LayerRows, Observation, Observers
 from ..policy.seen.slots import KV, Heads, Slots
-from .options import Options
+from .options import VllmOptions
 
 
 @dataclass(frozen=True)
-class Shape:
+class StateShape:
     """Sizes of one layer's part of a state."""
 
     kv_heads: int
     dim: int
     dtype: torch.dtype
-    options: Options
+    options: VllmOptions
 
     heads = property(lambda self: self.kv_heads * self.options.group)
     rows = property(lambda self: self.kv_heads * (self.options.slots + self.options.period))
@@ -59,7 +60,7 @@ class Shape:
 class States:
     """Views of the layer's part of all states: block b has rows b * plane .. of `k` and `v`."""
 
-    def __init__(self, cache: Tensor, shape: Shape, layer: int, attention: dict) -> None:
+    def __init__(self, cache: Tensor, shape: StateShape, layer: int, attention: dict) -> None:
         """cache: [blocks, 2, 1, plane * dim], of which the planes [blocks, plane * dim] are dense; attention: `scale`,
         `softcap` and `sinks` of the layer."""
         self.shape, self.layer, self.attention, self.options = shape, layer, attention, shape.options
@@ -166,7 +167,8 @@ class States:
         empty = self.k[:0].expand(1, self.shape.kv_heads, 0, -1)
         call = CallRows(positions=none[None] + tokens - 1, first=none, padding=np.zeros(1, int))
         rows = LayerRows(call, np.array([self.options.slots]), None, None, None, None)
-        ends = protected(policy, policy.rows, self.layer, rows, stored.counts.max(1))  # type: ignore[arg-type]  # built
+        observers: Any = policy.rows  # built: not the name of rows
+        ends = protected(policy, observers, self.layer, rows, stored.counts.max(1))
         kv = KV(stored, empty, empty, none, self.attention)
         slots = Slots(self.layer, Heads(ALONE, self.shape.kv_heads), stored.counts, ends, none[None, :0], stored, kv)
         observation = self._observation(stored, block) if self.options.window else None
@@ -184,7 +186,7 @@ class States:
         return Observation((Observers(q, none, none, True, lse, out),))
 
 
-def last_of(options: Options, blocks: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
+def last_of(options: VllmOptions, blocks: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
     """(row, block, tokens before) of decoded rows that will observe, or that end a period."""
     rows = zip(range(len(tokens)), blocks, tokens, strict=False)  # other requests' blocks follow
     return [row for row in rows if options.place(row[2]) >= 0 or options.ends(row[2] + 1)]

@@ -11,8 +11,8 @@ import torch
 from policy_cases import BUDGET, CHUNK, model, ours, tokens, truth
 from transformers import AttentionInterface
 
-from kvevict.vllm.options import Options, check, policy_of
-from kvevict.vllm.state import Shape, States, last_of
+from kvevict.vllm.options import VllmOptions, check, policy_of
+from kvevict.vllm.state import States, StateShape, last_of
 
 PROMPT = 3 * CHUNK
 CASES = {
@@ -43,8 +43,8 @@ class Host:
         given = dict(policy=policy, budget=budget) | chosen
         config = made.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        options = Options(policy_of(given, CHUNK), CHUNK, heads // kv_heads)
-        self.shape, self.caches = Shape(kv_heads, config.head_dim, dtype, options), {}
+        options = VllmOptions(policy_of(given, CHUNK), CHUNK, heads // kv_heads)
+        self.shape, self.caches = StateShape(kv_heads, config.head_dim, dtype, options), {}
         self.made, self.blocks, self.layers = copy.deepcopy(made).to(dtype), blocks, {}
         AttentionInterface.register("states", lambda module, q, k, v, _, scaling, **kwargs: (
             self.attend(module.layer_idx, *(x[0].transpose(0, 1) for x in (q, k, v)), scaling), None
@@ -151,7 +151,7 @@ def test_everything_is_kept_where_it_fits():
 
 def test_a_state_has_little_beside_its_slots():
     """Bytes of a request: SmolLM2-135M's shape (30 layers, 9 heads on 3, 64) in bf16, 512 + 512 slots."""
-    shape = Shape(3, 64, torch.bfloat16, Options(policy_of(dict(policy="snapkv", budget=512), 512), 512, 3))
+    shape = StateShape(3, 64, torch.bfloat16, VllmOptions(policy_of(dict(policy="snapkv", budget=512), 512), 512, 3))
     slots, state = 30 * 2 * shape.rows * shape.row_bytes, 30 * 2 * shape.plane_bytes
     assert (slots, state) == (23_592_960, 25_313_280)
 
