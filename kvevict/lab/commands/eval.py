@@ -58,9 +58,10 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
-    print(render(lines, tuple(args.by)))
+    tables = [render(lines, tuple(args.by))]
     if settings.get("protocol"):
-        print(_claims(settings, lines))
+        tables.append(_claims(settings, lines))
+    print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 
