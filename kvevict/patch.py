@@ -37,10 +37,10 @@ def patch(
                 slots that is kept; text ("64MiB"): bytes of a sequence's slots in all layers
     chunk_size  tokens per chunk; slots are evicted after every chunk. None: the preset's own schedule
     tokenizer   the model's tokenizer. With rows="probe" (take, take+edie, ...) it serves to find the question in the
-                last user's turn, by the chat template; attention from the question then scores the slots. With
-                kernel="digits" (take+edie) it serves to count the tokens of a number. None: the tokenizer in the folder
-                that the model was loaded from, if any; False: no tokenizer, and the prompt's last tokens are the
-                observation window
+                last user's turn, by the chat template: attention from the question scores the slots, if the prompt's
+                last tokens do not contain the question anyway. With kernel="digits" (take+edie) it serves to count the
+                tokens of a number. None: the tokenizer in the folder that the model was loaded from, if any; False: no
+                tokenizer, and the prompt's last tokens are the observation window
     options     any option of the policy (window=16, decode=True, ...) and of how it is run (kv="int8", compiled=True,
                 progress=True, ...): docs/options.md lists them
 
@@ -145,10 +145,7 @@ def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any
 
 def _warn_of_learned_tokens(model: torch.nn.Module, made: Plan, stacklevel: int) -> None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
-    learned, policy = (
-        getattr(config, "num_virtual_tokens", None) or 0,
-        made.policy,
-    )  # they precede every prompt
+    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # tokens before every prompt
     most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
