@@ -92,7 +92,7 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     own = kinds.index(families.FULL_ATTENTION)
-    fused = any("gate_up" in name for name in matrices)  # gate and up are one tensor, freed after the activation
+    fused = any("gate_up" in name for name in matrices)  # one tensor holds gate and up, so gate lives as long as up
     return Shape(
         hidden=config.hidden_size,
         mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),
