@@ -7,8 +7,7 @@ from ...policy.checks import installed
 
 @command
 def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
-    """Evaluate policies on tasks: print accuracy tables, write a line per case to a file; an interrupted run
-    resumes."""
+    """Evaluate policies on tasks: print accuracy tables, and write each case to a file that lets a run resume."""
     parser.add_argument("--out", default="results.jsonl",
                         help="a JSON line per case and run, resumed if begun; default results.jsonl. "
                         "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
