@@ -14,7 +14,7 @@ class Context:
     step: Any = None  # the running kvevict.engine.read.step.Step
     question: Any = None  # the kvevict.asking.question.Finder that finds the question in each prompt
     asks: bool = True  # whether an answer follows the prompt: its first tokens may attend to all slots
-    learns: bool = True  # whether the policy may learn from a prompt for later reads
+    learns: bool = True  # whether the policy may learn from a prompt for later reads (TADA's history)
     watchers: tuple = ()  # kvevict.engine.watch.watcher.Watcher objects, called with every layer and chunk of a read
     pause: Callable | None = None  # called before each layer of a read; it may decode tokens of other caches meanwhile
     few_rows: bool = False  # whether `kvevict.ops.few_rows` may compute the call's linear layers
@@ -44,7 +44,7 @@ def enter(**changes: Any) -> None:
 
 @contextlib.contextmanager
 def within(**changes: Any) -> Iterator[None]:
-    """Change fields of the context for a block."""
+    """Change fields of the context within a `with` block."""
     token = _context.set(replace(_context.get(), **changes))
     try:
         yield

@@ -57,7 +57,7 @@ def patch(
 
 
 def _made(model: torch.nn.Module, policy: str | Policy | Chosen, options: dict) -> Plan:
-    """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if they cannot be combined."""
+    """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if the two cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen, run = choose(policy, **options)
     if tokenizer is not None and tokenizer is not False:

@@ -2,7 +2,7 @@
 
 import re
 
-NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
+NEAR = 1024  # number of characters at either end of a long user's turn that are searched for the question
 LINK = 4  # most words between two questions that count as one
 PARAGRAPH = "\n\n"
 OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line such as "Answer:", which the answer continues

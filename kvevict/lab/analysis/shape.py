@@ -88,7 +88,7 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
         raise ValueError(f"model_type {names[0]!r} cannot be planned, as it cannot be patched: {reason}")
     layers = families.layers_of(decoder)
     matrices = {n: w for n, w in layers.named_parameters() if w.ndim > 1 and not n.endswith("bias")}
-    mixture = any(w.ndim == 3 for w in matrices.values())  # [experts, in, out]
+    mixture = any(w.ndim == 3 for w in matrices.values())  # the experts share weights [experts, in, out]
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     own = kinds.index(families.FULL_ATTENTION)

@@ -44,12 +44,12 @@ class Layers:
 
     @property
     def kept(self) -> list:
-        """Slots per kv head of each layer."""
+        """The number of slots per kv head that each layer holds."""
         return self._per_head(self.slots)
 
     @property
     def budgets(self) -> list:
-        """Slots per kv head that each layer may hold while decoding."""
+        """The number of slots per kv head that each layer may hold while decoding."""
         decided = self.planned.budgets
         return self._per_head(self.planned.split(None, [None]) if decided is None else decided)
 

@@ -21,7 +21,7 @@ NEW = 32  # most tokens of an answer about a file's text
 
 @command
 def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Compare the slots that policies keep with the full cache's attention for its response."""
+    """Compare the slots that policies keep with those that the full cache's response attends to."""
     add_question(parser, new_tokens=None, needed=False)
     parser.add_argument("--cases", type=int, default=1,
                         help="made-up texts; of several, means and their standard errors; default 1")  # fmt: skip

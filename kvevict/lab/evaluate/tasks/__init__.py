@@ -18,7 +18,7 @@ from ....asking.prompts import ids_of
 from ....policy.registry import Registry, load_folder
 
 TASKS = Registry("task", listed=True)
-FIDELITY = "fidelity"  # the task, and its metric
+FIDELITY = "fidelity"  # name of a task and of its metric
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
 RESPONSE = 64  # most tokens of the full cache's response in a fidelity case, if the task's answers are not longer
 MARGIN = 8  # tokens that an answer may have beyond the right answer's
@@ -79,7 +79,7 @@ def find(name: str) -> Callable[[TaskSettings], Iterator[Case]]:
 
 
 def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskSettings) -> Iterator[Case]:
-    """Yield a task's cases with the full cache's response in place of answers."""
+    """Yield a task's cases as fidelity cases: the full cache's response takes the place of the answers."""
     for case in task(settings):
         yield dataclasses.replace(
             case, task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}", metric=FIDELITY, answers=(),
