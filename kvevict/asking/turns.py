@@ -81,7 +81,7 @@ class Turns:
 def _called(tool: dict, written: Callable[[dict], object]) -> list[dict]:
     """Return two messages: the assistant's call of a tool, with its arguments encoded by `written`, and the tool's
     result."""
-    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's call ids have nine
+    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's call ids have nine characters
     call = dict(id=known, type="function", function=dict(name=name, arguments=written({name: name})))
     return [
         dict(role="assistant", content="", tool_calls=[call]),
