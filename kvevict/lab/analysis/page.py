@@ -46,8 +46,8 @@ def page(
 
 
 def gaps(positions: list) -> list:
-    """Encode ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] becomes [0, 3, 4,
-    1]."""
+    """Encode ascending positions as [gap, length, gap, length, ...] of their runs. Positions [0, 1, 2, 7] give [0, 3,
+    4, 1]."""
     made, end = [], 0
     for at in positions:
         if made and at == end:

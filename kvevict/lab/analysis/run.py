@@ -61,7 +61,7 @@ def measure(
     positions: bool = False, one_line: bool = False, question: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Generate greedily under a policy (chosen=None: unpatched), until a line ends if `one_line`. `question` is the
-    request at the prompt's end: a probe observes from the question in it, as with `kvevict.patch(tokenizer=..)`.
+    request at the prompt's end: with rows="probe" its question scores the slots, as with `kvevict.patch(tokenizer=..)`.
 
     Returns a dict: answer (None without a tokenizer), new_tokens (their number), read_seconds (until the first token),
     decode_seconds, peak_bytes (peak memory above that in use before) and, if patched, the read's report, which has the

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .tasks import TaskSettings
 
 SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
-LONGEST = 80  # most words of a sentence: verse and tables have no full stops, and could fill a passage
+LONGEST = 80  # most words of a sentence: without full stops (verse, tables) a sentence could fill a passage
 
 
 def sentences(text: str) -> list[str]:

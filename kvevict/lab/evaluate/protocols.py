@@ -183,7 +183,7 @@ def edie_claims() -> Iterator[Claim]:
 
 
 LEARNED = "lookahead{adapter}"
-# LookaheadKV's appendix F: 32 drafted tokens and a window of 32 score together, by the mean over a GQA group.
+# LookaheadKV's appendix F: 32 drafted tokens and a window of 32 score slots together, by the mean over a GQA group.
 LAQ = "laq:n_d=32,window=32,draft_keys=true"
 
 
