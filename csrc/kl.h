@@ -1,10 +1,10 @@
-/* The sums that normalise target and mean attention of a query head, shared by kl and kl_grad. */
+/* A query head's target and mean attention, and the sums by which they are divided; shared by kl and kl_grad. */
 #ifndef KVEVICT_KL_H
 #define KVEVICT_KL_H
 #include "observe.h"
 
 typedef struct {
-  int64_t n;                       /* the number of slots that are compared */
+  int64_t n;                       /* number of slots that are compared: min(N, alive slots) */
   const float *target, *attention; /* [n] */
   double target_sum, attention_sum;
   int empty; /* one of the sums is 0: the loss and its gradients are 0 */

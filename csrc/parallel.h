@@ -1,5 +1,6 @@
-/* Threads, as kernels use them. The host program's hook only starts workers; the ranges of a loop are handed out here,
- * so that all workers end at the same time although the work is uneven (causal rows, ragged heads). */
+/* Loops on several threads, for the kernels. The host program's hook only starts workers; the ranges of a loop are
+ * handed out here, so that all workers end at the same time although the work is uneven (causal rows, heads of unequal
+ * length). */
 #ifndef KVEVICT_PARALLEL_H
 #define KVEVICT_PARALLEL_H
 #include "kvevict.h"
