@@ -1,6 +1,6 @@
-/* Gradient of kl to queries and new keys, on a CPU. With the target t and the mean attention p of `rows` observing
- * rows, g[i] = (1 / sum p - t[i] / p[i]) / rows is the gradient of the loss to each attention weight a[r,i], and w[r,i]
- * is its gradient to the logit, through the softmax:
+/* Gradient of kl to queries and new keys, on a CPU. With t the target, divided by its sum, and p the mean attention of
+ * `rows` observing rows, g[i] = (1 / sum p - t[i] / p[i]) / rows is the gradient of the loss to each attention weight
+ * a[r,i], and w[r,i] is its gradient to the logit, through the softmax:
  *   c[r] = sum a[r,i] g[i]              w[r,i] = a[r,i] (g[i] - c[r])
  *   dq[r] = scale sum w[r,i] k[i]       dk[i] = scale sum w[r,i] q[r]
  * A task is one (b, kv head). It goes over the head's columns twice, first to compute c and then to compute w, so that
