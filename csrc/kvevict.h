@@ -35,10 +35,10 @@ typedef enum { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 } kv_dtype;
  * is packed and may start at any address: it holds x - c as D numbers of few bits, then 4 bytes with their scale. c is
  * the head's centre (kv_slots) for keys, and 0 for values or without a centre:
  *   KV_INT8  q = (x - c) / s as D numbers of int8, then s = max |x - c| / 127 in fp32
- *   KV_INT4  u = (y - lo) / s as D / 2 bytes, with y the Hadamard transform of x - c; byte i has number i in its low half
- *            and number i + D / 2 in its high half; then s = (max y - lo) / 15 and lo = min y in fp16. The transform
- *            multiplies by the orthonormal Hadamard matrix of the largest power of two that divides D, block by block;
- *            u is computed with s and lo as rounded to fp16.
+ *   KV_INT4  u = (y - lo) / s as D / 2 bytes, with y the Hadamard transform of x - c; byte i has number i in its low
+ *            half and number i + D / 2 in its high half; then s = (max y - lo) / 15 and lo = min y in fp16. The
+ *            transform multiplies by the orthonormal Hadamard matrix of the largest power of two that divides D,
+ *            block by block; u is computed with s and lo as rounded to fp16.
  * A row with an inf or a NaN is read back as all NaN. A new row is packed once, when it is stored; later moves copy its
  * bytes. */
 #define KV_KINDS(X) /* X(NAME, name, bits of a number, whether the row is Hadamard-transformed) */ \

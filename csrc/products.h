@@ -18,7 +18,7 @@ enum {
 
 typedef struct {
   kv_dtype dtype;
-  int in_place; /* whether slots are read in place: D is a multiple of VL, and none is packed */
+  int in_place; /* whether rows as computed are read in place: D is a multiple of VL, no slot is packed */
   int64_t D, width, rows;
   kv_form k_form, v_form;         /* the forms in which stored keys and values are multiplied */
   int rotated;                    /* whether o is Hadamard-transformed, as 4-bit values are */

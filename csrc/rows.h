@@ -44,7 +44,7 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   const int64_t G = query->G, block = c1 - c0;
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
-  const int pairs = query->pairs && width; /* weights become pairs of bf16 only to multiply values */
+  const int pairs = query->pairs && width;                       /* weights become bf16 only to multiply values */
   const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* number of columns that are multiplied together */
   const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
   float alpha[TILE] = {0};

@@ -9,8 +9,8 @@
 
 enum { SPLIT = 512 /* slots of a split; splits are computed separately and their states merged in order */ };
 
-/* Permutes x [width], a query, into the order in which kv_stream_half loads numbers. If `back`, x is an output, which
- * is permuted from this order and whose Hadamard transform is undone. */
+/* Permutes x [width], a query, into the order in which kv_stream_half loads bf16 as floats; other forms keep their
+ * order. If `back`, x is an output, which is permuted from this order and whose Hadamard transform is undone. */
 static inline void kv_stream_order(const kv_stream *stream, int back, float *x) {
   if (back && stream->rotated) kv_hadamard(x, stream->D);
   if ((back ? stream->v_form : stream->k_form) != KV_FROM_BF16) return;
