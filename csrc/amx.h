@@ -23,7 +23,7 @@ typedef struct {
 /* Configures all tile registers as 16 rows of 64 bytes. Returns the previous configuration, which kv_amx_end restores:
  * another library may have left one for its next call. */
 static inline kv_amx kv_amx_begin(void) {
-  kv_amx before, squares = {{1}}; /* byte 0: the palette */
+  kv_amx before, squares = {{1}}; /* byte 0: palette 1 */
   for (int i = 0; i < 8; i++) squares.bytes[16 + 2 * i] = 64, squares.bytes[48 + i] = SQUARE;
   KV_TILE("sttilecfg (%0)", "r"(&before));
   KV_TILE("ldtilecfg (%0)", "r"(&squares));

@@ -55,7 +55,7 @@ static int kv_has_amxbf16(void) {
 static int kv_has_neon(void) { return 1; }
 static int kv_has_neonbf16(void) {
 #if defined(__linux__)
-  return getauxval(AT_HWCAP2) >> 14 & 1; /* HWCAP2_BF16, which old headers lack */
+  return getauxval(AT_HWCAP2) >> 14 & 1; /* the bit HWCAP2_BF16, which old headers do not define */
 #elif defined(__APPLE__)
   int has = 0;
   size_t size = sizeof has;

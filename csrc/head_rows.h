@@ -11,7 +11,7 @@ namespace {
 
 /* Head i has `size(i)` rows, from `begin(i)` on. */
 struct HeadRows {
-  int64_t heads; /* 0 if the arrays are in a GPU's memory: every check passes */
+  int64_t heads; /* number of heads; 0 if the arrays are in a GPU's memory: every check passes */
   const int64_t *offset;
   const int32_t *before, *count; /* [heads] each; NULL: all 0 */
   int64_t more;

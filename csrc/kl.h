@@ -5,7 +5,7 @@
 
 typedef struct {
   int64_t n;                       /* number of slots that are compared: min(N, alive slots) */
-  const float *target, *attention; /* [n] */
+  const float *target, *attention; /* [n] of one query head */
   double target_sum, attention_sum;
   int empty; /* one of the sums is 0: the loss and its gradients are 0 */
 } kv_kl_of;

@@ -74,8 +74,8 @@ const char *kv_status_text(kv_status status);
 typedef struct {
   void *k, *v;           /* [rows, D] of dtype, or packed rows (kv_kind) */
   int32_t *pos;          /* [rows] token positions; a key is stored rotated (RoPE) for its position */
-  const int64_t *offset; /* [B, Hkv] */
-  const int32_t *len;    /* [B, Hkv] */
+  const int64_t *offset; /* [B, Hkv] first row of a head */
+  const int32_t *len;    /* [B, Hkv] number of stored slots of a head */
   kv_kind k_kind, v_kind;
   const float *centre; /* [B, Hkv, D] what is subtracted from keys before they are packed; NULL: nothing */
 } kv_slots;
@@ -83,8 +83,8 @@ typedef struct {
 /* The new keys and values of a chunk, read in place with the model's strides. */
 typedef struct {
   const void *k, *v;                /* [B, Hkv, S, D] dtype */
-  int64_t k_stride[3], v_stride[3]; /* b, h, s */
-  const int32_t *pos;               /* [B, S] */
+  int64_t k_stride[3], v_stride[3]; /* of b, h and s */
+  const int32_t *pos;               /* [B, S] token positions */
   const int32_t *first;             /* [B] the first new key that is not left padding, 0..S */
 } kv_new;
 
@@ -104,7 +104,7 @@ typedef struct {
   const float *sinks;  /* [H] attention sinks: one more logit per row, without a value (GPT-OSS); or NULL */
   void *out;           /* [B, T, H, D] dtype */
   float *lse;          /* [B, H, T] natural log-sum-exp of each row's logits, including the sink */
-  int64_t rows;        /* of the slot buffers; read only on CUDA, as a bound of the work */
+  int64_t rows;        /* number of rows of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_attend;
 
 /* R observing query rows. Per query head, row r with row_first[b] <= r < R has the attention weights
@@ -123,10 +123,10 @@ typedef struct {
   kv_new chunk;             /* pos unused; v only read by kv_error */
   const int32_t *stop;      /* [B] end (exclusive) of the new keys that are seen and scored, first[b]..S */
   const float *lse;         /* [B, H, R] from kv_attend; NULL: computed over the slots that the row sees here */
-  int64_t lse_stride[2];    /* b, h */
+  int64_t lse_stride[2];    /* of b and h */
   const float *sinks;       /* [H] or NULL; read only if lse is NULL */
   const float *weight;      /* [B, H, R] factor of a row's contribution; NULL: 1; not read by kv_peak */
-  int64_t weight_stride[2]; /* b, h */
+  int64_t weight_stride[2]; /* of b and h */
 } kv_observers;
 
 /* The score of every alive slot i: weight[r] times a[r,i] (KV_A), a[r,i]^2 (KV_SQUARE) or -a[r,i] ln a[r,i]
@@ -137,7 +137,7 @@ typedef struct {
   int64_t C;
   kv_term term;
   kv_reduce reduce; /* over the observing rows; KV_MAX takes neither weight nor KV_ENTROPY */
-  kv_reduce group;  /* over the heads; KV_NONE: every query head has its own result */
+  kv_reduce group;  /* over the heads of a group; KV_NONE: every query head has its own result */
   float *out;       /* [B, Hkv, C], with KV_NONE [B, H, C]; C >= every n; columns from n on are 0 */
 } kv_score;
 
@@ -161,8 +161,8 @@ typedef struct {
   kv_reduce group;
   float alpha;         /* >= 0, KV_EDIE only */
   const void *o;       /* [B, R, H, D] dtype, outputs of the observing rows: part of kv_attend's out */
-  int64_t o_stride[3]; /* b, r, h */
-  float *out;          /* the shape of kv_score's out */
+  int64_t o_stride[3]; /* of b, r and h */
+  float *out;          /* [B, Hkv, C], with KV_NONE [B, H, C]; columns from n on are 0 */
 } kv_error;
 
 /* KL divergence from a target to the observing rows' mean attention, per query head (LookaheadKV eq. 5). p[i] is the
@@ -180,14 +180,15 @@ typedef struct {
   float *mean_attn;    /* [B, H, C] the mean of a[r,i], not divided by its sum; C >= every n; columns from n on are 0 */
 } kv_kl;
 
-/* The gradients of sum(grad * kv_kl's loss) to the queries and the new keys; stored keys are constants. */
+/* The gradients of the sum of grad times kv_kl's loss over all query heads, to the queries and the new keys; stored
+ * keys are constants. */
 typedef struct {
   kv_observers rows; /* as for kv_kl, with the lse that it computed */
   int64_t N, C;
-  const float *target, *mean_attn; /* as in kv_kl */
-  const float *grad;               /* [B, H] */
-  float *dq;                       /* [B, H, R, D] */
-  float *dk;                       /* [B, Hkv, S, D]; 0 outside keys first .. stop - 1 */
+  const float *target, *mean_attn; /* the target and the mean attention of kv_kl */
+  const float *grad;               /* [B, H] the factors of the losses */
+  float *dq;                       /* [B, H, R, D] gradient to the queries */
+  float *dk;                       /* [B, Hkv, S, D] gradient to the new keys; 0 outside keys first .. stop - 1 */
 } kv_kl_grad;
 
 /* CAOTE (eviction by output error, eq. 6-8): the error of a kv head's output when slot i is removed,
@@ -197,12 +198,12 @@ typedef struct {
 typedef struct {
   kv_dtype dtype;
   int64_t B, Hkv, S, D, C;
-  int fast;            /* m is the unweighted mean of v */
-  int squared;         /* the norm is squared */
+  int fast;            /* whether m is the unweighted mean of v (FastCAOTE) */
+  int squared;         /* whether the norm is squared */
   const float *score;  /* [B, Hkv, C] h; columns from n on are not read */
   kv_slots slots;      /* k, pos unused */
   kv_new chunk;        /* k, pos unused */
-  const int32_t *stop; /* [B] first[b]..S */
+  const int32_t *stop; /* [B] end (exclusive) of the new slots, first[b]..S */
   float *out;          /* [B, Hkv, C], columns from n on are 0; may not be score */
 } kv_refine;
 
@@ -213,7 +214,7 @@ typedef struct {
   int p;               /* 1 or 2 */
   kv_slots slots;      /* k holds x; v, pos unused */
   kv_new chunk;        /* k holds x; v, pos unused */
-  const int32_t *stop; /* [B] first[b]..S */
+  const int32_t *stop; /* [B] end (exclusive) of the new slots, first[b]..S */
   float *out;          /* [B, Hkv, C], columns from n on are 0 */
 } kv_norm;
 
@@ -224,11 +225,11 @@ typedef struct {
   int64_t B, H, Hkv, S, D, C;
   kv_slots slots;           /* k holds x; v, pos unused */
   kv_new chunk;             /* k holds x; v, pos unused */
-  const int32_t *stop;      /* [B] first[b]..S */
+  const int32_t *stop;      /* [B] end (exclusive) of the new slots, first[b]..S */
   const float *matrix;      /* [B, H, D, D] A */
-  int64_t matrix_stride[3]; /* b, h, row */
+  int64_t matrix_stride[3]; /* of b, h and the row of A */
   const float *linear;      /* [B, H, D] b, or NULL: 0 */
-  int64_t linear_stride[2]; /* b, h */
+  int64_t linear_stride[2]; /* of b and h */
   float *out;               /* [B, H, C], columns from n on are 0 */
 } kv_quadratic;
 
@@ -239,8 +240,8 @@ typedef struct {
   const float *score;           /* [B, Hkv, C]; scores of protected slots are not read */
   const int32_t *n;             /* [B, Hkv] alive slots; may exceed C if the slots beyond C are protected */
   const int32_t *keep;          /* [B, Hkv] slots to keep, min(n, protect_first + protect_last)..min(n, K) */
-  const int32_t *protect_first; /* [B] */
-  const int32_t *protect_last;  /* [B] */
+  const int32_t *protect_first; /* [B] number of protected slots at the start */
+  const int32_t *protect_last;  /* [B] number of protected slots at the end */
   int32_t *index;               /* [B, Hkv, K] ascending slot indices; columns from keep on are -1 */
 } kv_select;
 
@@ -254,12 +255,13 @@ typedef struct {
   kv_slots src;
   kv_new chunk;
   const int32_t *index; /* [B, Hkv, K] the chosen slots, ascending; NULL: slots 0..keep-1 */
-  const int32_t *keep;  /* [B, Hkv] */
+  const int32_t *keep;  /* [B, Hkv] number of chosen slots */
   kv_slots dst;         /* len unused */
 } kv_compact;
 
 /* One decode step: writes the new key and value as row offset + len of each head's `slots`, then attends over the slots
- * of `prefix`, the len stored ones and the new one. The caller must have made room, and adds 1 to len afterwards. */
+ * of `prefix`, the len stored slots of `slots` and the new slot. The caller must have made room, and adds 1 to len
+ * afterwards. */
 typedef struct {
   kv_dtype dtype;
   int64_t B, H, Hkv, D, C;
@@ -275,7 +277,7 @@ typedef struct {
   void *out;                 /* [B, 1, H, D] dtype */
   float *lse;                /* [B, H, 1] */
   float *probs;              /* [B, Hkv, C] attention weights averaged over the group, 0 after the new slot; or NULL */
-  int64_t rows, rows_prefix; /* of the slot buffers; read only on CUDA, as a bound of the work */
+  int64_t rows, rows_prefix; /* numbers of rows of the slot buffers; read only on CUDA, as a bound of the work */
 } kv_decode;
 
 /* torch's linear for a few rows, y = x weight^T + bias, on CPUs only. Sums are fp32 and rounded once; a row's sums do

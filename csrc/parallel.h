@@ -5,7 +5,7 @@
 #define KVEVICT_PARALLEL_H
 #include "kvevict.h"
 
-/* The number of threads that a loop may run on, at least 1. */
+/* Returns the number of threads that a loop may run on, at least 1. */
 int kv_threads(void);
 
 /* Calls body(ctx, begin, end) for disjoint ranges of at most `grain` items that cover 0..n, and returns when all are

@@ -1,5 +1,5 @@
-/* The online softmax of a task's rows over blocks of packed keys and values: for attend, and without values for the
- * log-sum-exp of observing rows. */
+/* The online softmax of a task's rows over blocks of packed keys and values. attend runs it; so does observe.h, without
+ * values, to get the log-sum-exp of observing rows. */
 #ifndef KVEVICT_ROWS_H
 #define KVEVICT_ROWS_H
 #include "state.h"
@@ -7,7 +7,7 @@
 
 /* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
 typedef struct {
-  float *q;       /* [rows, D] scaled; padded with rows of zeros to a multiple of PAD */
+  float *q;       /* [rows, D] scaled queries; padded with rows of zeros to a multiple of PAD */
   kv_state state; /* softmax over the columns so far; o is padded as q is */
   float *k, *v;   /* a packed block of keys; a packed block of values */
   float *s, *row; /* [TILE, KEYS] logits, then weights; [VL, D] scratch of packing */

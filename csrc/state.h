@@ -17,7 +17,7 @@ static inline kv_state kv_state_in(float *memory, int64_t i, int64_t rows, int64
   return (kv_state){memory, memory + rows * width, memory + rows * (width + 1)};
 }
 
-/* Returns the states from row r on. */
+/* Returns the states of rows r, r + 1, ... of x. */
 static inline kv_state kv_state_from(kv_state x, int64_t width, int64_t r) {
   return (kv_state){x.o + r * width, x.m + r, x.d + r};
 }

@@ -36,7 +36,7 @@ constexpr const char *dtype_names[] = {"", "int32", "int64", "float32"};
 /* A row of ops.def: an argument of an op, or a result. */
 struct Arg {
   Kind kind;
-  const char *type, *name;           /* as in the schema */
+  const char *type, *name;           /* the argument's type and name in the schema */
   size_t at = 0;                     /* the offset of the field in the op's struct */
   Element element = Element::call;   /* the dtype of a tensor's elements */
   std::array<uint8_t, 4> shape = {}; /* a tensor's sizes, of the enum `sizes` */

@@ -175,7 +175,7 @@ static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, i
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
   static const uint16_t zeros[KV_MOST_D];
   uint16_t rows[2][KV_MOST_D];
-  const uint32_t high = 0x7f800000u, low = high >> 16; /* the exponents of inf and NaN */
+  const uint32_t high = 0x7f800000u, low = high >> 16; /* bits of an exponent, all 1 in inf and NaN */
   uint32_t other = 0;
   for (int64_t c = 0; c < n; c += 1 + pairs, v += width) {
     if (pairs) {
