@@ -16,13 +16,13 @@
 enum {
   FEW = 16,           /* the most rows of a head for which keys and values are read in place: packing would cost more */
   SHORT = 64,         /* the most steps of a chunk whose columns are cut into splits */
-  TASKS = 32,         /* the number of tasks at which splits of columns aim */
-  COLUMNS = 4 * KEYS, /* the fewest columns of a split */
+  TASKS = 32,         /* columns are cut to get about this many tasks */
+  COLUMNS = 4 * KEYS, /* the fewest columns of a split, unless keys and values are read in place */
 };
 
 typedef struct {
   const kv_attend *a;
-  int64_t steps;        /* steps of a task */
+  int64_t steps;        /* number of steps of a task */
   int64_t most;         /* number of columns of the longest head */
   int64_t splits, span; /* splits per head and columns per split; 1 and 0 if columns are not cut */
   int few;              /* whether keys and values are read in place */

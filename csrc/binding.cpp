@@ -23,8 +23,8 @@ constexpr const char *cuda_archs = "";
 #endif
 #define KV_CPU(op) nullptr, nullptr
 
-/* Puts each size of ops.def into the struct's field of the same name, if there is one; and the dtype of the first
- * tensor. */
+/* Puts each size of ops.def into the field of the same name, if the struct has one, and the first tensor's dtype into
+ * `dtype`. */
 template <typename Args>
 void put_sizes(Args &a, const Call &call) {
 #define KV_PUT(X) \
@@ -34,8 +34,8 @@ void put_sizes(Args &a, const Call &call) {
   if constexpr (requires { a.rows.B; }) put_sizes(a.rows, call);
 }
 
-/* Checks what ops.def cannot say. Of every op: stored slots lie within their buffers. The overloads for some ops check
- * more. */
+/* Checks what ops.def cannot say: here, for every op, that stored slots lie within their buffers. The overloads check
+ * more for some ops. */
 template <typename Args>
 void check(Args &a, const Call &call) {
   if constexpr (requires { a.rows.slots; })

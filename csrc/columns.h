@@ -38,7 +38,7 @@ static inline const float *kv_centre(const kv_slots *slots, int64_t head, int64_
   return slots->centre ? slots->centre + head * D : NULL;
 }
 
-/* Returns the keys or values [stored | new] of one head; its new ones end before `stop`. */
+/* Returns the keys or values [stored | new] of kv head h of batch row b, with the new slots before `stop`. */
 static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D, const kv_slots *slots,
                                          const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   const int64_t head = b * Hkv + h;

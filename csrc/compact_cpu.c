@@ -63,7 +63,7 @@ kv_status KV_OP(compact)(const kv_compact *a) {
   int64_t most = 0; /* the most slots that a head keeps */
   for (int64_t head = 0; head < a->B * a->Hkv; head++)
     if (a->keep[head] > most) most = a->keep[head];
-  /* A thread gets at least about 256 KiB: waking it costs as much as moving these. */
+  /* A thread gets heads with about 256 KiB or more: waking it costs as much as moving 256 KiB. */
   const int64_t bytes = most * a->D * kv_size(a->dtype) * 2;
   kv_parallel_for(a->B * a->Hkv, 1 + 262144 / (bytes + 1), compact_heads, (void *)a);
   return KV_OK;

@@ -7,7 +7,7 @@ typedef struct {
   int64_t n;                       /* number of slots that are compared: min(N, alive slots) */
   const float *target, *attention; /* [n] of one query head */
   double target_sum, attention_sum;
-  int empty; /* one of the sums is 0: the loss and its gradients are 0 */
+  int empty; /* whether one of the sums is 0: then the loss and its gradients are 0 */
 } kv_kl_of;
 
 static inline kv_kl_of kv_kl_head(const float *target, int64_t N, const float *attention, int64_t C, int64_t head,

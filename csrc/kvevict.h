@@ -183,10 +183,10 @@ typedef struct {
 /* The gradients of the sum of grad times kv_kl's loss over all query heads, to the queries and the new keys; stored
  * keys are constants. */
 typedef struct {
-  kv_observers rows; /* as for kv_kl, with the lse that it computed */
+  kv_observers rows; /* as for kv_kl, with the lse from kv_kl */
   int64_t N, C;
   const float *target, *mean_attn; /* the target and the mean attention of kv_kl */
-  const float *grad;               /* [B, H] the factors of the losses */
+  const float *grad;               /* [B, H] factors of the losses */
   float *dq;                       /* [B, H, R, D] gradient to the queries */
   float *dk;                       /* [B, Hkv, S, D] gradient to the new keys; 0 outside keys first .. stop - 1 */
 } kv_kl_grad;
@@ -200,7 +200,7 @@ typedef struct {
   int64_t B, Hkv, S, D, C;
   int fast;            /* whether m is the unweighted mean of v (FastCAOTE) */
   int squared;         /* whether the norm is squared */
-  const float *score;  /* [B, Hkv, C] h; columns from n on are not read */
+  const float *score;  /* [B, Hkv, C] the pooled scores h; columns from n on are not read */
   kv_slots slots;      /* k, pos unused */
   kv_new chunk;        /* k, pos unused */
   const int32_t *stop; /* [B] end (exclusive) of the new slots, first[b]..S */
@@ -238,8 +238,8 @@ typedef struct {
 typedef struct {
   int64_t B, Hkv, C, K;
   const float *score;           /* [B, Hkv, C]; scores of protected slots are not read */
-  const int32_t *n;             /* [B, Hkv] alive slots; may exceed C if the slots beyond C are protected */
-  const int32_t *keep;          /* [B, Hkv] slots to keep, min(n, protect_first + protect_last)..min(n, K) */
+  const int32_t *n;             /* [B, Hkv] number of alive slots; may exceed C if the slots beyond C are protected */
+  const int32_t *keep;          /* [B, Hkv] number of slots to keep, min(n, protect_first + protect_last)..min(n, K) */
   const int32_t *protect_first; /* [B] number of protected slots at the start */
   const int32_t *protect_last;  /* [B] number of protected slots at the end */
   int32_t *index;               /* [B, Hkv, K] ascending slot indices; columns from keep on are -1 */

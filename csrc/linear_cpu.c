@@ -11,7 +11,7 @@ typedef struct {
   kv_stream rows; /* x as queries; unused with tile registers */
   int64_t group;  /* rows of x that are in tile registers at once: 16 or 32 */
   float *packed;  /* [ceil(rows / group), K / 2, group] words of x, then zeros; NULL without tile registers */
-  int64_t block;  /* outputs of a task */
+  int64_t block;  /* number of outputs of a task */
 } kv_linear_job;
 
 static const char *kv_linear_row(const kv_linear *a, int64_t r) {

@@ -267,7 +267,7 @@ static void kv_stream_keys(const kv_stream *x, int64_t r, int64_t G, const kv_st
   if (k.form == KV_BY_INT4) kv_stream_scale(x, KV_BY_INT4, r, G, k, s);
 }
 
-/* Turns attention weights p [G, KEYS] into words w for a piece of packed values. */
+/* Turns attention weights p [G, KEYS] for v, a piece of packed values, into words w. */
 KV_INLINE void kv_stream_weigh(kv_form form, kv_stream_rows v, int64_t D, int64_t G, const float *p,
                                kv_stream_weights *w) {
   float scale[BLOCK], least[BLOCK], weight[BLOCK];

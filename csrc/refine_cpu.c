@@ -1,9 +1,9 @@
 /* CAOTE (eviction by output error) on a CPU: the error of a kv head's output when one slot is removed, with the pooled
  * score in place of the attention weight.
  *
- * Four passes compute the sum of each head's scores; for each split of slots its part of the mean value; the sum of
- * these parts; and each slot's error from its distance to the mean. Splits do not depend on the number of threads. Sums
- * of more than 128 terms are pairwise, so that rounding does not grow with n. */
+ * Pass 1 sums each head's scores. Pass 2 computes each split's part of the head's mean value, and pass 3 the sum of
+ * these parts. Pass 4 computes each slot's error from its value's distance to the mean. Splits do not depend on the
+ * number of threads. Sums of more than 128 terms are pairwise, so that rounding does not grow with n. */
 #include <float.h>
 
 #include "tile.h"
@@ -92,7 +92,7 @@ kv_status KV_OP(refine)(const kv_refine *a) {
   job.sum = malloc((size_t)(heads * (1 + job.splits * a->D)) * sizeof *job.sum);
   if (!job.sum) return KV_NO_MEMORY;
   job.mean = job.sum + heads;
-  /* A thread gets at least about 16 thousand scores: waking it costs as much as adding these. */
+  /* A thread gets heads with about 16 thousand scores or more: waking it costs as much as adding 16 thousand. */
   kv_parallel_for(heads, 1 + 16384 / (a->C + 1), kv_refine_sums, &job);
   kv_parallel_for(heads * job.splits, grain, kv_refine_splits, &job);
   kv_parallel_for(heads, 1 + 16384 / (job.splits * a->D), kv_refine_means, &job);

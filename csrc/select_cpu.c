@@ -62,7 +62,7 @@ static void select_heads(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status KV_OP(select)(const kv_select *a) {
-  /* A thread gets at least about 16 thousand scores: waking it costs as much as ranking these. */
+  /* A thread gets heads with about 16 thousand scores or more: waking it costs as much as ranking 16 thousand. */
   kv_parallel_for(a->B * a->Hkv, 1 + 16384 / (a->C + 1), select_heads, (void *)a);
   return KV_OK;
 }

@@ -47,8 +47,8 @@ static inline void *kv_stream_alloc(kv_stream *x) {
   return memory;
 }
 
-/* Stores q [D], the query of row r, as words for packed keys. Packed keys hold k - centre, and q . k = q . (k - centre)
- * + q . centre. */
+/* Stores q [D], the query of row r, as words for packed keys. These hold k - centre, and q . k = q . (k - centre) +
+ * q . centre; x->more gets the last term. */
 static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const float *q, const float *centre) {
   float row[KV_MOST_D];
   int16_t words[KV_MOST_D], *to = (int16_t *)(void *)x->words + r * x->D;
@@ -64,8 +64,8 @@ static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const flo
     memcpy(to + d, words + d / WORDS % pairs * (x->D / 2) + d / (pairs * WORDS) * WORDS, WORDS * sizeof *words);
 }
 
-/* Loads the queries from step t0 on, in the form in which the keys k are multiplied. Row r is head r % G at step t0 + r
- * / G. */
+/* Loads the queries from step t0 on, in the form in which the keys k are multiplied. Row r is head r % G at step
+ * t0 + r / G. */
 static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, int64_t t0, const kv_columns *k) {
   for (int64_t r = 0; r < x->rows; r++) {
     float *q = x->q + r * x->width;

@@ -24,7 +24,7 @@ enum : uint8_t { unused, one, KV_SIZES(KV_ENUMERATOR) count };
 #define KV_STRING(x) #x,
 constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
 
-/* The kinds of rows in ops.def: an argument of one of these kinds, or a result. */
+/* What a row of ops.def describes: an argument of one of these kinds, or a result. */
 #define KV_ARG_KINDS(X) X(tensor) X(rows) X(slots) X(number) X(flag) X(integer) X(count) X(choice) X(result)
 enum class Kind : uint8_t { KV_ARG_KINDS(KV_ENUMERATOR) };
 constexpr const char *kind_names[] = {KV_ARG_KINDS(KV_STRING)};
