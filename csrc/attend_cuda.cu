@@ -11,7 +11,7 @@
 
 /* columns are cut if all heads have at most this many tiles: a large GPU runs more at once */
 constexpr int64_t FEW = 128;
-constexpr int64_t FULL = 512; /* about the most blocks if columns are cut: two to four for each multiprocessor */
+constexpr int64_t FULL = 512; /* approximate limit on blocks if columns are cut: two to four for each multiprocessor */
 
 /* What a block knows of a query row, in shared memory since registers are scarce. seen: how many of the split's
  * columns the row sees; step: its time step; to: b * H + its query head or, if columns are cut, the index in Parts

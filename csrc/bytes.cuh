@@ -1,12 +1,13 @@
 /* Packed rows (8-bit or 4-bit numbers, kvevict.h) as operands of tensor cores. Rows lie in shared memory as they are
  * stored, aligned to 4 bytes. They are an odd number of 4-byte words apart, except 4-bit rows with an odd D / 8, so
  * the lanes of a warp have no bank conflicts when they read 4 words of each of 8 rows. Numbers are converted to fp16
- * exactly: a byte in the low mantissa bits of fp16's 1024 makes 1024 + byte, from which 1024 is subtracted.
+ * exactly: a byte in the low mantissa bits of fp16's 1024 makes 1024 + byte, from which 1024 is subtracted; for int8
+ * the sign bit is flipped first and 1152 is subtracted.
  *
- * A sum over D may add its terms in any order that keys and queries share. Here, of a row's words, lane j = lane % 4
- * reads word 2 j + s % 2 + 8 (s / 2) in step s. Four words of 8-bit numbers are one mma step of 16 numbers. Four
- * words of 4-bit numbers are two: the low halves of the bytes, then the high halves. Bytes 0 and 2 of a word fill
- * one register of the fragment, bytes 1 and 3 the other. */
+ * A sum over D may add its terms in any order that keys and queries share. Here lane j = lane % 4 reads word 2 j + s
+ * % 2 + 8 (s / 2) of a row in step s. Four words of 8-bit numbers are one mma step of 16 numbers. Four words of
+ * 4-bit numbers are two: the low halves of the bytes, then the high halves. Bytes 0 and 2 of a word fill one
+ * register of the fragment, bytes 1 and 3 the other. */
 #ifndef KV_BYTES_CUH
 #define KV_BYTES_CUH
 #include "tile.cuh"
@@ -19,16 +20,18 @@ KV_DEVICE int key_of(int p) {
   return KEYS / 4 * (p % 8 / 2) + 2 * (p / 8) + p % 2;
 }
 
-/* Returns bytes 0 and 2 of x, each less 128, as two fp16 numbers. */
+/* Returns bytes 0 and 2 of x, which are int8, as two fp16 numbers. */
 KV_DEVICE uint32_t bytes_f16(uint32_t x) {
-  return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u); /* 1 x - 1152 */
+  /* (1024 + (byte ^ 128)) * 1 - 1152 */
+  return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u);
 }
 /* low_f16 returns the low halves of bytes 0 and 2 of x as two fp16 numbers, high_f16 their high halves. */
 KV_DEVICE uint32_t low_f16(uint32_t x) {
-  return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* 1 x - 1024 */
+  return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* (1024 + number) * 1 - 1024 */
 }
 KV_DEVICE uint32_t high_f16(uint32_t x) {
-  return fma_f16x2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u); /* x / 16 - 64 */
+  /* (1024 + 16 number) / 16 - 64 */
+  return fma_f16x2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u);
 }
 
 /* Packed rows of one kv head, `stride` 4-byte words apart. */

@@ -9,7 +9,7 @@
 /* A block's shared memory. red: for reductions; x: the block's own query or key; weight: factors of the vectors that
  * weighted_sum adds; part: its partial sums. */
 struct KlShared {
-  float *red, *x, *weight, *part; /* [32], [256], [KL_THREADS], [groups, D] */
+  float *red, *x, *weight, *part; /* red [32], x [256], weight [KL_THREADS], part [groups, D] */
 };
 
 KV_DEVICE KlShared kl_shared() {

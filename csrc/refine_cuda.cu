@@ -42,7 +42,7 @@ static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a,
   constexpr int W = VECTOR<E>, GROUPS = THREADS / L;
   const Columns values = values_of<E>(a, head);
   const int D = a.D, n = values.at.n, group = threadIdx.x / L, c0 = blockIdx.x * SPLIT, count = min(n - c0, SPLIT);
-  float *share = shared_memory<float>(), *part = share + SPLIT; /* [SPLIT], [GROUPS, D] */
+  float *share = shared_memory<float>(), *part = share + SPLIT; /* share [SPLIT], part [GROUPS, D] */
   if ((int)threadIdx.x < count)
     share[threadIdx.x] = a.fast ? 1 / (float)n : share_of(a, head, n, c0 + threadIdx.x, sum[head]);
   __syncthreads();
