@@ -1,4 +1,4 @@
-/* Attention of a chunk's queries over the slots [stored | new] on a GPU, sm_80 and up.
+/* Computes the attention of a chunk's queries over the slots [stored | new] on a GPU, sm_80 and up.
  *
  * A block computes one tile of query rows of one (batch row, kv head) against tiles of keys in ascending order. The
  * rows of the kv head's G query heads are in time-major order: row r is head r % G at step r / G. Shared memory

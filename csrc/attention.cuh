@@ -83,7 +83,7 @@ static inline Logits logits_of(float scale, float softcap) {
   return {true, scale * LOG2E, 0, 1};
 }
 
-/* Replaces each s by logits.of(s), if these logits need it. */
+/* Replaces each s by logits.of(s), if logits.transformed. */
 template <int MT, int NT>
 KV_DEVICE void transform(float (&s)[MT][NT][4], const Logits &logits) {
   if (!logits.transformed) return;

@@ -1,13 +1,13 @@
-/* One decode step on a GPU. It is limited by memory bandwidth, so a block reads each key and value once for all
- * query heads of the GQA group. The slots of a head are cut into splits, which depend only on the number of slots,
- * the shapes and the GPU, and are merged in order: results have the same bits every time.
+/* Computes one decode step on a GPU. The step is limited by memory bandwidth, so a block reads each key and value
+ * once for all query heads of the GQA group. The slots of a head are cut into splits, which depend only on the
+ * number of slots, the shapes and the GPU, and are merged in order: results have the same bits every time.
  *
  * Three kernels compute attention:
  *   lanes.cuh         GQA groups of up to 2 heads in 16 bits, if slots are not packed; of up to 4 heads in fp32
  *   decode_ring.cuh   all other groups in 16 bits: every warp multiplies its own tiles on tensor cores
  *   decode_tiles.cuh  all other groups in fp32: the query heads are the rows of a tile
  * In lanes.cuh the block that finishes last for a head merges the head's splits. In the other two files combine_kernel
- * (state.cuh) does, unless no head is cut. Arithmetic is fp32, logits are in log2 units. */
+ * (state.cuh) does, except where every head has one split (Plan::whole). Arithmetic is fp32, logits are in log2 units. */
 // budget: regs 255, smem 98400
 #include "decode_ring.cuh"
 #include "decode_tiles.cuh"

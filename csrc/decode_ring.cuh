@@ -9,8 +9,8 @@
 struct Plan {
   Ring ring;
   int least, blocks, shared; /* least: minimum slots of a split; blocks: of the grid; shared: bytes of shared memory */
-  /* Whether no head is cut, since slots are few. A block then merges its results at byte `out` of shared memory and
-   * writes out and lse itself. */
+  /* Whether every head has one split, since slots are few. A block then merges its results at byte `out` of shared
+   * memory and writes the call's out and lse itself. */
   bool whole;
   int out;
 };
@@ -20,7 +20,8 @@ struct Place {
   int head, split;
 };
 
-/* Returns the n-th split when those of all heads are counted in order. All lanes of the warp must call it together. */
+/* Returns split n of the splits of all heads, counted from 0 in the order of heads. All lanes of the warp must call
+ * it together. */
 template <int KEYS>
 KV_DEVICE Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
   const int heads = (int)(a.B * a.Hkv);

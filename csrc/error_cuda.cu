@@ -1,8 +1,9 @@
-/* Error of the observing rows' attention outputs when one alive slot is removed (kv_error), on a GPU.
+/* Computes the error of the observing rows' attention outputs when one alive slot is removed (kv_error), on a GPU.
  *
  * As in score_cuda.cu, a block holds a tile of keys in shared memory, here with their values, and goes over tiles of
- * rows. KV_EDIE also needs the norms of values and outputs. For KV_L1 and KV_L2 the differences of each value v and
- * output o are summed with multiply-adds, since ||v||^2 - 2 v.o + ||o||^2 would cancel. */
+ * rows. KV_EDIE, KV_L1 and KV_L2 are the error measures of kvevict.h. KV_EDIE also needs the norms of values and
+ * outputs. For the other two the differences of each value v and output o are summed with multiply-adds, since
+ * ||v||^2 - 2 v.o + ||o||^2 would cancel. */
 // budget: regs 255, smem 99840
 #include "observe.cuh"
 

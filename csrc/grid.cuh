@@ -1,5 +1,5 @@
-/* Grids with one block for each piece of each head's work. x counts pieces; y and z together count heads, since CUDA
- * limits gridDim.y to 65,535. */
+/* Makes grids with one block for each piece of each head's work. x counts pieces; y and z together count heads,
+ * since CUDA limits gridDim.y to 65,535. */
 #ifndef KV_GRID_CUH
 #define KV_GRID_CUH
 #include "launch.cuh"

@@ -1,6 +1,6 @@
-/* Gradient of kl with respect to queries and new keys, on a GPU; kl_grad_cpu.c has the formulas. A block computes
- * the gradient of one query or of one new key. It keeps this vector in shared memory, and each thread computes its
- * dot product with another key or query. The observing rows are too few to fill tensor cores.
+/* Computes the gradient of kl with respect to queries and new keys, on a GPU; kl_grad_cpu.c has the formulas. A
+ * block computes the gradient of one query or of one new key. It keeps this vector in shared memory, and each thread
+ * computes its dot product with another key or query. The observing rows are too few to fill tensor cores.
  *
  * budget: regs 128, smem 12288 */
 #include "kl.cuh"

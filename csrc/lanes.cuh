@@ -25,7 +25,7 @@ struct HeadRows {
   KV_DEVICE int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
   /* Loads the queries times `scale`, 0 from element D on, and clears outputs and states. query: the first head's
-   * row; stride: elements from head to head. Queries are rotated by H if keys are. */
+   * row; stride: elements from head to head. Queries are rotated by the Hadamard matrix if keys are. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {

@@ -1,4 +1,5 @@
-/* Norms of the alive keys or values on a GPU, limited by memory bandwidth. L lanes share a row (columns.cuh).
+/* Computes norms of the alive keys or values on a GPU, limited by memory bandwidth. L lanes share a row
+ * (columns.cuh).
  *
  * budget: regs 40, smem 0 */
 #include "columns.cuh"

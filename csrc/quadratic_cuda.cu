@@ -1,4 +1,4 @@
-/* Quadratic forms x_i . (A x_i + b) of the alive keys or values x_i, for every query head, on a GPU.
+/* Computes quadratic forms x_i . (A x_i + b) of the alive keys or values x_i, for every query head, on a GPU.
  *
  * A block holds KEYS slots of a head as fp32 in shared memory and goes over the rows of A, ROWS at a time. A thread
  * multiplies one slot with EACH (4) of these rows; at the end the sums of a slot's GROUPS threads are added in

@@ -235,7 +235,7 @@ struct RingHeads {
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
   /* Merges the warps' results into o_out [rows, dims] and states_out [rows]. If values are packed in 4 bits, o_out
-   * is still rotated by H. */
+   * is still rotated by the Hadamard matrix. */
   __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out) const {
     const int warps = blockDim.x / 32;
     const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;

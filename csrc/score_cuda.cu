@@ -1,10 +1,11 @@
-/* Importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
+/* Computes the importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r])
+ * reduced over rows.
  *
  * A block holds a tile of keys of one (batch row, kv head) in shared memory and goes over tiles of rows; the next
  * tile of rows is copied while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T;
  * at the end the sums of the four lanes of a row are added. There are no atomics, so sums have the same order every
  * time. */
-// budget: regs 255, smem 98304 (of peak_cuda.cu, where lse is not given)
+// budget: regs 255, smem 98304 (smem: of peak_cuda.cu, which computes an lse that is not given)
 #include "score.cuh"
 
 /* Sizes of a block's tiles. Shared memory has KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74

@@ -1,4 +1,4 @@
-/* score on Hopper, in 16 bits: S^T = K Q^T by wgmma.
+/* Computes score on Hopper, in 16 bits, with S^T = K Q^T by wgmma.
  *
  * A block holds the fragments of KEYS keys in registers and goes over tiles of rows, which TMA copies to a ring in
  * shared memory. While the terms of one tile are added, the next tile is multiplied. Terms are reduced by the

@@ -45,9 +45,9 @@ struct Cutter {
  * of `rows` rows; heads = B * Hkv. */
 struct Parts {
   int splits, tiles, rows; /* splits: largest number in any tile */
-  uint32_t *count;         /* [heads, tiles] the number of a tile's splits */
-  kv_state *states;        /* [heads, tiles, splits, rows] */
-  float *o;                /* [heads, tiles, splits, rows, D] */
+  uint32_t *count;         /* [heads, tiles] number of splits of each tile */
+  kv_state *states;        /* [heads, tiles, splits, rows] m and d of each row */
+  float *o;                /* [heads, tiles, splits, rows, D] o of each row */
 };
 
 /* Takes the arrays of Parts from scratch. heads: B * Hkv; all: rows of a kv head; rows: rows of a tile. */
@@ -78,7 +78,7 @@ KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, 
 
 /* Merges the splits of one row in one warp and writes the row's out and lse. part, states: o and state of the first
  * split; from split to split they are `step` floats and `apart` states apart. sink: the row's sink in log2 units, or
- * -inf. rotated: o is still rotated by H, as packed values of 4 bits are. */
+ * -inf. rotated: o is still rotated by the Hadamard matrix, as packed values of 4 bits are. */
 template <class E>
 static __device__ void finish(const float *part, int step, const kv_state *states, int apart, int splits, int D,
                               float sink, E *out, float *lse, bool rotated = false) {
@@ -134,10 +134,10 @@ static __device__ void finish(const float *part, int step, const kv_state *state
 /* Where the results of attend or decode go. T is 1 for decode. */
 struct Outputs {
   int64_t B, H, Hkv, T, D;
-  const float *sinks; /* [H] or NULL */
+  const float *sinks; /* [H] sink logits, or NULL */
   void *out;          /* [B, T, H, D] */
   float *lse;         /* [B, H, T] */
-  bool rotated;       /* o is still rotated by H, as packed values of 4 bits are */
+  bool rotated;       /* o is still rotated by the Hadamard matrix, as packed values of 4 bits are */
 };
 
 constexpr int COMBINE_WARPS = 4;

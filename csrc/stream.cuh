@@ -14,7 +14,7 @@ KV_DEVICE int split_size(int n, int splits, int least = 2 * STEP) {
 }
 
 /* A tile of 16 query rows against KEYS keys. Every warp has all 16 rows, and the warps divide the keys among them:
- * reading keys takes longer than the products of so few rows. The members mean what those of RowTile do. */
+ * reading keys takes longer than the products of 16 rows. The members mean what those of RowTile do. */
 template <class E, int D>
 struct NarrowTile {
   static constexpr int WARPS = 4, KEY_WARPS = WARPS, MT = 1, ROWS = 16, THREADS = WARPS * 32;
@@ -36,7 +36,7 @@ KV_DEVICE int warp_key() {
   return X::KEY_WARPS == 1 ? 0 : warp_id() * (X::KEYS / X::KEY_WARPS);
 }
 
-/* Returns columns c0 .. c1 - 1 of x, renumbered from 0. Their at.len is at most their at.n. */
+/* Returns columns c0 .. c1 - 1 of x, renumbered from 0. The result's at.len (stored ones) is at most its at.n (all). */
 KV_DEVICE Columns between(Columns x, int c0, int c1) {
   const kv_unsigned from = (kv_unsigned)c0;
   x.at.stored += (uint64_t)from * (kv_unsigned)x.at.stored_stride;
