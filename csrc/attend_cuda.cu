@@ -6,7 +6,7 @@
  * during the softmax and O += P V. Only tiles of keys on the causal diagonal are masked; tiles of keys that no row
  * of the block sees are not read. If all tiles of rows together are too few to fill a GPU, the columns of each tile
  * are cut into splits with one block each, and a second kernel merges the splits. */
-// budget: regs 255, smem 99424
+// budget: regs 255, smem 99424 (registers of a thread, bytes of a block)
 #include "stream.cuh"
 
 /* columns are cut if all heads have at most this many tiles: a large GPU runs more at once */

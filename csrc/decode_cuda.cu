@@ -7,8 +7,9 @@
  *   decode_ring.cuh   all other groups in 16 bits: every warp multiplies its own tiles on tensor cores
  *   decode_tiles.cuh  all other groups in fp32: the query heads are the rows of a tile
  * In lanes.cuh the block that finishes last for a head merges the head's splits. In the other two files combine_kernel
- * (state.cuh) does, except where every head has one split (Plan::whole). Arithmetic is fp32, logits are in log2 units. */
-// budget: regs 255, smem 98400
+ * (state.cuh) does, except where every head has one split (Plan::whole). Arithmetic is fp32, logits are in log2
+ * units. */
+// budget: regs 255, smem 98400 (registers of a thread, bytes of a block)
 #include "decode_ring.cuh"
 #include "decode_tiles.cuh"
 #include "lanes.cuh"

@@ -4,7 +4,7 @@
  * rows. KV_EDIE, KV_L1 and KV_L2 are the error measures of kvevict.h. KV_EDIE also needs the norms of values and
  * outputs. For the other two the differences of each value v and output o are summed with multiply-adds, since
  * ||v||^2 - 2 v.o + ||o||^2 would cancel. */
-// budget: regs 255, smem 99840
+// budget: regs 255, smem 99840 (registers of a thread, bytes of a block)
 #include "observe.cuh"
 
 /* Sizes of a block's tiles. Shared memory holds KEYS keys and values, ROWS queries and outputs, the norms of values

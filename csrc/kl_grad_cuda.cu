@@ -2,7 +2,7 @@
  * block computes the gradient of one query or of one new key. It keeps this vector in shared memory, and each thread
  * computes its dot product with another key or query. The observing rows are too few to fill tensor cores.
  *
- * budget: regs 128, smem 12288 */
+ * budget: regs 128, smem 12288 (registers of a thread, bytes of a block) */
 #include "kl.cuh"
 #include "launch.cuh"
 

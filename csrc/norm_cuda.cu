@@ -1,7 +1,7 @@
 /* Computes norms of the alive keys or values on a GPU, limited by memory bandwidth. L lanes share a row
  * (columns.cuh).
  *
- * budget: regs 40, smem 0 */
+ * budget: regs 40, smem 0 (registers of a thread, bytes of a block) */
 #include "columns.cuh"
 #include "grid.cuh"
 

@@ -4,7 +4,7 @@
  * A block of sweep_kernel holds a tile of rows and goes over tiles of keys in one share of the columns: without
  * shares, the few observing rows would not fill a GPU. Each share gives one number a row; combine_kernel reduces
  * these numbers in the order of the shares. */
-// budget: regs 255, smem 98304
+// budget: regs 255, smem 98304 (registers of a thread, bytes of a block)
 #include "observe.cuh"
 
 /* Returns the number of shares into which columns are cut, for about 512 blocks. It depends on the shape alone, so

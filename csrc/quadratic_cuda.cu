@@ -4,12 +4,12 @@
  * multiplies one slot with EACH (4) of these rows; at the end the sums of a slot's GROUPS threads are added in
  * order.
  *
- * budget: regs 80, smem 82944 */
+ * budget: regs 80, smem 82944 (registers of a thread, bytes of a block) */
 #include "columns.cuh"
 #include "grid.cuh"
 
 constexpr int THREADS = 256, KEYS = 64, GROUPS = THREADS / KEYS, EACH = 4, ROWS = GROUPS * EACH;
-/* unused floats after each slot, so that a quarter of a warp reads 16 bytes each from different banks */
+/* unused floats after each slot, so that 8 lanes that read 16 bytes each, of 8 slots, use different banks */
 constexpr int PAD = 4;
 
 KV_DEVICE float dot_of(float4 x, float4 y, float sum) {

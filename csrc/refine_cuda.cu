@@ -5,7 +5,7 @@
  * its part of the mean value m. error_kernel computes the distances ||v_i - m||; each of its blocks first adds the
  * splits' parts of m. For up to 10^5 slots no sum has more than a few hundred terms in sequence.
  *
- * budget: regs 64, smem 9216 */
+ * budget: regs 64, smem 9216 (registers of a thread, bytes of a block) */
 #include <float.h>
 
 #include "columns.cuh"

@@ -5,7 +5,7 @@
  * tile of rows is copied while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T;
  * at the end the sums of the four lanes of a row are added. There are no atomics, so sums have the same order every
  * time. */
-// budget: regs 255, smem 98304 (smem: of peak_cuda.cu, which computes an lse that is not given)
+// budget: regs 255, smem 98304 (registers of a thread, bytes of a block of peak_cuda.cu, which computes a missing lse)
 #include "score.cuh"
 
 /* Sizes of a block's tiles. Shared memory has KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74

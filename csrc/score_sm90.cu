@@ -3,7 +3,7 @@
  * A block holds the fragments of KEYS keys in registers and goes over tiles of rows, which TMA copies to a ring in
  * shared memory. While the terms of one tile are added, the next tile is multiplied. Terms are reduced by the
  * functions of score.cuh, as in score_cuda.cu. */
-// budget: regs 168, smem 120832
+// budget: regs 168, smem 120832 (registers of a thread, bytes of a block)
 #include "hopper.cuh"
 
 #include <stdlib.h>

@@ -3,7 +3,9 @@
  * warp counts the kept slots of its split and writes its part of the index. Atomics only count, so their order does
  * not matter.
  *
- * Shared memory holds a histogram and, if they fit, a head's sort keys. budget: regs 64, smem 90256 */
+ * Shared memory holds a histogram and, if they fit, a head's sort keys.
+ *
+ * budget: regs 64, smem 90256 (registers of a thread, bytes of a block) */
 #include "kvevict.h"
 #include "launch.cuh"
 #include "warp.cuh"
@@ -109,7 +111,7 @@ static __global__ void __launch_bounds__(THREADS) select_kernel(const kv_select 
     keys.cached = shared->key;
     __syncthreads();
   }
-  uint32_t bar = 0; /* keeps every key, if not fewer are wanted */
+  uint32_t bar = 0; /* no key is below 0, so all are kept unless fewer are wanted */
   int equal = keys.n;
   if (wanted < keys.n) bar = wanted > 0 ? key_at_rank(keys, wanted, shared, &equal) : 0xffffffffu;
   for (int i = t; i < first; i += THREADS) index[i] = i;

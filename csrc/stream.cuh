@@ -113,7 +113,7 @@ KV_DEVICE void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int
     }
   }
   cp_async_wait<0>(); /* waits for the copy of Q, if there are no columns */
-  __syncthreads();    /* and the caller may write to shared memory when all warps are here */
+  __syncthreads();    /* and the caller may reuse shared memory: all warps are done with it */
 }
 
 /* Writes the states [rows] and o [rows, dims] of the tile's first `rows` rows. Where warps have divided the keys,
