@@ -24,7 +24,7 @@ ROOMS = ("memory", "measure", "cut", "read record methods", "watch", "hook")  # 
 CIRCLES = {  # files that import one another, by one of them: the list may only shrink
     "policy/policy": 3,
 }
-MOST_ANY = 1132  # names `Any` in the package
+MOST_ANY = 634  # names `Any` in the package
 MOST_MODULES = 10  # at the top level
 FILES = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
