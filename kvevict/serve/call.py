@@ -29,7 +29,7 @@ class Call:
     endpoint: str
     owner: str  # the owner of the stored texts and prefixes that the request may use
     policy: Policy  # the eviction policy with which the prompt is read
-    question: str | None = None  # text in the prompt whose queries score the slots; None: the last user message
+    question: str | None = None  # text in the prompt whose queries score slots; None: the last user turn's question
     text: str | None = None  # content of the stored text that is put before the first user message
     answers: int = 1  # number of answers
     seed: int | None = None  # random seed of answer 0; answer i has seed + i; None: a fresh seed for each answer

@@ -27,8 +27,8 @@ class Policies:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
-        """Build the policy that a text such as "snapkv:window=32" describes (None: the server's). Recall is on unless
-        the text sets it or the policy cannot recall."""
+        """Build the policy that `text`, NAME[:OPTION=VALUE,...], describes (None: the server's). It recalls, unless the
+        text sets the option `recall` or the policy cannot recall."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         budget = options.budget if budget is None else budget
