@@ -19,14 +19,14 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed: the next file opened would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack characters of an answer
     try:
         try:
             return run(sys.argv[1:] if argv is None else argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit works
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would fail again
         return 1
 
 

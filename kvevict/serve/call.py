@@ -1,4 +1,4 @@
-"""The state of a request, shared by the task that serves it and the thread that generates its answers."""
+"""Holds the state of a request, which the task that serves it and the thread that generates its answers share."""
 
 import asyncio
 import threading

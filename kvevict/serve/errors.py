@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """Return the error that a client sees, with the message of `error` only if the request caused it."""
+    """Return the error response for an exception. It has the exception's message only if the request caused it."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):  # raised by Starlette, for example 404 for an unknown path

@@ -108,7 +108,7 @@ class Generation:
         `shield` keeps the future from being cancelled: the model's thread cannot set the result of a cancelled future,
         and the error would end the thread."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs "never retrieved"
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio logs unretrieved errors
         return await asyncio.shield(future)
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------

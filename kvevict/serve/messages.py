@@ -7,7 +7,14 @@ import sys
 from ..asking.prompts import Tokenizer
 from .errors import Json, Refused
 
-ROLES = "system", "developer", "user", "assistant", "tool", "function"  # always accepted, named by the template or not
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+)  # accepted even if no template names them
 DEEPEST = 100  # most levels of lists and objects inside one another
 HALVES = re.compile("[\ud800-\udfff]")  # a half of a surrogate pair, which no UTF-8 text can contain
 

@@ -1,4 +1,4 @@
-"""The metrics that Prometheus reads at /metrics, and the progress of requests."""
+"""Keeps the metrics that Prometheus reads at /metrics, and reports the progress of requests."""
 
 import time
 from collections.abc import Iterable

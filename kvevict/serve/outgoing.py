@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 DATA = "data: "
 PAUSE = 5.0  # seconds without an event after which a stream sends a comment
 COMMENT = ": no event yet\n\n"
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that proxies pass on each event at once
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # ask proxies to pass on each event at once
 
 
 class Stream(StreamingResponse):
@@ -89,7 +89,7 @@ async def _next(items: AsyncIterator[Result]) -> Result | None:
 
 
 async def _stopped(task: asyncio.Future) -> None:
-    """Cancel a task, and wait for its end."""
+    """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():

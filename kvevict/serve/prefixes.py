@@ -38,9 +38,9 @@ def keys_of(
     owner: str, weights: str, policy: Policy, run: Run, ids: list[int], ends: Iterable[int], text: str | None,
     start: int,
 ) -> dict[int, str]:  # fmt: skip
-    """Return {end: key} of a prompt's prefixes. end: a prefix's number of tokens, ascending. A key is a hash of the
-    owner and of everything that a cache depends on. Keys of prefixes that contain tokens of the stored text `text`, as
-    they end after token `start`, end with the text's mark (`mark_of`), by which `forget` finds them."""
+    """Return {end: key} of a prompt's prefixes, by their numbers of tokens `ends`, which ascend. A key is a hash of the
+    owner and of everything that a cache depends on. A prefix that ends after token `start` contains tokens of the
+    stored text `text`: its key ends with the text's mark (`mark_of`), by which `forget` finds it."""
     facts = "\0".join((FORMAT, owner, weights, policy.to_json(), run.kv, run.archive_kv or run.kv)) + "\0"
     digest, before, found = hashlib.sha256(facts.encode()), 0, {}
     for end in ends:
@@ -55,13 +55,13 @@ def mark_of(owner: str, text: str) -> str:
 
 
 def mark_in(key: str) -> str:
-    """Return the mark of a stored text with which a key ends; "" if the key has none."""
+    """Return the mark at the end of a key, which identifies a stored text; "" if the key has none."""
     return key.partition("-")[2]
 
 
 def unmarked(keys: dict[int, str]) -> dict[int, str]:
-    """Remove the marks from {end: key}: these are the keys of the same prefixes in prompts that contain the stored text
-    itself and do not name it."""
+    """Return {end: key} without marks: the keys that the same prefixes have in prompts that contain the stored text
+    instead of naming it."""
     return {end: key.partition("-")[0] for end, key in keys.items()}
 
 
@@ -165,7 +165,7 @@ class Prefixes:
                     raise ValueError(f"{path} is the file of another prefix")
                 cache = load_cache(stays, self.model)
         except (ValueError, OSError) as error:
-            if self.has_file(key):  # else another server has removed it
+            if self.has_file(key):  # the file is damaged; otherwise another server has removed it
                 self._troubles.note("a stored prefix is read again", error)
                 _unlink(path)
             return None
@@ -244,7 +244,7 @@ class Prefixes:
         """Replace a cache in memory by one whose slots stay in its file."""
         if device_of(self.model).type != "cpu":  # a GPU needs the slots in its own memory
             return
-        with contextlib.suppress(ValueError, OSError):  # if another server has removed the file
+        with contextlib.suppress(ValueError, OSError):  # another server may have removed the file
             cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
             self.place(cache)
             if in_files(cache):
@@ -258,7 +258,7 @@ class Prefixes:
         return mark_in(key) in gone
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """List (time of the last use in ns, bytes, path) of each file."""
+        """Return a list with (time of the last use in ns, bytes, path) of each cache file."""
         found = []
         for path in self._there(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ WRITTEN = 1024  # least tokens of a prefix that is written to disk when another 
 
 class Reader:
     """Reads the prompts of calls with a patched model. The policy that the model was patched with sets the size of the
-    pools of slots, and its `Run` is that of all calls. A method that reads is a generator: it yields the step of each
+    pools of slots, and its `Run` is used for all calls. A method that reads is a generator: it yields the step of each
     chunk but the last, so that the scheduler can serve other calls between chunks."""
 
     def __init__(self, model: Module, tokenizer: Tokenizer, prefixes: Prefixes, scheduler: Scheduler) -> None:

@@ -48,7 +48,7 @@ class Decoding:
         for name, value in self.changes.items():
             setattr(config, name, value)
         if config.do_sample:
-            config.top_k = config.top_k or 0  # Transformers' default is 50
+            config.top_k = config.top_k or 0  # 0: all tokens; Transformers' default is 50
         return config
 
     def processors(self, start: int) -> LogitsProcessorList:
@@ -118,7 +118,7 @@ class TokenChooser:
             scores = self.processors(self._ids[:, : self._length], scores)
         if self.noise is None:
             token = scores[0].argmax()
-        else:  # draws as torch.multinomial does, but without waiting for the GPU
+        else:  # the distribution is torch.multinomial's, which would wait for the GPU
             noise = torch.empty(scores.shape[1]).exponential_(generator=self.noise)
             token = (scores[0].softmax(-1) / sent(noise, scores.device)).argmax()
         if self.processors:

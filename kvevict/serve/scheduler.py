@@ -35,7 +35,7 @@ class Turn:
     size: int = 0  # most bytes of the slots of these answers
     result: Future = field(default_factory=Future)
     context: Context = field(default_factory=Context)  # the context variables with which the work runs
-    steps: Generator[Step, None, Any] | None = None  # the generator that `work` returned, if it has
+    steps: Generator[Step, None, Any] | None = None  # the generator that `work` returned; None: none yet
     left: int = 0  # number of the prompt's tokens that are not yet read
     chunk: int = 0  # tokens of this prompt's last chunk, minus the tokens of other prompts read after it
     alone: bool = True  # whether no other prompt was read after this prompt's last chunk
@@ -55,7 +55,7 @@ class Turn:
 class Scheduler:
     """Runs the model in a separate thread, and decodes at most `most` answers at once."""
 
-    stall = 0.5  # seconds after the answers' last token at which a chunk pauses before its next layer to decode one
+    stall = 0.5  # seconds: a chunk pauses between two layers for a token of each answer if the last token is older
 
     def __init__(self, model: Module, prefixes: Prefixes, most: int) -> None:
         self.model, self.prefixes, self.most = model, prefixes, most

@@ -38,7 +38,7 @@ JSON_TYPE = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {
     CHAT: (ChatCompletions, check.chat),
     COMPLETIONS: (Completions, check.completion),
-}  # path -> (handler, check of a body)
+}  # path -> (class that formats answers, function that checks a request's body)
 Result = TypeVar("Result")
 
 
@@ -75,7 +75,7 @@ class Server:
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request) -> Json:
-        """Return a request's body. Raises Refused for a body that is not a JSON object, or too large."""
+        """Return a request's body, parsed. Raises Refused for a body that is not a JSON object, or is too large."""
         if not JSON_TYPE.match(
             request.headers.get("content-type", "")
         ):  # a browser does not let a page of another site send this type
@@ -110,7 +110,7 @@ class Server:
         return Call.of(path, owner, policy, body, asked.get("question"), text, deadline)
 
     async def answer(self, path: str, request: Request) -> Response:
-        """POST to one of `ENDPOINTS`: answer a request."""
+        """Answer a POST request to `path`, one of `ENDPOINTS`."""
         owner, text = self.owner(request), None
         body, asked = await self._work(request, self._checked, path, await self.body(request))
         if asked.get("text") is not None:

@@ -58,12 +58,13 @@ class Written:
         self.tokens, self.ended = 0, False
         self.reasoning = 0  # number of tokens that belong to reasoning
         self.calls: list[ToolCall] = []
-        self._ids = [*before]  # the newest ids, which are decoded together; the text of the first `_known` is known
+        self._ids = [*before]  # newest ids, decoded together; the text of the first `_known` ids was returned before
         self._known, self._held = len(before), ""  # `_held`: decoded text that may be the start of a stop string
         self._end: int | None = None  # the token in `ends` that ended the answer
         self._called = False  # whether a tool call ended the answer
         self._likely: list[Token] = []  # tokens with probabilities that `put` has not returned yet
-        self._decided, self._certain = 0, 0  # numbers of decoded characters, and of those that belong to the answer
+        # Numbers of characters: decoded, and certain to belong to the answer, so that no stop string can cut them.
+        self._decided, self._certain = 0, 0
 
     @property
     def over(self) -> bool:

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and decodes a user's text files."""
+"""Writes files completely or not at all, and decodes text files that users give."""
 
 import codecs
 import contextlib

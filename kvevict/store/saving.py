@@ -1,4 +1,4 @@
-"""Saves a cache to a file, without a copy of its slots in memory."""
+"""Saves a cache to a file without making a copy of its slots in memory."""
 
 import json
 import os

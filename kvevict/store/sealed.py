@@ -25,7 +25,7 @@ from .files import write as write_bytes
 
 NAME, EMPTY = "checksum", "0" * 8  # the checksum's field, and the field's value while the checksum is computed
 FIELD = re.compile(rb'"checksum": ?"([0-9a-f]{8})"')
-TYPES = {  # dtype -> its name in safetensors files, in which tensors of the last dtype come first, as safetensors sorts
+TYPES = {  # dtype -> its name in safetensors files, where tensors of dtypes listed later come first, as in safetensors
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
@@ -37,11 +37,11 @@ class Pieces:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    each: Callable[[], Iterable[Tensor]]  # yields the parts, in the order of the first dimension
+    each: Callable[[], Iterable[Tensor]]  # yields the parts, which concatenated along dimension 0 are the tensor
 
 
 def whole(tensor: Tensor | Pieces) -> Tensor:
-    """Return a tensor in one piece."""
+    """Return a tensor itself, or the concatenation of `Pieces`."""
     return torch.cat([*tensor.each()]) if isinstance(tensor, Pieces) else tensor
 
 
