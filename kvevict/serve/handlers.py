@@ -24,8 +24,8 @@ class Completions:
         self.name = name
 
     def choice(self, call: Call, parts: list[Part]) -> Json:
-        """Return an entry of the response's field `choices`. parts: all parts of an answer, or, in a stream, the new
-        ones."""
+        """Return an answer's entry in the response's field `choices`. parts: all parts of the answer, or, in a stream,
+        its new parts."""
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[Json]:

@@ -22,7 +22,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # ask proxie
 
 
 class Stream(StreamingResponse):
-    """Streams the events of a call. While there are none it sends comments, because proxies and clients may take a
+    """Streams the events of a call. While no event comes, it sends comments, because proxies and clients may take a
     silent connection for a broken one. An error is sent as the last event. At the stream's end `end` is called once,
     with the call's HTTP status and error."""
 
@@ -97,7 +97,7 @@ async def _stopped(task: asyncio.Future) -> None:
 
 
 async def together(streams: list[AsyncGenerator[Numbered, None]], answers: int) -> AsyncGenerator[Numbered, None]:
-    """Merge the streams of several calls: yield (answer's number, its new parts) as soon as any call has some. Each
+    """Merge the streams of several calls: yield (answer's number, its new parts) as soon as a call has any. Each
     call has `answers` answers; answer i of call c gets the number c * answers + i."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:

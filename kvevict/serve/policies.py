@@ -15,8 +15,8 @@ from .options import Options
 
 @dataclass(frozen=True)
 class Policies:
-    """Builds the eviction policies of requests. A request may choose another policy or budget than the server's, but
-    not one that keeps more slots of a prompt as long as the model's context."""
+    """Builds the eviction policies of requests. A request may choose another policy or budget than the server's, unless
+    it would keep more slots of a prompt as long as the model's context."""
 
     options: Options
     context: int = 1 << 20  # length of the model's context in tokens
@@ -43,7 +43,7 @@ class Policies:
 
     def of(self, asked: Json, opens_text: bool, prefix: str = "kvevict.") -> Policy:
         """Return the policy that the fields of a request choose. Raises Refused for an unknown policy, a wrong budget,
-        or one that keeps more slots than the server's.
+        or a policy that keeps more slots than the server's policy.
 
         asked       `policy`, `budget` and `question`, from the request's field `kvevict` or with a text to be stored
         opens_text  whether the prompt begins with a stored text

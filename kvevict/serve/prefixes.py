@@ -220,7 +220,7 @@ class Prefixes:
 
     def write(self, key: str, cache: EvictionCache) -> bool:
         """Write a cache to its file, unless the file exists or does not fit, or the cache's stored text was deleted.
-        Returns whether it was written. If slots can stay in a file, the cache in memory then uses those in the file."""
+        Returns whether it was written. If slots can stay in a file, the cache in memory then uses the file's slots."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return False

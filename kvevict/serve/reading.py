@@ -83,7 +83,7 @@ class Reader:
         return min(tokens, slots + (policy.chunk_size or tokens))
 
     def size(self, call: Call, new: int) -> int:
-        """Return the most bytes of slots that an answer of `new` tokens needs, those of its prompt included."""
+        """Return the most bytes of slots that an answer of `new` tokens needs, its prompt's slots included."""
         return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
 
     def store(self, call: Call) -> Generator[Step, None, None]:
@@ -128,8 +128,8 @@ class Reader:
 
     def _text(self, call: Call, cache: EvictionCache | None, start: int) -> Generator[Step, None, tuple]:
         """Read a call's prompt from token `start` to the end of its stored text, without a question. Returns (cache,
-        number of its tokens). The cache is stored after every `PIECE` tokens, so that after a request that ends early
-        the next one continues from there."""
+        number of its tokens). The cache is stored after every `PIECE` tokens, so that the next request can continue if
+        this request ends early."""
         _, end = call.whole.text or (0, 0)
         pieces = range(start // PIECE * PIECE + PIECE, end, PIECE) if self.parts else ()
         for stop in [*pieces, *([end] if start < end else [])]:
@@ -165,8 +165,8 @@ class Reader:
         question: Asked | LastTurn | None = None,
     ) -> Generator[Step, None, tuple]:  # fmt: skip
         """Read `ids`, the prompt's tokens from index `start` on. Returns (cache, logits of the last token, plan of the
-        policy). Between two layers, running answers may get a token. cache: of the tokens before `start`; None: there
-        are none."""
+        policy). Between two layers, running answers may get a token. cache: the cache of the tokens before `start`;
+        None: `start` is 0."""
 
         def pause() -> None:
             chunk = current().chunk

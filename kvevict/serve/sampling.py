@@ -20,7 +20,7 @@ LEAST = -9999.0  # reported in place of lower log-probabilities: JSON has no inf
 class Decoding:
     """The sampling parameters of a request."""
 
-    changes: Json = field(default_factory=dict)  # values that replace those in the model's `GenerationConfig`
+    changes: Json = field(default_factory=dict)  # entries to replace in the model's `GenerationConfig`
     frequency: float = 0.0  # subtracted from a token's logit for each time that the answer has the token
     presence: float = 0.0  # subtracted once from the logit of each token that the answer has
     top: int | None = None  # number of likeliest tokens to report with each token; None: no log-probabilities

@@ -43,8 +43,8 @@ class Turn:
     @property
     def most(self) -> int:
         """The most tokens of another prompt that may be read before this prompt's next chunk. The first other prompt
-        may have half as many tokens as this prompt has left. Further ones are only read while all of them together have
-        at most as many tokens as this prompt's last chunk."""
+        may have half as many tokens as this prompt has left. Further prompts are only read while all other prompts
+        together have at most as many tokens as this prompt's last chunk."""
         return self.left // 2 if self.alone else min(self.left // 2, self.chunk)
 
     @property
@@ -107,8 +107,8 @@ class Scheduler:
         self._groups.append(group)
 
     def pause(self) -> None:
-        """Decode a token of each answer if the last one is at least `stall` seconds old. It is called between two
-        layers while a chunk is read."""
+        """Decode a token of each answer if the last token is at least `stall` seconds old. The reading of a chunk calls
+        this between two layers."""
         if self._groups and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._step)
 
@@ -123,8 +123,8 @@ class Scheduler:
             Context().run(self._step)
 
     def _next(self) -> Turn | None:
-        """Return the turn to work on: a waiting turn if one may begin, else the last one of `_reading`; None if there
-        is neither."""
+        """Return the turn to work on: a waiting turn if one may begin, else the last turn of `_reading`; None if there
+        is no such turn either."""
         reading = self._reading[-1] if self._reading else None
         turn = self._waiting(None if reading is None else reading.most)
         if turn is None:

@@ -168,8 +168,8 @@ class Server:
         return {"object": "kvevict.text", "name": name, "deleted": True}
 
     async def _forget(self, *marks: str | None) -> None:
-        """Remove the caches of deleted texts: those with these marks (`mark_of`), and those that other servers have
-        deleted."""
+        """Remove the caches of deleted texts. marks: `mark_of` texts that this server has just deleted; the marks of
+        texts that other servers have deleted are found."""
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
     def _tidied(self, call: Call) -> None:
@@ -223,8 +223,8 @@ class Server:
 
     async def _tokenising(self, large: bool, function: Callable[[Tokenizer], Result]) -> Result:
         """Run function(tokenizer) in a thread. A tokenizer has state (whether special tokens are read as text), so it
-        serves one request at a time. Large requests use a separate tokenizer, so that small ones never wait for
-        them."""
+        serves one request at a time. Large requests use a separate tokenizer, so that small requests never wait
+        for large ones."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 

@@ -40,7 +40,7 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
     log.to_stderr()
     transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # they would not be lines of JSON, as the log's are
+        transformers_logging.disable_progress_bar()  # progress bars would not be lines of JSON
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         server = _apart(lambda: server_of(model, **vars(options)))
@@ -95,7 +95,7 @@ def server_of(model: str | None = None, **options: Any) -> Server:
     decoder = find_decoder(loaded)
     context = families.context_of(decoder.config) or 1 << 20
     # Steps of decoding are recorded on a CPU only: on a GPU a recording is a CUDA graph, and batches that change often
-    # would need a new one at nearly every step.
+    # would need a new graph at nearly every step.
     records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
     policies = Policies(given, context, lambda policy, run: in_slots(policy, run, loaded), records)
     patch(loaded, policies.built(), tokenizer=tokenizer)

@@ -57,8 +57,8 @@ class Form:
         return Parser({**self.template, "fields": fields}, self.tokenizer.decode(prompt), tools) if fields else None
 
     def silent(self, parser: object) -> set[int]:
-        """Return the special tokens to leave out of an answer's text: those that its parser does not look for (parser
-        None: all of them)."""
+        """Return the special tokens to leave out of an answer's text: all tokens that its parser does not look for, or
+        all special tokens if there is no parser."""
         if parser is None:
             return self.special
         looked_for = "\n".join(_strings(self.template))
@@ -174,8 +174,8 @@ def _pattern(field: Json, key: str) -> str | None:
 
 
 def _letters(event: Json) -> str:
-    """Return the characters that an event adds: those of a chunk of text, or, when a region that is not text closes,
-    those of the whole region."""
+    """Return the characters that an event adds: the chunk, if the event is a chunk of text; all characters of a region
+    that is not text, if the event closes this region; else none."""
     if event["field"] in TEXTS:
         return event.get("text", "")
     return "".join(event["value"].values()) if event["type"] == "region_close" else ""

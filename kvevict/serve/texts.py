@@ -42,7 +42,7 @@ class Text(NamedTuple):
     """A stored text, with the options for reading it."""
 
     text: str
-    asked: Json  # the `policy` and `budget` that the text was stored with; a missing one is the server's
+    asked: Json  # the `policy` and `budget` that the text was stored with; a missing option is the server's
 
 
 class _Known(NamedTuple):
@@ -135,8 +135,8 @@ class Texts:
             return mark
 
     def gone(self, *marks: str | None) -> set[str]:
-        """Return the marks of texts that were deleted, by any server, since the last call of this method; and those
-        among `marks` that belong to no stored text."""
+        """Return the marks of texts that any server has deleted since the last call of this method, and the given
+        `marks` that belong to no stored text."""
         with self._lock:
             self._refresh()
             known = {each.mark for each in self._known.values()}

@@ -231,7 +231,7 @@ class Reading(Watcher):
 
 
 def _comparable(policy: Policy, run: Run) -> dict[str, Any]:
-    """Return the options of a policy and its run that decide which slots are stored, and as what kinds."""
+    """Return the options of a policy and its run that decide which slots are stored, and how they are stored."""
     return parsed(policy.to_json()) | dict(kv=run.kv, recall_kv=run.archive_kv)
 
 

@@ -115,7 +115,7 @@ def _contents(cache: EvictionCache) -> tuple[dict[str, Any], list[dict[str, Any]
 def _rows(layer: EvictionLayer, every: list) -> dict[str, Any]:
     """Return `len`, the number of slots of each kv head, and keys, values and positions of all slots as `Pieces` in the
     order of `FLAT`. every: the storages that hold the layer's slots; a head's slots in a storage come before its slots
-    in the next one."""
+    in the next storage."""
     counts, places = torch.zeros_like(layer.len, device="cpu"), []
     for b, h in np.ndindex(layer.counts.shape):
         for storage, rows in chain.from_iterable(slots.places(b, h) for slots in every):
