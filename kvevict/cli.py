@@ -1,4 +1,5 @@
-"""The command line `kvevict NAME ...`. Every command prints a table; a JSON line follows if a program reads it."""
+"""Runs the command line `kvevict COMMAND ...`. A command prints text, and then, unless standard output is a terminal, a
+line of JSON."""
 
 import argparse
 import contextlib
@@ -12,20 +13,20 @@ from .version import VERSION
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, and return its exit code: 0, 1 when the reader of the output has left, 2 after a mistake in the
-    arguments, 130 after Ctrl-C."""
+    """Run a command, and return its exit code: 0 after success, 1 if the program that reads the output has ended, 2
+    after a wrong argument or an error, 130 after Ctrl-C."""
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
-        if getattr(sys, name) is None:  # it is closed, and the next file would get its number
+        if getattr(sys, name) is None:  # closed: the next file opened would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack characters of an answer
     try:
         try:
             return run(sys.argv[1:] if argv is None else argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit works
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would fail again
         return 1
 
 
@@ -58,7 +59,7 @@ def run(argv: list[str]) -> int:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Make a command's parser, to which the command adds its own arguments."""
+    """Make the parser of a command's arguments, with the option --json. The command adds its own arguments."""
     parser = argparse.ArgumentParser(f"kvevict {name}", description=COMMANDS[name].__doc__)
     told = "print one JSON line and no table; where standard output is not a terminal both are printed"
     parser.add_argument("--json", action="store_true", help=told)

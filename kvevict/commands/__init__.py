@@ -1,6 +1,6 @@
-"""The commands of `kvevict`, one file each, which registers it, and what commands share: arguments, budgets, policies,
-tables. A command adds its arguments to the parser that it gets, prints text, and returns a dict for `kvevict.cli` to
-print as JSON."""
+"""Holds the commands of `kvevict`, one in each file, and what commands share: arguments, budgets, policies and tables.
+A command is a function that adds its arguments to a parser, prints text, and returns a dict, which `kvevict.cli` prints
+as JSON. The decorator `command` registers it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_model(parser: argparse.ArgumentParser, name: str = "--model", **how: Any
 
 
 def loaded(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """Load (name, model, tokenizer), as the arguments of `add_model` say."""
+    """Load the model that the arguments of `add_model` name, and return (name, model, tokenizer)."""
     from ..models.loading import load_model, small_llama
 
     name = args.model or small_llama()
@@ -62,7 +62,7 @@ def add_policies(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -
 
 
 class Unsaid(str):
-    """The default of an option, to tell it from the same text given by the user."""
+    """The default value of an option. Its type tells it from the same text given by the user."""
 
 
 def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512, chunk_size: int | None = None) -> None:
@@ -77,12 +77,12 @@ def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512,
 
 
 def words(text: str) -> str:
-    """Decode an argument as UTF-8 whatever the locale is, with U+FFFD for bytes that are not UTF-8."""
+    """Decode a command-line argument as UTF-8 whatever the locale is, with U+FFFD for bytes that are not UTF-8."""
     return os.fsencode(text).decode("utf-8", "replace")
 
 
 def read_text(file: str, option: str = "--file") -> str:
-    """Return the text of a file, or of standard input if `file` is "-"."""
+    """Return the text of a file, or of standard input if `file` is "-". option: the option's name in errors."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -91,7 +91,8 @@ def read_text(file: str, option: str = "--file") -> str:
 
 
 def check_file(option: str, path: str | Path) -> None:
-    """Raise ValueError if a file cannot be written. Commands check before they load a model."""
+    """Raise ValueError if no file can be written at `path`. Commands call this before they load a model, which takes
+    long. option: the option's name in the error."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{option} {path}: it is a folder; give a file")
@@ -101,7 +102,8 @@ def check_file(option: str, path: str | Path) -> None:
 
 
 def check_folder(option: str, path: str | Path) -> None:
-    """Raise ValueError if a folder can neither be made nor be written to."""
+    """Raise ValueError if `path` is not a folder to which files can be written, and no such folder can be made there.
+    option: the option's name in the error."""
     path = Path(path)
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
@@ -121,7 +123,8 @@ def _check_writable(option: str, path: str | Path, folder: str | Path) -> None:
 
 
 def number(text: str, option: str = "--budget") -> int | float | str:
-    """Return a budget: slots as an int, a fraction as a float, bytes as they are written ("64MiB")."""
+    """Parse a budget: a number of slots gives an int, a fraction such as 0.1 or 1/8 a float; bytes such as "64MiB" stay
+    text."""
     if text.endswith("B"):
         byte_count(option, text)
         return text
@@ -134,9 +137,9 @@ def number(text: str, option: str = "--budget") -> int | float | str:
 
 
 def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Chosen]:
-    """Build a policy from each text, with the options of `add_budget` and `common`; a text's own options win, and its
-    threshold replaces the default of `--budget`. Raises ValueError, also for a `recall` folder that cannot be written
-    to."""
+    """Build a policy and its run from each text. The options of `add_budget` and `common` are defaults for options that
+    the text does not set; the default of `--budget` does not apply to a text with a threshold. Raises ValueError for a
+    wrong option, and for a `recall` folder to which nothing can be written."""
     from ..engine.memory import mapped
     from ..policy.building import choose
 
@@ -152,7 +155,8 @@ def build_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any
 
 
 def complete_policies(texts: Iterable[str], args: argparse.Namespace, **common: Any) -> dict[str, Chosen]:
-    """Do as `build_policies`, and raise ValueError for a policy that lacks an argument that no command has."""
+    """Build policies as `build_policies` does. Raises ValueError, too, for a policy that cannot run as its text gives
+    it: without the smaller model that drafts, or without the right answer, which it needs."""
     policies = build_policies(texts, args, **common)
     for text, (policy, _) in policies.items():
         rows, option = policy.rows, ":" if ":" not in text else ","
@@ -170,7 +174,8 @@ def complete_policies(texts: Iterable[str], args: argparse.Namespace, **common: 
 
 
 def options_of(chosen: Chosen, *skip: str) -> str:
-    """Write a policy as Python arguments: its parts and options except `skip`, and what its run changes."""
+    """Return a policy as the text of Python keyword arguments: its parts and options, and the options of its run that
+    differ from the defaults. skip: names to leave out."""
     from ..policy.parts import PARTS
     from ..policy.run import differences
 
@@ -189,7 +194,7 @@ def options_of(chosen: Chosen, *skip: str) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Format a table of texts, the first `left` columns aligned left and the others right."""
+    """Format a table of texts. The first `left` columns are aligned left, all others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
 
     def aligned(row: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from . import add_model, add_policies, check_file, command, grid
 
 @command
 def calibrate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Find the smallest budget whose answers to your own prompts are the full cache's, with a bound."""
+    """Find the smallest budget that keeps the full cache's answers to your prompts, with a bound for later prompts."""
     add_model(parser, "model", nargs="?")
     parser.add_argument("--prompts", required=True, metavar="FILE",
                         help='JSON lines with a "prompt", a text, or "messages"; drawn as later ones are')  # fmt: skip

@@ -5,7 +5,7 @@ from . import add_model, check_folder, command, loaded
 
 @command
 def convert(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Convert KVzap's published gates (safetensors) for `gate:gates=OUT`."""
+    """Convert KVzap's published gates (safetensors) to the format that the policy `gate:gates=OUT` reads."""
     add_model(parser)
     parser.add_argument("--source", required=True, help="folder of config.json and model.safetensors, or its hub id")
     parser.add_argument("--out", required=True, help="folder for the gates")

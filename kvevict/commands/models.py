@@ -6,7 +6,7 @@ from . import command
 
 @command
 def models(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """List the model types that were compared with the unpatched model, and how each one did."""
+    """List the model types whose patched models were compared with unpatched ones, and the results."""
     parser.add_argument("names", nargs="*", metavar="TYPE", help="only those with this in their name")
     args = parser.parse_args(argv)
     from ..models.known import table

@@ -7,7 +7,7 @@ from . import command, options_of
 
 @command
 def policies(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """List the presets and the choices they are made of, with their options."""
+    """List the preset policies with their options, and the parts from which policies are made."""
     args = parser.parse_args(argv)
     from ..policy.building import choose
     from ..policy.parts import PARTS

@@ -12,7 +12,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @command
 def serve(parser: ArgumentParser, argv: list[str]) -> None:
-    """Answer OpenAI's clients over HTTP, with bounded memory: questions about a text share its stored slots."""
+    """Answer OpenAI's clients over HTTP, in bounded memory; questions about one text share the text's stored slots."""
 
     def option(name: str, about: str, default: Any = None, **how: Any) -> None:
         if default is not None:
@@ -44,7 +44,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
     from ..policy.checks import at_least_0, count, installed
 
     installed("serve", "kvevict serve", *EXTRA)
-    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # Transformers has it from 5.23 on
+    installed("serve", "kvevict serve", "transformers.cli.serving.completion")  # part of Transformers since 5.23
     memory, disk = size("--memory-bytes", args.memory_bytes), size("--store-bytes", args.store_bytes)
     complete_policies([args.policy], args)
     if not 0 <= args.port <= 65535:
@@ -74,7 +74,7 @@ def serve(parser: ArgumentParser, argv: list[str]) -> None:
 
 
 def size(option: str, text: str) -> int:
-    """Return a number of bytes, which the text of an option may write with K, M, G or T."""
+    """Parse an option's number of bytes, which may end with the unit K, M, G or T (powers of 1,024)."""
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
     try:
         found = int(float(digits) * UNITS.get(unit, 1))

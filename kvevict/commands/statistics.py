@@ -5,7 +5,7 @@ from . import add_model, check_file, command, loaded, read_text
 
 @command
 def statistics(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Measure a model's queries on a text, for `expected:stats=OUT` to predict the attention of later ones."""
+    """Measure a model's queries on a text, from which the policy `expected:stats=OUT` predicts later attention."""
     add_model(parser)
     parser.add_argument("--data", required=True, help="text to read; - is standard input")
     parser.add_argument("--out", required=True, help="file to write (safetensors)")

@@ -105,7 +105,7 @@ def _gates(args: Namespace, options: dict) -> dict | None:
 
 @contextlib.contextmanager
 def _resumable(out: str) -> Iterator[None]:
-    """Make Ctrl-C within the block print how to continue the training."""
+    """Make the command print how to continue the training if Ctrl-C ends the block."""
     try:
         yield
     except KeyboardInterrupt:

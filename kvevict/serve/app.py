@@ -1,4 +1,4 @@
-"""The routes of a server, the Hosts that they answer to, and the errors that a client sees."""
+"""Defines the server's HTTP routes, checks the Host header of requests, and turns exceptions into error responses."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from .metrics import OTHER
 from .server import ENDPOINTS, Server
 
 PAGE = Path(__file__).with_name("page.html")
-POLICY = (  # the page loads nothing, and talks to its own server alone
+POLICY = (  # Content-Security-Policy: the page loads no other file, and connects only to its own server
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
     "frame-ancestors 'none'"
 )
@@ -35,16 +35,18 @@ def application(server: Server) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         written = await asyncio.wrap_future(server.scheduler.submit(server.prefixes.flush))
-        if tasks := [call.task for call in server.calls if call.task]:  # uvicorn has cancelled these: let them log it
+        # uvicorn has cancelled the tasks of calls that still ran: wait until each task has logged the end of its call.
+        if tasks := [call.task for call in server.calls if call.task]:
             await asyncio.wait(tasks, timeout=1)
         log.note("stopped", prefixes_written=written)
 
     allowed = {name_of(each) for each in (*LOCAL, *server.hosts)}
 
     async def own_host(request: Request) -> None:
-        """Refuse a page of another site: its name may resolve to this machine (DNS rebinding), but the browser sends
-        the name as Host. A request without a Host (HTTP/1.0) is not from a browser. Starlette's TrustedHostMiddleware
-        knows no address of this machine, and logs nothing."""
+        """Raise Refused unless the Host header names this server. Otherwise a page of another site could send requests
+        here by a name that resolves to this machine (DNS rebinding); the browser puts that name into Host. A request
+        without Host (HTTP/1.0) passes: no browser sends it. Starlette's TrustedHostMiddleware would not do: it does not
+        know this machine's addresses, and logs nothing."""
         host, here = request.headers.get("host"), request.scope.get("server")
         if host is not None and name_of(host) not in allowed | {here and name_of(here[0])} - {None}:
             raise Refused(421, "this server does not answer for that Host: start it with --allow-host NAME")
@@ -55,11 +57,11 @@ def application(server: Server) -> FastAPI:
         known = log.failure(error)
         if isinstance(error, HTTPException) and known.status in (404, 405):
             known.message = no_route(app, request.method, request.url.path)
-        if not getattr(request.state, "noted", False):  # `Server._ended` has counted and logged the error of a call
+        if not getattr(request.state, "noted", False):  # noted: `Server._ended` has counted and logged the error
             endpoint = getattr(request.scope.get("route"), "path", OTHER)
             server.metrics.refused(endpoint, known.status)
             log.refused(endpoint, known, request.client)
-        headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # an error 405 has the header Allow
+        headers = getattr(error, "headers", None) or HEADERS.get(known.status)  # Starlette's error 405 has Allow
         return JSONResponse(known.body(), known.status, headers)
 
     for each in (HTTPException, Refused, ValueError, TypeError, TimeoutError, Exception):
@@ -85,7 +87,7 @@ def application(server: Server) -> FastAPI:
 
 
 def no_route(app: FastAPI, method: str, path: str) -> str:
-    """Write the error of a request that has no route."""
+    """Return the error message for a request whose method and path match no route."""
     routes: list[Any] = list(app.routes)
     methods = {each for route in routes if route.path_regex.match(path) for each in route.methods}
     if methods:
@@ -97,7 +99,8 @@ def no_route(app: FastAPI, method: str, path: str) -> str:
 
 
 def name_of(host: str) -> str | None:
-    """Return the name or address in a Host header, in lower case and without its port; None if it is malformed."""
+    """Return the name or IP address in a Host header, in lower case and without the port; None if the header is
+    malformed."""
     found = HOST.fullmatch(host)
     six, name = found.groups("") if found else (host, "")
     try:

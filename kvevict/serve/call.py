@@ -1,4 +1,4 @@
-"""The state of a request, shared by the task that serves it and the thread that generates its answers."""
+"""Holds the state of a request, which the task that serves it and the thread that generates its answers share."""
 
 import asyncio
 import threading
@@ -19,46 +19,46 @@ COUNTED = "prompt_tokens", "cached_tokens", "new_tokens", "read_tokens"
 
 
 class Cancelled(Exception):
-    """Raised in a call whose client has left."""
+    """Raised by `Call.check` for a call whose client has disconnected."""
 
 
 @dataclass(eq=False)
 class Call:
-    """A request, from its first byte to its last."""
+    """A request to the server: its parameters, and its state until the response has ended."""
 
     endpoint: str
     owner: str  # the owner of the stored texts and prefixes that the request may use
-    policy: Policy  # the policy that reads the prompt
-    question: str | None = None  # a text in the prompt, whose tokens observe; None: the last user's message observes
-    text: str | None = None  # the stored text that opens the first user's message
+    policy: Policy  # the eviction policy with which the prompt is read
+    question: str | None = None  # text in the prompt whose queries score slots; None: the last user turn's question
+    text: str | None = None  # content of the stored text that is put before the first user message
     answers: int = 1  # number of answers
-    seed: int | None = None  # seed of the first answer
-    stop: tuple[str, ...] = ()
+    seed: int | None = None  # random seed of answer 0; answer i has seed + i; None: a fresh seed for each answer
+    stop: tuple[str, ...] = ()  # strings that end an answer
     tools: list[Json] | None = None  # tools that an answer may call
-    single: bool = False  # whether an answer ends with its first tool call
-    usage: bool = False  # whether a stream counts tokens
+    single: bool = False  # whether an answer ends after its first tool call
+    usage: bool = False  # whether the last event of a stream reports the numbers of tokens
     sampling: Decoding = field(default_factory=Decoding)
-    deadline: float = float("inf")  # time.monotonic() at which the request's time is over
-    messages: list[Json] = field(default_factory=list)  # for the chat template; empty for a plain prompt
-    template: Json = field(default_factory=dict)  # further arguments of the chat template
-    prompts: list[str | list[int]] = field(default_factory=list)  # all prompts of /v1/completions: texts or ids
-    prompt: Any = ""  # the prompt that this call answers: a text, or ids until `Generation.prepare` decodes them
-    parts: list["Call"] = field(default_factory=list)  # a call for each of several prompts
-    whole: PromptIds = field(default_factory=lambda: PromptIds([]))  # the ids that the model reads
-    keys: dict[int, str] = field(default_factory=dict)  # end of a beginning of the prompt -> key of its prefix
-    parser: Callable[[], Parser | None] = lambda: None  # makes the parser of an answer
+    deadline: float = float("inf")  # time.monotonic() after which the request fails with status 504
+    messages: list[Json] = field(default_factory=list)  # chat messages; empty: the prompt needs no chat template
+    template: Json = field(default_factory=dict)  # keyword arguments for the chat template
+    prompts: list[str | list[int]] = field(default_factory=list)  # all prompts of the request, each a text or ids
+    prompt: Any = ""  # this call's prompt: a text, or token ids, which `Generation.prepare` decodes to a text
+    parts: list["Call"] = field(default_factory=list)  # one call per prompt if there are several; otherwise empty
+    whole: PromptIds = field(default_factory=lambda: PromptIds([]))  # the whole prompt's token ids for the model
+    keys: dict[int, str] = field(default_factory=dict)  # length of a prefix of the prompt -> its key in `Prefixes`
+    parser: Callable[[], Parser | None] = lambda: None  # makes an answer's parser; None: the answer is plain text
     identity: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     began: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
-    named: int = 0  # number of tool calls that have an id
-    first_token: float | None = None  # time.monotonic() of the first token
+    named: int = 0  # number of tool calls that have been given an id
+    first_token: float | None = None  # time.monotonic() when the first token was generated; None: not yet
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # tokens of the prompt that came from a stored prefix
-    stored_tokens: int = 0  # tokens of the prompt that were on disk when the request came
-    new_tokens: int = 0  # tokens of all answers
-    read_tokens: int = 0  # tokens of the prompt that have been read
+    cached_tokens: int = 0  # tokens of the prompt whose slots came from a stored prefix
+    stored_tokens: int = 0  # tokens of the longest prefix that was on disk when the prompt was tokenised
+    new_tokens: int = 0  # generated tokens of all answers
+    read_tokens: int = 0  # position in the prompt up to which it has been read, cached tokens included
     running: bool = False  # whether the model has begun to work on the call
-    task: asyncio.Task | None = None  # the task that serves the call
+    task: asyncio.Task | None = None  # the asyncio task that serves the call
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _reasons: list = field(default_factory=list)
 
@@ -91,24 +91,27 @@ class Call:
         return self._cancelled.is_set()
 
     def check(self) -> None:
-        """Raise the reason of `cancel`, `Cancelled` without one, or TimeoutError after the deadline."""
+        """Raise if the call shall end: the error that `cancel` was given, or `Cancelled` if it was given none;
+        TimeoutError after the deadline."""
         if self.cancelled:
             raise self._reasons[0] if self._reasons else Cancelled
         if time.monotonic() > self.deadline:
             raise TimeoutError
 
     def reads(self, start: int) -> None:
-        """Note that the prompt is read up to token `start`, after a `check`."""
+        """Call `check`, then note that the prompt has been read up to token `start` (exclusive)."""
         self.check()
         self.read_tokens = start
 
     def of_prompts(self) -> "list[Call]":
-        """Return a call for each of several prompts, which one `cancel` ends; for one prompt, this call."""
+        """Return one call per prompt if the request has several prompts, else this call alone. The calls share their
+        cancellation, so one `cancel` ends all of them."""
         self.parts = [replace(self, prompt=each) for each in self.prompts] if len(self.prompts) > 1 else []
         return self.parts or [self]
 
     def gather(self) -> None:
-        """Sum the counts of `parts` in this call, if it has several prompts."""
+        """Update this call from `parts`: sums of counts, whether it runs, and the time of the first token. It does
+        nothing for a single prompt."""
         for name in COUNTED if self.parts else ():
             setattr(self, name, sum(getattr(each, name) for each in self.parts))
         self.running = self.running or any(each.running for each in self.parts)
@@ -116,12 +119,13 @@ class Call:
         self.first_token = min(first, default=self.first_token)
 
     def tool_id(self) -> str:
-        """Make the id of another tool call: nine hexadecimal digits, as Mistral's templates take no other length."""
+        """Return an id for the next tool call: nine hexadecimal digits, because Mistral's chat templates accept only
+        ids of nine characters."""
         self.named += 1
         return f"{(int(self.identity[-9:], 16) + self.named) % 16**9:09x}"
 
     def token(self) -> None:
-        """Count a written token, after a `check`."""
+        """Call `check`, then count a generated token."""
         self.check()
         self.new_tokens += 1
         if self.first_token is None:

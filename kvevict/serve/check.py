@@ -1,4 +1,4 @@
-"""Checks of a request's body beyond those of the table in fields.py."""
+"""Checks the parts of a request's body that the table in fields.py does not describe."""
 
 import json
 import re
@@ -8,8 +8,8 @@ from .errors import Json, Refused, of_field
 from .fields import FLAG, NAMES, is_number, is_whole, number, whole
 from .messages import arguments_of, json_fault
 
-PROMPTS = 128  # most prompts of a completion
-SAMPLING = {  # fields of a generation_config that are obeyed
+PROMPTS = 128  # most prompts in one request to /v1/completions
+SAMPLING = {  # entries of the field `generation_config` that the server uses (it ignores others) -> allowed values
     "temperature": number(0.01, 2), "top_p": number(0.01, 1), "min_p": number(0, 1), "max_new_tokens": whole(1),
     "repetition_penalty": number(0.1, 10), "top_k": whole(0), "do_sample": FLAG,
 }  # fmt: skip
@@ -17,8 +17,9 @@ TEMPLATE = re.compile(r"enable_[a-z_]+|thinking|reasoning_effort|date_string")
 
 
 def parsed(data: bytes, what: str = "the body") -> Json:
-    """Parse a JSON object, without the nulls that clients write for fields that are not set (`model_dump()`). Raises
-    Refused for anything else. what: the name of the data in errors."""
+    """Parse a JSON object and drop its nulls, which clients write for fields that are not set (pydantic's
+    `model_dump()`). Raises Refused if the data is not a JSON object, or not portable (`json_fault`). what: the data's
+    name in error messages."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -33,8 +34,8 @@ def parsed(data: bytes, what: str = "the body") -> Json:
 
 
 def _without_nulls(value: object, depth: int = 2) -> Any:
-    """Drop nulls from objects, at most `depth` objects inside another: down to a tool call's function, but not in its
-    arguments or schema."""
+    """Drop nulls from the objects in a value, down to those nested `depth` levels inside the outermost object. The
+    default reaches a tool call's `function`, but not its arguments; of a tool's schema it reaches the top level."""
     if isinstance(value, dict):
         kept = {name: each for name, each in value.items() if each is not None}
         return {name: _without_nulls(each, depth - 1) for name, each in kept.items()} if depth else kept
@@ -42,8 +43,8 @@ def _without_nulls(value: object, depth: int = 2) -> Any:
 
 
 def chat(body: Json, vocabulary: int, template: str | None) -> None:
-    """Raise Refused for the body of a chat that cannot be answered. vocabulary: number of the model's token ids;
-    template: its chat template."""
+    """Raise Refused for a body of /v1/chat/completions that cannot be answered. vocabulary: number of token ids that
+    the model has; template: the model's chat template."""
     _generation(body, vocabulary)
     kwargs = body.get("chat_template_kwargs", {})
     fits = isinstance(kwargs, dict) and all(isinstance(value, (bool, str)) for value in kwargs.values())
@@ -61,7 +62,8 @@ def chat(body: Json, vocabulary: int, template: str | None) -> None:
 
 
 def completion(body: Json, vocabulary: int, template: str | None) -> None:
-    """Check the body of a completion as `chat` does, and put its prompts in a list."""
+    """Raise Refused for a body of /v1/completions that cannot be answered, and replace its prompt by a list of
+    prompts."""
     _generation(body, vocabulary)
     prompt: Any = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not is_whole(prompt[0]) else [prompt]
@@ -95,7 +97,8 @@ def _tools(tools: Any) -> None:
 
 
 def sampling(body: Json) -> Json:
-    """Return the obeyed entries of a body's `generation_config`, the text of JSON that `transformers chat` sends."""
+    """Return the entries of a body's field `generation_config` that the server uses (`SAMPLING`). The field is a JSON
+    text, as the client `transformers chat` sends it."""
     with of_field("generation_config"):
         config = parsed(body.get("generation_config", "{}").encode(), "generation_config")
     found = {name: config[name] for name in SAMPLING if name in config}
@@ -123,7 +126,8 @@ def _calls(calls: Any) -> None:
 
 
 def _must(holds: object, message: str) -> None:
-    """Raise Refused unless a condition holds. The message begins with the field's name."""
+    """Raise Refused unless a condition holds. If the message begins with a field's name, the error names that field as
+    its cause."""
     if not holds:
         name = re.match(r"[\w.]*", message)[0]  # type: ignore[index]
         raise Refused(400, message, param=name if name in NAMES else None)

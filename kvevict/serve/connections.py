@@ -1,5 +1,5 @@
-"""Limits the number of connections, and the time that each has to send a request or to take an answer. uvicorn itself
-limits only headers (16 KiB) and idle time after an answer."""
+"""Limits the number of connections, the time in which a client must send its request, and the time in which it must
+receive the response. uvicorn itself limits only the size of headers (16 KiB) and the idle time after a response."""
 
 import asyncio
 import functools
@@ -15,27 +15,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .errors import Refused
 
 MOST = 1000  # most connections at once
-QUEUE = 2048  # connections that the system holds until they are accepted
-STOP = 30  # seconds that running requests get when the server stops
-LAST = 5  # seconds at the end of `STOP` in which requests that still run are ended with an error
-SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # seconds for a request's headers, and for its body
-TAKEN = 120.0  # seconds that a client may leave a part of its answer untaken
+QUEUE = 2048  # most connections that wait in the operating system to be accepted (listen backlog)
+STOP = 30  # seconds in which running requests may finish after the server was told to stop
+LAST = 5  # seconds before the end of `STOP` at which requests that still run get an error response
+SECONDS = {h11.IDLE: 20.0, h11.SEND_BODY: 120.0}  # most seconds to receive a request's headers, and its body
+TAKEN = 120.0  # most seconds that the send buffer may stay full because the client does not receive its response
 Note: TypeAlias = Callable[[Refused, Any], None]  # called with an error and the client's (address, port)
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if its client is slow or if there are too many connections. Errors before a request
-    go to `note`: too many connections, and data that is not HTTP."""
+    """A uvicorn connection that closes if its client is too slow, or if there are more than `most` connections. It
+    calls `note` with the errors that occur before there is a request: too many connections, data that is not HTTP."""
 
     most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def __init__(self, *args: Any, note: Note, **options: Any) -> None:
         super().__init__(*args, **options)
         self.note = note
-        self._part: tuple = ()  # the part of a request that is being received: (h11's state, the request)
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # "sent": of a part of a request; "taken": of an answer
+        self._part: tuple = ()  # what is being received: (h11's state of the client, uvicorn's cycle of the request)
+        # "sent": time left to receive a request's headers or body; "taken": time left for the send buffer to drain.
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
         super().connection_made(transport)
         if len(self.connections) > self.most:
             self.note(Refused(503, "there are too many connections"), self.client)
@@ -53,13 +54,14 @@ class Connection(H11Protocol):
         self._watch()
 
     def shutdown(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # the request is incomplete, so nothing runs for it
+        if self.conn.their_state is h11.SEND_BODY:  # the body is incomplete, so no call runs for the request
             self.transport.close()
         else:
             super().shutdown()
 
     def _watch(self) -> None:
-        """Start a timer if a request's headers, or its body, begin."""
+        """Restart the timer "sent" whenever a request's headers or its body begin; stop it when the body has ended. The
+        timer closes the connection."""
         part = (self.conn.their_state, self.cycle)
         if part != self._part:
             self._part = part
@@ -86,8 +88,8 @@ class Connection(H11Protocol):
 
 
 class Serving(uvicorn.Server):
-    """uvicorn's server of `Connection`s. It calls `begins` when a stop begins, and `overdue` if requests still run
-    `LAST` seconds before its end."""
+    """A uvicorn server whose connections are `Connection`s. It calls `begins` when it begins to stop, and `overdue` if
+    requests still run `STOP - LAST` seconds later."""
 
     def __init__(
         self, app: Callable[..., Any], note: Note, overdue: Callable[[], None],

@@ -1,4 +1,4 @@
-"""Errors that a client sees."""
+"""Turns exceptions into the errors that a client of the server sees."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class Refused(Exception):
-    """An error response: HTTP status, message, OpenAI's code if there is one, and the name of the wrong field."""
+    """An error response: HTTP status, message, OpenAI's error code (None: OpenAI has none), and the request field that
+    caused the error (None: no single field did)."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -23,10 +24,10 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """Return the error that a client sees, with the message of `error` only if the request caused it."""
+    """Return the error response for an exception. It has the exception's message only if the request caused it."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, HTTPException):  # for example of a route that does not exist
+    if isinstance(error, HTTPException):  # raised by Starlette, for example 404 for an unknown path
         return Refused(error.status_code, " ".join(str(error.detail).split()))
     if isinstance(error, TimeoutError):
         return Refused(504, "the request took longer than the server allows: ask for fewer tokens, or try again later")
@@ -37,7 +38,7 @@ def refused(error: Exception) -> Refused:
 
 @contextlib.contextmanager
 def of_field(name: str | None) -> Iterator[None]:
-    """Name a field as the cause of the errors that the block raises."""
+    """Turn errors that the block raises into `Refused`, with the field `name` as their cause (None: no field)."""
     try:
         yield
     except (Refused, ValueError, TypeError) as error:

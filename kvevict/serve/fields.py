@@ -1,5 +1,5 @@
-"""The table of request fields: obeyed, refused, or harmless, as no answer depends on them. Unknown fields are refused.
-docs/serve.md shows the table of OpenAI's two endpoints."""
+"""The table of request fields: each is obeyed, refused, or accepted and ignored (harmless: no answer depends on it).
+Fields that are not in the table are refused. docs/serve.md shows the fields of OpenAI's two endpoints."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,23 +8,23 @@ from .errors import Json, Refused
 
 OBEYED, REFUSED, HARMLESS = "obeyed", "refused", "harmless"
 CHAT, COMPLETIONS, TEXTS = "/v1/chat/completions", "/v1/completions", "/v1/kvevict/texts"
-PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", TEXTS: "text"}  # the field with the prompt
+PROMPT = {CHAT: "messages", COMPLETIONS: "prompt", TEXTS: "text"}  # endpoint -> the field that holds the prompt
 
 
 class Values(NamedTuple):
     """The values that a field may have."""
 
     fit: Callable[[Any], bool]  # returns whether a value is allowed
-    words: str  # names the allowed values, for the error of another value
+    words: str  # describes the allowed values in error messages: "{field} must be {words}"
 
 
 class Field(NamedTuple):
-    """A row of the table."""
+    """A row of `TABLE`: what the server does with one field of a request."""
 
     kind: str  # OBEYED, REFUSED or HARMLESS
-    about: str  # the text of the docs, and of a refused field's error
-    values: Values | None = None  # the values that an obeyed field may have; None: `kvevict.serve.check` tests them
-    usual: tuple = ()  # values of a refused field that are accepted, as they ask for nothing
+    about: str  # the description in the docs; of a refused field, also the end of its error message
+    values: Values | None = None  # the allowed values; None: any value, or `kvevict.serve.check` tests the value
+    usual: tuple = ()  # values at which a refused field is accepted, because they request nothing unusual
 
 
 def is_whole(value: object) -> bool:
@@ -129,13 +129,13 @@ TABLE = {
         "budget": COMMON["kvevict.budget"],
     },
 }  # fmt: skip
-# All names that errors may give: of fields, and of the objects that hold fields, as "kvevict" holds "kvevict.text".
+# Names that an error may give as its cause: all fields ("kvevict.text"), and the objects that hold fields ("kvevict").
 NAMES = {part for fields in TABLE.values() for name in fields for part in (name, name.partition(".")[0])}
 PARTED = {path: {name.partition(".")[0] for name in fields if "." in name} for path, fields in TABLE.items()}
 
 
 def known(path: str, body: Json) -> None:
-    """Raise Refused for a field of the body that is not supported, not in the table, or has a wrong value."""
+    """Raise Refused if a body has a field that is refused or not in the table, or a field with a wrong value."""
     for name, value in body.items():
         if name not in PARTED[path]:
             _known(path, name, value)

@@ -1,4 +1,4 @@
-"""Reads the prompts of calls and begins their answers, in the thread that owns the model."""
+"""Serves a call: tokenises its prompt, has the model read it and write the answers, and yields their parts."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from .written import Numbered, Written
 
 
 class Generation:
-    """Reads the prompts of calls with a patched model, and gives their answers to the scheduler."""
+    """Reads the prompts of calls with a patched model, and starts their answers in the scheduler."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, prefixes: Prefixes, scheduler: Scheduler) -> None:
         self.model, self.prefixes, self.scheduler = model, prefixes, scheduler
@@ -40,13 +40,13 @@ class Generation:
     # -- in the event loop ------------------------------------------------------------------------------------------
 
     async def write(self, call: Call, answers: list[Written]) -> AsyncGenerator[Numbered, None]:
-        """Yield (number of an answer, its new parts) for each token, and (number, None) at an answer's end. Raises the
-        error that ends the call."""
+        """Have the model's thread read a call's prompt and write its answers. Yields (answer's number, its new parts)
+        for each token, and (answer's number, None) at an answer's end. Raises the error that ends the call."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Numbered | BaseException] = asyncio.Queue()
 
         def give(item: Numbered | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # if the loop is closed
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         begun = self.scheduler.submit(
@@ -62,7 +62,7 @@ class Generation:
         left = len(answers)
         while left:
             waiting = asyncio.ensure_future(queue.get())
-            try:  # wait_for, before Python 3.12, loses a cancellation that comes together with an item
+            try:  # not with wait_for: before Python 3.12 it loses a cancellation that comes together with an item
                 await asyncio.wait((waiting,), timeout=call.deadline - time.monotonic())
             finally:
                 over = waiting.cancel()
@@ -75,44 +75,47 @@ class Generation:
             yield item
 
     def answers(self, call: Call) -> list[Written]:
-        """Make the empty answers of a call."""
+        """Return the call's answers, without tokens yet, each with the conditions that end it."""
         config = self._config(call)
         ends, stops = set(_listed(config.eos_token_id)), (*call.stop, *_listed(config.stop_strings))
         before = [each for each in call.whole.ids if each not in self.form.special][-1:]
         more = dict(
             most=config.max_new_tokens, single=call.single, loops="max_new_tokens" in call.sampling.changes,
-            before=() if call.messages else before,  # a completion continues the prompt's text
+            before=() if call.messages else before,  # a chat's answer does not continue the prompt's text
         )  # fmt: skip
         return [Written(self.form, call.parser(), stops, ends, **more) for _ in range(call.answers)]
 
     def _config(self, call: Call) -> GenerationConfig:
-        """Return the configuration of a call's answers, which end where the model's context does."""
+        """Return the `GenerationConfig` of a call's answers, with `max_new_tokens` limited to the positions that the
+        prompt leaves in the model's context."""
         config = call.sampling.config(self.model.generation_config)
         if self.context is not None:
             config.max_new_tokens = min(config.max_new_tokens, self.context - len(call.whole.ids))
         return config
 
     async def read(self, call: Call) -> None:
-        """Read a call's stored text, for later calls."""
+        """Have the model read a call's stored text and store its slots, which later calls then use."""
         await self._in_thread(self.reader.store, call, call=call)
 
     async def forget(self, marks: Collection[str]) -> None:
-        """Remove the caches of the stored texts with these marks, as soon as the model's thread is free."""
+        """Remove the caches of some stored texts, as soon as the model's thread is free. marks: `mark_of` each text."""
         for mark in marks:
             self.reader.shares.pop(mark, None)
         await self._in_thread(self.prefixes.forget, marks)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any, **facts: Any) -> Any:
-        """Run a function in the model's thread. The shield lets the waiting task be cancelled, but not the future: to
-        set the result of a cancelled future is an error that would end the thread."""
+        """Run a function in the model's thread, and return its result. If the task that awaits this is cancelled,
+        `shield` keeps the future from being cancelled: the model's thread cannot set the result of a cancelled future,
+        and the error would end the thread."""
         future = asyncio.wrap_future(self.scheduler.submit(function, *args, **facts))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs "never retrieved"
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio logs unretrieved errors
         return await asyncio.shield(future)
 
     # -- in a thread that tokenises ---------------------------------------------------------------------------------
 
     def prepare(self, call: Call, tokenizer: Tokenizer) -> None:
-        """Tokenise the prompt of a call. Raises Refused if it does not fit the model's context."""
+        """Tokenise a call's prompt, and set the fields of the call that follow from its ids. Raises Refused for a
+        prompt that is empty, does not fit the model's context, or does not contain `kvevict.question`."""
         with of_field(PROMPT.get(call.endpoint)):
             if not call.messages:
                 prompt = of_text(tokenizer, call.prompt, self.context, call.text)
@@ -134,7 +137,7 @@ class Generation:
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
     def _begin(self, call: Call, answers: list[Written], give: Callable) -> Generator[Step, None, None]:
-        """Read a call's prompt, and start its answers."""
+        """Read a call's prompt, and start its answers. Yields the step of each chunk but the last."""
         call.check()
         rows = [self._row(call, at, answer, give) for at, answer in enumerate(answers)]
         cache, logits, plan = yield from self.reader.read(call)
@@ -145,8 +148,8 @@ class Generation:
                 self.scheduler.run(row, plan, mine)
 
     def _row(self, call: Call, at: int, answer: Written, give: Callable) -> Row:
-        """Make the row of answer number `at`. `generate` builds its logits processors, and hands them to `take`, which
-        stands in place of a decoding loop."""
+        """Make the batch row that writes answer number `at`. Transformers' `generate` builds the logits processors from
+        the configuration, and passes them to `take`, which replaces its decoding loop and generates nothing."""
         prompt, config = call.whole.ids, self._config(call)
         made: list[LogitsProcessorList] = []
 
@@ -156,7 +159,7 @@ class Generation:
             made.append(logits_processor)
             return input_ids
 
-        config.stop_strings = None  # `generate` would look for them in the prompt, too
+        config.stop_strings = None  # `Written` looks for them; `generate` would also search the prompt
         ids = torch.tensor([prompt], device=self.reader.device)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config, custom_generate=take,

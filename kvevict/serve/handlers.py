@@ -1,4 +1,4 @@
-"""Writes answers in the formats of OpenAI's two endpoints."""
+"""Formats answers as responses and events of OpenAI's two endpoints."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -15,26 +15,29 @@ DONE = f"{DATA}[DONE]\n\n"
 
 
 class Completions:
-    """Writes the answers of /v1/completions. name: the model's name."""
+    """Formats the answers of /v1/completions. name: the model's name."""
 
-    kind = part = "text_completion"  # the field `object` of a whole response, and of an event of a stream
-    first: tuple[Json, ...] = ()  # choices that a stream has before an answer's first part
+    kind = part = "text_completion"  # value of the field `object`: in a complete response, and in a stream's event
+    first: tuple[Json, ...] = ()  # entries of `choices` that a stream sends before an answer's first part
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def choice(self, call: Call, parts: list[Part]) -> Json:
-        """Make the choice of all parts of an answer, or of some for a stream."""
+        """Return an answer's entry in the response's field `choices`. parts: all parts of the answer, or, in a stream,
+        its new parts."""
         return dict(text="".join(part for part in parts if isinstance(part, str))) | self._logs(parts)
 
     def deltas(self, call: Call, calls: int, parts: list[Part]) -> Iterator[Json]:
-        """Make the choices of a stream that hold parts; without parts, an empty one. calls: number of calls so far."""
+        """Yield the entries of `choices` by which a stream sends new parts of an answer; one empty entry if `parts` is
+        empty. calls: number of the answer's tool calls before these parts."""
         made = self.choice(call, parts)
         if made != dict(text="") or not parts:
             yield made
 
     def whole(self, call: Call, answers: list[Written], parts: list[Numbered]) -> Json:
-        """Make the whole response. parts: all lists of parts, each with the number of its answer."""
+        """Return the complete response to a request without a stream. parts: (answer's number, some of its parts), for
+        all answers, with the parts of an answer in order."""
         choices = []
         for index, answer in enumerate(answers):
             found = self.choice(call, joined([part for at, each in parts if at == index for part in each or ()]))
@@ -44,7 +47,8 @@ class Completions:
     async def events(
         self, call: Call, answers: list[Written], parts: AsyncIterator[Numbered]
     ) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream for parts that are still to come."""
+        """Yield a stream's server-sent events while the answers are written. parts: yields (answer's number, its new
+        parts; None: its end)."""
         calls: dict[int, int] = {}  # number of an answer -> number of its tool calls so far
         async for at, each in parts:
             if at not in calls:
@@ -80,7 +84,7 @@ class Completions:
 
 
 class ChatCompletions(Completions):
-    """Writes the answers of /v1/chat/completions."""
+    """Formats the answers of /v1/chat/completions."""
 
     kind, part = "chat.completion", "chat.completion.chunk"
     first = (dict(delta=dict(role="assistant")),)
@@ -118,7 +122,7 @@ def _event(value: Json) -> str:
 
 
 def _choice(index: int, fields: Json, finish: str | None = None) -> Json:
-    """Make a choice with every field of OpenAI's schema, as clients that check the schema need."""
+    """Return an entry of `choices` with every field that OpenAI's schema requires, because some clients check it."""
     return dict(index=index, finish_reason=finish, logprobs=None) | fields
 
 
@@ -141,5 +145,5 @@ def _number(data: bytes, log: float) -> Json:
 
 
 def _letters(data: bytes) -> str:
-    """Write a token as OpenAI does: a byte that is only a part of a character looks like \\xf0."""
+    """Return a token's text in OpenAI's form: a byte that is only a part of a character is written as \\xf0."""
     return data.decode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""The log: a JSON object in each line, without prompts and answers."""
+"""Writes the server's log: one JSON object per line, which never contains prompts or answers."""
 
 import json
 import logging
@@ -10,12 +10,12 @@ from .call import Call
 from .errors import Json, Refused
 
 LOG = logging.getLogger("kvevict.serve")
-AGAIN = 3600.0  # seconds between two lines about the same trouble
+AGAIN = 3600.0  # least seconds between two lines of the log about the same error
 Client: TypeAlias = tuple[str, int] | None  # a client's (address, port)
 
 
 class Lines(logging.Formatter):
-    """Formats a record as one line of JSON, with the facts of `extra={"facts": {...}}`."""
+    """Formats a log record as one line of JSON, with the further fields that `extra={"facts": {...}}` gives."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = dict(time=round(record.created, 3), level=record.levelname.lower(), message=record.getMessage())
@@ -30,7 +30,7 @@ def note(message: str, level: int = logging.INFO, **facts: Any) -> None:
 
 
 def to_stderr() -> None:
-    """Write the log, and the lines of uvicorn and asyncio, to standard error."""
+    """Send the server's log, and the warnings and errors of uvicorn and asyncio, to standard error as lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     for logger in (LOG, *map(logging.getLogger, ("uvicorn", "asyncio"))):
@@ -39,10 +39,11 @@ def to_stderr() -> None:
 
 
 class Troubles:
-    """Logs the errors of a store, each kind of error at most once in `AGAIN` seconds."""
+    """Logs errors of stored prefixes or texts as warnings: the same message with the same error at most once in `AGAIN`
+    seconds."""
 
     def __init__(self) -> None:
-        self._logged: dict[tuple[str, Any], float] = {}  # kind of error -> time.monotonic() of its last line
+        self._logged: dict[tuple[str, Any], float] = {}  # (message, error) -> time.monotonic() when logged
 
     def note(self, message: str, error: Exception) -> None:
         kind, now = (message, getattr(error, "errno", None) or str(error)), time.monotonic()
@@ -52,7 +53,7 @@ class Troubles:
 
 
 def served(call: Call, status: int, client: Client, error: Refused | None) -> None:
-    """Log the end of a call, and the error that ended it, if any."""
+    """Log the end of a call, with the error that ended it; error=None: no error."""
     facts: Json = dict(
         id=call.identity, endpoint=call.endpoint, status=status, prompt_tokens=call.prompt_tokens,
         cached_tokens=call.cached_tokens, new_tokens=call.new_tokens, seconds=round(time.monotonic() - call.began, 3),
@@ -63,7 +64,7 @@ def served(call: Call, status: int, client: Client, error: Refused | None) -> No
 
 
 def refused(endpoint: str, error: Refused, client: Client) -> None:
-    """Log a request that was refused before it became a call."""
+    """Log a request that was refused before there was a `Call` for it."""
     note("refused", endpoint=endpoint, status=error.status, **_of(error, client))
 
 
@@ -72,7 +73,7 @@ def _of(error: Refused | None, client: Client) -> Json:
 
 
 def failure(error: Exception) -> Refused:
-    """Return the error that a client sees. An error that is not the request's fault is logged."""
+    """Return the error response for an exception. An exception that the request did not cause is logged."""
     known = errors.refused(error)
     if known.status == 500 and known is not error:
         LOG.error("the model's call failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""The messages of a request as a chat template takes them: texts, reasoning and tool calls."""
+"""Converts the messages of a request to what a chat template takes: texts, reasoning and tool calls."""
 
 import json
 import re
@@ -7,14 +7,22 @@ import sys
 from ..asking.prompts import Tokenizer
 from .errors import Json, Refused
 
-ROLES = "system", "developer", "user", "assistant", "tool", "function"  # taken even if the template does not name them
-DEEPEST = 100  # most levels of nested lists and objects
-HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+)  # accepted even if no template names them
+DEEPEST = 100  # most levels of lists and objects inside one another
+HALVES = re.compile("[\ud800-\udfff]")  # a half of a surrogate pair, which no UTF-8 text can contain
 
 
 def of_chat(tokenizer: Tokenizer, messages: list[Json]) -> list[Json]:
-    """Convert the messages of a request. A developer's message becomes the system's if the template lacks that role.
-    Raises Refused without a chat template, and for a role that neither OpenAI nor the template has."""
+    """Convert the messages of a request for the chat template. The role developer becomes system if the template does
+    not name it. Raises Refused if the model has no chat template, and for a role that is neither in `ROLES` nor named
+    in the template."""
     template = str(tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise Refused(400, "the model has no chat template: ask at /v1/completions")
@@ -45,8 +53,9 @@ def _call(call: Json) -> Json:
 
 
 def arguments_of(arguments: object) -> object:
-    """Return a tool call's arguments as an object, as templates take them; an empty text is an empty object. Raises
-    ValueError for a text that is not JSON or has a `json_fault`. The error's message lacks its subject, the text."""
+    """Parse the JSON text of a tool call's arguments, because chat templates take an object; an empty text gives {}.
+    Arguments that are no text are returned unchanged. Raises ValueError for a text that is not JSON, or not portable
+    (`json_fault`), with a message such as "is not JSON", which lacks its subject."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -59,8 +68,9 @@ def arguments_of(arguments: object) -> object:
 
 
 def json_fault(value: object) -> str | None:
-    """Name what is not portable in a value of JSON: a number that no float holds, half of a surrogate pair, or too deep
-    nesting; None without a fault. A Python loop lets other threads run, as one long call in C would not."""
+    """Say why a JSON value is not portable: a number beyond the range of floats, half of a surrogate pair, or lists and
+    objects nested too deep. None: it is portable. The loop is in Python so that other threads can run meanwhile; during
+    one long call of C code they could not."""
     level, depth = [value], 0
     while level:
         below: list = []
@@ -73,7 +83,7 @@ def json_fault(value: object) -> str | None:
                 below.extend(each.values())
             elif isinstance(each, list):
                 below.extend(each)
-            elif each is not None and not abs(each) <= sys.float_info.max:  # type: ignore[arg-type]  # NaN is not less
+            elif each is not None and not abs(each) <= sys.float_info.max:  # type: ignore[arg-type]  # true for NaN
                 return "has a number that is not finite, or too large"
         level, depth = below, depth + 1
         if depth >= DEEPEST and any(isinstance(each, (dict, list)) for each in level):

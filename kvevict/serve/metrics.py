@@ -1,4 +1,4 @@
-"""The metrics that Prometheus reads at /metrics, and the progress of requests."""
+"""Keeps the metrics that Prometheus reads at /metrics, and reports the progress of requests."""
 
 import time
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from .errors import Json
 from .prefixes import Prefixes
 from .scheduler import Scheduler
 
-OTHER = "other"  # the endpoint, in metrics and log, of a request to an unknown path
-SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+OTHER = "other"  # the name by which metrics and log record the endpoint of a request to an unknown path
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper bounds of the histogram's buckets
 
 
 def progress(call: Call) -> Json:
-    """Report how far a call is, as /v1/kvevict/queue shows it."""
+    """Return a call's progress as /v1/kvevict/queue reports it."""
     call.gather()
     whole, cached, written = call.prompt_tokens, call.cached_tokens, call.new_tokens
     read = max(min(call.read_tokens, whole) - cached, 0)
@@ -28,7 +28,7 @@ def progress(call: Call) -> Json:
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in a registry that no other server uses."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -49,11 +49,11 @@ class Metrics:
         self.first = of(Histogram, "first_token_seconds", "From a request to its first token", buckets=SECONDS)
 
     def refused(self, endpoint: str, status: int) -> None:
-        """Count a request that was refused before it became a call."""
+        """Count a request that was refused before there was a `Call` for it."""
         self.requests.labels(endpoint, str(status)).inc()
 
     def note(self, call: Call, status: int) -> None:
-        """Count a call that has ended."""
+        """Add a call that has ended to the counters. status: HTTP status of its response."""
         read = progress(call)["tokens_read"]
         self.requests.labels(call.endpoint, str(status)).inc()
         self.saved.inc(call.cached_tokens)
@@ -63,7 +63,7 @@ class Metrics:
             self.first.observe(call.first_token - call.began)
 
     def text(self, scheduler: Scheduler, prefixes: Prefixes, calls: Iterable[Call]) -> bytes:
-        """Write all metrics in Prometheus' format."""
+        """Return all metrics in Prometheus' text format."""
         self.queue.set(scheduler.waiting)
         self.running.set(scheduler.running)
         every = [progress(call) for call in calls]

@@ -16,9 +16,9 @@ class Options:
     dtype: str = "auto"
     device: str | None = None
     name: str | None = None
-    memory: int = 1 << 30  # most bytes of prefixes in memory, and also most bytes of running answers
+    memory: int = 1 << 30  # most bytes of stored prefixes in memory; answers may take as many again
     store: str | None = None
-    disk: int = 4 << 30  # most bytes of all files
+    disk: int = 4 << 30  # most bytes of all files in the folder `store`
     keys: tuple[str, ...] = ()
     batch: int = 16
     queue: int = 64

@@ -1,4 +1,4 @@
-"""Sends streams of server-sent events, and notices clients that leave before their response."""
+"""Sends streams of server-sent events, and cancels calls whose clients disconnect."""
 
 import asyncio
 import json
@@ -18,17 +18,18 @@ Result = TypeVar("Result")
 DATA = "data: "
 PAUSE = 5.0  # seconds without an event after which a stream sends a comment
 COMMENT = ": no event yet\n\n"
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that proxies pass on each event at once
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # ask proxies to pass on each event at once
 
 
 class Stream(StreamingResponse):
-    """Streams the events of a call, with comments during silence, which proxies and clients would take for the end. An
-    error is the last event. At the end `end` is called once, with the call's HTTP status and error."""
+    """Streams the events of a call. While no event comes, it sends comments, because proxies and clients may take a
+    silent connection for a broken one. An error is sent as the last event. At the stream's end `end` is called once,
+    with the call's HTTP status and error."""
 
     def __init__(self, events: AsyncGenerator[str, None], call: Call) -> None:
         self.events, self.call = events, call
         self.end: Callable[[int, Refused | None], None] = lambda status, error: None
-        self.status = 499  # 499 means that the client has left; `_sent` replaces it at the end of the events
+        self.status = 499  # HTTP status: 499, the client has left, until `_sent` has sent all events
         self.error: Refused | None = None
         self._next: asyncio.Future[str | None] | None = None
         super().__init__(self._sent(), media_type="text/event-stream", headers=HEADERS)
@@ -61,7 +62,8 @@ class Stream(StreamingResponse):
 
 
 async def unless_gone(request: Request, call: Call, work: Awaitable[Result]) -> Result:
-    """Await `work`. If the client leaves before it ends, cancel the work and the call, and raise Refused."""
+    """Await `work`, and return its result. If the client disconnects first, cancel the work and the call, and raise
+    Refused."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -76,27 +78,27 @@ async def unless_gone(request: Request, call: Call, work: Awaitable[Result]) -> 
 
 
 async def _gone(request: Request) -> None:
-    """Wait until the client leaves."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _next(items: AsyncIterator[Result]) -> Result | None:
-    """Await the next item; None after the last."""
+    """Return the next item of an iterator; None after the last item."""
     return await anext(items, None)
 
 
 async def _stopped(task: asyncio.Future) -> None:
-    """Cancel a task, and wait for its end."""
+    """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # or asyncio logs that nobody retrieved it
+        task.exception()  # else asyncio logs that the error was never retrieved
 
 
 async def together(streams: list[AsyncGenerator[Numbered, None]], answers: int) -> AsyncGenerator[Numbered, None]:
-    """Yield the parts of several calls as they come. The answers of all calls, `answers` each, are numbered
-    consecutively."""
+    """Merge the streams of several calls: yield (answer's number, its new parts) as soon as a call has any. Each
+    call has `answers` answers; answer i of call c gets the number c * answers + i."""
     waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
     try:
         while waiting:

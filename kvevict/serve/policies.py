@@ -1,4 +1,4 @@
-"""Builds the policies that read requests, from their fields and the server's options."""
+"""Builds the eviction policies of requests from the requests' fields and the server's options."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,18 +15,20 @@ from .options import Options
 
 @dataclass(frozen=True)
 class Policies:
-    """Builds the policies of requests. No request's policy keeps more slots of a full context than the server's."""
+    """Builds the eviction policies of requests. A request may choose another policy or budget than the server's, unless
+    it would keep more slots of a prompt as long as the model's context."""
 
     options: Options
-    context: int = 1 << 20  # tokens of the model's context
-    fitted: Callable[[Policy, Run], Policy] = lambda policy, run: policy  # converts the budget to slots of the model
-    records: bool = False  # `compiled` of the run, unless the server's policy sets it
+    context: int = 1 << 20  # length of the model's context in tokens
+    fitted: Callable[[Policy, Run], Policy] = lambda policy, run: policy  # converts a budget in bytes to slots
+    records: bool = False  # default of the option `compiled` (`Run.compiled`)
 
     def __post_init__(self) -> None:
         self.built()
 
     def built(self, text: str | None = None, budget: int | float | str | None = None) -> Chosen:
-        """Build the policy that a text describes (None: the server's), with recall unless that is impossible or off."""
+        """Build the policy that `text`, NAME[:OPTION=VALUE,...], describes (None: the server's). It recalls, unless the
+        text sets the option `recall` or the policy cannot recall."""
         options = self.options
         name, own = parse_policy(text or options.policy)
         budget = options.budget if budget is None else budget
@@ -40,12 +42,12 @@ class Policies:
         return Chosen(self.fitted(policy, run), run)
 
     def of(self, asked: Json, opens_text: bool, prefix: str = "kvevict.") -> Policy:
-        """Return the policy that a request's fields choose. Raises Refused for a policy or budget that the request
-        cannot have.
+        """Return the policy that the fields of a request choose. Raises Refused for an unknown policy, a wrong budget,
+        or a policy that keeps more slots than the server's policy.
 
-        asked       the fields of the request's `kvevict`, or those of a text to be stored
-        opens_text  whether a stored text opens the prompt
-        prefix      how errors begin the fields' names
+        asked       `policy`, `budget` and `question`, from the request's field `kvevict` or with a text to be stored
+        opens_text  whether the prompt begins with a stored text
+        prefix      what error messages put before a field's name
         """
         if opens_text and asked.get("question") is not None:
             sentence = "a stored text is read before its questions: leave kvevict.question out"

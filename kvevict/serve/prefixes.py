@@ -1,7 +1,7 @@
-"""Stores the caches of prompts' beginnings (prefixes), with the slots of all tokens, in memory and in files.
+"""Stores the KV caches of prompts' prefixes, with the slots of all tokens, in memory and in files.
 
-Servers may share the files. The name of a file is a hash of all that its cache depends on. On a CPU the slots stay in
-the file, mapped into memory: the servers of a machine share one copy, which counts as no server's memory."""
+Servers may share the files. A file's name is a hash of everything that its cache depends on. On a CPU loaded slots stay
+in the file, mapped into memory: all servers of a machine share one copy, which does not count as a process's memory."""
 
 import contextlib
 import hashlib
@@ -30,17 +30,17 @@ from ..store.saving import save_cache
 from .log import Troubles
 
 SUFFIX = ".safetensors"
-FACTS = 1 << 16  # most bytes of a file beside its tensors
-LEFT = 3600  # seconds after which an unfinished file counts as left by a killed process
+FACTS = 1 << 16  # most bytes of a file's header, which is everything but its tensors
+LEFT = 3600  # age in seconds at which an unfinished file is taken for one that a killed process left
 
 
 def keys_of(
     owner: str, weights: str, policy: Policy, run: Run, ids: list[int], ends: Iterable[int], text: str | None,
     start: int,
 ) -> dict[int, str]:  # fmt: skip
-    """Make the keys of a prompt's beginnings, by their ascending ends: hashes of the owner and of all that a cache
-    depends on. Beginnings that end after token `start` have tokens of the stored text `text`: their keys have its mark,
-    for `forget`."""
+    """Return {end: key} of a prompt's prefixes, by their numbers of tokens `ends`, which ascend. A key is a hash of the
+    owner and of everything that a cache depends on. A prefix that ends after token `start` contains tokens of the
+    stored text `text`: its key ends with the text's mark (`mark_of`), by which `forget` finds it."""
     facts = "\0".join((FORMAT, owner, weights, policy.to_json(), run.kv, run.archive_kv or run.kv)) + "\0"
     digest, before, found = hashlib.sha256(facts.encode()), 0, {}
     for end in ends:
@@ -55,17 +55,19 @@ def mark_of(owner: str, text: str) -> str:
 
 
 def mark_in(key: str) -> str:
-    """Return the mark of the stored text in a key; "" if the key has none."""
+    """Return the mark at the end of a key, which identifies a stored text; "" if the key has none."""
     return key.partition("-")[2]
 
 
 def unmarked(keys: dict[int, str]) -> dict[int, str]:
-    """Make the keys of the same beginnings in prompts that have the stored text pasted, not opened by its name."""
+    """Return {end: key} without marks: the keys that the same prefixes have in prompts that contain the stored text
+    instead of naming it."""
     return {end: key.partition("-")[0] for end, key in keys.items()}
 
 
 def bytes_of(cache: EvictionCache) -> int:
-    """Count the bytes of a cache's tensors, with those that it shares. Of a pool's buffer only its own rows count."""
+    """Count the bytes of a cache's tensors, memory that it shares with other caches included. Of a buffer that belongs
+    to a pool of slots, only the rows of this cache count."""
     storages, lent = {}, 0
     for layer in cache.layers:
         pool = getattr(layer, "pool", None)
@@ -86,7 +88,7 @@ def in_files(cache: EvictionCache) -> bool:
 
 
 def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
-    """Return the share of all layers' heads that keep each of the positions start .. stop-1, for a cache of one row."""
+    """Return the share of all layers' kv heads that keep each of the positions start .. stop-1, for one batch row."""
     counts, heads = np.zeros(cache.get_seq_length()), 0
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer):
@@ -97,12 +99,13 @@ def shares_of(cache: EvictionCache, start: int, stop: int) -> np.ndarray:
 
 
 class Prefixes:
-    """Caches by key. Only the model's thread uses them; `knows`, `has_file` and `file_bytes` are for any thread.
+    """The stored caches of prefixes, by their keys. Only the thread that owns the model may use this object, except
+    `knows`, `has_file` and `file_bytes`, which any thread may.
 
-    folder  the folder of the files; None: there are no files
+    folder  folder of the files; None: caches are stored in memory alone
     memory  most bytes of the caches in memory; caches whose slots lie in files do not count
-    disk    returns the most bytes of all files, as texts take up some of the disk
-    gone    `Texts.gone`: caches of deleted texts are not written
+    disk    returns the most bytes that all files may have, which changes with the stored texts on the same disk
+    gone    `Texts.gone`, which returns the marks of deleted texts, whose caches are not written
     """
 
     def __init__(
@@ -110,10 +113,10 @@ class Prefixes:
     ) -> None:
         self.model, self.memory, self.disk, self.gone = model, memory, disk, gone
         self.folder: Any = folder
-        self.place: Callable[[EvictionCache], None] = lambda cache: None  # called with each cache that memory gets
-        # key -> (cache, bytes, keys of shorter beginnings), least recently used first; 0 bytes: the slots lie in a file
+        self.place: Callable[[EvictionCache], None] = lambda cache: None  # called before a cache is stored in memory
+        # key -> (cache, its bytes, keys of its shorter prefixes), least recently used first; 0 bytes: slots in a file
         self._live: OrderedDict[str, tuple[EvictionCache, int, list[str]]] = OrderedDict()
-        self._inside: dict[str, str] = {}  # key of a shorter beginning -> key of the cache that has it
+        self._inside: dict[str, str] = {}  # key of a shorter prefix -> key of the cache that contains it
         self.live_bytes, self._tidied, self._troubles = 0, 0.0, Troubles()
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,14 +124,14 @@ class Prefixes:
             self._tidy()
             before = (time.time() - LEFT) * 1e9
             old = {mark_in(path.stem) for used, _, path in self._files() if used < before} - {""}
-            self.forget(self.gone(*old))  # the process that deleted their texts was killed
+            self.forget(self.gone(*old))  # caches left by a killed process that had deleted their texts
 
     @property
     def file_bytes(self) -> int:
         return sum(size for _, size, _ in self._files())
 
     def knows(self, key: str) -> bool:
-        """Return whether memory has a beginning, as a cache or within a longer one."""
+        """Return whether a prefix is in memory, by itself or within the cache of a longer prefix."""
         return key in self._live or key in self._inside
 
     def tell(self, key: str, size: int) -> None:
@@ -142,8 +145,8 @@ class Prefixes:
         return self.folder is not None and os.path.exists(self._path(key))
 
     def get(self, keys: dict[int, str], end: int) -> EvictionCache | None:
-        """Return a fork of the cache of a prompt's first `end` tokens; None if it is not stored or its file is damaged.
-        keys: of the prompt's beginnings."""
+        """Return a copy-on-write fork of the cache of a prompt's first `end` tokens; None if no cache is stored or its
+        file is damaged. keys: {end: key} of the prompt's prefixes."""
         key = keys[end]
         source = key if key in self._live else self._inside.get(key)
         if source is not None:
@@ -156,13 +159,13 @@ class Prefixes:
             return None
         path = self._path(key)
         try:
-            os.utime(path)  # before it is read: servers remove the least recently used file
+            os.utime(path)  # marks the file as used before it is read: servers remove the least recently used file
             with files.staying(path) as stays:
                 if sealed.texts(stays).get("name") != key:
                     raise ValueError(f"{path} is the file of another prefix")
                 cache = load_cache(stays, self.model)
         except (ValueError, OSError) as error:
-            if self.has_file(key):  # else another server has removed it
+            if self.has_file(key):  # the file is damaged; otherwise another server has removed it
                 self._troubles.note("a stored prefix is read again", error)
                 _unlink(path)
             return None
@@ -170,8 +173,8 @@ class Prefixes:
         return cache.fork()
 
     def put(self, keys: dict[int, str], end: int, cache: EvictionCache) -> None:
-        """Store the cache of a prompt's first `end` tokens in memory, in place of the caches of its shorter beginnings.
-        The cache must not change afterwards. Memory forgets the least recently used caches until the rest fits."""
+        """Store the cache of a prompt's first `end` tokens in memory, in place of the caches of its shorter prefixes.
+        The cache must not change afterwards. Memory drops the least recently used caches until the rest fits."""
         key, inner = keys[end], [each for at, each in keys.items() if at < end]
         for each in (key, *inner):
             self._drop(each)
@@ -184,13 +187,13 @@ class Prefixes:
             self._drop(next(key for key, (_, size, _) in self._live.items() if size))
 
     def remove(self, key: str) -> None:
-        """Forget a cache, in memory and on disk."""
+        """Remove a cache from memory and from disk."""
         self._drop(key)
         if self.folder is not None:
             _unlink(self._path(key))
 
     def forget(self, marks: Collection[str]) -> None:
-        """Remove the caches of stored texts with these marks from memory and disk."""
+        """Remove the caches of some stored texts from memory and from disk. marks: `mark_of` each text."""
         for key in [key for key in self._live if mark_in(key) in marks]:
             self.remove(key)
         for path in self._there(f"*-*{SUFFIX}") if marks else ():
@@ -198,11 +201,11 @@ class Prefixes:
                 _unlink(path)
 
     def flush(self) -> int:
-        """Write all caches in memory to disk, and return the number of files."""
+        """Write all caches in memory to disk, and return the number of files written."""
         return sum(self.write(key, self._live[key][0]) for key in list(self._live) if key in self._live)
 
     def _drop(self, key: str) -> None:
-        """Forget a cache in memory."""
+        """Remove a cache from memory, if it is there."""
         _, size, inner = self._live.pop(key, (None, 0, ()))
         self.live_bytes -= size
         for each in inner:
@@ -210,13 +213,14 @@ class Prefixes:
                 del self._inside[each]
 
     def _let_go(self) -> None:
-        """Forget the caches whose files were removed: a mapped file takes up the disk until it is closed."""
+        """Remove from memory the caches whose slots lie in removed files: such a file takes up the disk until it is no
+        longer mapped."""
         for key in [key for key, (_, size, _) in self._live.items() if not size and not self.has_file(key)]:
             self._drop(key)
 
     def write(self, key: str, cache: EvictionCache) -> bool:
-        """Write a cache's file, unless it exists, does not fit, or the cache's text is deleted. Returns whether it was
-        written. Where slots can stay in a file, memory then has those of the file in place of its own."""
+        """Write a cache to its file, unless the file exists or does not fit, or the cache's stored text was deleted.
+        Returns whether it was written. If slots can stay in a file, the cache in memory then uses the file's slots."""
         size = bytes_of(cache) + FACTS
         if self.folder is None or self.has_file(key) or self._is_gone(key) or size > (most := self.disk()):
             return False
@@ -226,7 +230,7 @@ class Prefixes:
         except (OSError, ValueError) as error:
             self._troubles.note("a prefix is not stored on disk", error)
             return False
-        self._fit(self.disk())  # texts may have been stored since
+        self._fit(self.disk())  # texts stored meanwhile leave fewer bytes
         if time.monotonic() - self._tidied >= LEFT:
             self._tidy()
         if self._is_gone(key):  # the text was deleted while its cache was written
@@ -237,10 +241,10 @@ class Prefixes:
         return True
 
     def _leave(self, key: str) -> None:
-        """Replace the slots of a cache in memory by those of its file."""
+        """Replace a cache in memory by one whose slots stay in its file."""
         if device_of(self.model).type != "cpu":  # a GPU needs the slots in its own memory
             return
-        with contextlib.suppress(ValueError, OSError):  # if another server has removed the file
+        with contextlib.suppress(ValueError, OSError):  # another server may have removed the file
             cache, (_, size, inner) = load_cache(self._path(key), self.model, verify=False), self._live[key]
             self.place(cache)
             if in_files(cache):
@@ -248,13 +252,13 @@ class Prefixes:
                 self.live_bytes -= size
 
     def _is_gone(self, key: str) -> bool:
-        """Return whether a key's text is deleted, and forget the caches of all deleted texts."""
+        """Return whether the stored text of a key was deleted, and remove the caches of all deleted texts."""
         gone = self.gone()
         self.forget(gone)
         return mark_in(key) in gone
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """List (time of the last use in ns, bytes, path) of each file."""
+        """Return a list with (time of the last use in ns, bytes, path) of each cache file."""
         found = []
         for path in self._there(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -263,7 +267,7 @@ class Prefixes:
         return found
 
     def _there(self, pattern: str) -> list[Path]:
-        """List the files of a pattern; none if the folder cannot be read, which the next write logs."""
+        """List the files that match a glob pattern; [] if the folder cannot be read, which the next write will log."""
         try:
             return [] if self.folder is None else list(self.folder.glob(pattern))
         except OSError:

@@ -1,4 +1,4 @@
-"""A request's prompt as token ids."""
+"""Builds a request's prompt as token ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class PromptIds:
     """The token ids of a prompt."""
 
     ids: list[int]
-    text: tuple[int, int] | None = None  # (start, stop) of the stored text: the ids before `stop` are always the same
+    text: tuple[int, int] | None = None  # (start, stop) of the stored text in `ids`; None: no stored text
 
 
 def _marked(message: Json, before: str) -> Json:
-    """Remove `MARK` from a message's content, and put `before` in front of it."""
+    """Return a message with the character `MARK` removed from its content and `before` put in front of the content."""
     content = message["content"].replace(MARK, "") if isinstance(message.get("content"), str) else ""
     return {**message, "content": before + content}
 
@@ -30,16 +30,17 @@ def of_messages(
     tokenizer: Tokenizer, messages: list[Json], template: Json, context: int | None,
     text: str | None,
 ) -> PromptIds:  # fmt: skip
-    """Build the prompt of a chat. A stored text opens the first user's message, and a blank line follows it. Raises
-    ValueError for a chat that the template refuses or changes."""
-    if context is not None and len(messages) >= context:  # each message has at least a token
+    """Build the prompt of a chat with the chat template. The stored text `text`, if any, is put in front of the first
+    user message, and a blank line between the two. Raises ValueError if the template refuses the messages, or does not
+    render the first user message exactly once."""
+    if context is not None and len(messages) >= context:  # each message has at least one token
         raise too_long(context)
     if text is None:
         return joined(tokenizer, [(_plain, rendered(tokenizer, messages, "these messages", **template))], context)
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a stored text opens the user's turn: give a message of the role user")
-    # The text is tokenised apart from what surrounds it, so that it has the same ids in every request.
+    # The stored text is tokenised alone, so that it has the same ids in every request.
     marked = [_marked(message, MARK + "\n\n" if at == first else "") for at, message in enumerate(messages)]
     parts = rendered(tokenizer, marked, "these messages", **template).split(MARK)
     if len(parts) != 2:
@@ -48,7 +49,8 @@ def of_messages(
 
 
 def of_text(tokenizer: Tokenizer, prompt: str | list[int], context: int | None, text: str | None = None) -> PromptIds:
-    """Build a prompt from text or ids, without a chat template. A stored text and a blank line precede it."""
+    """Build a prompt from a text or ids, without a chat template. The stored text `text`, if any, and a blank line are
+    put in front."""
     if text is None:
         return joined(tokenizer, [(_opened, prompt)], context)
     rest: list[tuple[Tokenise, str | list[int]]] = (
@@ -58,8 +60,9 @@ def of_text(tokenizer: Tokenizer, prompt: str | list[int], context: int | None, 
 
 
 def joined(tokenizer: Tokenizer, pieces: Sequence[tuple[Tokenise, str | list[int]]], context: int | None) -> PromptIds:
-    """Join pieces, each (tokenising function, text or ids), to a prompt. The stored text is the first piece of
-    `ids_of`. Raises Refused as soon as the ids leave no room in the context for a token of an answer."""
+    """Tokenise the pieces of a prompt, each (tokenising function, text or ids), and join their ids. The first piece
+    with the function `ids_of` is the stored text. Raises Refused if the ids leave no position of the context for a
+    token of an answer. context: number of positions; None: no limit."""
     ids: list[int] = []
     text = None
     for tokenise, given in pieces:
@@ -79,7 +82,8 @@ def joined(tokenizer: Tokenizer, pieces: Sequence[tuple[Tokenise, str | list[int
 
 
 def parts(tokenizer: Tokenizer, ids: list[int], shares: np.ndarray) -> list[list[Any]]:
-    """Split ids into pieces [text, mean share of its tokens]. shares: a number for each id."""
+    """Split token ids into short texts, and return [text, mean share of the text's tokens] for each. shares: one number
+    per id (`shares_of`)."""
     made, at = [], 0
     for text, tokens in pieces(tokenizer, ids):
         made.append([text, round(float(shares[at : at + tokens].mean()), 3)])
@@ -93,10 +97,10 @@ def too_long(context: int | None, what: str = "prompt") -> Refused:
 
 
 def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenise a part of a rendered template, whose text has all special tokens already."""
+    """Tokenise a part of a rendered chat template, whose text contains all special tokens already."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _opened(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenise a text with the special tokens at its start (BOS)."""
+    """Tokenise a text, with the special tokens that the tokenizer puts in front (BOS)."""
     return tokenizer(text, verbose=False)["input_ids"]

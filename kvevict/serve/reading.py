@@ -1,4 +1,4 @@
-"""Reads prompts in the thread that owns the model, each from the end of its longest stored beginning on."""
+"""Reads prompts in the thread that owns the model. Each prompt is read from the end of its longest stored prefix on."""
 
 import contextlib
 from collections.abc import Generator
@@ -31,16 +31,17 @@ from .errors import Refused, of_field
 from .prefixes import Prefixes, keys_of, mark_of, shares_of, unmarked
 from .scheduler import Scheduler
 
-SHORTEST = 256  # tokens of the shortest beginning that prompts share
-BLOCK = 64  # a shared beginning may end every `BLOCK` tokens
-FURTHER = 256  # least tokens after a stored beginning for a longer one to be stored
+SHORTEST = 256  # least tokens of a prefix that prompts share
+BLOCK = 64  # number of tokens from one possible end of a shared prefix to the next
+FURTHER = 256  # least tokens read after a stored prefix to store a longer one
 PIECE = 2048  # tokens of a stored text that are read and stored at once; a multiple of BLOCK
-WRITTEN = 1024  # least tokens of a beginning that is written to disk when it comes again
+WRITTEN = 1024  # least tokens of a prefix that is written to disk when another prompt begins with it
 
 
 class Reader:
-    """Reads the prompts of calls with a patched model, whose policy sizes the pools and whose run all calls share. A
-    method that reads is a generator of all chunks but the last, so that other calls get turns between chunks."""
+    """Reads the prompts of calls with a patched model. The policy that the model was patched with sets the size of the
+    pools of slots, and its `Run` is used for all calls. A method that reads is a generator: it yields the step of each
+    chunk but the last, so that the scheduler can serve other calls between chunks."""
 
     def __init__(self, model: Module, tokenizer: Tokenizer, prefixes: Prefixes, scheduler: Scheduler) -> None:
         self.model, self.tokenizer, self.prefixes, self.scheduler = model, tokenizer, prefixes, scheduler
@@ -51,15 +52,16 @@ class Reader:
         plan = plan_of(self.decoder)
         self.run, self.slot = plan.run, slot_bytes(model, plan.run.kv)
         most, memory = self._widest(plan.policy, self.context or 1 << 20) + ROOM, scheduler.memory // self.slot
-        slots = 2 * (scheduler.most + 1) * most  # twice, for answers that outgrow their region and are copied
+        slots = 2 * (scheduler.most + 1) * most  # twice: an answer that outgrows its region is copied to another
         self.pools = Pools(self.decoder, plan.kv_heads * (min(slots, memory) + memory))
         prefixes.place = self._place
-        # Whether a cache can be cut to its first tokens, which a state or a window cannot.
+        # Whether a cache can be cut to a prefix, which recurrent states and sliding windows cannot.
         self.parts = set(layer_kinds(self.config)) <= {FULL_ATTENTION, NOTHING}
         self.shares: dict[str, np.ndarray] = {}  # mark of a stored text -> its `shares_of` for the last question
 
     def keys(self, call: Call) -> dict[int, str]:
-        """Make the keys of the beginnings that a call's prompt may share with other prompts, by their ends."""
+        """Return {end: key} of the prefixes that a call's prompt may share with other prompts. An end is a prefix's
+        number of tokens."""
         if not call.policy.recall or call.question is not None:
             return {}
         prompt = call.whole
@@ -70,18 +72,18 @@ class Reader:
         return keys_of(call.owner, self.weights, call.policy, self.run, prompt.ids, sorted(ends), call.text, start)
 
     def kept(self, call: Call) -> np.ndarray:
-        """Return the share of heads that kept each token of a call's stored text for the last question about the text;
-        ones before the first question."""
+        """Return, for each token of a call's stored text, the share of kv heads that kept its slot for the last
+        question about the text; 1 for every token before the first question."""
         start, stop = call.whole.text or (0, 0)
         return self.shares.get(self._mark(call), np.ones(stop - start))
 
     def _widest(self, policy: Policy, tokens: int) -> int:
-        """Return the most slots of a head while a prompt of `tokens` tokens is read."""
+        """Return the most slots that a kv head holds while a prompt of `tokens` tokens is read."""
         slots = max(policy.slots(tokens), policy.recalling.slots(tokens))
         return min(tokens, slots + (policy.chunk_size or tokens))
 
     def size(self, call: Call, new: int) -> int:
-        """Return the most bytes that the slots of an answer of `new` tokens may take, its prompt's included."""
+        """Return the most bytes of slots that an answer of `new` tokens needs, its prompt's slots included."""
         return self.slot * (self._widest(call.policy, len(call.whole.ids)) + new)
 
     def store(self, call: Call) -> Generator[Step, None, None]:
@@ -91,7 +93,8 @@ class Reader:
             self.prefixes.write(call.keys[end], cache)
 
     def read(self, call: Call) -> Generator[Step, None, tuple]:
-        """Read what follows the longest stored beginning of a call's prompt. Returns what `_through` does."""
+        """Read a call's prompt from the end of its longest stored prefix on, and store its longest prefix that prompts
+        may share. Returns (cache, logits of the prompt's last token, plan of the policy)."""
         prompt = call.whole
         cache, start = self._known(call)
         if prompt.text is not None and call.keys:
@@ -107,13 +110,14 @@ class Reader:
         return cache, logits, plan
 
     def _known(self, call: Call) -> tuple[EvictionCache | None, int]:
-        """Return a fork of the cache of the prompt's longest stored beginning, and its number of tokens; (None, 0)
-        without one. A stored text may also have come, and been cached, as the text of a prompt."""
+        """Return (fork of the cache of the prompt's longest stored prefix, number of the prefix's tokens); (None, 0) if
+        none is stored. Prefixes up to the stored text's end are also found if they were stored for a prompt that
+        contained the text itself."""
         _, stop = call.whole.text or (0, 0)
         pasted = unmarked(call.keys) if stop else {}
         for end in reversed(call.keys):
             cache = self.prefixes.get(call.keys, end)
-            if cache is not None and end >= WRITTEN:  # for other servers, and for this one after a restart
+            if cache is not None and end >= WRITTEN:  # other servers, and this one after a restart, find the file
                 self.prefixes.write(call.keys[end], cache)
             if cache is None and end <= stop:
                 cache = self.prefixes.get(pasted, end)
@@ -123,8 +127,9 @@ class Reader:
         return None, 0
 
     def _text(self, call: Call, cache: EvictionCache | None, start: int) -> Generator[Step, None, tuple]:
-        """Read a call's stored text from token `start` on, without a question. Returns the cache and its end. Each
-        piece is stored, so that a request that ends early leaves it to the next request."""
+        """Read a call's prompt from token `start` to the end of its stored text, without a question. Returns (cache,
+        number of its tokens). The cache is stored after every `PIECE` tokens, so that the next request can continue if
+        this request ends early."""
         _, end = call.whole.text or (0, 0)
         pieces = range(start // PIECE * PIECE + PIECE, end, PIECE) if self.parts else ()
         for stop in [*pieces, *([end] if start < end else [])]:
@@ -143,11 +148,12 @@ class Reader:
         return mark_of(call.owner, call.text or "")
 
     def _fits(self, tokens: int) -> bool:
-        """Return whether memory may hold the slots of `tokens` tokens."""
+        """Return whether the slots of `tokens` tokens fit in the memory for prefixes."""
         return tokens * self.slot <= self.prefixes.memory
 
     def _place(self, cache: EvictionCache) -> None:
-        """Move a prefix's slots into the pools of the answers, if both store the same kind of slots."""
+        """Move the slots of a stored prefix into the pools that hold the slots of answers, if prefixes and answers
+        store slots as the same kind (`Run.kv`)."""
         layers = [layer for layer in cache.layers if isinstance(layer, EvictionLayer)]
         for layer in layers:
             layer.storage = layer.storage.gathered().as_prefix()
@@ -158,8 +164,9 @@ class Reader:
         self, call: Call, policy: Policy, cache: EvictionCache | None, ids: list[int], start: int,
         question: Asked | LastTurn | None = None,
     ) -> Generator[Step, None, tuple]:  # fmt: skip
-        """Read ids, the prompt's tokens from number `start` on. Returns (cache, logits of the last token, plan of the
-        policy). Running answers get tokens between the layers."""
+        """Read `ids`, the prompt's tokens from index `start` on. Returns (cache, logits of the last token, plan of the
+        policy). Between two layers, running answers may get a token. cache: the cache of the tokens before `start`;
+        None: `start` is 0."""
 
         def pause() -> None:
             chunk = current().chunk
@@ -168,7 +175,7 @@ class Reader:
 
         tokens = torch.tensor([ids], device=self.device)
         with contextlib.ExitStack() as inside:
-            with of_field("kvevict.policy"):  # the policy may need options, or another model
+            with of_field("kvevict.policy"):  # its errors: options are missing, or the model does not suit
                 inside.enter_context(evicting(self.model, Chosen(policy, self.run), tokenizer=False))
             inside.enter_context(within(question=question, asks=question is not None, pause=pause, learns=False))
             into = self.pools.cache() if cache is None else cache
@@ -177,15 +184,15 @@ class Reader:
             return cache_of(out), out.logits[0, -1], plan_of(self.decoder)
 
     def _asking(self, call: Call) -> Asked | LastTurn:
-        """Return the finder of the prompt's tokens that observe."""
+        """Return the finder of the call's question, the tokens in the prompt whose queries score the slots."""
         if call.question is not None:
             return Asked((call.question,), self.tokenizer)
         turns = [each["content"] for each in call.messages if each["role"] == "user"]
         return LastTurn(self.tokenizer, turns[-1] if turns else call.prompt)
 
     def _chosen(self, policy: Policy, tokens: int) -> Policy:
-        """Fit a policy to the tokenizer and to a prompt of `tokens` tokens. Raises Refused if the policy repeats the
-        prompt, and too few positions are left for that."""
+        """Return the policy adapted to the tokenizer and to a prompt of `tokens` tokens. Raises Refused if the policy
+        repeats the prompt and the model has too few positions left for the repetition."""
         if policy.rows.repeats and self.context and (policy.threshold is not None or policy.slots(tokens) < tokens):
             if self.context - tokens < SHORTEST_CHUNK:
                 raise Refused(

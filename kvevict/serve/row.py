@@ -1,4 +1,4 @@
-"""The row of a batch that writes one answer of a call."""
+"""Defines the batch row that writes one answer of a call."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from .written import Written
 
 
 class Row(Answer):
-    """An `Answer` whose parts go to the call's client. An error ends the call.
+    """An `Answer` that passes its new parts to the task of its call. An error in one answer ends the whole call.
 
-    number  which of the call's answers it is
-    give    called with (number, parts) for each token, with (number, None) at the end, or with an error
+    number  index of this answer among the call's answers
+    give    called with (number, parts) for each token, with (number, None) at the answer's end, or with an exception
     """
 
     def __init__(self, call: Call, number: int, answer: Written, choose: TokenChooser, give: Callable) -> None:
@@ -37,7 +37,7 @@ class Row(Answer):
             return logits.new_zeros((), dtype=torch.int64)
 
     def see(self, token: int) -> None:
-        if self.ended:  # `fail` ended the answer
+        if self.ended:  # `fail` has ended the answer already
             return
         try:
             super().see(token)
@@ -45,7 +45,7 @@ class Row(Answer):
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End the answer and its call with an error."""
+        """End the answer and its call with an error, which the client gets unless it is `Cancelled`."""
         self.ended = True
         if not isinstance(error, Cancelled):
             self.give(error)

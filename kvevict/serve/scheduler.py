@@ -1,4 +1,4 @@
-"""The thread that owns the model: alternately it reads a chunk of a prompt, and writes a token of each answer."""
+"""Runs the model in one thread, which alternately reads a chunk of a prompt and decodes a token of each answer."""
 
 import threading
 import time
@@ -27,23 +27,24 @@ from .row import Row
 
 @dataclass(eq=False)
 class Turn:
-    """Work that waits for the model."""
+    """Work for the model's thread, such as to read a prompt and start its answers."""
 
-    work: Callable[[], Any]  # returns a result, or reads: then it returns a generator of all `Step`s but the last
-    call: Call | None = None  # the call that waits; None: the server waits
-    rows: int = 0  # number of answers that the turn starts
-    size: int = 0  # most bytes of these answers' slots
+    work: Callable[[], Any]  # returns the result; or, to read a prompt, a generator of each chunk's step but the last
+    call: Call | None = None  # the call that the work is for; None: the work is the server's own
+    rows: int = 0  # number of answers that the work starts
+    size: int = 0  # most bytes of the slots of these answers
     result: Future = field(default_factory=Future)
     context: Context = field(default_factory=Context)  # the context variables with which the work runs
-    steps: Generator[Step, None, Any] | None = None  # the generator, once the work reads
-    left: int = 0  # tokens that are left to read
-    chunk: int = 0  # tokens of the last chunk, less the tokens of other prompts that were read since
-    alone: bool = True  # whether no other prompt was read since the last chunk
+    steps: Generator[Step, None, Any] | None = None  # the generator that `work` returned; None: none yet
+    left: int = 0  # number of the prompt's tokens that are not yet read
+    chunk: int = 0  # tokens of this prompt's last chunk, minus the tokens of other prompts read after it
+    alone: bool = True  # whether no other prompt was read after this prompt's last chunk
 
     @property
     def most(self) -> int:
-        """The most tokens of another prompt that is read before the next chunk: half of what is left for one prompt;
-        several prompts between two chunks have at most as many tokens, in sum, as the last chunk."""
+        """The most tokens of another prompt that may be read before this prompt's next chunk. The first other prompt
+        may have half as many tokens as this prompt has left. Further prompts are only read while all other prompts
+        together have at most as many tokens as this prompt's last chunk."""
         return self.left // 2 if self.alone else min(self.left // 2, self.chunk)
 
     @property
@@ -52,20 +53,21 @@ class Turn:
 
 
 class Scheduler:
-    """Runs the model in a separate thread, for at most `most` answers at once."""
+    """Runs the model in a separate thread, and decodes at most `most` answers at once."""
 
-    stall = 0.5  # seconds without a token of the answers after which a read pauses at its next layer
+    stall = 0.5  # seconds: a chunk pauses between two layers for a token of each answer if the last token is older
 
     def __init__(self, model: Module, prefixes: Prefixes, most: int) -> None:
         self.model, self.prefixes, self.most = model, prefixes, most
-        self.memory = prefixes.memory  # most bytes of the slots of all answers, unless one answer alone needs more
+        self.memory = prefixes.memory  # most bytes of all answers' slots; a turn that runs alone may take more
         self._turns: list[Turn] = []  # turns that have not begun
-        self._inside: list[Turn] = []  # turns that read, or whose answers run
+        self._inside: list[Turn] = []  # turns that have begun: they read a prompt, or their answers are decoded
         self._groups: list[Group] = []
-        self._plans: deque[Plan] = deque(maxlen=8)  # of earlier groups: a plan remembers whether it can be recorded
-        self._reading: list[Turn] = []  # turns between two chunks; each has interrupted the one before it
-        self._changed = threading.Condition()  # notified of a new turn
-        self._stepped = 0.0  # time.monotonic() of the answers' last token
+        # Plans of earlier groups, reused because a plan remembers whether its steps can be recorded.
+        self._plans: deque[Plan] = deque(maxlen=8)
+        self._reading: list[Turn] = []  # turns with chunks left to read; each has interrupted the one before it
+        self._changed = threading.Condition()  # notified when a turn is submitted
+        self._stepped = 0.0  # time.monotonic() when the last token of the answers was decoded
         threading.Thread(target=self._run, name="kvevict", daemon=True).start()
 
     # -- in any thread ----------------------------------------------------------------------------------------------
@@ -81,7 +83,8 @@ class Scheduler:
         return sum(len(group.batch.rows) for group in self._groups)
 
     def submit(self, work: Callable[..., Any], *args: Any, **facts: Any) -> Future:
-        """Run work(*args) in the model's thread, and return a future of its result. facts: further fields of `Turn`."""
+        """Have the model's thread run work(*args), and return a future of its result. facts: values of other fields of
+        the `Turn`."""
         turn = Turn(lambda: work(*args), **facts)
         with self._changed:
             self._turns.append(turn)
@@ -91,7 +94,8 @@ class Scheduler:
     # -- in the thread that owns the model --------------------------------------------------------------------------
 
     def run(self, row: Row, plan: Plan, cache: EvictionCache) -> None:
-        """Let an answer be written from the next step on. plan: of its decoded tokens; cache: of its prompt."""
+        """Add an answer to those that are decoded, from the next step on. plan: the plan of its policy; cache: the
+        cache of its prompt."""
         for group in self._groups:
             if group.plan.policy == plan.policy and group.add(row, cache):
                 return
@@ -103,7 +107,8 @@ class Scheduler:
         self._groups.append(group)
 
     def pause(self) -> None:
-        """Write a token of each answer, between two layers of a read, if the last token is `stall` seconds old."""
+        """Decode a token of each answer if the last token is at least `stall` seconds old. The reading of a chunk calls
+        this between two layers."""
         if self._groups and time.monotonic() - self._stepped >= self.stall:
             Context().run(self._step)
 
@@ -118,7 +123,8 @@ class Scheduler:
             Context().run(self._step)
 
     def _next(self) -> Turn | None:
-        """Return the turn to work on: one that begins, or else the newest that reads; None without either."""
+        """Return the turn to work on: a waiting turn if one may begin, else the last turn of `_reading`; None if there
+        is no such turn either."""
         reading = self._reading[-1] if self._reading else None
         turn = self._waiting(None if reading is None else reading.most)
         if turn is None:
@@ -128,8 +134,9 @@ class Scheduler:
         return turn
 
     def _waiting(self, most: int | None) -> Turn | None:
-        """Take a turn that reads at most `most` tokens out of the queue: the first of the owner with the fewest running
-        answers. None if no turn fits."""
+        """Remove the next turn from the queue, and return it; None if no turn can begin. Only turns with at most `most`
+        tokens to read count (None: any number). Turns of owners with fewer begun turns go first, and so do turns that
+        start no answers."""
         with self._changed:
             turns = [each for each in self._turns if most is None or self._left(each) <= most]
             served = Counter(each.owner for each in self._inside)
@@ -141,7 +148,8 @@ class Scheduler:
             return turn
 
     def _left(self, turn: Turn) -> int:
-        """Count the tokens that a turn has to read, after a stored prefix; twice where the policy repeats them."""
+        """Count the tokens that a waiting turn has to read: those of its prompt after the longest stored prefix, twice
+        as many if the policy repeats the prompt."""
         if turn.call is None:
             return 0
         call = turn.call
@@ -150,13 +158,14 @@ class Scheduler:
         return 2 * left if call.policy.rows.repeats else left
 
     def _fits(self, turn: Turn) -> bool:
-        """Return whether a turn's answers can run beside the others."""
+        """Return whether a turn's answers fit, in number and bytes of slots, beside those of the turns that have
+        begun."""
         inside = [each for each in self._inside if each.rows]
         rows, size = sum(each.rows for each in inside), sum(each.size for each in inside)
         return not turn.rows or not inside or (rows + turn.rows <= self.most and size + turn.size <= self.memory)
 
     def _go_on(self, turn: Turn) -> None:
-        """Do a turn's work, or its next chunk."""
+        """Run a turn's work, or its next chunk if the work reads a prompt."""
         if turn not in self._inside:
             self._inside.append(turn)
             if turn.call is not None:
@@ -175,7 +184,8 @@ class Scheduler:
             self._reading.append(turn)
 
     def _work(self, turn: Turn) -> Step | None:
-        """Do a turn's work, or read its next chunk and return the chunk's step; None once the turn is done."""
+        """Run a turn's work. If it reads a prompt, read only the next chunk, and return the chunk's step; None once the
+        work is done."""
         result = turn.work() if turn.steps is None else turn.steps
         if isinstance(result, Generator):
             turn.steps = result
@@ -187,34 +197,35 @@ class Scheduler:
         return None
 
     def _step(self) -> None:
-        """Write a token of each answer."""
+        """Decode a token of each answer."""
         choosing = [alone for group in self._groups for alone in group.choosing()]
         for group in [*self._groups, *choosing]:
             if group.batch.rows:
                 group.step()
         self._groups = [group for group in self._groups if group.batch.rows]
         for alone in choosing:
-            for row in alone.batch.rows:  # one row, or none if it has ended
+            for row in alone.batch.rows:  # one row, or none if its answer has ended
                 alone.batch.cache.end_archive()
                 self.run(row, alone.plan, alone.batch.cache)
         self._stepped = time.monotonic()
         self._leave()
 
     def _leave(self) -> None:
-        """Forget the turns whose last answer has ended."""
+        """Remove the turns whose work is done and whose answers have all ended."""
         run = {row.call for group in self._groups for row in group.batch.rows}
         self._inside = [each for each in self._inside if not each.result.done() or each.call in run]
 
 
 class Group:
-    """The answers of one policy, which share each step of the model."""
+    """Answers of one policy that are decoded together: a step of the model gives each of them a token."""
 
     def __init__(self, model: Module, plan: Plan) -> None:
         self.model, self.plan, self.batch = model, plan, Batch(model)
 
     def add(self, row: Row, cache: EvictionCache) -> bool:
-        """Add an answer, and return True; False if it cannot share a step with the others, or should not, as answers
-        that have chosen their slots have recorded steps, which end when others join."""
+        """Add an answer, and return True; or return False if it cannot share a step with the group's answers, or would
+        disturb them (`Policy.recall_after`): answers that attend to the slots of all tokens must be able to continue to
+        do so (`go_on`), and answers that have chosen their slots have recorded steps, which would end."""
         there, awaits = self.batch.cache, cache.sequence.awaits
         if there is not None and (there.sequence.awaits != awaits or (awaits and not go_on([there, cache]))):
             return False
@@ -227,7 +238,8 @@ class Group:
         return True
 
     def choosing(self) -> list["Group"]:
-        """Take out the answers whose next token chooses their slots (`Policy.recall_after`), as a group each."""
+        """Remove the answers that choose their slots after their next token (`Policy.recall_after`), and return a
+        separate group for each of them."""
         due = [] if self.batch.cache is None else self.batch.cache.sequence.choosing()[0]
         rows = [self.batch.rows[at] for at in due]
         groups = [Group(self.model, self.plan) for _ in rows]

@@ -1,4 +1,4 @@
-"""Takes requests from their first byte to their last."""
+"""Handles the requests of all endpoints, from a request's body to the end of its response."""
 
 import asyncio
 import copy
@@ -33,12 +33,12 @@ from .scheduler import Scheduler
 from .texts import Texts, checked
 from .written import Written
 
-SMALL = 1 << 16  # most bytes of a body that is parsed in the event loop, where small requests keep their order
+SMALL = 1 << 16  # largest body, in bytes, that is parsed in the event loop, so that small requests keep their order
 JSON_TYPE = re.compile(r"application/(json|.+\+json)\s*(;|$)", re.IGNORECASE)
 ENDPOINTS = {
     CHAT: (ChatCompletions, check.chat),
     COMPLETIONS: (Completions, check.completion),
-}  # path -> (handler, check of a body)
+}  # path -> (class that formats answers, function that checks a request's body)
 Result = TypeVar("Result")
 
 
@@ -64,20 +64,21 @@ class Server:
         self.handlers: dict[str, Completions] = {path: kind(name) for path, (kind, _) in ENDPOINTS.items()}
 
     def owner(self, request: Request) -> str:
-        """Return the owner of the texts that a request may see, by its API key. Raises Refused for a wrong key."""
+        """Return the owner that a request's API key stands for, whose texts alone the request may see. Raises Refused
+        for a missing or wrong key. If the server has no keys, there is one owner."""
         if not self.keys:
             return "everyone"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         for key in self.keys if scheme.lower() == "bearer" else ():
-            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # in bytes, as a str may only have ASCII
+            if hmac.compare_digest(given.encode("latin-1"), key.encode()):  # compare_digest takes ASCII only in a str
                 return hashlib.sha256(key.encode()).hexdigest()[:16]
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key")
 
     async def body(self, request: Request) -> Json:
-        """Return a request's body. Raises Refused for a body that is not a JSON object, or too large."""
+        """Return a request's body, parsed. Raises Refused for a body that is not a JSON object, or is too large."""
         if not JSON_TYPE.match(
             request.headers.get("content-type", "")
-        ):  # browsers let no page of another site send this type
+        ):  # a browser does not let a page of another site send this type
             raise Refused(415, "send Content-Type: application/json")
         data, declared = bytearray(), request.headers.get("content-length", "")
         self._fits(int(declared) if declared.isdecimal() else 0)
@@ -95,19 +96,21 @@ class Server:
             raise Refused(413, f"the body is larger than {self.most} bytes")
 
     def _checked(self, path: str, body: Json) -> tuple[Json, Json]:
-        """Check a body. Returns the body without its field `kvevict`, and that field."""
+        """Check the body of a request to the endpoint `path`. Returns (the body without its field `kvevict`, the value
+        of that field)."""
         fields.known(path, body)
         ENDPOINTS[path][1](body, self.vocabulary, self.tokenizer.chat_template)
         self._check_model(body.get("model", self.name))
         return body, body.pop("kvevict", {})
 
     def _call(self, path: str, owner: str, body: Json, asked: Json, text: str | None) -> Call:
-        """Make the call of a checked body, its field `kvevict`, and the stored text that opens the prompt."""
+        """Make a `Call` from a checked body. asked: the value of its field `kvevict`; text: the stored text that is put
+        before the prompt, if any."""
         policy, deadline = self.policies.of(asked, text is not None), time.monotonic() + self.timeout
         return Call.of(path, owner, policy, body, asked.get("question"), text, deadline)
 
     async def answer(self, path: str, request: Request) -> Response:
-        """POST to one of `ENDPOINTS`: answer a request."""
+        """Answer a POST request to `path`, one of `ENDPOINTS`."""
         owner, text = self.owner(request), None
         body, asked = await self._work(request, self._checked, path, await self.body(request))
         if asked.get("text") is not None:
@@ -136,7 +139,7 @@ class Server:
         return JSONResponse(handler.whole(call, answers, [each async for each in parts]))
 
     async def store(self, request: Request) -> Response:
-        """POST /v1/kvevict/texts: store a text by its name, and read it."""
+        """POST /v1/kvevict/texts: have the model read a text, and store the text by its name."""
         owner, body = self.owner(request), await self.body(request)
         fields.known(TEXTS, dict(text="") | body)
         name, text = checked(body.get("name")), body["text"]
@@ -154,21 +157,24 @@ class Server:
         return JSONResponse(dict(object="kvevict.text", name=name, tokens=stop - start))
 
     def list_texts(self, request: Request) -> Json:
-        """GET /v1/kvevict/texts: list a key's texts. FastAPI calls this in a thread, as it looks at files."""
+        """GET /v1/kvevict/texts: list the texts of the request's owner. This function is not async, so that FastAPI
+        calls it in a thread, because it looks at files."""
         found = self.texts.of(self.owner(request))
         return {"object": "list", "data": [{"object": "kvevict.text", "name": n, "bytes": size} for n, size in found]}
 
     async def remove(self, request: Request, name: str) -> Json:
-        """DELETE /v1/kvevict/texts/NAME: forget a text and its caches."""
+        """DELETE /v1/kvevict/texts/NAME: delete a text and its caches."""
         await self._forget(await self._aside(self.texts.remove, self.owner(request), name))
         return {"object": "kvevict.text", "name": name, "deleted": True}
 
     async def _forget(self, *marks: str | None) -> None:
-        """Remove the caches of deleted texts, by their marks, and of texts that other servers have deleted."""
+        """Remove the caches of deleted texts. marks: `mark_of` texts that this server has just deleted; the marks of
+        texts that other servers have deleted are found."""
         await self.manager.forget(await self._aside(self.texts.gone, *marks))
 
     def _tidied(self, call: Call) -> None:
-        """Remove the caches of deleted texts in the background. The call's own text may be one of these."""
+        """Remove the caches of deleted texts in the background, also of the call's stored text if it was deleted while
+        the call ran."""
 
         def tidy() -> None:
             marks = () if call.text is None else (mark_of(call.owner, call.text),)
@@ -191,13 +197,13 @@ class Server:
         return JSONResponse({"object": "kvevict.kept", "name": name, "pieces": pieces})
 
     def _of_text(self, endpoint: str, owner: str, asked: Json, text: str) -> Call:
-        """Build the `Call` of a stored text without a question."""
+        """Make a `Call` that reads a stored text without a question. asked: the text's `policy` and `budget`."""
         deadline = time.monotonic() + self.timeout
         return Call(endpoint, owner, self.policies.of(asked, True, prefix=""), text=text, deadline=deadline)
 
     async def _alone(self, call: Call) -> tuple[list[int], tuple[int, int]]:
-        """Tokenise a prompt of a call's text alone. Returns its ids, and the text's (start, stop) among them. Raises
-        Refused for a text that does not fit the context."""
+        """Tokenise a prompt that consists of a call's stored text alone. Returns (the prompt's ids, (start, stop) of
+        the text in them). Raises Refused for a text that does not fit the model's context."""
         if self.tokenizer.chat_template:
             call.messages = [{"role": "user", "content": ""}]
         await self._tokenising(_is_large(call), functools.partial(self.manager.prepare, call))
@@ -205,10 +211,10 @@ class Server:
         call.prompt_tokens = text[1]
         return call.whole.ids, text
 
-    # Work that grows with a request is done in threads, while the event loop serves others.
+    # Work that takes longer for a larger request runs in threads, so that the event loop can serve other requests.
 
     async def _work(self, request: Request, function: Callable[..., Result], *args: object) -> Result:
-        """Run function(*args): in a thread for a large request, else at once."""
+        """Run function(*args), in a thread if the request's body is large, else in the event loop."""
         return await self._aside(function, *args) if request.state.large else function(*args)
 
     async def _aside(self, function: Callable[..., Result], *args: object) -> Result:
@@ -216,13 +222,15 @@ class Server:
         return await to_thread.run_sync(function, *args, limiter=self._threads)
 
     async def _tokenising(self, large: bool, function: Callable[[Tokenizer], Result]) -> Result:
-        """Run function(tokenizer) in a thread. A tokenizer has a state (whether special tokens are text), so it serves
-        one request at a time; large requests have a separate tokenizer, for which small ones never wait."""
+        """Run function(tokenizer) in a thread. A tokenizer has state (whether special tokens are read as text), so it
+        serves one request at a time. Large requests use a separate tokenizer, so that small requests never wait
+        for large ones."""
         tokenizer, limiter = self._tokenisers[large]
         return await to_thread.run_sync(function, tokenizer, limiter=limiter)
 
     async def _ended(self, call: Call, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-        """Await a call's response. Its end, or the end of its stream, is counted and logged."""
+        """Await a call's response, and return it. The end of the call is counted and logged: at once, or, for a stream,
+        after its last event."""
         request.state.noted = True
         self.calls.append(call)
         call.task = asyncio.current_task()
@@ -230,7 +238,7 @@ class Server:
         def end(status: int, error: Refused | None = None) -> None:
             call.cancel()
             self.calls.remove(call)
-            if call.endpoint != TEXTS or status not in (499, 504):  # else the next request continues this read
+            if call.endpoint != TEXTS or status not in (499, 504):  # else the next request continues to read the text
                 self._tidied(call)
             self.metrics.note(call, status)
             log.served(call, status, request.client, error)
@@ -251,12 +259,12 @@ class Server:
         return response
 
     def stop(self) -> None:
-        """End all calls, with an error that asks their clients to try again."""
+        """End all calls with an error that asks the clients to try again."""
         for call in list(self.calls):
             call.cancel(Refused(503, "the server stops: send the request again"))
 
     async def queue(self, request: Request) -> Json:
-        """GET /v1/kvevict/queue: report the progress of a key's requests, and count the others'."""
+        """GET /v1/kvevict/queue: report the progress of the owner's calls, and how many of all calls wait and run."""
         owner, calls = self.owner(request), list(self.calls)
         every = [(call.owner, progress(call)) for call in calls]
         waiting = sum(each["state"] == "waiting" for _, each in every)
@@ -264,24 +272,24 @@ class Server:
         return {"object": "kvevict.queue", "waiting": waiting, "running": len(calls) - waiting, "data": data}
 
     def read_metrics(self, request: Request) -> Response:
-        """GET /metrics. FastAPI calls it in a thread, as it looks at files."""
+        """GET /metrics: return the metrics. Not async, so that FastAPI calls it in a thread: it looks at files."""
         self.owner(request)
         text = self.metrics.text(self.scheduler, self.prefixes, list(self.calls))
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def list_models(self, request: Request) -> Json:
-        """GET /v1/models."""
+        """GET /v1/models: list the one model of the server."""
         return {"object": "list", "data": [await self.find_model(request, self.name)]}
 
     async def find_model(self, request: Request, name: str) -> Json:
-        """GET /v1/models/NAME."""
+        """GET /v1/models/NAME: describe the model of the server."""
         self.owner(request)
         self._check_model(name)
         model = {"id": self.name, "object": "model", "created": self.began, "owned_by": "kvevict"}
         return model | {"kvevict": {"chat": bool(self.tokenizer.chat_template)}}
 
     def _check_model(self, name: str) -> None:
-        """Raise Refused for the name of another model."""
+        """Raise Refused unless `name` is the name of the server's model."""
         if name != self.name:
             sentence = f"there is no model {name[:200]!r}: this server has {self.name!r}"
             raise Refused(404, sentence, "model_not_found", "model")

@@ -1,4 +1,4 @@
-"""Makes a server from a command's options, and runs it."""
+"""Makes a server from the options of `kvevict serve`, and runs it."""
 
 import gc
 import logging
@@ -28,10 +28,11 @@ from .prefixes import Prefixes
 from .server import Server
 from .texts import Texts
 
-# Entries of PyTorch's caches of matrix products by shape: by default 1,024, which take 300 MB.
+# Environment variables that bound how many shapes of matrix products PyTorch's caches hold. With the default, 1,024,
+# the caches take 300 MB.
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-SWITCH = 5e-4  # seconds that a thread may run Python while others wait: a token takes many turns of threads
-BODY, LETTERS = 1 << 24, 64  # most bytes of a request in all, and for each token of the context
+SWITCH = 5e-4  # sys.setswitchinterval in seconds: short, as threads take turns many times for each decoded token
+BODY, LETTERS = 1 << 24, 64  # most bytes of a request's body, and most bytes for each token of the model's context
 
 
 def start(model: str | None, host: str, port: int, options: Options) -> None:
@@ -39,19 +40,19 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
     log.to_stderr()
     transformers_logging.set_verbosity_error()
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # the log has lines of JSON alone
+        transformers_logging.disable_progress_bar()  # progress bars would not be lines of JSON
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         server = _apart(lambda: server_of(model, **vars(options)))
         gc.collect()
-        gc.freeze()  # or each collection looks at all imported objects, and stops every thread for 0.3 s
+        gc.freeze()  # else each collection scans all imported objects, and stops every thread for 0.3 s
         sys.setswitchinterval(SWITCH)
         port = listening.getsockname()[1]
         log.note("ready", model=server.name, host=host, port=port, page=page(host, port))
 
         def note(error: Refused, client: log.Client) -> None:
             server.metrics.refused(OTHER, error.status)
-            if error.status != 503:  # too many connections would fill the log
+            if error.status != 503:  # 503, too many connections, would fill the log
                 log.refused(OTHER, error, client)
 
         def begins() -> None:
@@ -61,9 +62,10 @@ def start(model: str | None, host: str, port: int, options: Options) -> None:
 
 
 def _apart(work: Callable[[], Server]) -> Server:
-    """Return the result of work(), run in a thread that ends. If two threads have OpenMP workers, the workers sleep
-    after each loop and a decoded token takes 1.6 times as long, so only the thread that owns the model may keep some.
-    A daemon thread, unlike an executor's, lets Ctrl-C end the process while a model is loaded."""
+    """Run work() in a thread that then ends, and return the result. The OpenMP workers that loading starts end with the
+    thread: if two threads have workers, the workers sleep after each loop, and a decoded token takes 1.6 times as long,
+    so only the thread that owns the model may keep some. The thread is a daemon, unlike an executor's, so that Ctrl-C
+    can end the process while a model is loaded."""
     result: Future[Server] = Future()
 
     def run() -> None:
@@ -85,14 +87,15 @@ def page(host: str, port: int) -> str:
 
 
 def server_of(model: str | None = None, **options: Any) -> Server:
-    """Load and patch a model (None: the bundled one), and make its server. options: fields of `Options`."""
+    """Load and patch a model (None: the bundled one), and make a server of it. options: values of `Options`' fields."""
     for name, entries in SHAPES.items():
         os.environ.setdefault(name, entries)
     given, where = Options(**options), model or small_llama()
     loaded, tokenizer = load_model(where, given.dtype, given.device)
     decoder = find_decoder(loaded)
     context = families.context_of(decoder.config) or 1 << 20
-    # On a GPU a recording is a CUDA graph, and a batch that changes often would be recorded at nearly every step.
+    # Steps of decoding are recorded on a CPU only: on a GPU a recording is a CUDA graph, and batches that change often
+    # would need a new graph at nearly every step.
     records = device_of(loaded).type == "cpu" and {*families.layer_kinds(decoder.config)} == {families.FULL_ATTENTION}
     policies = Policies(given, context, lambda policy, run: in_slots(policy, run, loaded), records)
     patch(loaded, policies.built(), tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Stores texts that requests open by name. If a text's cache is lost, the text is read again."""
+"""Stores texts that requests refer to by name. If a text's KV cache is lost, the model reads the text again."""
 
 import contextlib
 import hashlib
@@ -19,14 +19,14 @@ from .log import Troubles
 from .prefixes import mark_of
 
 FORMAT = "kvevict-text-1"
-LETTERS, BYTES = 100, 240  # most letters of a name, and most bytes, as it names a file
+LETTERS, BYTES = 100, 240  # most characters of a text's name, and most bytes, because a file has this name
 SETTLED = 2  # seconds within which two changes of a folder may leave the same mtime, as file systems round it
 EVERY = 60  # seconds until a folder is read again though its mtime is unchanged: some file systems do not update it
-JOINERS = "\u200c\u200d"  # not printable, but a part of words in many scripts
+JOINERS = "\u200c\u200d"  # zero-width joiners: not printable, but a part of words in many scripts
 
 
 def checked(name: object) -> str:
-    """Return a text's name in NFC. Raises Refused unless it can name a file in a folder."""
+    """Return a text's name in Unicode's form NFC. Raises Refused unless a file can have this name."""
     found = unicodedata.normalize("NFC", name) if isinstance(name, str) else ""
     fits = 0 < len(found) <= LETTERS and len(found.encode("utf-8", "replace")) <= BYTES
     fits = fits and all(each.isprintable() or each in JOINERS for each in found)
@@ -39,31 +39,32 @@ def checked(name: object) -> str:
 
 
 class Text(NamedTuple):
-    """A stored text."""
+    """A stored text, with the options for reading it."""
 
     text: str
-    asked: Json  # the policy and budget that it was stored with, unless they are the server's
+    asked: Json  # the `policy` and `budget` that the text was stored with; a missing option is the server's
 
 
 class _Known(NamedTuple):
-    """What this server knows of a text."""
+    """What this server remembers of a stored text."""
 
-    size: int  # bytes
-    mark: str | None  # `mark_of` the text, which the keys of its caches have; None: its file is damaged
-    file: tuple = ()  # `_file` of the file that was read
-    whole: Text | None = None  # the text, if there are no files
+    size: int  # bytes of the text in UTF-8
+    mark: str | None  # `mark_of` the text, with which the keys of its caches end; None: the text's file is damaged
+    file: tuple = ()  # `_file` of the text's file when it was last read, to notice a change
+    whole: Text | None = None  # the text itself, if texts are stored in memory
 
 
 class Texts:
-    """Texts by owner and name, of at most `most` bytes, in memory or in a folder. Servers may share the folder: a text
-    is looked up in its file each time, so that every server knows what another has stored or deleted."""
+    """Stored texts by owner and name, in a folder or, without one, in memory: together at most `most` bytes. Servers
+    may share the folder: a text is read from its file at each use, so that every server sees what another one has
+    stored or deleted."""
 
     def __init__(self, most: int, folder: Path | None = None) -> None:
         self.most = most
         self.folder: Any = folder
-        self._known: dict[tuple[str, str], _Known] = {}  # the keys are (owner, name)
-        self._looked: dict[str, tuple[float, float]] = {}  # owner -> (mtime of the folder, time when it was read)
-        self._marks: set[str | None] = set()  # marks of all texts that were known at the last `gone` or since
+        self._known: dict[tuple[str, str], _Known] = {}  # (owner, name) -> what is known of the text
+        self._looked: dict[str, tuple[float, float]] = {}  # owner -> (mtime of the owner's folder, time of its reading)
+        self._marks: set[str | None] = set()  # marks of all texts known at the last call of `gone` or after it
         self._lock = threading.RLock()  # held while `_known`, `_looked` or `_marks` is used
         self._troubles = Troubles()
         if self.folder is not None:
@@ -77,7 +78,8 @@ class Texts:
             return sum(each.size for each in self._known.values())
 
     def check(self, owner: str, name: str, text: str, replace: bool) -> None:
-        """Raise Refused if a text does not fit, or if its name has another text, and `replace` is false."""
+        """Raise Refused if a text does not fit in `most` bytes, or if `replace` is false and another text has the
+        name."""
         with self._lock:
             there = None if replace else self._text(owner, name)
             used, before = self.bytes, self._known.get((owner, name))
@@ -88,8 +90,9 @@ class Texts:
             raise Refused(507, f"the texts would take {size} bytes, and the server stores {self.most}: delete some")
 
     def put(self, owner: str, name: str, text: str, replace: bool = True, asked: Json | None = None) -> str | None:
-        """Store a text, and return the mark of the text that had the name before. asked: as in `Text`. Raises Refused
-        as `check` does, and if the text cannot be written."""
+        """Store a text, and return the mark of the text that had the name before (None: there was none). asked: the
+        `policy` and `budget` for reading the text. Raises Refused as `check` does, and if the text cannot be
+        written."""
         whole = Text(text, asked or {})
         with self._lock:
             self.check(owner, name, text, replace)
@@ -99,7 +102,7 @@ class Texts:
                 return before and before.mark
             replace = (
                 replace or before is not None
-            )  # `check` has passed: the text before is the same, or its file is damaged
+            )  # `check` has passed: a text of this name is the same, or its file is damaged
             path, data = self._path(owner, name), json.dumps(_content(owner, name, *whole))
             try:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -112,14 +115,14 @@ class Texts:
             return before and before.mark
 
     def get(self, owner: str, name: str) -> Text:
-        """Return a text. Raises Refused for a text that the owner does not have."""
+        """Return a stored text. Raises Refused if the owner has no text of this name."""
         found = self._text(owner, checked(name))
         if found is None:
             raise Refused(404, f"text {name!r} does not exist: store it with POST /v1/kvevict/texts", "text_not_found")
         return found
 
     def remove(self, owner: str, name: str) -> str:
-        """Forget a text, and return its mark. Raises Refused for a text that the owner does not have."""
+        """Delete a text, and return its mark (`mark_of`). Raises Refused if the owner has no text of this name."""
         name = checked(name)
         with self._lock:
             mark = mark_of(owner, self.get(owner, name).text)
@@ -132,7 +135,8 @@ class Texts:
             return mark
 
     def gone(self, *marks: str | None) -> set[str]:
-        """Return the marks of the texts that were deleted since the last call, and those of `marks` without a text."""
+        """Return the marks of texts that any server has deleted since the last call of this method, and the given
+        `marks` that belong to no stored text."""
         with self._lock:
             self._refresh()
             known = {each.mark for each in self._known.values()}
@@ -140,7 +144,7 @@ class Texts:
             return {mark for mark in found if mark is not None}
 
     def of(self, owner: str) -> list[tuple[str, int]]:
-        """List (name, bytes) of an owner's texts."""
+        """Return a sorted list with (name, bytes) of each text of an owner."""
         with self._lock:
             self._refresh(every=0)
             return sorted(
@@ -155,8 +159,8 @@ class Texts:
             return known and known.whole
 
     def _refresh(self, every: float = EVERY) -> None:
-        """Read the folders that have changed, or that were read `every` seconds ago. If one cannot be read, what is
-        known stays."""
+        """Read the owners' folders that have changed or were last read `every` seconds ago. After an error nothing that
+        is known of their texts is forgotten."""
         if self.folder is not None:
             try:
                 self._look_at_all(every)
@@ -174,22 +178,23 @@ class Texts:
                 self._looked[owner] = changed, now
 
     def _look(self, owner: str, entries: Iterable[os.DirEntry]) -> None:
-        """Load the new files in an owner's folder, and forget those that are gone."""
+        """Load new and changed files in an owner's folder, and forget texts whose files are gone."""
         there = set()
-        for entry in entries:  # a thousand take milliseconds, and ten times as long as `Path`s
+        for entry in entries:  # a thousand entries take milliseconds, a thousand `Path`s ten times as long
             name, kind = os.path.splitext(entry.name)
             if kind != ".json":
                 continue
             at = owner, unicodedata.normalize("NFC", name)
             there.add(at)
-            with contextlib.suppress(FileNotFoundError):  # if another server has removed it
+            with contextlib.suppress(FileNotFoundError):  # another server has removed the file
                 if at not in self._known or self._known[at].file != _file(entry.stat()):
                     self._load(*at, entry.path)
         for at in {at for at in self._known if at[0] == owner} - there:
             del self._known[at]
 
     def _load(self, owner: str, name: str, path: str | Path) -> Text | None:
-        """Load a text from its file, and note what `_Known` has of it. None if the file is missing or damaged."""
+        """Load a text from its file, update `_known`, and return the text; None if the file is missing, unreadable or
+        damaged."""
         before, file = self._known.get((owner, name)), ()
         try:
             file = _file(os.stat(path))
@@ -201,7 +206,7 @@ class Texts:
         except FileNotFoundError:
             self._known.pop((owner, name), None)
             return None
-        except OSError as error:  # the file may be read later, so its caches stay
+        except OSError as error:  # the file may be readable later, so the caches of its text are kept
             self._troubles.note("a stored text cannot be read", error)
             self._note(owner, name, (before or _Known(0, None))._replace(file=file))
             return None
@@ -224,12 +229,12 @@ class Texts:
 
 
 def _file(stat: os.stat_result) -> tuple:
-    """Return facts of a file that change when another file replaces it."""
+    """Return properties of a file that differ after another file has replaced it."""
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _content(owner: str, name: str, text: str, asked: Json) -> Json:
-    """Make the content of a text's file, with a checksum."""
+    """Return the JSON content of a text's file, with a checksum of it."""
     more = (json.dumps(asked, sort_keys=True),) if asked else ()
     digest = hashlib.sha256("\0".join((owner, name, text, *more)).encode("utf-8", "surrogatepass")).hexdigest()
     return dict(format=FORMAT, name=name, text=text, sha256=digest) | (dict(asked=asked) if asked else {})

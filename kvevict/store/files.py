@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and decodes a user's text files."""
+"""Writes files completely or not at all, and decodes text files that users give."""
 
 import codecs
 import contextlib
@@ -9,7 +9,13 @@ import re
 import tempfile
 from collections.abc import Iterator
 
-NO_LINKS = errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK  # of file systems without hard links
+NO_LINKS = (
+    errno.EPERM,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EMLINK,
+)  # os.link's errors without hard links
 MARKS = {  # byte order marks; UTF-32 comes first, as its mark begins with UTF-16's
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
@@ -31,8 +37,8 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def decoded(data: bytes, name: str | os.PathLike) -> str:
-    """Decode a text in UTF-8, or in the encoding of its byte order mark, with line ends \\n. Raises ValueError, with
-    the file's name and the byte's place, for other bytes."""
+    """Decode a text in UTF-8, or in the encoding of its byte order mark, and turn all line ends into \\n. Raises
+    ValueError, which names the file and the wrong byte's offset, for bytes that are not text in that encoding."""
     encoding = next((encoding for mark, encoding in MARKS.items() if data.startswith(mark)), "utf-8")
     try:
         return io.StringIO(data.decode(encoding).removeprefix("\ufeff"), newline=None).getvalue()
@@ -45,7 +51,7 @@ def decoded(data: bytes, name: str | os.PathLike) -> str:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, replace: bool = True, sync: bool = True) -> Iterator[str]:
-    """Yield the name of a temporary file to write, which replaces `path` at the end of the block. After an error `path`
+    """Yield the path of a temporary file, which the block writes and which then replaces `path`. After an error `path`
     is unchanged. Raises OSError if nothing can be written, and ValueError if `path` is not a regular file.
 
     replace  False: raise FileExistsError if `path` exists
@@ -68,13 +74,14 @@ def replacing(path: str | os.PathLike, replace: bool = True, sync: bool = True) 
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, path) from None  # with the caller's name of the file
+        raise OSError(error.errno, error.strerror, path) from None  # names `path`, not the temporary file
     if sync:
         _sync(folder)
 
 
 def _place(temporary: str, path: str) -> None:
-    """Rename a file to a new name. Raises FileExistsError if `path` exists; with hard links this is atomic."""
+    """Give a temporary file the name `path`. Raises FileExistsError if `path` exists. On file systems with hard links
+    no other process can take the name between the test and the naming."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -86,15 +93,16 @@ def _place(temporary: str, path: str) -> None:
 
 
 def write(path: str | os.PathLike, data: str | bytes, mode: int = 0o666, replace: bool = True) -> None:
-    """Write bytes, or text in UTF-8, to a file, whole or not at all. mode: the file's permissions."""
+    """Write bytes, or text in UTF-8, to a file, completely or not at all. mode: the file's permissions; replace=False:
+    raise FileExistsError if the file exists."""
     with replacing(path, replace) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
-    """Yield a hard link to a file, which stays while the file is read even if `path` is removed; `path` itself if the
-    file system has no links. Raises FileNotFoundError if `path` does not exist."""
+    """Yield a path by which the block can read a file even if `path` is removed meanwhile: a temporary hard link, or
+    `path` itself if no link can be made. Raises FileNotFoundError if `path` does not exist."""
     folder, name = os.path.split(path)
     with contextlib.ExitStack() as stack:
         try:
@@ -103,13 +111,14 @@ def staying(path: str | os.PathLike) -> Iterator[str | os.PathLike]:
             os.link(path, other)
         except FileNotFoundError:
             raise
-        except OSError:  # a full disk, too
+        except OSError:  # no hard links, or a full disk
             other = path
         yield other
 
 
 def _sync(path: str) -> None:
-    """Wait until a file, or a folder's names, are on the disk. Some file systems cannot do this for folders."""
+    """Wait until a file's data, or the names in a folder, are on the disk. Errors of file systems that cannot do this
+    for folders are ignored."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

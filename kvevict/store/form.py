@@ -1,4 +1,4 @@
-"""The format of a cache file: its tensors and facts, and the check that they fit each other."""
+"""Defines the format of a cache file, and checks that its tensors and its facts (JSON in the metadata) fit together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +14,16 @@ from ..policy.run import Run
 from .sealed import Pieces, whole
 
 FORMAT = "kvevict-cache-5"
-ANY = FORMAT.rstrip("0123456789")  # the start of every version's format
-FLAT = ("k", "v", "pos")  # tensors [slots, ..]: the slots of row 0's head 0, then of its head 1, ...
-OPTIONAL = ("carry", "decode_queries")
-OF_ROWS = ("seen", "budget")  # tensors [B], without heads
-WORDS = [kind.word for kind in ROW_KINDS]
-WRONG = LookupError, ValueError, TypeError, RuntimeError  # errors of reading a file with impossible content
+ANY = FORMAT.rstrip("0123456789")  # the beginning of `FORMAT` in every version of kvevict
+FLAT = (
+    "k",
+    "v",
+    "pos",
+)  # tensors [slots, ..]: slots of batch row 0's kv head 0, then its head 1, ..., then of row 1
+OPTIONAL = ("carry", "decode_queries")  # tensors that not every layer that evicts has
+OF_ROWS = ("seen", "budget")  # tensors [B]: a number for each batch row
+WORDS = [kind.word for kind in ROW_KINDS]  # how a file names each kind of stored rows
+WRONG = LookupError, ValueError, TypeError, RuntimeError  # what may be raised for a file with impossible content
 
 
 def expect(name: str, tensor: Tensor | Pieces, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -29,22 +33,25 @@ def expect(name: str, tensor: Tensor | Pieces, shape: Sequence[int], dtype: torc
 
 
 def expect_rows(name: str, tensor: Tensor | Pieces, rows: int, dim: int, dtype: Any, kind: int) -> None:
-    """Raise ValueError unless a tensor has `rows` rows of `dim` numbers each, stored as `kind` says."""
+    """Raise ValueError unless a tensor has `rows` rows of `dim` numbers each: in type `dtype` for the kind MODEL, else
+    packed into bytes as `ROW_KINDS[kind]` describes."""
     width, element = (dim, dtype) if kind == MODEL else (row_bytes(kind, dim, 0), torch.uint8)
     expect(name, tensor, (rows, width), element)
 
 
 def of_layer(tensors: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the tensors of a layer, by their names within the layer."""
+    """Return the tensors of layer `index`, by their names without the layer's number."""
     own = f"{index}."
     return {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
 
 
 def check(tensors: Mapping[str, Any], facts: list[dict[str, Any]], common: dict[str, Any]) -> None:
-    """Raise one of `WRONG` if parts of a file contradict each other. Such a file is neither written nor read.
+    """Raise one of `WRONG` if the content of a file contradicts itself. Files are checked before they are written, and
+    when they are read.
 
-    facts   of each layer
-    common  facts of all layers
+    tensors  the file's tensors, by names "LAYER.NAME"
+    facts    the facts of each layer
+    common   the facts of the whole cache
     """
     columns, batches, end = count("columns", facts[0].get("columns"), 0), set(), 0
     if any(fact.get("columns") != columns for fact in facts):
@@ -74,7 +81,7 @@ def check(tensors: Mapping[str, Any], facts: list[dict[str, Any]], common: dict[
 
 
 def _check_sliding(tensors: dict, fact: dict) -> int:
-    """Check a layer with a sliding window, and return its number of batch rows."""
+    """Check the content of a layer with a sliding window, and return the number of batch rows."""
     keys, length = tensors["keys"], min(fact["columns"], count("window", fact["window"], 1) - 1)
     expect("keys", keys, (*keys.shape[:2], length, *keys.shape[3:]), keys.dtype)
     expect("values", tensors["values"], keys.shape, keys.dtype)
@@ -82,7 +89,7 @@ def _check_sliding(tensors: dict, fact: dict) -> int:
 
 
 def _check_evicted(tensors: dict, fact: dict) -> int:
-    """Check a layer that evicts, and return its number of batch rows."""
+    """Check the content of a layer that evicts, and return the number of batch rows."""
     length, arrays, kinds = tensors["len"], [tensors["k"], tensors["v"]], kinds_of(fact)
     batch, heads = length.shape if length.ndim == 2 else (0, 0)
     rows = int(length.sum())
@@ -116,7 +123,11 @@ def _check_evicted(tensors: dict, fact: dict) -> int:
 
 
 def steps_of(pos: Tensor, length: Tensor) -> Tensor:
-    """Return the differences between the positions of neighbouring slots of each head, for all heads in a row."""
+    """Return the differences between the positions of neighbouring slots within each head, concatenated over heads.
+
+    pos     [slots] positions, head after head
+    length  [B, Hkv] number of slots of each head
+    """
     ends = length.flatten().cumsum(0)
     within = torch.ones(max(0, len(pos) - 1), dtype=torch.bool, device=pos.device)
     within[ends[(ends > 0) & (ends < len(pos))] - 1] = False
@@ -124,7 +135,7 @@ def steps_of(pos: Tensor, length: Tensor) -> Tensor:
 
 
 def kinds_of(fact: dict) -> tuple:
-    """Return the kinds of a layer's stored keys and values (`ROW_KINDS`)."""
+    """Return (kind of a layer's stored keys, kind of its stored values), each an index in `ROW_KINDS`."""
     words = fact.get("bits", [None, None])
     if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(each in WORDS for each in words):
         raise ValueError(f"slots of {words!r} bits, which this version of kvevict does not know")
@@ -132,6 +143,7 @@ def kinds_of(fact: dict) -> tuple:
 
 
 def policy_of(common: dict) -> tuple[Policy, Run]:
-    """Return the policy of a file and its run, which older files have in the policy's JSON."""
+    """Return (policy, run) from the facts of a file's cache. In older files the run's fields are part of the policy's
+    JSON."""
     policy, run = from_json(common["policy"])
     return policy, Run(**common["run"]) if "run" in common else run

@@ -1,4 +1,4 @@
-"""Loads a cache from a file, whose slots may stay in the file."""
+"""Loads a cache from a file. Its slots may stay in the file, mapped into memory."""
 
 import contextlib
 import os
@@ -35,21 +35,24 @@ from .form import ANY, FLAT, FORMAT, OF_ROWS, OPTIONAL, WRONG, check, expect, ex
 
 
 def load_cache(path: str | os.PathLike, model: Module, *, verify: bool = True) -> EvictionCache:
-    """Load a cache that `save_cache` wrote, for the model that read it, patched: a `DynamicCache`.
+    """Load a cache that `save_cache` wrote, as a `DynamicCache` for the patched model that read its tokens.
 
+    path    the file
+    model   the model that read the cache's tokens, patched
     verify  whether to compare the file's checksum with its content, which reads all of the file: a second per GB
 
-    The slots of a cache that was read with recall=True stay in the file, unless it is on a network file system: pages
-    are read when they are needed, do not count as the process's memory, and are shared by all processes. A GPU gets a
-    layer's slots when the layer attends. The file may be replaced or deleted meanwhile, but must not be changed in
+    If the cache was read with recall=True, its slots stay in the file, unless the file is on a network file system:
+    pages are read when they are needed, do not count as the process's memory, and are shared by all processes. A layer
+    on a GPU gets its slots when it attends. The file may be replaced or deleted meanwhile, but must not be changed in
     place. Any other cache is copied into memory.
 
     Pass the cache as `past_key_values`, with either the full history of ids, or the new ids and an `attention_mask`
     that covers `cache.get_seq_length()` seen tokens and the new ones.
 
-    Raises OSError for a file that cannot be read, and ValueError for one that is damaged, foreign, of another version
-    or of another model: one whose weights have another fingerprint, if both are known, or whose configuration differs
-    in a field that changes a computed number (not in `kvevict.models.weights.SILENT`).
+    Raises OSError for a file that cannot be read, and ValueError for a file that is damaged, was not written by
+    `save_cache`, has another version's format, or belongs to another model. Models differ if their weights have
+    different fingerprints, when both fingerprints are known, or if their configurations differ in a field that changes
+    a computed number (one that is not in `kvevict.models.weights.SILENT`).
     """
     decoder, base, path = families.find_decoder(model), families.base_model(model), os.fsdecode(path)
     tensors, facts, common = _contents(path, verify, decoder)
@@ -79,8 +82,8 @@ def load_cache(path: str | os.PathLike, model: Module, *, verify: bool = True) -
 
 
 def _contents(path: str, verify: bool, decoder: Module) -> tuple[dict[str, Tensor], list[dict], dict[str, Any]]:
-    """Return the tensors of a file, the facts of each layer and those of the cache. Raises ValueError for a file that
-    is not a cache's, or whose layers are not the decoder's."""
+    """Return (tensors of a file, facts of each layer, facts of the whole cache). Raises ValueError for a file that is
+    not a cache file, is damaged, or has other kinds of layers than the decoder."""
     try:
         texts = sealed.texts(path)
         facts, common = parsed(texts.get("layers", "null")), parsed(texts.get("cache", "null"))
@@ -107,7 +110,8 @@ def _contents(path: str, verify: bool, decoder: Module) -> tuple[dict[str, Tenso
 
 @contextlib.contextmanager
 def _impossible(what: str, advice: str = "") -> Iterator[None]:
-    """Raise ValueError, with `what` and the reason, for a file whose content is impossible."""
+    """Turn an error that a file's impossible content causes in the block into a ValueError: `what`, then the error's
+    message, then `advice`."""
     try:
         yield
     except WRONG as error:
@@ -118,12 +122,13 @@ def _fill_layer(
     cache: Any, index: int, decoder: Module, whole: dict[str, Tensor], fact: dict, dtype: torch.dtype, stay: bool,
     recalls: bool,
 ) -> None:  # fmt: skip
-    """Fill a layer of a cache.
+    """Fill layer `index` of a cache with the content of a file.
 
-    whole    the layer's tensors in the file, with the heads of all ranks
+    whole    the layer's tensors in the file, with the heads of all tensor-parallel ranks
     fact     the layer's facts in the file
+    dtype    the model's dtype
     stay     whether the slots stay in the file
-    recalls  whether the slots are those of all tokens, which a GPU may leave in the host's memory
+    recalls  whether the file has the slots of all tokens, which stay in the host's memory if the layer is on a GPU
     """
     layer, ranks, config = cache.layers[index], cache.ranks, decoder.config
     module = families.attention_of(families.layers_of(decoder)[index], index)
@@ -147,14 +152,18 @@ def _fill_layer(
 
 
 def stays(path: str | os.PathLike, policy: Policy | None) -> bool:
-    """Return whether `load_cache` leaves the slots in the file of a cache that `policy` read. Not on a network file
-    system: if another machine removed the file, the next access to a page would end the process."""
+    """Return whether `load_cache` leaves a cache's slots in the file `path`. It does if `policy`, with which the cache
+    was read, recalls, and if the file is not on a network file system: another machine could remove the file there, and
+    the next access to a page would end the process."""
     return policy is not None and policy.recall and not is_remote(path)
 
 
 def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
-    """Make loaded slots the prefix of what is read next. file: whether they stay in the file; device: of a layer whose
-    slots stay in the host's memory; None: they are on the layer's device."""
+    """Return an empty storage whose prefix is the loaded slots; slots of later tokens go behind the prefix.
+
+    file    whether the loaded slots stay in the file
+    device  the layer's device if the loaded slots stay in the host's memory; None: they are on the layer's device
+    """
     if file:
         lent = Lent(slots.buffers, len(slots.pos))
         slots = replace(slots, regions=(lent,) * len(slots.counts))
@@ -166,7 +175,7 @@ def _before(slots: Storage, file: bool, device: torch.device | None) -> Storage:
 
 
 def _part(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return this rank's heads of a layer's tensors."""
+    """Return a layer's tensors with the heads of this tensor-parallel rank alone. tensors: with the heads of all."""
     if ranks.size == 1:
         return tensors
     part = {n: t if n in (*FLAT, *OF_ROWS) else ranks.mine(t).contiguous() for n, t in tensors.items()}
@@ -182,8 +191,9 @@ def _part(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
-    """Return `policy_of` a file; no policy, and a warning, if this process cannot build the policy, for example as one
-    of its parts is not registered. The slots can be used without it."""
+    """Return (policy, run) from the facts of a file's cache. If this process cannot build the policy, for example
+    because one of its parts is not registered, warn and return (None, Run()): the slots can be used without a
+    policy."""
     if not isinstance(common["policy"], (str, type(None))):
         raise TypeError(f"policy is {common['policy']!r}, not a text")
     try:
@@ -199,20 +209,20 @@ def _policy_of(common: dict, path: str) -> tuple[Policy | None, Run]:
 
 
 def _fill_cache(cache: EvictionCache, fact: dict, policy: Policy | None, run: Run) -> None:
-    """Set what all layers of a cache share."""
+    """Set the state that all layers of a cache share. fact: the facts of the file's cache."""
     sequence = cache.sequence
     sequence.policy, sequence.run, sequence.packed = policy, run, tuple(map(tuple, fact["packed"]))
     sequence.floor = sequence.columns
     for layer in cache.layers:
         if isinstance(layer, EvictionLayer) and run.archive_kv is not None:
-            layer.kinds = KINDS[run.kv]  # of the slots that will be chosen; those of the file have the archive's kinds
+            layer.kinds = KINDS[run.kv]  # for slots chosen later; the slots in the file have the archive's kinds
     if fact["next_position"] is not None:
         first = next(layer for layer in cache.layers if isinstance(layer, EvictionLayer))
         sequence.next_position = torch.tensor(fact["next_position"], dtype=torch.int64, device=first.device)
 
 
 def _fill_sliding(layer: Any, tensors: dict, fact: dict, shape: tuple, dtype: torch.dtype) -> None:
-    """Fill a layer with a sliding window, which may have another number of heads than layers that evict."""
+    """Fill a layer that has a sliding window. Its number of heads may differ from that of the layers that evict."""
     if fact["window"] != layer.sliding_window:
         raise ValueError(f"sliding window {fact['window']}, the model's is {layer.sliding_window}")
     keys, values = tensors["keys"], tensors["values"]
@@ -233,7 +243,7 @@ def _fill_evicted(layer: EvictionLayer, tensors: dict, fact: dict, shape: tuple,
     if "moments" in tensors:
         expect("moments", tensors["moments"], (batch, query_heads, 1 + read, 1 + read), torch.float32)
     if "decode_queries" in tensors:
-        *_, rows, width = tensors["decode_queries"].shape  # a row has a query, or a query and an output
+        *_, rows, width = tensors["decode_queries"].shape  # a row is a query, or a query and its output
         expect("decode_queries", tensors["decode_queries"], (batch, query_heads, rows, max(read, width)), dtype)
         if width not in (read, 2 * read):
             raise ValueError(f"decode_queries has {width} columns, expected {read} or {2 * read}")

@@ -1,8 +1,9 @@
-"""Reads a text into a file, so that a reading that was killed can be continued (docs/usage.md, "Recall").
+"""Reads a text into a cache file. If the process is killed, the next one continues (docs/usage.md, "Recall").
 
-During the read the slots of each chunk are written to a part beside the cache's file. A part is a file as `save_cache`
-writes it, with the slots of some of the text's tokens. The part with the first tokens is a cache, and so is the file.
-A part exists completely or not at all, also after kill -9. After a loss of power its checksum shows damage.
+While the text is read, the slots of each chunk are written to a file of their own, a part, in a folder beside the cache
+file. A part has the format of `save_cache`, but only the slots of tokens start .. stop-1; a part with start = 0 can be
+loaded as a cache. A part exists completely or not at all, also after kill -9. After a loss of power its checksum shows
+damage.
 """
 
 import contextlib
@@ -36,28 +37,29 @@ from .form import ANY, FLAT, FORMAT, policy_of
 from .loading import load_cache
 from .saving import write
 
-PART = FORMAT.replace("cache", "part")  # the format of a part without the text's first token
-WRITTEN = {families.FULL_ATTENTION, families.SLIDING, families.NOTHING}  # kinds of layers that a file can hold
+PART = FORMAT.replace("cache", "part")  # format of parts that do not start at token 0, and so are not caches
+WRITTEN = {families.FULL_ATTENTION, families.SLIDING, families.NOTHING}  # kinds of layers that a cache file can hold
 
 
 class TextPart(NamedTuple):
-    """A file with the slots of the text's tokens start .. stop-1."""
+    """A loaded part, or the loaded cache file: the slots of the text's tokens start .. stop-1."""
 
     path: str
     start: int
     stop: int
     tensors: dict[str, Tensor]
-    texts: dict[str, str]
+    texts: dict[str, str]  # the file's metadata
 
 
 class Reading(Watcher):
-    """Reads the ids of a text into a file. Raises ValueError for a policy, model or path that does not allow it."""
+    """Reads a text, given by its token ids, into the cache file `path`. Raises ValueError for a policy, model or path
+    with which that is impossible."""
 
     def __init__(self, path: str | os.PathLike, model: Any, policy: Policy, run: Run, ids: list[int]) -> None:
         self.path = os.path.realpath(os.fsdecode(path))
         self.folder = f"{self.path}.parts"
         self.model, self.ids = model, np.array(ids, np.int64)
-        self.done, self.writes = 0, True  # number of tokens in the parts; whether further parts are written
+        self.done, self.writes = 0, True  # `done`: tokens that the parts hold; `writes`: whether to write further parts
         decoder = families.find_decoder(model)
         if not policy.recall:
             raise ValueError(
@@ -79,8 +81,9 @@ class Reading(Watcher):
         self.comparable = _comparable(policy, run)
 
     def cache(self, forward: Callable[[EvictionCache | None, int], EvictionCache]) -> EvictionCache:
-        """Return the text's cache, from the file or by forward(cache of the tokens in the parts, their number), which
-        reads the rest while this watches."""
+        """Return the text's cache, loaded from the file or the parts if they have all tokens. Otherwise call
+        forward(cache of the tokens in the parts or None, number of those tokens), which reads the other tokens; `chunk`
+        is called after each chunk."""
         done = self._part(self.path)
         if done is not None and done.stop == len(self.ids):
             return self._loaded(self.path)
@@ -96,13 +99,13 @@ class Reading(Watcher):
             return cache
 
     def chunk(self, cache: EvictionCache) -> None:
-        """Write the slots of the last chunk to a part."""
+        """Write the slots of the chunk that was read last to a part of their own."""
         stop, layers = cache.sequence.columns, cache.layers
         if self.writes:
             own = [index for index, layer in enumerate(layers) if isinstance(layer, EvictionLayer)]
             part = cache.with_storages({index: layers[index].archive.last(stop - self.done) for index in own})
             for index in own:
-                if part.layers[index].budget is None:  # the budget is decided at the prompt's end
+                if part.layers[index].budget is None:  # the budget is only decided at the prompt's end
                     part.layers[index].budget = layers[index].archive.total_counts.sum(1)
             try:
                 self._write(part, self.done, stop, sync=False)
@@ -116,7 +119,7 @@ class Reading(Watcher):
                 )
 
     def _finish(self, cache: EvictionCache) -> None:
-        """Write the whole cache."""
+        """Write the complete cache to the file, and remove the parts; warn if the file cannot be written."""
         try:
             self._write(cache, 0, len(self.ids))
             self._end(self._name(0))
@@ -128,7 +131,7 @@ class Reading(Watcher):
             )
 
     def _end(self, part: str) -> None:
-        """Rename the part with all tokens to the file, and remove the others."""
+        """Rename `part`, which has all tokens, to the cache file's name, and remove all other parts."""
         self._keep(part)
         if part != self.path:
             os.replace(part, self.path)
@@ -138,8 +141,8 @@ class Reading(Watcher):
         write(cache, self._name(start), self._texts(start, stop), sync)
 
     def _before(self) -> str | None:
-        """Join the parts that follow one another from the text's first token on, and remove the others. Returns the
-        path of the joined part; None if nothing was read."""
+        """Join the parts that follow one another, from the text's first token on, to one part, and remove all others.
+        Sets `done`, and returns the joined part's path; None if no part has the first token."""
         at = sorted(int(name) for name in os.listdir(self.folder) if name.isdecimal())
         found = {part.start: part for start in at if (part := self._part(self._name(start))) is not None}
         file = self._part(self.path)
@@ -162,7 +165,7 @@ class Reading(Watcher):
         return before
 
     def _keep(self, part: str | None) -> None:
-        """Remove all parts but one, and unfinished files of killed processes."""
+        """Remove all parts except the file `part` (None: all), and the unfinished files of killed processes."""
         for name in os.listdir(self.folder):
             path = os.path.join(self.folder, name)
             if path != part and name.isdecimal():
@@ -171,8 +174,8 @@ class Reading(Watcher):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _part(self, path: str) -> TextPart | None:
-        """Load a part, or the file. Returns None if it is missing, or is a damaged part. Raises ValueError if it is not
-        of this text, model and policy, or is a damaged file."""
+        """Load the part, or the cache file, at `path`. Returns None if there is nothing at `path`, or a damaged part.
+        Raises ValueError for a damaged cache file, and for a file of another text, model or policy."""
         if not os.path.exists(path):
             return None
         advice = f"delete {self.path if path == self.path else self.folder}, or give another file="
@@ -205,7 +208,8 @@ class Reading(Watcher):
         return TextPart(path, text["start"], text["stop"], tensors, texts)
 
     def _text(self, start: int, stop: int) -> dict[str, Any]:
-        """Make a part's facts: its first token, its end, and a hash of all ids up to there."""
+        """Return the facts by which a part names its text: its first token, its end (exclusive), and a hash of all ids
+        before its end."""
         return dict(start=start, stop=stop, ids=hashlib.sha256(self.ids[:stop].tobytes()).hexdigest())
 
     def _texts(self, start: int, stop: int) -> dict[str, str]:
@@ -218,7 +222,7 @@ class Reading(Watcher):
         return load_cache(path, self.model, verify=False)  # `_part` has verified it
 
     def _check_room(self) -> None:
-        """Raise OSError unless the disk has room for all parts and, beside them, the file."""
+        """Raise OSError unless the disk has room for all parts and, beside them, the cache file."""
         needed = self.slot_bytes * (2 * len(self.ids) - self.done)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
@@ -227,13 +231,14 @@ class Reading(Watcher):
 
 
 def _comparable(policy: Policy, run: Run) -> dict[str, Any]:
-    """Return the options that decide which slots are stored, and how."""
+    """Return the options of a policy and its run that decide which slots are stored, and how they are stored."""
     return parsed(policy.to_json()) | dict(kv=run.kv, recall_kv=run.archive_kv)
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor | sealed.Pieces]:
-    """Join the tensors of parts that follow one another: each head gets its slots of every part, in order."""
-    whole: dict[str, Tensor | sealed.Pieces] = dict(parts[-1])  # windows, and what is equal in all parts
+    """Join the tensors of parts that follow one another: each head gets its slots of every part, in order. Tensors of
+    other kinds (sliding windows, or equal in all parts) come from the last part."""
+    whole: dict[str, Tensor | sealed.Pieces] = dict(parts[-1])
     for layer in [name.removesuffix("len") for name in parts[-1] if name.endswith(".len")]:
         lengths = [part[f"{layer}len"] for part in parts]
         whole[f"{layer}len"] = counts = sum(lengths[1:], lengths[0])
@@ -247,7 +252,7 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor | sealed.Pieces]
 
 @contextlib.contextmanager
 def _locked(folder: str, path: str) -> Iterator[None]:
-    """Make a folder, and lock it against other processes within the block. A killed process loses the lock."""
+    """Make a folder, and lock it against other processes within the block. If the process is killed, the lock ends."""
     name = os.path.join(folder, "lock")
     while True:
         with contextlib.suppress(FileExistsError):

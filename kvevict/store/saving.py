@@ -1,4 +1,4 @@
-"""Saves a cache to a file, without a copy of its slots in memory."""
+"""Saves a cache to a file without making a copy of its slots in memory."""
 
 import json
 import os
@@ -26,14 +26,15 @@ from .form import FLAT, FORMAT, OF_ROWS, OPTIONAL, WORDS, WRONG, check, steps_of
 
 
 def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "") -> None:
-    """Write a cache that a patched model filled to `path` (safetensors, 0600).
+    """Write a cache that a patched model filled to the file `path` (safetensors, with permissions 0600).
 
     cache   `past_key_values` of a patched model's output; with recall=True the slots of all tokens are written
-    name    a text for the file's metadata, under `name`; the checksum covers it
+    path    the file, which is replaced if it exists
+    name    a text that the file's metadata gets under the key `name`; the checksum covers it
 
-    In tensor parallel all ranks call this: the first one writes a file with all heads, which any number of ranks can
-    load. Raises ValueError for a cache that kvevict did not fill. Raises OSError if the file cannot be written, and
-    then leaves `path` unchanged.
+    In tensor parallel all ranks must call this function: the first rank writes a file with the heads of all ranks,
+    which any number of ranks can load. Raises ValueError for a cache that kvevict did not fill. Raises OSError if the
+    file cannot be written, and then leaves `path` unchanged.
     """
     if not isinstance(cache, EvictionCache):
         raise ValueError(
@@ -45,7 +46,8 @@ def save_cache(cache: EvictionCache, path: str | os.PathLike, *, name: str = "")
 
 
 def write(cache: EvictionCache, path: str | os.PathLike, texts: dict[str, str], sync: bool = True) -> None:
-    """Write a cache to a file. texts: additions and changes to the file's metadata; sync: as in `files.replacing`."""
+    """Write a cache to a file. texts: entries added to the file's metadata, or replacing some of it; sync: whether the
+    data must be on the disk before the file gets its name."""
     sequence, ranks, failed = cache.sequence, cache.ranks, None
     tensors, facts = _contents(cache)
     following = None if sequence.next_position is None else sequence.next_position.tolist()
@@ -70,13 +72,13 @@ def write(cache: EvictionCache, path: str | os.PathLike, texts: dict[str, str], 
             sealed.write(path, all_heads, metadata | texts, sync)
         except Exception as error:
             failed = error
-    failed = ranks.objects(failed)[0]  # so that every rank raises
+    failed = ranks.objects(failed)[0]  # the first rank's error, which every rank then raises
     if failed is not None:
         raise failed
 
 
 def _contents(cache: EvictionCache) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the tensors of a cache, named "layer.name", and the facts of each layer."""
+    """Return (the tensors of a cache, by names "LAYER.NAME"; the facts of each layer, for the file's metadata)."""
     sequence, tensors, facts = cache.sequence, {}, []
     for index, layer in enumerate(cache.layers):
         if type(layer).__name__ == "DummyLayer":
@@ -101,7 +103,7 @@ def _contents(cache: EvictionCache) -> tuple[dict[str, Any], list[dict[str, Any]
             facts.append(fact if kinds == KINDS["model"] else fact | packed_as)
         elif getattr(layer, "is_sliding", False) and layer.is_initialized:
             window = layer.sliding_window  # type: ignore[attr-defined]
-            start = max(0, layer.keys.shape[2] - window + 1)  # the cache is longer while tokens may be taken back
+            start = max(0, layer.keys.shape[2] - window + 1)  # the cache has older tokens, too, while it may be cropped
             values = {name: getattr(layer, name)[:, :, start:] for name in ("keys", "values")}
             facts.append(dict(kind=families.SLIDING, columns=layer.cumulative_length, window=window))
         else:
@@ -111,8 +113,9 @@ def _contents(cache: EvictionCache) -> tuple[dict[str, Any], list[dict[str, Any]
 
 
 def _rows(layer: EvictionLayer, every: list) -> dict[str, Any]:
-    """Return `len`, and k, v and pos of each slot as `Pieces`. every: storages, each with some slots of every head, in
-    the order of these slots."""
+    """Return `len`, the number of slots of each kv head, and keys, values and positions of all slots as `Pieces` in the
+    order of `FLAT`. every: the storages that hold the layer's slots; a head's slots in a storage come before its slots
+    in the next storage."""
     counts, places = torch.zeros_like(layer.len, device="cpu"), []
     for b, h in np.ndindex(layer.counts.shape):
         for storage, rows in chain.from_iterable(slots.places(b, h) for slots in every):
@@ -128,7 +131,8 @@ def _rows(layer: EvictionLayer, every: list) -> dict[str, Any]:
 
 
 def _moments(layer: EvictionLayer, index: int) -> torch.Tensor | None:
-    """Return the moments of a layer's queries. Raises ValueError for memory of another quantity."""
+    """Return the moments of a layer's queries (None: the policy needs none). Raises ValueError if the layer remembers
+    another quantity, which a file cannot hold."""
     others = sorted(layer.memory.keys() - {"moments"})
     if others:
         raise ValueError(
@@ -139,8 +143,8 @@ def _moments(layer: EvictionLayer, index: int) -> torch.Tensor | None:
 
 
 def _positions_fact(index: int, tensors: dict, end: int) -> dict:
-    """Return a layer's facts `end`, above all its positions and at least the argument `end`, and `ties`, whether a head
-    has equal positions, as those of a picture's tokens."""
+    """Return two facts of layer `index`. `end` is larger than all positions of the layer's slots, and at least the
+    argument `end`. `ties` says whether a head has slots with equal positions, as the tokens of a picture have."""
     pos = sealed.whole(tensors[f"{index}.pos"])
     steps = steps_of(pos, tensors[f"{index}.len"])
     if bool((steps < 0).any()) or bool((pos < 0).any()):
@@ -149,12 +153,12 @@ def _positions_fact(index: int, tensors: dict, end: int) -> dict:
 
 
 def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Join the tensors of every rank to those of all heads."""
+    """Join the tensors of all tensor-parallel ranks, each with its own heads, to tensors with all heads."""
     whole = {}
     for name in parts[0]:
         index, kind = name.split(".", 1)
         each = [part[name].cpu() for part in parts]
-        if kind in FLAT:  # in the order of `FLAT`
+        if kind in FLAT:  # slots by batch row, then by head
             lens = [part[f"{index}.len"] for part in parts]
             rows = [t.split(n.flatten().tolist()) for t, n in zip(each, lens, strict=True)]
             batch, heads = lens[0].shape
@@ -170,7 +174,7 @@ def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _text_of(policy: Policy | None) -> str | None:
-    """Write a policy as JSON; None without one, or, with a warning, for one that JSON cannot hold."""
+    """Return a policy as JSON; None if there is no policy, or, with a warning, for a policy that JSON cannot hold."""
     try:
         return None if policy is None else policy.to_json()
     except ValueError as error:
