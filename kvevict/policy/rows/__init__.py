@@ -49,9 +49,8 @@ class Question(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # (start, stop) of the tokens that observe
     # for each place where the request may begin, the number of tokens from there to the prompt's end; (): no request
     request: tuple[int, ...] = ()
-    before: tuple[int, int, bool] | None = (
-        None  # (start, stop, True if nothing repeats it) of a question before the text
-    )
+    # (start, stop, once) of a question before the text; once: the prompt's end does not repeat it
+    before: tuple[int, int, bool] | None = None
     near: bool = False  # the question is near the prompt's end, and its own rows observe in the last chunk
     last: bool = False  # no question was found, so the prompt's last rows observe
 
