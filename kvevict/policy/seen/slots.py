@@ -64,9 +64,7 @@ class KV:
     """Keys and values of the stored slots and of the new columns, as the ops take them; of latents, those that each
     head computes from them."""
 
-    stored: (
-        Any  # the stored slots: `k`, `v` [N, D], `pos` [N]; each head's first row and number of rows, `offset`, `len`
-    )
+    stored: Any  # the stored slots: `k`, `v` [N, D], `pos` [N]; first row `offset` and number of rows `len` [B, heads]
     k: torch.Tensor  # new keys [B, heads, S, D]
     v: torch.Tensor  # new values [B, heads, S, D]
     first: torch.Tensor  # [B] int32 columns of left padding
