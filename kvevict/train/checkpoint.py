@@ -18,8 +18,8 @@ def save(path: Path, about: dict, **state: object) -> None:
 
 
 def load(path: Path, about: dict, device: torch.device) -> dict[str, Any]:
-    """Return the state in a checkpoint, or {} if the file does not exist. Raises ValueError if the checkpoint is damaged
-    or has another `about`; only `about["steps"]` may be larger, if the checkpoint's training has finished."""
+    """Return the state in a checkpoint, or {} if the file does not exist. Raises ValueError if the checkpoint is
+    damaged or has another `about`; only `about["steps"]` may be larger, if the checkpoint's training has finished."""
     if not path.exists():
         return {}
     try:
