@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 PLENTY = 2**31 - 1  # no limit: no cache has more slots or tokens, since positions are int32
-DEEPEST = 64  # levels of nested objects and lists that JSON may have
+DEEPEST = 64  # largest number of levels of nested objects and lists in JSON text
 
 
 def parsed(text: str | bytes) -> Any:

@@ -15,7 +15,7 @@ from .seen.slots import Slots as Slots
 
 
 class OwnPolicy(Protocol):
-    """What a part reads of the `kvevict.Policy` that it belongs to."""
+    """The attributes of a `kvevict.Policy` that its parts (such as a score) use."""
 
     @property
     def chunk_size(self) -> int | None: ...

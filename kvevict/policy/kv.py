@@ -118,7 +118,7 @@ def expected_errors(
     held bool [B, Hkv or 1, S]: the keys that count
     """
 
-    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # per head, over counting rows
+    def median(of: Callable[[Tensor], Tensor], x: Tensor, counts: Tensor) -> Tensor:  # per head, of rows that count
         apart = max(1, x.shape[2] // ROWS)
         numbers = of(x[:, :, ::apart]).masked_fill(~counts[:, :, ::apart], torch.nan)
         return numbers.transpose(0, 1).flatten(1).nanmedian(1).values

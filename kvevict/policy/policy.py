@@ -1,4 +1,4 @@
-"""A policy: independent choices of rows and score, budget, selection and schedule."""
+"""Defines `Policy`: independent choices of rows, score, budget, selection and schedule."""
 
 import dataclasses
 import functools
@@ -69,15 +69,13 @@ class Policy:
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
     select         how slots are selected by their scores: a name of `kvevict.SELECTIONS` or an object
-    select_by_layer   (start, stop, select): the selection of evicting layers start .. stop - 1, in place of `select`;
-                      stop None: to the last layer
+    select_by_layer   (start, stop, select): selection of evicting layers start .. stop - 1; stop None: to the last one
     keep_first     number of first tokens of a row that are never evicted, whatever their score: a system prompt,
                    learned tokens
     n_reuse        number of neighbouring layers in a group, all of which keep the slots that the group's first layer
                    chooses (ChunkKV algorithm 3)
-    tsp            number, from 0, of the last decoder layer that reads every token; of each chunk the layers after it
-                   read the `tsp_len` best tokens only (FastKV). "half": floor(L/2) - 1; None: all layers read all
-                   tokens
+    tsp            number, from 0, of the last decoder layer that reads every token; later layers read the `tsp_len`
+                   best tokens of each chunk (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
     tsp_len        number of a chunk's tokens that the layers after `tsp` read (int), or their share (float in (0, 1))
     """
 
@@ -168,8 +166,7 @@ class Policy:
         return values.answered(self)
 
     def slots(self, tokens: int) -> int:
-        """Return the budget B, in slots per kv head, of a batch row that has seen `tokens` tokens without padding
-        (METHODS section 0)."""
+        """Return B, the slots per kv head, of a batch row that has seen `tokens` tokens of text (METHODS section 0)."""
         if self.budget is None:
             return PLENTY
         if isinstance(self.budget, str):
@@ -250,7 +247,7 @@ class Policy:
         for start, stop, select in self.select_by_layer:
             if start <= layer and (stop is None or layer < stop):
                 return select
-        return self.select  # type: ignore[return-value]  # a name only until the policy is built
+        return self.select  # type: ignore[return-value]  # `select` is not a name any more
 
     @property
     def shared(self) -> bool:
@@ -281,16 +278,14 @@ class Policy:
             raise ValueError(f"warmup_layers={self.warmup_layers} is more than the model's {layers} evicting layers")
 
     def waiting_layers(self, layers: int) -> int:
-        """Return W of a model with `layers` evicting layers: layers 0 .. W-1 keep the slots that layer W-1 chooses; 1:
-        no layer waits."""
+        """Return W: of `layers` evicting layers, 0 .. W-1 keep the slots that layer W-1 chooses; 1: no layer waits."""
         if isinstance(self.warmup_layers, str):  # "half"
             return max(1, layers // 2)
         return self.warmup_layers or 1
 
 
 def from_json(text: str) -> tuple[Policy, Run]:
-    """Make a policy from JSON, as `Policy.from_json` does, and a `Run` from the run's options that JSON of an older
-    version has."""
+    """Make a policy from JSON, as `Policy.from_json`, and a `Run` from the options of a run that older JSON has."""
     try:
         data = parsed(text)
     except (ValueError, TypeError) as error:

@@ -19,7 +19,7 @@ class Registry(dict[str, Any]):
         self.kind, self.listed, self.gone = kind, listed, gone
 
     def add(self, name: str) -> Any:
-        """Return a decorator that registers its object under the name."""
+        """Return a decorator that registers the decorated object under `name`."""
 
         def register(value: object) -> Any:
             if name in self:

@@ -25,7 +25,7 @@ class Selection(Part):
 
     shared: ClassVar[bool] = False  # all heads of a layer keep the same slots
     run: ClassVar[int] = 1  # number of neighbouring tokens that are kept or evicted together
-    spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused
+    spares: ClassVar[bool] = False  # `trim_to_runs` may leave some of the budget unused
 
     def unfinished(self, call: LayerRows) -> Any:
         """Count the last slots that are kept because the text has not reached the end of their run: int or [B]."""
@@ -103,7 +103,8 @@ class Runs(Selection):
         runs = self._runs(slots).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
         wanted = (keep - slots.least).long()[..., None]
         lost = wanted < slots.competing.sum(-1, keepdim=True)
-        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)  # run of the best lost slot
+        # for each head, the run of the best slot that is lost; -1: no slot is lost
+        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)
         taken = torch.arange(slots.columns, device=slots.device) < wanted
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
         return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # a head keeps at least 1 slot

@@ -21,7 +21,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     ValueError for an option without a value, and for any other file."""
     name, colon, rest = text.partition(":")
     rest = rest.translate(str.maketrans("()", "[]"))
-    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # at commas outside of brackets
+    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # split at commas outside of brackets
     options = dict(_option(part) for part in parts)
     if name.endswith(CALIBRATED):
         name, own = _calibrated(name)

@@ -23,9 +23,8 @@ class Probe(Rows):
 
     probe      number of the prompt's last tokens, at most half of the prompt; or a span (start, stop) of the prompt's
                tokens, as in a Python slice
-    ema_alpha  weight of the earlier chunks' probe queries in the average (eq. 9), which are first rotated by the
-               distance that the probe has moved; the paper uses 0.2, and 0.32 for retrieval. 0.0: the probe queries of
-               the current chunk alone, without rotation
+    ema_alpha  weight of earlier chunks' probe queries in the average (eq. 9), after rotation by the distance that the
+               probe has moved; the paper: 0.2, for retrieval 0.32. 0.0: the current chunk's probe queries alone
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
     The probe attends to all alive slots except its own. The prompt's last slots are always kept, because the answer
@@ -174,8 +173,7 @@ class Requested(Probe):
 
     @cached_property
     def longest(self) -> int:
-        """The largest number of tokens that a request of the batch has, from its earliest beginning to the prompt's
-        end."""
+        """The largest number of tokens in a request of the batch, from its earliest beginning to the prompt's end."""
         return max((n for each in self.requests for n in each), default=0)
 
     def protect(self, call: LayerRows) -> Any:
@@ -185,8 +183,7 @@ class Requested(Probe):
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
     def kept(self, call: LayerRows) -> torch.Tensor:
-        """Return how many last slots of the chunk that was read are kept because they belong to the request: int32
-        [B]."""
+        """Return how many last slots of the chunk are kept because they belong to the request: int32 [B]."""
         most, whole, fitting = self._lengths(call)
         kept = np.where(fitting > 0, fitting, np.minimum(np.minimum(most, whole), call.host_budget // 8))
         return call.upload((kept - call.left).clip(0))
@@ -222,9 +219,8 @@ class Questions(Requested):
     """A probe for one read that consists of the tokens of each batch row's question (`Rows.asked`). Questions with
     fewer tokens than the batch's longest are padded on the right, and the padding is masked.
 
-    If the question is near the prompt's end, its own rows observe in the last chunk, because an appended copy would
-    attend to the question itself. These rows see every slot before the question, and of the slots from the question on
-    those that are not protected.
+    If a question is near the prompt's end, its own rows observe in the last chunk, since an appended copy would attend
+    to the question. These rows see all slots before the question, and the unprotected slots from the question on.
 
     A question before the text is hidden from the appended rows, which would otherwise repeat it, and from the observing
     queries. Its slots are kept if a quarter of the budget holds them, unless the prompt's end repeats the question.
@@ -257,8 +253,7 @@ class Questions(Requested):
         return AppendedRows(arguments.tokens_at(columns), None, columns, unseen=self._unseen(arguments))
 
     def _unseen(self, arguments: PromptCall) -> torch.Tensor | None:
-        """Return the positions (start, stop) of the question before the text in each row, int32 [B, 2]; None if no row
-        has such a question."""
+        """Return int32 [B, 2] positions (start, stop) of each row's question before the text; None: no row has one."""
         if not any(each.before for each in self.questions):
             return None
         spans = torch.tensor([(each.before or (0, 0))[:2] for each in self.questions], device=arguments.device)
@@ -285,8 +280,7 @@ class Questions(Requested):
         return call.upload(np.array([getattr(each, name) for each in self.questions], np.int64)).bool()
 
     def _before(self, call: LayerRows) -> torch.Tensor | None:
-        """Return the positions of the questions before the text, as `_unseen` returned them when the read was prepared,
-        on the layer's device."""
+        """Return the result of `_unseen` (positions of questions) for this read, on the layer's device, or None."""
         prepared = call.read.prepared
         return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 

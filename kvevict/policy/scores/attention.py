@@ -208,7 +208,7 @@ class Edie(Pooled):
 @SCORES.add("edie-exact")
 @dataclass(frozen=True)
 class EdieExact(Edie):
-    """EDIE without its triangle inequality (eq. 7): the exact 1-norm error of removing one slot, weighted by row."""
+    """EDIE without its triangle inequality (eq. 7): exact 1-norm change of the outputs if a slot is removed."""
 
     alpha: ClassVar[float] = 0.0
     kind: ClassVar[str] = "l1"
@@ -242,7 +242,7 @@ class H2O(Score):
 @SCORES.add("vatp")
 @dataclass(frozen=True)
 class VATP(H2O):
-    """VATP (Guo et al. 2024): H2O's sums times the 1-norm of the value; the first `sink` slots are kept."""
+    """VATP (Guo et al. 2024): H2O's attention sums times the 1-norm of the value; the first `sink` slots are kept."""
 
     sink: int = 20
     decodes: ClassVar[bool] = False

@@ -150,7 +150,7 @@ class LayerRows:
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
     read = property(lambda self: self.rows.read)
-    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call
+    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # number of prompt columns after the call
     last_position = property(lambda self: self.positions[:, -1])  # [B] position of the last row, stored or appended
     next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B] that follows the stored rows
     has_tokens = property(lambda self: self.first < self.columns)  # bool [B]: not all stored rows are padding

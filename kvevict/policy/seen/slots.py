@@ -67,7 +67,7 @@ class KV:
     stored: Any  # the stored slots: `k`, `v` [N, D], `pos` [N]; first row `offset` and number of rows `len` [B, heads]
     k: torch.Tensor  # new keys [B, heads, S, D]
     v: torch.Tensor  # new values [B, heads, S, D]
-    first: torch.Tensor  # [B] int32 columns of left padding
+    first: torch.Tensor  # [B] int32 number of columns of left padding
     options: dict[str, Any]  # scale, softcap and sinks of the attention
 
     end = property(lambda self: self.k.shape[2] + 0 * self.first)  # [B] number of new columns
@@ -101,7 +101,7 @@ class Slots:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """`n` on the host."""
+        """The number of slots of each head, `n`, on the host: int [B, Hkv]."""
         return self.heads.ranks.mine(self.all_counts)
 
     @cached_property

@@ -136,7 +136,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         heads = k.shape[1]
-        group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  [1, Hkv, G * n, ..]
+        group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  to [1, Hkv, G * n, ..]
         rows, dout, lse = group(q), group(dout.transpose(1, 2)), group(lse[..., None])
         delta = (dout * group(out.transpose(1, 2))).sum(-1, keepdim=True)
         dq = torch.zeros_like(rows)
