@@ -26,13 +26,13 @@ from .selections import Selection
 class Policy:
     """An eviction policy: which slots of a KV cache stay.
 
-    rows           the queries that observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
-                   `kvevict.ROWS["window"](16)`; None: the score's default
+    rows           the observing queries, whose attention scores slots: a name of `kvevict.ROWS` or a `Rows` with its
+                   options, e.g. `kvevict.ROWS["window"](16)`; None: the score's default
     score          the importance of a slot: a name of `kvevict.SCORES` or a `Score` with its options
     refine         a change of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
-                   the tokens seen that is kept (float in (0, 1)), or the bytes of a sequence's slots in all layers
-                   ("64MiB"), as many slots as fit; None: 512, or with a threshold no limit
+                   the tokens seen that is kept (float in (0, 1)), or the bytes that all slots of a sequence may take
+                   (text such as "64MiB"); None: 512, or no limit if there is a threshold
     threshold      slots that score below this number are evicted, even if the budget has room for them, so the number
                    of slots kept depends on the text. It needs scores that are comparable between layers, and head
                    budgets in which heads compete; None: the budget alone decides
@@ -49,8 +49,8 @@ class Policy:
                    "sum"; kvzip, kvzip+, gate, compactor, lagkv: "keep"; others "none")
     decode         evict while decoding too, so that the cache never exceeds budget + interval - 1 slots; None: True if
                    that is part of the score's method (streaming, h2o, tova); presets of CAOTE set True
-    interval       decoded tokens between two evictions, with decode=True; None: the score's default: 1 if every token
-                   counts (streaming, h2o, tova, vatp), 128 (tri, rkv), 64 (random with redraw), or 16
+    interval       with decode=True: number of decoded tokens from one eviction to the next; None: the score's default:
+                   1 (streaming, h2o, tova, vatp), 128 (tri, rkv), 64 (random with redraw), or 16
     keep_prompt    with decode=True: only the slots of decoded tokens are evicted, down to `budget`; the slots that were
                    kept of the prompt stay, so the cache never exceeds twice the budget + interval - 1 slots. The read
                    of the next turn cuts all slots to the budget
@@ -247,7 +247,7 @@ class Policy:
         for start, stop, select in self.select_by_layer:
             if start <= layer and (stop is None or layer < stop):
                 return select
-        return self.select  # type: ignore[return-value]  # `select` is not a name any more
+        return self.select  # type: ignore[return-value]  # a `Selection` here, not its name
 
     @property
     def shared(self) -> bool:

@@ -57,11 +57,11 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows(Part):
-    needs_full_prompt: ClassVar[bool] = False  # the rows exist only after the whole prompt was read; no cut before that
+    needs_full_prompt: ClassVar[bool] = False  # the rows exist only once the whole prompt was read: no eviction before
     rotates: ClassVar[bool] = False  # calls `LayerRows.rotate` to rotate queries from one position to another
     supports_tensor_parallel: ClassVar[bool] = True  # works if each rank has only a part of the model's weights
     newest: ClassVar[bool] = False  # while decoding, only the newest row observes, and no earlier queries are stored
-    repeats: ClassVar[bool] = False  # reads tokens again to observe: each chunk, or the prompt if one cut ends the read
+    repeats: ClassVar[bool] = False  # tokens are read again and observe: each chunk's, or the whole prompt's at its end
     n_d: ClassVar[int] = 0  # number of drafted tokens
 
     @property
@@ -101,7 +101,7 @@ class Rows(Part):
         return self
 
     def asked(self, questions: Sequence[Question]) -> "Rows":
-        """Return a copy of these rows for one read, in which the tokens of each batch row's question observe. Raises
+        """Return a copy of these rows for one prompt, in which the tokens of each batch row's question observe. Raises
         ValueError if the observing tokens of these rows cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
@@ -109,7 +109,7 @@ class Rows(Part):
         )
 
     def keeping(self, requests: tuple[tuple[int, ...], ...]) -> "Rows":
-        """Return rows for one read that observe as these and always keep the slots of each batch row's request; rows
+        """Return rows for one prompt that observe as these and always keep the slots of each batch row's request; rows
         that cannot do so return themselves. requests: for each batch row, its `Question.request`."""
         return self
 

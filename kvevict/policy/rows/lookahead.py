@@ -91,7 +91,7 @@ class Lookahead(Rows):
         embed = arguments.decoder.get_input_embeddings()
         rows = adapter.embeddings.to(embed.weight.dtype).expand(arguments.batch, -1, -1)
         if self.probe:
-            probe = Probe(self.probe).prepare(arguments, read).tokens  # `prepare` returns rows if a read evicts
+            probe = Probe(self.probe).prepare(arguments, read).tokens  # not None, since slots are evicted
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
         return AppendedRows(rows, None, adapter=adapter)
 

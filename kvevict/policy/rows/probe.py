@@ -162,11 +162,11 @@ class Probe(Rows):
 
 @dataclass(frozen=True, eq=False)
 class Requested(Probe):
-    """A probe for one read that always keeps the slots of each batch row's request (`Rows.keeping`).
+    """A probe for one prompt that always keeps the slots of each batch row's request (`Rows.keeping`).
 
-    A request may begin at several places and extends from each to the prompt's end. All its tokens are kept from the
-    earliest place from which half of a layer's budget holds them. If even the latest place is too early, the request
-    gets at most half of the budget: an eighth for the prompt's last tokens, three eighths for the best of the others.
+    A request ends with the prompt and may begin at several places. The earliest place whose request fits in half of a
+    layer's budget is taken, and all slots of that request are kept. If no request fits, the one from the earliest place
+    gets half of the budget: an eighth for the prompt's last tokens, three eighths for the best of its other tokens.
     """
 
     requests: tuple[tuple[int, ...], ...] = ()
@@ -200,9 +200,9 @@ class Requested(Probe):
         return Bounds(limited=torch.stack([start.to(torch.int32), call.upload(limit)], 1))
 
     def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three numbers for each batch row, int [B] each: the most slots of a head that a request may have; the
-        request's tokens from its earliest beginning; its tokens from the earliest beginning from which that many slots
-        hold all of them, or 0 if there is none."""
+        """Return three numbers for each batch row, int [B] each: the largest number of a head's slots for a request;
+        the number of tokens in the request from its earliest beginning; the number of tokens in the longest request
+        that these slots hold, or 0 if they hold none."""
         policy, budget = call.read.policy, call.host_budget
         most = np.minimum(budget // 2, budget - policy.first - 1).clip(0)
         if policy.layers.cascades:  # later layers may still lower this layer's budget
@@ -216,7 +216,7 @@ class Requested(Probe):
 
 @dataclass(frozen=True, eq=False)
 class Questions(Requested):
-    """A probe for one read that consists of the tokens of each batch row's question (`Rows.asked`). Questions with
+    """A probe for one prompt that consists of the tokens of each batch row's question (`Rows.asked`). Questions with
     fewer tokens than the batch's longest are padded on the right, and the padding is masked.
 
     If a question is near the prompt's end, its own rows observe in the last chunk, since an appended copy would attend

@@ -152,9 +152,9 @@ class LayerRows:
     read = property(lambda self: self.rows.read)
     left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # number of prompt columns after the call
     last_position = property(lambda self: self.positions[:, -1])  # [B] position of the last row, stored or appended
-    next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B] that follows the stored rows
+    next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B] after the last stored row's
     has_tokens = property(lambda self: self.first < self.columns)  # bool [B]: not all stored rows are padding
-    budget = property(lambda self: self.upload(self.host_budget))  # int32 [B] on the layer's device
+    budget = property(lambda self: self.upload(self.host_budget))  # `host_budget` on the device, int32 [B]
     end = property(lambda self: self.columns + 0 * self.first)  # [B] `stop` of `Observers` that see all new columns
 
     @cached_property
@@ -163,7 +163,7 @@ class LayerRows:
         return self.rows.first.clamp_max(self.columns)
 
     def upload(self, numbers: np.ndarray) -> torch.Tensor:
-        """Copy numbers [B] on the host to the layer's device: int32."""
+        """Copy numbers [B] from the host to the layer's device, as int32."""
         return _ops.upload(numbers, self.rows.first.device, torch.int32)
 
     def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
