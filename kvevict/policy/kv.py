@@ -41,11 +41,11 @@ def _steps_int4(rows: Tensor) -> Tensor:
 
 
 class RowKind(NamedTuple):
-    """How a row (one key or one value) is stored. Its index in ROW_KINDS is the enum `kv_kind` of csrc/kvevict.h."""
+    """How a row (one key or one value) is stored. A kind's index in ROW_KINDS is its `kv_kind` in csrc/kvevict.h."""
 
     name: str
-    bits: int | None  # bits per number; None: rows are in the model's dtype, and the fields below are not used
-    word: int | None  # number of this kind in cache files
+    bits: int | None  # bits per number; None: rows are in the model's dtype, and the last four fields are not used
+    word: int | None  # what cache files call this kind
     wider: int  # index of the kind to use for rows with a norm above `most`, and for keys with too large an error
     most: float  # largest norm of a row; up to it, neither the rotated numbers nor their scale overflow
     numbers: Callable[[Tensor, int], Tensor]  # unpacks: (rows [n, row bytes], dim) -> fp32 [n, dim], centre not added

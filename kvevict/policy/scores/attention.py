@@ -208,7 +208,7 @@ class Edie(Pooled):
 @SCORES.add("edie-exact")
 @dataclass(frozen=True)
 class EdieExact(Edie):
-    """EDIE without its triangle inequality (eq. 7): exact 1-norm change of the outputs if a slot is removed."""
+    """EDIE without its triangle inequality (eq. 7): exact 1-norm change of outputs if a slot is removed, times c_j."""
 
     alpha: ClassVar[float] = 0.0
     kind: ClassVar[str] = "l1"

@@ -90,7 +90,7 @@ class Slots:
     stored: Any = None  # the heads' stored slots: `pos` [N], `offset`, `len` [B, Hkv], and `counts` (`len` on the host)
     kv: Any = None  # the `KV`; None for the slots of all ranks, as no rank holds all keys and values
     prompt: np.ndarray | None = None  # [B, heads of all ranks] first slots that keep_prompt=True keeps; None: no such
-    bounds: Bounds = FREE  # further positions whose slots are always kept, or of whose slots a head keeps a few
+    bounds: Bounds = FREE  # further positions whose slots are always kept, or of whose slots a head keeps n
 
     device = property(lambda self: self.protected[0].device)
 
