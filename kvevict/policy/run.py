@@ -29,10 +29,10 @@ class Run:
                 host's memory ("./memory" is a folder)
     archive_kv  with recall=True: how the archive's slots are represented, with the names of `kv`, which must then be
                 "model": the slots that a turn chooses from the archive are unpacked. None: as in `kv`
-    compiled    True: the operations of a decoded token are recorded once, on a GPU as a CUDA graph, and replayed without
-                Python; a call that cannot be recorded runs as with False, with one warning that says why. "auto": as
-                True, but without the warning, on a GPU, where recorded tokens were measured faster; as False on a CPU,
-                and for policies that evict while decoding
+    compiled    True: the operations of a decoded token are recorded once, on a GPU as a CUDA graph, and replayed
+                without Python; a call that cannot be recorded runs as with False, with one warning that says why.
+                "auto": as True, but without the warning, on a GPU, where recorded tokens were measured faster; as False
+                on a CPU, and for policies that evict while decoding
     progress    show a progress bar while a prompt is read
     diagnose    measure for `kvevict.report` how much of the observing rows' attention every eviction of a read loses;
                 takes about a tenth more time
