@@ -11,7 +11,9 @@ from torch import Tensor
 MOST = 1.0  # largest expected error of a logit; if it is larger, keys take more bits
 FEW = 16  # with fewer keys than this, a head's centre (mean key) counts as 0: later keys may lie far from their mean
 POSITION = 4  # bytes of a slot's position
-ROWS = 128  # number of last queries whose attention weights the centre; least number of rows that a median samples
+# number of last queries whose attention weights average a head's keys to its centre; a median samples as many rows or
+# more
+ROWS = 128
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class LayerBudget(Part):
 
     needs: ClassVar[Needs] = ()  # quantities that `preference` gets, named as in `Score.needs`
     measures: ClassVar[bool] = False  # needs every layer's error, so every layer must compute scores
-    beyond: ClassVar[bool] = False  # shares split the slots that are left after each layer's protected ones
+    beyond: ClassVar[bool] = False  # shares apply to the slots that a layer keeps besides its protected slots
     cascades: ClassVar[bool] = False  # splits by `preference`, and cuts earlier layers again as later ones are read
     pools: ClassVar[bool] = False  # `keep` ranks the slots of all layers together, once the last layer was read
     residual: ClassVar[str] = "off"  # part of a layer around which the residual stream is compared, or "off": `Tada.cd`

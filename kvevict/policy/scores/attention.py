@@ -182,7 +182,7 @@ class TOVA(Score):
 @SCORES.add("edie")
 @dataclass(frozen=True)
 class Edie(Pooled):
-    """EDIE (eq. 9-11): how far the observing rows' outputs move in the 1-norm if a slot is removed (estimated).
+    """EDIE (eq. 9-11): estimate of how far the observing rows' outputs move in the 1-norm if a slot is removed.
 
     alpha    number that keeps the denominator 1 + alpha - a from vanishing, where a is an attention weight; the paper
              uses 0.05, 0.1 and 0.2 (table 2). With 0, the score is an upper bound

@@ -89,8 +89,8 @@ class Slots:
     pos: Any = None  # int32 [B, S] positions of the new columns
     stored: Any = None  # the heads' stored slots: `pos` [N], `offset`, `len` [B, Hkv], and `counts` (`len` on the host)
     kv: Any = None  # the `KV`; None for the slots of all ranks, as no rank holds all keys and values
-    prompt: np.ndarray | None = None  # [B, heads of all ranks] first slots that keep_prompt=True keeps; None: no such
-    bounds: Bounds = FREE  # further positions whose slots are always kept, or of whose slots a head keeps n
+    prompt: np.ndarray | None = None  # [B, heads of all ranks] number of first slots that keep_prompt=True keeps
+    bounds: Bounds = FREE  # further positions at which slots are always kept, or limited in number
 
     device = property(lambda self: self.protected[0].device)
 

@@ -29,7 +29,9 @@ class Truth:
     """The results of the first pass over a prompt and its response, on the model's device. Dicts are by layer."""
 
     tokens: int  # N, the number of the prompt's tokens
-    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding-window layer, those that later rows see
+    keys: dict = field(
+        default_factory=dict
+    )  # [1, Hkv, N, D]; of a sliding-window layer, the last ones that rows after N see
     values: dict = field(default_factory=dict)  # shaped as keys
     target: dict = field(default_factory=dict)  # fp32 [1, H, N] true scores, of evicting layers only
 
@@ -104,8 +106,8 @@ def _sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, *, scale: float, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute the attention outputs [1, n, H, D] of n rows in a sliding-window layer. q, k, v: of the rows; keys,
-    values: of the prompt's last tokens, at most window - 1."""
+    """Compute the attention outputs [1, n, H, D] of n rows in a sliding-window layer. q, k, v belong to the rows; keys
+    and values to the prompt's last tokens, at most window - 1 of them."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
     logits = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float()[:, :, None].mT).flatten(1, 2) * scale
