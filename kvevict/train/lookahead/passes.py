@@ -29,9 +29,8 @@ class Truth:
     """The results of the first pass over a prompt and its response, on the model's device. Dicts are by layer."""
 
     tokens: int  # N, the number of the prompt's tokens
-    keys: dict = field(
-        default_factory=dict
-    )  # [1, Hkv, N, D]; of a sliding-window layer, the last ones that rows after N see
+    # [1, Hkv, N, D]; of a sliding-window layer only the last of the N tokens, which rows after the prompt see
+    keys: dict = field(default_factory=dict)
     values: dict = field(default_factory=dict)  # shaped as keys
     target: dict = field(default_factory=dict)  # fp32 [1, H, N] true scores, of evicting layers only
 
