@@ -1,4 +1,4 @@
-"""Makes a policy from a preset or another policy and options by keyword, and the run that goes with it."""
+"""Makes a `Policy`, and the `Run` that goes with it, from a preset or another policy and from options by keyword."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,22 +11,22 @@ from .run import OPTIONS, Run, apart
 from .text import CALIBRATED, parse_policy
 from .tokenizer import told
 
-BOUNDS = ("budget", "chunk_size")  # options of `patch` that, where they are None, leave a text's value
+BOUNDS = ("budget", "chunk_size")  # options of `patch`; None leaves the value that a policy's text gives
 
 
 class Chosen(NamedTuple):
-    """A policy, and how it is run."""
+    """A policy, and the `Run` that says how a machine runs it."""
 
     policy: Policy
     run: Run = Run()
 
     def with_tokenizer(self, tokenizer: Any) -> "Chosen":
-        """Return the policy with the values that its options take from a tokenizer (`tokenizer.told`)."""
+        """Return a copy in which the policy's options that depend on a tokenizer have values (`tokenizer.told`)."""
         return self._replace(policy=told(self.policy, tokenizer))
 
 
 def choose(policy: Any, **options: Any) -> Chosen:
-    """Make a policy and its run, from all that `build` takes, a `Chosen`, and the options of a `Run`."""
+    """Make a policy and its run. policy: a `Chosen`, or what `build` takes; options: those of `build` and of `Run`."""
     run = Run()
     if isinstance(policy, Chosen):
         policy, run = policy
@@ -38,7 +38,8 @@ def choose(policy: Any, **options: Any) -> Chosen:
 
 
 def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Parse a policy that is a text: return its name and its options, over which `options` win."""
+    """Parse a policy that is a text NAME:OPTION=VALUE,.. or the path of a calibrated policy's file: return its name and
+    its options, overridden by `options`. Any other policy is returned as it is, with `options`."""
     if not (isinstance(policy, str) and (":" in policy or policy.endswith(CALIBRATED))):
         return policy, options
     name, own = parse_policy(policy)
@@ -48,8 +49,9 @@ def _named(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def build(policy: Any, **options: Any) -> Policy:
     """Make a `Policy` from a preset's name, a text NAME:OPTION=VALUE,.. or another policy, with options by keyword.
 
-    Options are the fields of `Policy` and of the parts that it is made of (rows, score, refine, layers, heads, select);
-    an unknown one raises ValueError with the nearest names. A `chunk_size` without a `schedule` means schedule="chunk".
+    Options are the fields of `Policy` and of its parts (rows, score, refine, layers, heads, select). An unknown option
+    raises ValueError, which lists the nearest names. A `chunk_size` without a `schedule` means schedule="chunk", unless
+    the rows need the whole prompt.
     """
     policy, options = _named(policy, options)
     budget, chunk_size = (options.pop(name, None) for name in BOUNDS)
@@ -69,16 +71,16 @@ def build(policy: Any, **options: Any) -> Policy:
             )
     elif isinstance(policy, Policy):
         if budget is None and chunk_size is None and not options:
-            return policy  # not a copy: a cache recognises the policy that read it
+            return policy  # not a copy, so that a cache recognises the policy that read its prompt
         choices = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-        if "score" in options:  # a new score brings its own defaults
+        if "score" in options:  # values that are the old score's defaults become the new score's
             old = policy.score
             own_choices = dict(decode=old.decodes, interval=old.own_interval, rows=old.rows, carry=old.carry)
             choices |= {name: None for name, own in own_choices.items() if choices[name] == own}
     else:
         hint = f"; write budget={policy}" if isinstance(policy, (int, float)) else ""
         raise TypeError(f"policy must be a preset's name or a kvevict.Policy, got {type(policy).__name__}{hint}")
-    if options.get("decode") is False:  # then no option of evicting while decoding applies
+    if options.get("decode") is False:  # these two options are about evicting while decoding
         choices["interval"], choices["keep_prompt"] = None, False
     if budget is not None:
         choices["budget"] = budget

@@ -1,4 +1,4 @@
-"""Errors that name the argument and the value to pass."""
+"""Checks of arguments, whose errors name the argument and the value to pass."""
 
 import difflib
 import importlib.util
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-PLENTY = 2**31 - 1  # more slots or tokens than any cache has; positions are int32
-DEEPEST = 64  # levels of nested objects and lists that JSON may have
+PLENTY = 2**31 - 1  # no limit: no cache has more slots or tokens, since positions are int32
+DEEPEST = 64  # largest number of levels of nested objects and lists in JSON text
 
 
 def parsed(text: str | bytes) -> Any:
@@ -31,8 +31,8 @@ def parsed(text: str | bytes) -> Any:
 
 
 def unknown(kind: str, name: object, known: Iterable[Any], listed: bool = False) -> str:
-    """Write the error of an unknown name. It has the nearest known names, or all of them if none is near; with `listed`
-    both."""
+    """Return the error message for an unknown name. The message has the nearest known names, or all known names if none
+    is near; with `listed` it has both."""
     written = {str(each).lower(): each for each in known}
     near = [written[each] for each in difflib.get_close_matches(str(name).lower(), list(written), n=3)]
     hints = [f"did you mean {' or '.join(map(repr, near))}?"] if near else []
@@ -41,28 +41,30 @@ def unknown(kind: str, name: object, known: Iterable[Any], listed: bool = False)
 
 
 def one_of(kind: str, name: Any, known: Iterable[Any]) -> None:
-    """Raise ValueError unless `name` is one of the known ones."""
+    """Raise ValueError unless `name` is one of the `known` names."""
     if name not in known:
         raise ValueError(unknown(kind, name, known))
 
 
 def installed(extra: str, what: str, *modules: str) -> None:
-    """Raise ValueError if one of an extra's modules is missing; it names the command that installs the extra."""
+    """Raise ValueError if one of the `modules` that `what` needs is missing. The error has the command that installs
+    them: they belong to the package's extra requirements `extra`."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise ValueError(f"{what} needs {' and '.join(missing)}; run: pip install 'kvevict[{extra}]'")
 
 
 def builtin(value: object) -> Any:
-    """Convert numbers of other types, such as numpy's, to Python's own; anything else stays as it is."""
+    """Convert a number of another type, such as numpy's, to Python's int or float. Other values are returned
+    unchanged."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def hold_text(part: object, name: str, only: str = "") -> None:
-    """Replace a path in a field of a frozen part by its text, which JSON can hold. only: what the path is of, for a
-    field that takes a path or None alone: other values raise TypeError."""
+    """Replace a path object in a field of a frozen dataclass by its text, which JSON can hold. only: description of the
+    path, for a field that must be a path, a text or None; another value raises TypeError with this description."""
     if isinstance(path := getattr(part, name), os.PathLike):
         object.__setattr__(part, name, os.fspath(path))
     elif only and not isinstance(path, (str, type(None))):
@@ -76,7 +78,8 @@ def flag(name: str, value: object) -> None:
 
 
 def count(name: str, value: object, least: int) -> int:
-    """Return a whole number from `least` to PLENTY. Raises TypeError or ValueError, naming the argument, for others."""
+    """Return the value as an int. Raises TypeError unless it is a whole number, and ValueError unless it is from
+    `least` to PLENTY; both errors name the argument."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
@@ -99,7 +102,7 @@ def finite(name: str, value: Any) -> None:
 
 
 def at_least_0(name: str, value: Any, positive: bool = False) -> None:
-    """Raise ValueError unless the value is a finite number >= 0, or above 0."""
+    """Raise ValueError unless the value is a finite number >= 0; with `positive`, > 0."""
     if not (_is_number(value) and 0 <= value <= sys.float_info.max and (value or not positive)):
         raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
 

@@ -1,4 +1,4 @@
-"""Mean errors of a model's layers over the contexts of a task, for the layer budget `tada`."""
+"""Keeps the mean errors of a model's layers over the prompts of a task, for the layer budget `tada`."""
 
 import json
 import math
@@ -12,9 +12,9 @@ _histories: dict[str, "History"] = {}
 
 
 class History:
-    """The mean error of each layer over the `contexts` of one task, in `errors`.
+    """The mean error of each layer, `errors`, over the contexts (prompts) of one task, whose number is `contexts`.
 
-    frozen   True: reads use it and leave it as it is
+    frozen   True: reads use the means and do not change them
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class History:
         self.errors: list[float] = []
 
     def add(self, contexts: Iterable[list[float]]) -> None:
-        """Add the errors per layer of further contexts to the means."""
+        """Update the means with the layers' errors of further contexts. A context with an error that is not finite is
+        left out."""
         for errors in contexts if not self.frozen else ():
             if not all(map(math.isfinite, errors)):
                 continue
@@ -38,7 +39,7 @@ class History:
         write(path, json.dumps(dict(contexts=self.contexts, errors=self.errors)))
 
     def load(self, path: str | Path) -> None:
-        """Read a file of `save`; raises ValueError for another kind of file."""
+        """Read a file that `save` wrote. Raises ValueError for any other file."""
         try:
             data = parsed(Path(path).read_text(encoding="utf-8"))
             contexts, errors = count("contexts", data["contexts"], 0), data["errors"]
@@ -54,5 +55,6 @@ class History:
 
 
 def history(task: str = "default") -> History:
-    """Return TADA's history of a task: save(path), load(path), reset(), and `frozen` to stop learning."""
+    """Return the `History` that the layer budget `tada` keeps of a task. It has save(path), load(path), reset(), and
+    `frozen` to stop learning."""
     return _histories.setdefault(task, History())

@@ -1,4 +1,5 @@
-"""The inputs of a policy's parts: what a policy sees of a read, quantities of slots by name, and the policy itself."""
+"""The inputs of a policy's parts: types of what a part sees of a read, names of the quantities that it needs, and the
+policy that it belongs to."""
 
 import functools
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from .seen.slots import Slots as Slots
 
 
 class OwnPolicy(Protocol):
-    """What a part reads of the `kvevict.Policy` that it belongs to."""
+    """The attributes of a `kvevict.Policy` that its parts (such as a score) use."""
 
     @property
     def chunk_size(self) -> int | None: ...
@@ -29,13 +30,13 @@ class OwnPolicy(Protocol):
 
 
 class Need(NamedTuple):
-    """A quantity of `kvevict.QUANTITIES` by its name, with options."""
+    """The name and the options of a quantity of `kvevict.QUANTITIES` that a part of a policy needs."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()  # (option, value), sorted
 
 
-Needs = tuple[str | Need, ...]  # quantities that a part of a policy gets, by name, those with options as `Need`
+Needs = tuple[str | Need, ...]  # quantities that a part of a policy gets: a name, or a `Need` if it has options
 
 
 def need(name: str, **options: Any) -> Need:
@@ -44,5 +45,5 @@ def need(name: str, **options: Any) -> Need:
 
 @functools.cache
 def as_needs(needs: Needs) -> tuple[Need, ...]:
-    """Return a part's `needs` as `Need`s."""
+    """Return a part's `needs`, each of them as a `Need`."""
     return tuple(Need(each) if isinstance(each, str) else each for each in needs)

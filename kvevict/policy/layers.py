@@ -1,6 +1,7 @@
-"""How the budget C = B*L*Hkv is split over layers. The fields of a layer budget are its options.
+"""Layer budgets split the slots that a cache keeps, C = B*L*Hkv, over its L layers. The fields of a layer budget are
+its options.
 
-A layer budget gives shares; `layer_slots` rounds them to whole slots by the rules of METHODS section 4.
+A layer budget returns the layers' shares; `layer_slots` turns these into whole numbers of slots (METHODS section 4).
 """
 
 from collections.abc import Sequence
@@ -18,38 +19,39 @@ from .inputs import Needs, OwnPolicy, Slots, need
 from .registry import Part, Registry
 
 LAYERS: Registry = Registry("layer budget")
-BETA = 20  # PyramidKV's: the last layer gets 1/20 of the average
+BETA = 20  # PyramidKV's beta: the last layer gets 1/20 of the average number of slots
 
 
 @LAYERS.add("uniform")
 @dataclass(frozen=True)
 class LayerBudget(Part):
-    """Every layer gets B."""
+    """Every layer gets B slots per kv head."""
 
-    needs: ClassVar[Needs] = ()  # quantities that `preference` gets, as a score's `needs`
-    measures: ClassVar[bool] = False  # needs the error of every layer, so every layer must score
-    beyond: ClassVar[bool] = False  # shares are of the slots beyond the protected ones
-    cascades: ClassVar[bool] = False  # splits by `preference`, and cuts layers again as further ones are read
-    pools: ClassVar[bool] = False  # one ranking of all layers' slots, by `keep`, once the last layer was read
-    residual: ClassVar[str] = "off"  # up to where in a layer the residual stream is compared: "attention", "layer"
+    needs: ClassVar[Needs] = ()  # quantities that `preference` gets, named as in `Score.needs`
+    measures: ClassVar[bool] = False  # needs every layer's error, so every layer must compute scores
+    beyond: ClassVar[bool] = False  # shares apply to the slots that a layer keeps besides its protected slots
+    cascades: ClassVar[bool] = False  # splits by `preference`, and cuts earlier layers again as later ones are read
+    pools: ClassVar[bool] = False  # `keep` ranks the slots of all layers together, once the last layer was read
+    residual: ClassVar[str] = "off"  # part of a layer around which the residual stream is compared, or "off": `Tada.cd`
 
     def shares(self, policy: OwnPolicy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
-        """Return each layer's share, relative to the others', for a row that will have seen `tokens` tokens. measured:
-        the layers' mean errors over the row's earlier chunks, if there were any; for a cascade the layers'
-        preferences, 0 for a layer that was not read yet."""
+        """Return each layer's share of the slots, in any unit, for a batch row that will have seen `tokens` tokens.
+        measured: the layers' mean errors over the row's earlier chunks, or None before there are any; with `cascades`,
+        the layers' preferences, 0 for a layer that was not read yet."""
         return [1.0] * layers
 
     def preference(self, slots: Slots, *quantities: Any) -> torch.Tensor:
-        """Return a layer's share in a cascade, relative to the others', by a chunk's attention: fp64 [B]."""
+        """Return a layer's share in a cascade, in any unit, from the attention of the chunk that was read: fp64 [B]."""
         raise NotImplementedError
 
     def keep(self, layers: list[Slots], scores: list[torch.Tensor], wanted: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Split wanted [B] slots over all layers, for a budget that pools: each layer's slots per head, int32 [B, Hkv].
-        scores: the numbers [B, Hkv, C] of each layer."""
+        """Split wanted [B] slots over the heads of all layers, for a layer budget with `pools`. Returns for each layer
+        the number of slots that each head keeps, int32 [B, Hkv]. scores: each layer's numbers that rank its slots,
+        [B, Hkv, C]."""
         raise NotImplementedError
 
     def learn(self, contexts: list[list[float]]) -> None:
-        """Learn at the end of a read from the layers' mean errors in each row that was evicted from."""
+        """Learn from a read, at its end. contexts: for each batch row that lost slots, the layers' mean errors."""
 
 
 @LAYERS.add("pyramid")
@@ -57,9 +59,10 @@ class LayerBudget(Part):
 class Pyramid(LayerBudget):
     """PyramidKV (Cai et al. 2024): slots decrease arithmetically from the first layer to the last.
 
-    With b = B - protected slots, the last layer gets b // 20 of these and the first 2b - b // 20, or as many as there
-    are. Prompts shorter than 2b tokens are split uniformly. The source truncates the step to a whole number and so
-    keeps somewhat more than b per layer; here the layers' sum is exact.
+    With b = B - protected slots, the last layer gets b // 20 slots besides the protected ones, and the first layer
+    2b - b // 20 if the prompt has that many. Prompts shorter than 2b tokens are split uniformly. The source truncates
+    the difference between neighbouring layers to a whole number and so keeps somewhat more than b per layer; here the
+    sum over layers is exact.
     """
 
     def shares(self, policy: OwnPolicy, layers: int, tokens: int, measured: list[float] | None = None) -> list[float]:
@@ -75,11 +78,12 @@ class Pyramid(LayerBudget):
 @LAYERS.add("cake")
 @dataclass(frozen=True)
 class CakeBudget(LayerBudget):
-    """CAKE (Qin et al. 2025): slots beyond the window in proportion to P = H * V, in a cascade.
+    """CAKE (Qin et al. 2025): unprotected slots in proportion to P = H * V; earlier layers are cut again as later ones
+    are read.
 
-    a is the attention of the score's window to the slots that are not protected, in the chunk being read. H is
-    -sum a ln a over query heads, rows and slots; V is the sum over query heads and slots of the sample variance over
-    rows. A batch row from which nothing was evicted yet has no measurement and splits uniformly.
+    With a the attention of the observing rows to the slots that are not protected, in the chunk being read, H is the
+    entropy -sum a ln a over query heads, rows and slots, and V is the sum over query heads and slots of the sample
+    variance of a over rows. A batch row from which nothing was evicted yet has no measurement and is split uniformly.
     """
 
     beyond: ClassVar[bool] = True
@@ -103,11 +107,12 @@ class CakeBudget(LayerBudget):
 @LAYERS.add("pool")
 @dataclass(frozen=True)
 class PoolBudget(LayerBudget):
-    """One ranking of all slots of all layers and heads: the best C stay (KVzip's non-uniform budget).
+    """One ranking of all slots of all layers and heads: the best B*L*Hkv slots stay (KVzip's non-uniform budget).
 
-    least   slots that every head keeps besides its protected ones, where the budget has that many
+    least   number of slots that every head keeps besides its protected ones, if the budget is large enough
 
-    Layers are cut when a chunk's last one was read: the peak is the budget and one chunk in every layer.
+    All layers are cut once the chunk's last layer was read, so the peak memory is the budget and one chunk in every
+    layer.
     """
 
     least: int = 4
@@ -136,15 +141,16 @@ class PoolBudget(LayerBudget):
 class Tada(LayerBudget):
     """TADA (EDIE, eq. 12-18): slots in proportion to the layers' mean error over earlier contexts of the same task.
 
-    task   names the history that is read and added to: `kvevict.history(task)`
-    cd     the residual stream is compared after this part of a layer: "attention", "layer", or "off": not at all
-    own    True: a prompt read chunk by chunk is split by its earlier chunks as soon as there are any, and not by
-           earlier contexts
+    task   name of the task, whose history `kvevict.history(task)` is used and extended
+    cd     part of a layer that the error measures: "attention" or "layer" (attention and MLP); "off": the error is the
+           sum of scores alone
+    own    True: a prompt that is read in chunks is split by the errors of its own earlier chunks, once there are any,
+           and not by the errors of earlier contexts
 
-    A layer's error is the sum of its scores outside the window times the mean over the observing rows of
-    1 - cos(R, R + O): how far the layer rotates the residual stream. The first context of a task has uniform layers
-    or, read chunk by chunk, is split by its earlier chunks. Every batch row that loses slots is a context: the mean
-    over its chunks. The next batch uses it.
+    A layer's error is the sum of the scores of its unprotected slots, times the mean of 1 - cos(R, R + O) over the
+    observing rows, where R is the residual stream that enters the layer and O is what the layer (see `cd`) adds to it.
+    The first context of a task is split uniformly or, if it is read in chunks, by its own earlier chunks. Every batch
+    row that loses slots is a context, whose errors are means over its chunks; the next batch uses them.
     """
 
     task: str = "default"
@@ -181,19 +187,19 @@ def layer_slots(
     policy: OwnPolicy, layers: int, kv_heads: int, tokens: list[int], alive: torch.Tensor | np.ndarray | None = None,
     measured: list[list[float] | None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Count the slots of every evicting layer, summed over its kv heads: int64 [layers, B]. Each row's layers sum to C,
-    or to all alive slots.
+    """Return the number of slots that every evicting layer keeps, summed over its kv heads: int64 [layers, B]. The sum
+    over layers is C for each batch row, or the number of all its alive slots if that is smaller.
 
-    tokens     per row, number of tokens it will have seen at the prompt's end
-    alive      [layers, B] slots there are now, the most a layer can keep, on the host; None: no limit
-    measured   per row as in `LayerBudget.shares`
+    tokens     for each batch row, the number of tokens that it will have seen at the prompt's end
+    alive      [layers, B] slots that each layer has now and cannot exceed, on the host; None: no limit
+    measured   for each batch row, the argument of `LayerBudget.shares`
     """
-    unit = kv_heads if policy.shared else 1  # heads that share one selection have equally many slots
+    unit = kv_heads if policy.shared else 1  # heads that share one selection keep equally many slots
     groups = policy.groups(layers)
     measured = measured or [None] * len(tokens)
     rows = [policy.layers.shares(policy, layers, n, m) for n, m in zip(tokens, measured, strict=True)]
-    shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # torch's default device may be another
-    given = not any(measured)  # measured errors may be NaN
+    shares = torch.tensor(rows, dtype=torch.double, device="cpu")  # torch's default device may be a GPU
+    given = not any(measured)  # measured shares are not checked: errors may be NaN
     if shares.shape[1:] != (layers,) or (given and not bool(((shares >= 0) & shares.isfinite()).all())):
         name = LAYERS.name_or_class(policy.layers)
         raise ValueError(f"layer budget {name} returned the shares {rows[0]}: return {layers} finite numbers >= 0")

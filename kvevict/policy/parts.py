@@ -1,4 +1,4 @@
-"""The parts of a policy that have options: by name, as objects, and in JSON."""
+"""Converts the parts of a policy between names, objects and JSON, and checks their options."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +17,7 @@ from .rows import ROWS, Rows
 from .scores import SCORES, Score
 from .selections import SELECTIONS, Selection
 
-# `per_head` is an option of two parts, a score and a selection: it goes to both.
+# kind of a part -> (registry, base class). The option `per_head` belongs to scores and to selections: both get it.
 PARTS: dict[str, tuple[Registry, type[Any]]] = {
     "rows": (ROWS, Rows),
     "score": (SCORES, Score),
@@ -29,7 +29,8 @@ PARTS: dict[str, tuple[Registry, type[Any]]] = {
 
 
 def as_part(kind: str, value: object) -> Any:
-    """Return one of PARTS by its name, or an object as it is."""
+    """Make the part of a kind (a key of PARTS) that has the name `value`; a part is returned as it is. Raises TypeError
+    for any other object."""
     registry, base = PARTS[kind]
     if isinstance(value, str):
         return registry.find(value)()
@@ -39,7 +40,7 @@ def as_part(kind: str, value: object) -> Any:
 
 
 def to_plain(value: object) -> Any:
-    """Return a field for JSON: a part becomes its name and options."""
+    """Return a policy's field as a value that JSON can hold: a part becomes a dict of its name and options."""
     for registry, base in PARTS.values():
         if isinstance(value, base):
             fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
@@ -48,8 +49,9 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(value: object, kind: str) -> Any:
-    """Return the field that `to_plain` wrote; an object in the field is a part of that kind. Options that are constants
-    now are dropped. Raises ValueError for unknown names, and for an object where `kind` is none of PARTS."""
+    """Return the field from the value that `to_plain` made of it. A dict in the value becomes a part of the kind `kind`
+    (a key of PARTS); options that are constants now (`FIXED`) are dropped. Raises ValueError for unknown names, and for
+    a dict if `kind` is not in PARTS."""
     if isinstance(value, list):
         return tuple(from_plain(item, kind) for item in value)
     if not isinstance(value, dict):
@@ -71,15 +73,16 @@ def option_names(part: Any) -> set[str]:
 
 
 def written(kind: str, part: Any) -> str:
-    """Write a part as an option, by its name, or by its class if it is not registered."""
+    """Return the text KIND=NAME of a part; NAME is the part's class if the part is not registered."""
     return f"{kind}={PARTS[kind][0].name_or_class(part)}"
 
 
 def returned(
     kind: str, part: object, x: object, shape: Sequence[int], heads: Iterable[int] = (), dtype: object = torch.float32
 ) -> torch.Tensor:
-    """Return x, which a part returned. Raises TypeError or ValueError unless x is a tensor of the dtype and the shape,
-    [B, Hkv, ..], or one with any of `heads` in the place of Hkv. No number is read, so no device is waited for."""
+    """Check x, the result of a part's method, and return it. Raises TypeError or ValueError unless x is a tensor of
+    `dtype` and of `shape` [B, Hkv, ..], where any of `heads` may take the place of Hkv. No element of x is read, so
+    the host does not wait for the device."""
     allowed = [[shape[0], each, *shape[2:]] for each in (shape[1], *heads)]
     if isinstance(x, torch.Tensor) and x.dtype == dtype and list(x.shape) in allowed:
         return x
@@ -90,8 +93,9 @@ def returned(
 
 
 def check_option(name: str, known: Collection[str], kind: str = "option", parts: dict[str, Any] | None = None) -> None:
-    """Raise ValueError for an option that is not `known`. The error says what to write instead of an option that is
-    gone, and of another part's option, which options the policy's own part has. parts: the policy's, by kind."""
+    """Raise ValueError if an option's name is not in `known`. The error says what to write instead of a removed option.
+    For an option that only other parts have, it lists the options of the policy's own part. parts: kind -> the
+    policy's part."""
     if name in known:
         return
     if name in peers.OPTIONS:

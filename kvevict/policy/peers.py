@@ -1,5 +1,5 @@
-"""Names of other libraries (kvpress, KVCache-Factory, AdaKV), and names that are gone, with what to write instead.
-docs/migrating.md has them, too."""
+"""Option names of other libraries (kvpress, KVCache-Factory, AdaKV) and removed names of this one, with what to write
+instead. docs/migrating.md lists them, too."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ NAMES = {
 }
 KVPRESS = "window=64,kernel=5,pool=avg,reduce=mean"
 DRAFTS = "n_d=32,window=32,draft_keys=true"
-PRESETS = {  # name: the text that does the same
+PRESETS = {  # name of a removed preset -> text of an equal policy
     "h2o/kvcf": "h2o:recent=8",
     "snapkv/kvcf": "snapkv:window=8",
     "snapkv/kvpress": f"snapkv:{KVPRESS}",
@@ -42,7 +42,7 @@ PRESETS = {  # name: the text that does the same
     "defensive/pool": "defensive:heads=flat,layers=pool",
     "edie+tada/chunked": "edie+tada:own=true,chunk_size=4096",
 }
-OPTIONS = {  # options that no part has any more, or only some of the parts that had them
+OPTIONS = {  # removed option -> what to know or write; some parts may still have the option
     "beta": "it is 20, as in the source: the last layer gets a twentieth of the average",
     "blend": "it is 0.35",
     "ema_space": "the accumulated probe is always rotated; ema_alpha=0.0 takes each chunk's probe alone",
@@ -58,11 +58,11 @@ OPTIONS = {  # options that no part has any more, or only some of the parts that
 }
 
 
-FIXED = {"beta": 20, "blend": 0.35, "eps": 0.01, "instruction": []}  # constants now; saved policies hold them
+FIXED = {"beta": 20, "blend": 0.35, "eps": 0.01, "instruction": []}  # constants that saved policies have as options
 
 
 def check(names: Iterable[str]) -> None:
-    """Raise ValueError, with the name that it has here, for an option of another library."""
+    """Raise ValueError for an option name of another library. The error has the name of the option in kvevict."""
     for name in names:
         if name in NAMES:
             raise ValueError(

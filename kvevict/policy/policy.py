@@ -1,4 +1,4 @@
-"""A policy: independent choices of rows and score, budget, selection and schedule."""
+"""Defines `Policy`: independent choices of rows, score, budget, selection and schedule."""
 
 import dataclasses
 import functools
@@ -26,53 +26,56 @@ from .selections import Selection
 class Policy:
     """An eviction policy: which slots of a KV cache stay.
 
-    rows           the queries that observe: a name of `kvevict.ROWS` or a `Rows` with its options, e.g.
-                   `kvevict.ROWS["window"](16)`; None: the score's default
+    rows           the observing queries, whose attention scores slots: a name of `kvevict.ROWS` or a `Rows` with its
+                   options, e.g. `kvevict.ROWS["window"](16)`; None: the score's default
     score          the importance of a slot: a name of `kvevict.SCORES` or a `Score` with its options
     refine         a change of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
-                   the tokens seen that is kept (float in (0, 1)), or the bytes of a sequence's slots in all layers
-                   ("64MiB"), as many slots as fit; None: 512, or with a threshold no limit
-    threshold      slots that score below this number are evicted, within the budget too; how many stay depends on the
-                   text. For scores that compare between layers and heads that compete; None: the budget alone
-    keep_last      number of last tokens of a row that a threshold spares
+                   the tokens seen that is kept (float in (0, 1)), or the bytes that all slots of a sequence may take
+                   (text such as "64MiB"); None: 512, or no limit if there is a threshold
+    threshold      slots that score below this number are evicted, even if the budget has room for them, so the number
+                   of slots kept depends on the text. It needs scores that are comparable between layers, and head
+                   budgets in which heads compete; None: the budget alone decides
+    keep_last      number of last tokens of a row that a threshold does not evict
     chunk_size     tokens read at once; None reads the prompt in one pass
     schedule       "prompt" evicts once at the prompt's end, "chunk" after every chunk; None: "chunk" if there is a
                    chunk_size and the rows do not need the whole prompt (laq)
-    warmup_layers  W: the first W-1 layers wait for layer W-1 and take its slots (TAKE eq. 6); None: no layer waits;
-                   "half": floor(L/2)
-    warmup_budget  B_warmup of the layers before W until the last chunk (TAKE eq. 8); None: METHODS' formula
-    carry          the score of a slot that was kept before, at the next eviction: its new one ("none"), the sum of all
-                   ("sum"), the largest ("max") or the first ("keep"); None: the score's default (h2o, vatp: "sum";
-                   kvzip, kvzip+, gate, compactor, lagkv: "keep"; others "none")
-    decode         evict while decoding too, so that the cache never grows past budget + interval - 1; None: where it
-                   is part of the score's method (streaming, h2o, tova; presets of CAOTE set it)
-    interval       decoded tokens between two evictions, with decode=True; None: the score's default: 1 if every token
-                   counts (streaming, h2o, tova, vatp), 128 (tri, rkv), 64 (random with redraw), or 16
-    keep_prompt    with decode=True: only decoded slots are cut, to `budget` slots; the prompt's slots stay as they were
-                   chosen when it was read, so that the cache never grows past twice the budget + interval - 1. The next
-                   turn's read cuts all of it to the budget
-    recall         nothing is lost (methods.md section 13): the slots of every token go to an archive, too. A further
-                   turn, a prompt's last chunk, and its answer's first tokens attend to the whole archive, as without
-                   eviction, and choose their slots from it again; the rest is decoded within the budget
-    recall_slots   with recall=True: the slots that a turn, or a prompt's last chunk, chooses, counted as in `budget`,
-                   which then bounds the chunks before alone; 1.0: all; None: `budget` bounds both. A text that fits
-                   `budget` keeps all slots
+    warmup_layers  W: layers 0 .. W-2 wait for layer W-1 and keep the slots that it chooses (TAKE eq. 6); None: no layer
+                   waits; "half": floor(L/2)
+    warmup_budget  B_warmup, the budget of layers 0 .. W-1 until the last chunk (TAKE eq. 8); None: by the number of
+                   tokens (methods.md section 3)
+    carry          the score that a slot kept before has at the next eviction: the new score ("none"), the sum of all
+                   its scores ("sum"), the largest ("max") or the first ("keep"); None: the score's default (h2o, vatp:
+                   "sum"; kvzip, kvzip+, gate, compactor, lagkv: "keep"; others "none")
+    decode         evict while decoding too, so that the cache never exceeds budget + interval - 1 slots; None: True if
+                   that is part of the score's method (streaming, h2o, tova); presets of CAOTE set True
+    interval       with decode=True: number of decoded tokens from one eviction to the next; None: the score's default:
+                   1 (streaming, h2o, tova, vatp), 128 (tri, rkv), 64 (random with redraw), or 16
+    keep_prompt    with decode=True: only the slots of decoded tokens are evicted, down to `budget`; the slots that were
+                   kept of the prompt stay, so the cache never exceeds twice the budget + interval - 1 slots. The read
+                   of the next turn cuts all slots to the budget
+    recall         True: no slot is lost (methods.md section 13), because the slots of every token also go to an
+                   archive. A further turn, a prompt's last chunk and an answer's first tokens attend to the whole
+                   archive, as without eviction, and then choose from it the slots that stay; later tokens are decoded
+                   within the budget
+    recall_slots   with recall=True: the number of slots that a further turn or a prompt's last chunk chooses, given as
+                   for `budget`, which then limits the earlier chunks only; 1.0: all slots; None: as many as `budget`. A
+                   text that fits `budget` keeps all slots
     recall_after   with recall=True: number of an answer's first tokens that attend to all slots; then their rows and
-                   the prompt's last 16 choose the slots that the rest attends to. 0: rows of the prompt choose before
-                   the answer; None: 16, or 0 where layers share a choice, where rows are drafted or repeated, and where
-                   slots cannot be chosen, or are evicted, while decoding
+                   the prompt's last 16 rows choose the slots that later tokens attend to. 0: rows of the prompt choose
+                   before the answer; None: 16, or 0 if layers share a choice, if rows are drafted or repeated, or if
+                   the policy cannot choose slots, or evicts them, while decoding
     layers         how the budget is split over layers: a name of `kvevict.LAYERS` or an object with its options
     heads          how a layer's slots are split over its heads: a name of `kvevict.HEADS` or an object, e.g.
                    `kvevict.HEADS["ada"](floor="max")`
     select         how slots are selected by their scores: a name of `kvevict.SELECTIONS` or an object
-    select_by_layer   (start, stop, select) for ranges of evicting layers that select otherwise; stop None: to the last
+    select_by_layer   (start, stop, select): selection of evicting layers start .. stop - 1; stop None: to the last one
     keep_first     number of first tokens of a row that are never evicted, whatever their score: a system prompt,
                    learned tokens
-    n_reuse        number of layers in a group; a group uses the slots that its first layer chooses (ChunkKV algorithm
-                   3)
-    tsp            the last decoder layer, from 0, that reads every token; the layers after it read each chunk's best
-                   `tsp_len` (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
+    n_reuse        number of neighbouring layers in a group, all of which keep the slots that the group's first layer
+                   chooses (ChunkKV algorithm 3)
+    tsp            number, from 0, of the last decoder layer that reads every token; later layers read the `tsp_len`
+                   best tokens of each chunk (FastKV). "half": floor(L/2) - 1; None: all layers read all tokens
     tsp_len        number of a chunk's tokens that the layers after `tsp` read (int), or their share (float in (0, 1))
     """
 
@@ -130,8 +133,8 @@ class Policy:
         values.check_recall(self)
 
     def to_json(self) -> str:
-        """Write the policy as text that `from_json` reads, parts by their registered names. Raises ValueError for a
-        policy with a loaded model."""
+        """Return the policy as JSON that `from_json` reads, with parts by their registered names. Raises ValueError if
+        an option holds a loaded model."""
         fields = {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
         try:
             return json.dumps(fields)
@@ -140,9 +143,9 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> "Policy":
-        """Read the policy that `to_json` wrote. Raises ValueError for other text and for parts that are not registered,
-        and the errors of `Policy(...)` for values of a wrong kind. Warns if an older version's JSON has options of a
-        `Run`, which are given beside a policy."""
+        """Make the policy from the JSON that `to_json` returned. Raises ValueError for other text and for parts that
+        are not registered, and the errors of `Policy(...)` for wrong values. Warns if the JSON of an older version has
+        options of a `Run`, which this policy leaves out."""
         policy, run = from_json(text)
         options = ", ".join(f"{option}={value!r}" for option, value in differences(run).items())
         if options:
@@ -151,7 +154,7 @@ class Policy:
 
     @functools.cached_property
     def recalling(self) -> "Policy":
-        """The policy of a cut after `recall` brought slots back: `recall_slots` is its budget."""
+        """The policy that chooses slots from the archive of `recall`: this policy with `recall_slots` as its budget."""
         if self.recall_slots is None:
             return self
         all_slots = isinstance(self.recall_slots, float) and self.recall_slots == 1
@@ -159,11 +162,11 @@ class Policy:
 
     @functools.cached_property
     def answered(self) -> int:
-        """The number of an answer's first tokens that attend to all slots, and then choose."""
+        """The number of an answer's first tokens that attend to all slots and then choose the slots that stay."""
         return values.answered(self)
 
     def slots(self, tokens: int) -> int:
-        """Return the budget B of a row that has seen `tokens` valid tokens (METHODS section 0)."""
+        """Return B, the slots per kv head, of a batch row that has seen `tokens` tokens of text (METHODS section 0)."""
         if self.budget is None:
             return PLENTY
         if isinstance(self.budget, str):
@@ -173,8 +176,9 @@ class Policy:
         return max(math.ceil(self.budget * tokens), self.smallest_budget())
 
     def in_slots(self, slot_bytes: int) -> "Policy":
-        """Return this policy with a budget in slots per kv head where it is in bytes. slot_bytes: bytes of one slot in
-        every kv head of every evicting layer. Raises ValueError if the bytes do not hold the smallest budget."""
+        """Return this policy with its budget converted from bytes to slots per kv head; a policy without a budget in
+        bytes is returned as it is. slot_bytes: total bytes of one slot in each kv head of each evicting layer. Raises
+        ValueError if the budget's bytes do not hold the smallest budget."""
         if not isinstance(self.budget, str):
             return self
         slots, smallest = byte_count("budget", self.budget) // slot_bytes, self.smallest_budget()
@@ -188,8 +192,8 @@ class Policy:
 
     @property
     def protected(self) -> int:
-        """The number of a kv head's slots that are kept whatever their score: first slots, and the largest of window,
-        probe, recent slots and a run that a chunk's end cuts."""
+        """The number of a kv head's slots that are kept whatever their score: the protected first slots, and the
+        largest number of last slots that the score, the rows, a run cut by a chunk's end, or `keep_last` protects."""
         run = max(select.run for select in self.selections) - 1 if self.schedule == "chunk" else 0
         return self.first + max(self.score.protected[1], self.rows.protected, run, self.spared)
 
@@ -200,48 +204,50 @@ class Policy:
 
     @property
     def spared(self) -> int:
-        """The number of a kv head's last slots that a threshold leaves alone."""
+        """The number of last slots of a kv head that a threshold does not evict; 0 without a threshold."""
         return 0 if self.threshold is None else self.keep_last
 
     @property
     def question(self) -> str:
-        """The question that slots are kept for: "known" while the text is read, asked "later", or "none"."""
+        """When the question that slots are kept for is known: "known" (while the text is read), "later" (it is asked
+        after the text was read), or "none" (the text goes on without a question)."""
         if self.score.continues:
             return "none"
         return "known" if self.rows.needs_question else "later"
 
     @property
     def goes_on(self) -> int:
-        """The number of a chunk's last tokens that every layer reads, those after `tsp` too."""
+        """The number of last tokens of a chunk that every layer reads, the layers after `tsp` too."""
         return max(1, self.rows.decoded)
 
     @property
     def fewest_propagated(self) -> int:
-        """The smallest number of a chunk's tokens that layers after `tsp` can read: first, last and one by score."""
+        """The smallest number of a chunk's tokens that the layers after `tsp` can read: the protected first tokens, the
+        last tokens (`goes_on`), and one token chosen by score."""
         return self.first + self.goes_on + 1
 
     def propagated(self, tokens: Any) -> Any:
-        """Count the tokens that the layers after `tsp` read of a chunk of `tokens` tokens, int or [B]."""
+        """Return how many tokens of a chunk of `tokens` tokens (int or [B]) the layers after `tsp` read."""
         if isinstance(self.tsp_len, int):
             return np.minimum(tokens, self.tsp_len)
         share = np.ceil(self.tsp_len * np.asarray(tokens)).astype(int)
         return np.minimum(tokens, np.maximum(share, self.fewest_propagated))
 
     def smallest_budget(self) -> int:
-        """Return the smallest budget that leaves one slot to be won by score."""
+        """Return the smallest budget: the protected slots and one slot chosen by score."""
         return self.protected + 1
 
     @property
     def selections(self) -> tuple[Any, ...]:
-        """The selections of all layers: `select`, and those of `select_by_layer`."""
+        """The selections that layers use: `select`, and the selections in `select_by_layer`."""
         return (self.select, *(select for _, _, select in self.select_by_layer))
 
     def selection(self, layer: int) -> Selection:
-        """Return the selection of the evicting layer number `layer`."""
+        """Return the selection that evicting layer number `layer` (counted from 0) uses."""
         for start, stop, select in self.select_by_layer:
             if start <= layer and (stop is None or layer < stop):
                 return select
-        return self.select  # type: ignore[return-value]  # a name only until the policy is built
+        return self.select  # type: ignore[return-value]  # a `Selection` here, not its name
 
     @property
     def shared(self) -> bool:
@@ -249,20 +255,20 @@ class Policy:
         return self.score.shared or any(select.shared for select in self.selections)
 
     def groups(self, layers: int) -> list[list[int]]:
-        """Return the groups of neighbouring layers that keep the same slots: layers that wait, layers that reuse an
-        index, or single layers."""
+        """Return the groups of neighbouring layers that keep the same slots, of a model with `layers` evicting layers:
+        the `waiting_layers` together, `n_reuse` layers each, or single layers."""
         waiting = self.waiting_layers(layers)
         starts = [0, *range(waiting, layers)] if waiting > 1 else range(0, layers, self.n_reuse)
         return [list(range(a, b)) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
 
     def warmup_slots(self, tokens: int) -> int:
-        """Return B_warmup of a row of N = `tokens` tokens (METHODS section 3): `warmup_budget`, or min(10240,
-        ceil(5N/64)), and at least B."""
+        """Return B_warmup of a batch row with N = `tokens` tokens (METHODS section 3): `warmup_budget`, or by default
+        min(10240, ceil(5N/64)), but at least the budget B."""
         usual = min(10240, math.ceil(tokens * 5 / 64))
         return max(self.slots(tokens), usual if self.warmup_budget is None else self.warmup_budget)
 
     def check_layers(self, layers: int) -> None:
-        """Raise ValueError if the policy names layers that a model of `layers` evicting ones lacks."""
+        """Raise ValueError if the policy names evicting layers that a model with `layers` of them does not have."""
         for start, stop, _ in self.select_by_layer:
             if max(start + 1, stop or 0) > layers:
                 raise ValueError(
@@ -272,14 +278,14 @@ class Policy:
             raise ValueError(f"warmup_layers={self.warmup_layers} is more than the model's {layers} evicting layers")
 
     def waiting_layers(self, layers: int) -> int:
-        """Return W: layers 0..W-1 share the slots that layer W-1 chooses. 1 means that no layer waits."""
+        """Return W: of `layers` evicting layers, 0 .. W-1 keep the slots that layer W-1 chooses; 1: no layer waits."""
         if isinstance(self.warmup_layers, str):  # "half"
             return max(1, layers // 2)
         return self.warmup_layers or 1
 
 
 def from_json(text: str) -> tuple[Policy, Run]:
-    """Read a policy in JSON, as `Policy.from_json`, and the run that an older version's JSON holds."""
+    """Make a policy from JSON, as `Policy.from_json`, and a `Run` from the options of a run that older JSON has."""
     try:
         data = parsed(text)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The methods by their papers' names: each is a score and the paper's other choices."""
+"""Presets: policies by the names of their methods, each a score and the other choices of the method's paper."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ from .scores import SCORES
 from .selections import SELECTIONS
 
 PRESETS: Registry = Registry("policy", gone=GONE)
-REMARKS = {  # what a preset does, where the first line of its score's docstring does not say it
+REMARKS = {  # name -> what the preset does, where the first line of its score's docstring does not say so
     "random/redraw": "Random Attention (2609.03430): while decoding a new draw every 64 tokens, the prompt is kept.",
     "adakv": "AdaKV (Feng et al. 2024): SnapKV's scores; a layer's heads compete for its slots.",
     "pyramidkv": "PyramidKV (Cai et al. 2024): SnapKV's scores; slots decrease from the first layer to the last.",
@@ -34,12 +34,12 @@ REMARKS = {  # what a preset does, where the first line of its score's docstring
 
 
 def preset(name: str, **choices: Any) -> None:
-    """Register fields of `Policy` under a name."""
+    """Register a preset: the name of a policy, and the fields of `Policy` that it sets."""
     PRESETS.add(name)(choices)
 
 
 def describe(name: str) -> str:
-    """Return a preset's meaning and source, in one line."""
+    """Return one line with what a preset does and its source."""
     choices = PRESETS.find(name)
     return REMARKS.get(name) or inspect.getdoc(type(choices["score"])).splitlines()[0]
 
@@ -64,7 +64,7 @@ preset("take", **_TAKE)
 preset("oracle", score=SCORES["oracle"]())
 preset("lookahead", score=SCORES["lookahead"]())
 preset("laq", score=SCORES["laq"]())
-# 8 drafted tokens, and one more row
+# the official SpecKV observes with 8 drafted tokens and one more
 preset("speckv", score=SCORES["speckv"](), rows=ROWS["drafted"](n_d=9, window=32, draft_model=None))
 preset("adakv", score=SCORES["snapkv"](), heads=HEADS["ada"]())
 preset("pyramidkv", score=SCORES["snapkv"](), layers=LAYERS["pyramid"]())

@@ -1,8 +1,8 @@
-"""Changes of a score before slots are ranked. The fields of a refinement are its options.
+"""Refinements change the scores by which slots are ranked. The fields of a refinement are its options.
 
-A refinement gets the score [B, Hkv, C] (or [B, 1, C]), pooled where slots compete, and returns the numbers that are
-ranked, of the same shape. Or it picks: once the number of slots per head is known, it gives the numbers by which a head
-takes its slots."""
+`refine` gets the scores [B, Hkv, C] (or [B, 1, C]), pooled except for protected slots, and returns the numbers that
+slots are ranked by. `pick` comes later, when the number of slots that each head keeps is known, and returns the numbers
+by which each head chooses its slots. A refinement has one of them or none."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,32 +15,32 @@ from .inputs import Slots
 from .registry import Part, Registry
 
 REFINEMENTS: Registry = Registry("refinement")
-EPSILON = 1e-4  # CriticalKV's: a slot without a score counts by its value alone
+EPSILON = 1e-4  # CriticalKV's: added to scores, so that slots of score 0 are ranked by their values
 
 
 @REFINEMENTS.add("none")
 @dataclass(frozen=True)
 class Refinement(Part):
-    """The score as it is."""
+    """Scores are not changed."""
 
-    picks_by: ClassVar[tuple[str, ...]] = ()  # quantities that `pick` gets, as a score's `needs`
+    picks_by: ClassVar[tuple[str, ...]] = ()  # names of the quantities that `pick` gets
     refines: ClassVar[bool] = False  # `refine` changes the numbers that are ranked
-    picks: ClassVar[bool] = False  # `pick` changes the numbers by which a head takes its slots
+    picks: ClassVar[bool] = False  # `pick` changes the numbers by which a head chooses its slots
 
     def refine(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
         return score
 
     def pick(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor, *quantities: Any) -> torch.Tensor:
-        """Return the numbers by which each head takes keep [B, Hkv] slots: fp32 [B, Hkv, C]. score: the ranked numbers,
-        which have decided `keep`."""
+        """Return the numbers by which each head chooses its keep [B, Hkv] slots: fp32 [B, Hkv, C]. score: the numbers
+        by which the head budget ranked slots to decide `keep`."""
         return score
 
 
 @REFINEMENTS.add("caote")
 @dataclass(frozen=True)
 class Caote(Refinement):
-    """CAOTE (eq. 6): how far a head's attention output moves when a slot is removed, the score, summed over rows and
-    pooled, taken as weights."""
+    """CAOTE (Goel et al. 2025, eq. 6): how far a head's attention output moves when a slot is removed. The attention
+    weights are the scores, summed over rows, pooled and divided by their sum."""
 
     fast: ClassVar[bool] = False
     refines: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class Caote(Refinement):
 @REFINEMENTS.add("fastcaote")
 @dataclass(frozen=True)
 class FastCaote(Caote):
-    """FastCAOTE (eq. 8): CAOTE with the plain mean value in place of the weighted one."""
+    """FastCAOTE (eq. 8): CAOTE with the unweighted mean of the values in place of the weighted mean."""
 
     fast: ClassVar[bool] = True
 
@@ -62,9 +62,9 @@ class FastCaote(Caote):
 @REFINEMENTS.add("critical")
 @dataclass(frozen=True)
 class Critical(Refinement):
-    """CriticalKV (Feng et al. 2025, algorithm 1): half of a head's slots by score, the others by (score + 1e-4) times
-    the 1-norm of what W_O makes of the value, mean over the group. Protected slots count as the first half's best. How
-    many slots each head keeps is decided by the scores alone."""
+    """CriticalKV (Feng et al. 2025, algorithm 1): a head chooses half of its slots by score, and the others by (score +
+    1e-4) * ||W_O v||_1, the mean over the query heads of a group; W_O v is the value after the output projection.
+    Protected slots belong to the first half. The number of slots that each head keeps depends on scores alone."""
 
     picks: ClassVar[bool] = True
     picks_by: ClassVar[tuple[str, ...]] = ("output_norm",)

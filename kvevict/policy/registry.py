@@ -1,4 +1,4 @@
-"""Choices by name: one file per idea, and the file registers itself."""
+"""Registries of a policy's choices by name. A module registers the choices that it defines when it is imported."""
 
 import importlib
 import pkgutil
@@ -11,15 +11,15 @@ from .checks import unknown
 
 
 class Registry(dict[str, Any]):
-    """Objects by name. A duplicate name is an error. The error of an unknown name says what to write instead if `gone`
-    has the name, or else has the nearest names, and all names if the registry is `listed`."""
+    """Objects of one kind, by name. kind: what error messages call an object. gone: removed name -> what to write
+    instead. The error for any other unknown name has the nearest names; with `listed` all names, too."""
 
     def __init__(self, kind: str, listed: bool = False, gone: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
         self.kind, self.listed, self.gone = kind, listed, gone
 
     def add(self, name: str) -> Any:
-        """Return a decorator that registers its object under the name."""
+        """Return a decorator that registers the decorated object under `name`."""
 
         def register(value: object) -> Any:
             if name in self:
@@ -30,7 +30,7 @@ class Registry(dict[str, Any]):
         return register
 
     def find(self, name: str) -> Any:
-        """Return the object of that name. Raises ValueError for an unknown name."""
+        """Return the object that is registered under `name`. Raises ValueError for an unknown name."""
         if name in self:
             return self[name]
         if name in self.gone:
@@ -38,14 +38,14 @@ class Registry(dict[str, Any]):
         raise ValueError(unknown(self.kind, name, self, self.listed))
 
     def name_of(self, value: object) -> str:
-        """Return the name that `value` was registered under. Raises ValueError without one."""
+        """Return the name under which `value` is registered. Raises ValueError if it is not registered."""
         for name, known in self.items():
             if known is value:
                 return name
         raise ValueError(f"{self.kind} {value!r} is not registered, so it has no name")
 
     def name_or_class(self, part: object) -> str:
-        """Return a part's name, quoted, or its class if it is not registered."""
+        """Return the quoted name of a part's class, or the class's own name if it is not registered."""
         return next((repr(name) for name, each in self.items() if each is type(part)), type(part).__name__)
 
 
@@ -53,10 +53,10 @@ class Part:
     """A part of a policy: a frozen dataclass whose fields are its options."""
 
     def check(self, policy: Any) -> None:
-        """Raise ValueError when the options do not fit each other or the policy."""
+        """Raise ValueError or TypeError if an option is wrong or does not fit the other options or the policy."""
 
 
 def load_folder(package: str) -> None:
-    """Import every module of a package folder, so that each registers itself."""
+    """Import every module of a package, so that the modules register their classes."""
     for module in pkgutil.iter_modules(sys.modules[package].__path__):
         importlib.import_module(f"{package}.{module.name}")

@@ -1,4 +1,4 @@
-"""The choices that exclude each other, and the reasons: one table (METHODS sections 1, 4 and 5)."""
+"""A table of the choices of a policy that exclude each other, with the reasons (METHODS sections 1, 4 and 5)."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ def _waits(policy: "Policy") -> bool:
 
 
 def _needs(policy: "Policy", *quantities: str) -> bool:
-    """Return whether the policy's score needs one of these quantities."""
+    """Return whether the policy's score needs one of the named quantities."""
     return any(each.name in quantities for each in as_needs(policy.score.needs))
 
 
@@ -127,7 +127,8 @@ RULES_OF_RUNS = (
 
 
 def check(policy: "Policy", *run: Run) -> None:
-    """Raise ValueError, with the reason, for choices that cannot go together: a policy's, or those of a run of it."""
+    """Raise ValueError, with the reason, if choices of the policy exclude each other or, if a `Run` is given, exclude a
+    choice of the run."""
     for excluded, reason in RULES_OF_RUNS if run else RULES:
         if excluded(policy, *run):
             parts = ", ".join(written(kind, getattr(policy, kind)) for kind in PARTS)

@@ -1,7 +1,8 @@
-"""The slots that a head keeps, by their ranking. The fields of a selection are its options.
+"""Selections choose the slots that a head keeps by their ranking. The fields of a selection are its options.
 
-A selection may change the numbers that rank slots (to those of runs of slots) before heads get their number of slots,
-and that number afterwards. Each head then keeps its best slots; of equal ones the earlier.
+`rank` may change the numbers that rank slots, before the number of slots of each head is decided (so that runs of
+neighbouring tokens stay together); `trim_to_runs` may then lower that number. Each head keeps its best slots; of slots
+with equal numbers, the earlier.
 """
 
 from dataclasses import dataclass
@@ -20,22 +21,23 @@ SELECTIONS: Registry = Registry("selection")
 @SELECTIONS.add("token")
 @dataclass(frozen=True)
 class Selection(Part):
-    """The best slots per kv head."""
+    """Each kv head keeps its best slots."""
 
-    shared: ClassVar[bool] = False  # one choice for all heads of a layer
-    run: ClassVar[int] = 1  # tokens that stay together
-    spares: ClassVar[bool] = False  # `trim_to_runs` leaves some of the budget unused
+    shared: ClassVar[bool] = False  # all heads of a layer keep the same slots
+    run: ClassVar[int] = 1  # number of neighbouring tokens that are kept or evicted together
+    spares: ClassVar[bool] = False  # `trim_to_runs` may leave some of the budget unused
 
     def unfinished(self, call: LayerRows) -> Any:
-        """Count the last slots that are kept because their run is not complete yet: a number or [B]."""
+        """Count the last slots that are kept because the text has not reached the end of their run: int or [B]."""
         return 0
 
     def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that rank slots, from the slots' scores: fp32 [B, Hkv, C]."""
+        """Return the numbers that rank slots, computed from their scores [B, Hkv, C]: fp32 [B, Hkv, C]."""
         return score
 
     def trim_to_runs(self, slots: Slots, score: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Return the slots per head that are kept, of at most keep [B, Hkv]: [B, Hkv]."""
+        """Return the number of slots that each head keeps, at most keep [B, Hkv]: [B, Hkv]. A selection with `spares`
+        subtracts the slots of a run that would be cut."""
         return keep
 
 
@@ -44,13 +46,14 @@ class Selection(Part):
 class Runs(Selection):
     """ChunkKV (Liu et al. 2025): slots are kept in runs of `c` neighbouring tokens.
 
-    c          tokens of a run; a slot belongs to run position // c
-    per_head   every head ranks its runs (over all heads where heads compete); False: one choice for the layer, by
-               scores averaged over heads
-    exact      the rest of the budget takes the next best run's first members; False: it stays unused
+    c          number of tokens in a run; a slot belongs to run number position // c
+    per_head   True: every head ranks its own runs (all heads' runs together if heads compete); False: all heads of a
+               layer keep the same slots, chosen by scores averaged over heads
+    exact      True: what remains of a head's budget after its last whole run goes to the first members of the next best
+               run; False: the remainder is not used
 
-    A run's score is c times the mean over its members that are alive and not protected. Every member gets it, so
-    ranking slots by (score, position) ranks whole runs.
+    A run's score is c times the mean score of its members that are alive and not protected. Every member gets this
+    score, so ranking slots by (score, position) ranks whole runs.
     """
 
     c: int = 10
@@ -75,8 +78,8 @@ class Runs(Selection):
         flag("exact", self.exact)
 
     def unfinished(self, call: LayerRows) -> Any:
-        """Count the slots of a run that a chunk's end cuts: a run is kept until it is complete, but for the prompt's
-        last."""
+        """Count the slots of the run that a chunk's end cuts, [B]: they are kept until the run is complete. At the
+        prompt's end and while decoding the count is 0."""
         return 0 if call.decoding or call.ends_prompt else call.next_position.clamp_min(0) % self.c
 
     def rank(self, slots: Slots, score: torch.Tensor) -> torch.Tensor:
@@ -87,7 +90,7 @@ class Runs(Selection):
         start = column.masked_fill(~starts, 0).cummax(-1).values
         total, size = torch.zeros_like(score), torch.zeros_like(score)
         score = score.masked_fill(~slots.competing, 0)
-        for ahead in range(min(self.c, slots.columns)):  # sums in slot order, so that every machine gets equal bits
+        for ahead in range(min(self.c, slots.columns)):  # adds in slot order, so that all machines get equal bits
             same = runs[..., ahead:] == runs[..., : slots.columns - ahead]
             total[..., : slots.columns - ahead] += score[..., ahead:].masked_fill(~same, 0)
             size[..., : slots.columns - ahead] += same
@@ -100,11 +103,12 @@ class Runs(Selection):
         runs = self._runs(slots).gather(-1, best.indices).masked_fill(best.values == LOWEST, -1)
         wanted = (keep - slots.least).long()[..., None]
         lost = wanted < slots.competing.sum(-1, keepdim=True)
-        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)  # run of the best lost slot
+        # for each head, the run of the best slot that is lost; -1: no slot is lost
+        cut = runs.gather(-1, wanted.clamp_max(slots.columns - 1)).masked_fill(~lost, -1)
         taken = torch.arange(slots.columns, device=slots.device) < wanted
         partial = ((runs == cut) & (cut >= 0) & taken).sum(-1)
-        return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # a head never gets empty
+        return torch.where(partial < keep, keep - partial, keep).to(torch.int32)  # a head keeps at least 1 slot
 
     def _runs(self, slots: Slots) -> torch.Tensor:
-        """Return the run of every slot that competes: [B, Hkv, C]; -1 elsewhere."""
+        """Return the run number of every slot that is not protected, [B, Hkv, C]; -1 in the other columns."""
         return (slots.positions // self.c).masked_fill(~slots.competing, -1)

@@ -1,4 +1,4 @@
-"""A policy as one word of the command line: NAME or NAME:OPTION=VALUE,OPTION=VALUE."""
+"""Parses a policy that is written as one text, as on the command line: NAME or NAME:OPTION=VALUE,OPTION=VALUE."""
 
 import contextlib
 import dataclasses
@@ -9,19 +9,19 @@ from typing import Any
 from .checks import parsed
 
 FORM = "NAME[:OPTION=VALUE,...]"
-CALIBRATED = ".json"  # end of a file's name
-DEFAULT = "take+edie"  # where no policy is named: the best measured for a prompt that asks (docs/results.md)
+CALIBRATED = ".json"  # suffix of the files that `kvevict calibrate` writes
+DEFAULT = "take+edie"  # policy if none is named: the best measured for a prompt with a question (docs/results.md)
 PYTHON = {"None": None, "True": True, "False": False}
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse a policy's text into (preset's name, options). A value is JSON (a number, true, null, [0, 32], which may be
-    written as (0, 32)), Python's None, True or False, or a plain word; `none` is None for an option that may be None.
-    NAME may be a file of `kvevict calibrate`, which has a name and options. Raises ValueError for an option without a
-    value, and for a file that is not one of these."""
+    """Parse a policy's text into (preset's name, options). A value is JSON (such as 3, true, null or [0, 32], which may
+    be written as (0, 32)), Python's None, True or False, or a plain word; for an option that may be None, `none` is
+    None. NAME may be the path of a file that `kvevict calibrate` wrote, which holds a name and options. Raises
+    ValueError for an option without a value, and for any other file."""
     name, colon, rest = text.partition(":")
     rest = rest.translate(str.maketrans("()", "[]"))
-    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # at commas outside of brackets
+    parts = re.split(r",(?![^\[]*\])", rest) if colon else []  # split at commas outside of brackets
     options = dict(_option(part) for part in parts)
     if name.endswith(CALIBRATED):
         name, own = _calibrated(name)
@@ -30,7 +30,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _calibrated(path: str) -> tuple[str, dict[str, Any]]:
-    """Read a policy's name and options from a file of `kvevict.Calibration.save`."""
+    """Read a preset's name and options from a file that `kvevict.Calibration.save` wrote."""
     try:
         fields = parsed(Path(path).read_text("utf-8"))
         name, options = parse_policy(fields["policy"])
@@ -46,14 +46,14 @@ def _option(text: str) -> tuple[str, Any]:
     name = name.strip().replace("-", "_")
     if value in PYTHON or (value == "none" and name in _options("None")):
         return name, PYTHON.get(value)
-    if name not in _options("str"):  # such as `task`, where 7 is a name
+    if name not in _options("str"):  # not for an option that is always text: task=7 names the task "7"
         with contextlib.suppress(ValueError):
             value = parsed(value)
     return name, tuple(value) if isinstance(value, list) else value
 
 
 def _options(kind: str) -> set[str]:
-    """Return the options that may be None ("None"), or are always text ("str")."""
+    """Return the names of the options that may be None (kind "None"), or that are always text (kind "str")."""
     from .parts import PARTS
     from .policy import Policy
     from .run import OPTIONS, Run

@@ -1,4 +1,4 @@
-"""The options of a policy that depend on the model's tokenizer."""
+"""Sets the options of a policy that depend on the model's tokenizer."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ NUMBER = "3141592653589793238462643383279"
 
 
 def depends(policy: Policy) -> bool:
-    """Return whether a policy does something else with a tokenizer than without one."""
+    """Return whether a tokenizer changes what a policy keeps."""
     return policy.rows.at_the_end or _pools_digits(policy)
 
 
@@ -24,14 +24,14 @@ def _pools_digits(policy: Policy) -> bool:
 
 
 def of_model(model: Any) -> Any:
-    """Return a pipeline's tokenizer, or the tokenizer of the folder or the hub's cache from which a model was loaded,
-    without a download; None: there is no tokenizer, or it does not load."""
+    """Return the tokenizer of a pipeline, or of the folder or hub cache from which the model was loaded. Nothing is
+    downloaded. None: there is no tokenizer, or it does not load."""
     if not isinstance(model, torch.nn.Module) and getattr(model, "tokenizer", None) is not None:
         return model.tokenizer
     config = base_model(model).config
     try:
         return _loaded(config.name_or_path, getattr(config, "_commit_hash", None)) if config.name_or_path else None
-    except Exception:  # reading its files may raise anything, and a model works without a tokenizer
+    except Exception:  # a tokenizer's files may raise anything when read, and a model works without a tokenizer
         return None
 
 
@@ -44,8 +44,8 @@ def _loaded(name: str, revision: str | None) -> Any:
 
 
 def told(policy: Policy, tokenizer: Any) -> Policy:
-    """Return the policy with kernel="digits" as the odd number of tokens, of this tokenizer, nearest to those that
-    `DIGITS` digits take."""
+    """Return the policy with kernel="digits" replaced by a number: the odd number of tokens nearest to the number of
+    tokens that `DIGITS` digits take in this tokenizer."""
     if not _pools_digits(policy):
         return policy
     tokens = len(ids_of(tokenizer, NUMBER)) / len(NUMBER) * DIGITS

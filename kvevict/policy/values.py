@@ -1,4 +1,4 @@
-"""The values of a policy's fields, each checked by itself; `rules.py` has the choices that exclude each other."""
+"""Checks the values of a policy's fields; `rules.py` checks choices that exclude each other."""
 
 import numbers
 from dataclasses import replace
@@ -15,8 +15,8 @@ AFTER = 16  # default of `recall_after`
 
 
 def check(policy: "Policy") -> None:
-    """Raise TypeError or ValueError for a field of a wrong value, and for a field that means nothing without another
-    one."""
+    """Raise TypeError or ValueError for a field with a wrong value, and for a field that has no effect without another
+    field."""
     if policy.threshold is not None:
         finite("threshold", policy.threshold)
     for name, least in (("keep_last", 0), ("keep_first", 0), ("n_reuse", 1)):
@@ -82,15 +82,15 @@ def _check_budget(policy: "Policy") -> None:
 
 
 def check_recall(policy: "Policy") -> None:
-    """Raise TypeError or ValueError for `recall_slots` that are no budget of the policy, and for `recall_after` where
-    the policy cannot have it."""
+    """Raise TypeError or ValueError if `recall_slots` cannot be the policy's budget, or if the policy cannot have its
+    `recall_after`."""
     for name in ("recall_slots", "recall_after"):
         if getattr(policy, name) and not policy.recall:
             raise ValueError(f"{name}={getattr(policy, name)} is about recall: give recall=True too, or leave it out")
     try:
         if isinstance(policy.recall_slots, str):
             raise TypeError("bytes are for budget alone: give a number of slots or a fraction")
-        _ = policy.recalling  # a policy, with the checks of its budget
+        _ = policy.recalling  # makes a policy with this budget, which checks it
     except (ValueError, TypeError) as error:
         raise type(error)(f"recall_slots: {error}") from None
     if policy.recall_after is not None:
@@ -99,7 +99,7 @@ def check_recall(policy: "Policy") -> None:
 
 
 def answered(policy: "Policy") -> int:
-    """Return `recall_after`, or its default. Raises ValueError where the policy cannot have it."""
+    """Return the policy's `recall_after`, or its default. Raises ValueError if the policy cannot have the value."""
     given = policy.recall_after
     if given == 0 or not policy.recall:
         return 0
@@ -110,7 +110,7 @@ def answered(policy: "Policy") -> int:
 
 
 def _never_chooses_again(policy: "Policy") -> str | None:
-    """Return why the rows of an answer cannot choose among all slots; None: they can."""
+    """Return the reason why the rows of an answer cannot choose among all slots, or None if they can."""
     if policy.rows.needs_full_prompt or policy.rows.repeats:
         return "this policy drafts, or repeats the prompt, and an answer's rows would choose instead"
     if policy.n_reuse > 1 or policy.warmup_layers not in (None, 1):
@@ -125,7 +125,8 @@ def _never_chooses_again(policy: "Policy") -> str | None:
 
 
 def as_ranges(entries: Any) -> tuple[tuple[int, int | None, Any], ...]:
-    """Check `select_by_layer` and return its ranges (start, stop, selection); no layer may be in two."""
+    """Check the `select_by_layer` entries and return them as (start, stop, selection). Raises TypeError or ValueError
+    for wrong entries, and ValueError for a layer in two ranges."""
     if not isinstance(entries, (tuple, list)):
         raise TypeError(f"select_by_layer must be a tuple of (start, stop, select), got {entries!r}")
     ranges = []

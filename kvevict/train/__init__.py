@@ -1,1 +1,1 @@
-"""Training of LookaheadKV's rows and of gates, and the statistics of queries."""
+"""Trains LookaheadKV's rows and KVzap's gates, and measures the statistics of a model's queries."""

@@ -1,4 +1,4 @@
-"""Writes and reads the checkpoints of trainings. A training continues only with equal settings."""
+"""Writes and reads checkpoints of a training. A training continues from a checkpoint only with the same settings."""
 
 import io
 from pathlib import Path
@@ -10,15 +10,16 @@ from ..store.files import write
 
 
 def save(path: Path, about: dict, **state: object) -> None:
-    """Write a checkpoint, completely or not at all. about: settings and data that determine the training's result."""
+    """Write a checkpoint with `state`, completely or not at all. about: the settings, and a digest of the data, that
+    determine the training's result."""
     buffer = io.BytesIO()
     torch.save(dict(state, about=about), buffer)
     write(path, buffer.getvalue())
 
 
 def load(path: Path, about: dict, device: torch.device) -> dict[str, Any]:
-    """Read a checkpoint's state, or return {} if there is no file. Raises ValueError for a damaged checkpoint and for
-    one with another `about`; only `steps` may be more than the checkpoint's, once these have been made."""
+    """Return the state in a checkpoint, or {} if the file does not exist. Raises ValueError if the checkpoint is
+    damaged or has another `about`; only `about["steps"]` may be larger, if the checkpoint's training has finished."""
     if not path.exists():
         return {}
     try:

@@ -1,6 +1,6 @@
-"""Processes that share work, started by torchrun or by `accelerate launch -m kvevict eval` (or `train --kind gates`).
-The first process collects all results, so machines need no common disk. Launchers put a process's number into its
-environment."""
+"""Shares work among processes that torchrun or `accelerate launch -m kvevict eval` (or `train --kind gates`) started.
+The first process collects all results, so the machines need no common disk. These launchers set the environment
+variables RANK and WORLD_SIZE of each process."""
 
 import itertools
 import os
@@ -16,20 +16,21 @@ Line = TypeVar("Line")
 
 
 class Processes:
-    """The `size` processes of this launch, of which this one is number `rank`. A process that no launcher started is
-    alone. Every process calls `join` first, and all call the other methods in the same order."""
+    """The `size` processes of one launch; this process is number `rank`. Without a launcher, size is 1. Every process
+    must call `join` first, and all must call the other methods in the same order."""
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.group = None  # None: torch's default group
 
     def join(self) -> "Processes":
-        """Make torch's process group, if there are several processes and no group yet, and return self. The group
-        stays: a later group of this launch would find its addresses in the launcher's store."""
-        day = timedelta(days=1)  # the others wait until the slowest process has done its share
+        """Make torch's process group if there are several processes and no group yet, and return self. The group is
+        never destroyed, because a second group of this launch would find the first one's addresses in the launcher's
+        store."""
+        day = timedelta(days=1)  # the timeout: other processes wait until the slowest has done its share
         if self.size > 1 and not distributed.is_initialized():
             distributed.init_process_group("gloo", timeout=day)
-        elif self.size > 1:  # there is a group already, which may be for GPUs alone
+        elif self.size > 1:  # torch's default group exists already, but may support GPU tensors only
             self.group = distributed.new_group(backend="gloo", timeout=day)
         return self
 
@@ -42,7 +43,8 @@ class Processes:
         return box[0]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum all processes' tensors x of one shape, on x's device, with equal bits in all processes."""
+        """Return the sum of all processes' tensors x, which have one shape, on the device of x. The bits of the sum are
+        equal in all processes."""
         if self.size == 1:
             return x
         total = x.cpu().clone()
@@ -50,8 +52,9 @@ class Processes:
         return total.to(x.device)
 
     def lines(self, cases: Sequence[T], measure: Callable[[T], Iterator[Line]]) -> Iterator[Line]:
-        """Yield the lines of the generator measure(case) for every case, each line as soon as it is known. Several
-        processes take cases in turn, and the first of them yields all lines."""
+        """Yield the lines that the generator measure(case) yields for every case. A single process yields each line as
+        soon as it is known. Of several processes, each measures one of `size` cases at a time, and then the first
+        process yields the lines of all."""
         for start in range(0, len(cases), self.size):
             some = cases[start : start + self.size]
             if self.size == 1:

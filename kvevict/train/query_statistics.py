@@ -1,4 +1,4 @@
-"""Measures mean and covariance of a model's queries on any text, for `expected` (Expected Attention)."""
+"""Measures the mean and covariance of a model's queries on a text, for the score `expected` (Expected Attention)."""
 
 import os
 from typing import Any
@@ -15,16 +15,16 @@ from ..models.refusals import check_model
 from ..patch import is_patched
 from ..policy.checks import count
 
-SINK = 4  # first rows of a part, whose queries are not measured
+SINK = 4  # number of first tokens of a part whose queries are not measured
 
 
 def measure_queries(
     model: Any, ids: list[int] | torch.Tensor, path: str | os.PathLike, *, length: int = 1000, progress: bool = False
 ) -> dict[str, Any]:
-    """Write the mean and covariance of a model's queries before rotation to `path` (safetensors), for
-    `kvevict.patch(model, "expected", stats=path)`. Returns what the file says about the model and the text.
+    """Measure the mean and covariance of a model's queries before rotary embedding, and write them to `path`
+    (safetensors), for `kvevict.patch(model, "expected", stats=path)`. Returns the file's metadata about model and text.
 
-    model    loaded model, unpatched, in one process
+    model    loaded model that is not patched, all of it in this process
     ids      token ids of a text, 1-D
     length   number of tokens that are read at once; the first 4 of them are not measured
 

@@ -1,4 +1,4 @@
-"""Computes KVzip's scores of a text by reading it twice: what gates and lookahead rows learn to predict."""
+"""Computes KVzip's scores of a text by reading it twice. Gates and lookahead rows learn to predict these scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ from ..policy.building import build
 from ..policy.checks import PLENTY
 
 LABELS = ("kvzip", "kvzip+")
-Take = Callable[[int, torch.Tensor], None]  # take(layer, numbers fp32 [kv heads, N])
+Take = Callable[[int, torch.Tensor], None]  # function take(layer, scores fp32 [kv heads, N tokens])
 
 
 class _Numbers(Watcher):
-    """Passes each layer's numbers to `take` as soon as they are known."""
+    """Calls `take` with each layer's scores as soon as they are computed."""
 
     def __init__(self, take: Take) -> None:
         self.take = take
@@ -27,8 +27,9 @@ class _Numbers(Watcher):
 
 
 def numbers(model: torch.nn.Module, label: str, ids: torch.Tensor, take: Take) -> None:
-    """Read the ids [N] of a text, and then once more after themselves, without an autograd graph. Calls `take` for
-    every layer that evicts, in order, with the scores by which the policy `label` ranks slots."""
+    """Read a text's ids [N], and then the same ids again after it, without an autograd graph. Calls
+    take(layer, scores [kv heads, N]) for every evicting layer, in order, with the scores by which the policy `label`
+    ranks slots."""
     decoder = families.find_decoder(model)
     policy = build(label, budget=PLENTY, chunk_size=len(ids), layers="uniform")
     with evicting(model, policy), torch.no_grad(), within(watchers=(_Numbers(take),)):

@@ -1,9 +1,10 @@
-"""The queries that observe (METHODS section 1a). One file per idea; the file registers it, and its fields are its
-options.
+"""Rows choose the queries whose attention scores slots (METHODS section 1a). Each module registers the kinds of rows
+that it defines; the fields of a `Rows` are its options.
 
-A `Rows` chooses the rows appended to a chunk (read with it, not stored), the queries that observe a layer's slots, and
-which slots of these queries stay. A score turns their attention into numbers; every score works with all rows, with the
-exceptions in `rules.py`. While decoding nothing is appended: the newest row observes, or the last `decoded` ones.
+A `Rows` chooses the rows that are appended to a chunk (read after it and not stored), the queries that observe a
+layer's slots, and which of the observing rows' own slots are always kept. A score turns the attention of these queries
+into one number per slot; every score works with every `Rows`, except for the combinations in `rules.py`. While
+decoding, no rows are appended: the newest row observes, or the last `decoded` rows.
 """
 
 import contextlib
@@ -24,16 +25,16 @@ ROWS: Registry = Registry("rows")
 
 @dataclass(frozen=True, eq=False)
 class AppendedRows:
-    """Rows that are read with a chunk, after it, and are not stored."""
+    """Rows that are read together with a chunk, after its tokens, and are not stored."""
 
-    tokens: torch.Tensor  # ids [B, p] or embeddings [B, p, E]
-    positions: torch.Tensor | None  # [B, p] in the prompt or after it; None: right after the chunk
-    columns: torch.Tensor | None = None  # [B, p] their columns in the prompt; None: they are not of the prompt
-    adapter: Any = None  # its `on(decoder)` is entered while the rows are read
-    unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: they see all
+    tokens: torch.Tensor  # token ids [B, p] or embeddings [B, p, E] of the p appended rows
+    positions: torch.Tensor | None  # [B, p] positions of the rows; None: the positions right after the chunk
+    columns: torch.Tensor | None = None  # [B, p] columns of the prompt that the rows copy; None: they copy none
+    adapter: Any = None  # the rows are read inside its context manager `on(decoder)`; None: as other rows
+    unseen: Any = None  # int32 [B, 2] positions (start, stop) that the rows do not attend to; None: they attend to all
 
     def last(self, count: int) -> "AppendedRows":
-        """Return the last `count` rows."""
+        """Return a copy with the last `count` rows only."""
         positions, columns = (None if t is None else t[:, -count:] for t in (self.positions, self.columns))
         return replace(self, tokens=self.tokens[:, -count:], positions=positions, columns=columns)
 
@@ -43,24 +44,25 @@ class AppendedRows:
 
 
 class Question(NamedTuple):
-    """The question of a batch row, in tokens counted from the row's first."""
+    """The question in a batch row's prompt. Tokens are counted from the row's first token."""
 
     spans: tuple[tuple[int, int], ...]  # (start, stop) of the tokens that observe
-    # token counts from each place where the request may begin to the prompt's end; (): there is no request
+    # for each place where the request may begin, the number of tokens from there to the prompt's end; (): no request
     request: tuple[int, ...] = ()
-    before: tuple[int, int, bool] | None = None  # the question before the text: start, stop, whether nothing repeats it
-    near: bool = False  # the question is near the prompt's end and observes where it stands
-    last: bool = False  # no question was found: the prompt's last rows observe, as those of the policy
+    # (start, stop, once) of a question before the text; once: the prompt's end does not repeat it
+    before: tuple[int, int, bool] | None = None
+    near: bool = False  # the question is near the prompt's end, and its own rows observe in the last chunk
+    last: bool = False  # no question was found, so the prompt's last rows observe
 
 
 @dataclass(frozen=True)
 class Rows(Part):
-    needs_full_prompt: ClassVar[bool] = False  # the rows exist once all of the prompt was read, so layers wait for that
-    rotates: ClassVar[bool] = False  # rotates queries from one position to another: `LayerRows.rotate`
-    supports_tensor_parallel: ClassVar[bool] = True  # a rank's part of a model is enough
-    newest: ClassVar[bool] = False  # while decoding the newest row observes, and none is remembered
-    repeats: ClassVar[bool] = False  # reads tokens a second time; with a single cut at the end, the whole prompt
-    n_d: ClassVar[int] = 0  # tokens that are drafted
+    needs_full_prompt: ClassVar[bool] = False  # the rows exist only once the whole prompt was read: no eviction before
+    rotates: ClassVar[bool] = False  # calls `LayerRows.rotate` to rotate queries from one position to another
+    supports_tensor_parallel: ClassVar[bool] = True  # works if each rank has only a part of the model's weights
+    newest: ClassVar[bool] = False  # while decoding, only the newest row observes, and no earlier queries are stored
+    repeats: ClassVar[bool] = False  # tokens are read again and observe: each chunk's, or the whole prompt's at its end
+    n_d: ClassVar[int] = 0  # number of drafted tokens
 
     @property
     def most(self) -> int | None:
@@ -69,81 +71,87 @@ class Rows(Part):
 
     @property
     def protected(self) -> int:
-        """The largest number of slots that `protect` keeps."""
+        """The largest number of slots that `protect` can return."""
         return 0
 
     @property
     def at_the_end(self) -> bool:
-        """Whether the prompt's last tokens observe because a question is expected there. A question found elsewhere
-        takes their place."""
+        """Whether the prompt's last tokens observe because they are expected to be the question. If a question is found
+        elsewhere in the prompt, its tokens observe instead."""
         return False
 
     @property
     def needs_question(self) -> bool:
-        """Whether the prompt's last rows alone observe, so that its question must be there, or be named."""
+        """Whether only rows at the prompt's end or after it observe, so that the question must stand there or be
+        given."""
         return bool(self.decoded)
 
     @property
     def decoded(self) -> int:
-        """The number of decoded rows that are remembered to observe while decoding."""
+        """The number of last decoded rows whose queries are stored to observe while decoding."""
         return 0
 
     def ready(self, decoder: Any) -> None:
-        """Raise ValueError when an option without a default is missing, or does not fit this decoder; called when a
-        model is patched."""
+        """Raise ValueError if a required option is missing or an option does not fit this decoder. Called when a model
+        is patched."""
 
     def with_response(self, response: Sequence[int]) -> "Rows":
-        """Return these rows with the ids of the true response, if they are the rows of a reference score without it."""
+        """Return rows that observe with the true response's ids, if these rows need a response and have none yet; all
+        other rows return themselves."""
         return self
 
     def asked(self, questions: Sequence[Question]) -> "Rows":
-        """Return these rows for one read in which each batch row's question observes. Raises ValueError for rows that
-        cannot be chosen."""
+        """Return a copy of these rows for one prompt, in which the tokens of each batch row's question observe. Raises
+        ValueError if the observing tokens of these rows cannot be chosen."""
         raise ValueError(
             "kvevict.observing chooses the tokens that are appended to chunks, and these rows append none of the "
             "prompt's: choose take, take+edie or another policy with rows='probe'"
         )
 
     def keeping(self, requests: tuple[tuple[int, ...], ...]) -> "Rows":
-        """Return these rows for one read that keeps each batch row's request, given as its `Question.request`."""
+        """Return rows for one prompt that observe as these and always keep the slots of each batch row's request; rows
+        that cannot do so return themselves. requests: for each batch row, its `Question.request`."""
         return self
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        """Count the rows appended to a chunk of `rows` tokens of a prompt of `tokens` that is evicted from. last: the
-        chunk ends the prompt, and may contain some of these rows."""
+        """Return the number of rows that are appended to a chunk of `rows` tokens, in a prompt of `tokens` tokens that
+        is evicted from. last: the chunk ends the prompt, and may itself contain tokens that would be appended."""
         return 0
 
     def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
-        """Prepare a read; the result is `read.prepared`. Raises ValueError for a prompt that cannot be observed."""
+        """Prepare the read of a prompt; the result becomes `read.prepared`. Raises ValueError if these rows cannot
+        observe the prompt."""
         return None
 
     def rows_for(self, chunk: Chunk, arguments: PromptCall, read: PromptRead) -> AppendedRows:
-        """Return the `chunk.appended` rows that are read with a chunk."""
+        """Return the rows that are appended to a chunk, `chunk.appended` of them."""
         return read.prepared.last(chunk.appended)
 
     def accumulate(self, call: LayerRows, past: Any) -> Any:
-        """Return what the rows remember of a layer for its next chunks; past: the result for the chunk before, or None.
-        Called for every chunk and every layer that chooses, also when nothing is evicted."""
+        """Return the state that is passed on to a layer's next chunk. past: the result for the chunk before, or None.
+        Called for every chunk in every layer that chooses slots, even if nothing is evicted."""
         return past
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
-        """Return the observation of a chunk: `call.chunk(..)`, `call.appended_rows(..)`, `call.later(..)`, or a sum of
-        these. past: the result of `accumulate` for this chunk."""
+        """Return the observation of a chunk in one layer: the result of a method of `call` such as `chunk`,
+        `appended_rows` or `later`, or a sum of several results. past: the result of `accumulate` for this chunk."""
         raise NotImplementedError
 
     def observing(self, rows: CallRows) -> np.ndarray:
-        """Count a call's last rows that observe, appended rows included: int [B]."""
+        """Return how many of a call's last rows observe, appended rows included: int [B]."""
         return rows.tokens if self.most is None else np.minimum(self.most, rows.tokens)
 
     def protect(self, call: LayerRows) -> Any:
-        """Count the last alive slots that are the rows' own and always kept: a number or int32 [B]."""
+        """Return how many last alive slots are always kept because they belong to the observing rows: int or int32
+        [B]."""
         return 0
 
     def bounds(self, call: LayerRows) -> Bounds:
-        """Return the positions at which slots are always kept, and those at which a head keeps few."""
+        """Return the positions at which slots are always kept, and the positions at which each head keeps at most a
+        given number of slots."""
         return FREE
 
-    def __deepcopy__(self, memo: object) -> "Rows":  # immutable; a draft model is not to be copied
+    def __deepcopy__(self, memo: object) -> "Rows":  # immutable, and may hold a draft model
         return self
 
 

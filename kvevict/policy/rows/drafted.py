@@ -1,4 +1,4 @@
-"""Tokens after the prompt that observe it: given ones, or drafts."""
+"""Rows that observe with tokens after the prompt: given tokens, or drafted tokens."""
 
 import functools
 import numbers
@@ -20,10 +20,10 @@ from . import ROWS, AppendedRows, Rows
 @ROWS.add("given")
 @dataclass(frozen=True)
 class Given(Rows):
-    """Tokens that will follow the prompt, as LookaheadKV's eq. 2 observes with the true response.
+    """Given tokens that will follow the prompt observe, as the true response does in LookaheadKV's eq. 2.
 
-    ids   token ids, the same for every row of a batch; they are appended to every chunk, at the positions after the
-          prompt, causal among themselves, and are not stored
+    ids   token ids, the same for every row of a batch. They are appended to every chunk, at the positions after the
+          prompt; each attends to those before it, and none is stored
     """
 
     ids: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class Given(Rows):
 
 
 def after(arguments: PromptCall, read: PromptRead, ids: torch.Tensor) -> AppendedRows:
-    """Append ids [B, p] at the positions after the prompt."""
+    """Return appended rows with token ids [B, p] at the p positions right after the prompt."""
     at = arguments.positions()[:, read.prompt - 1 : read.prompt] + 1 + torch.arange(ids.shape[1], device=ids.device)
     return AppendedRows(arguments.embedded(ids), at)
 
@@ -73,15 +73,16 @@ def after(arguments: PromptCall, read: PromptRead, ids: torch.Tensor) -> Appende
 @ROWS.add("drafted")
 @dataclass(frozen=True)
 class Drafted(Rows):
-    """Tokens drafted after the prompt, and the prompt's last rows, whose slots are kept.
+    """Tokens drafted after the prompt observe, and so do the prompt's last rows, whose slots are kept.
 
-    n_d          number of drafted tokens; drafts are greedy and continue after an end of sequence, since they only
+    n_d          number of drafted tokens. Drafts are greedy and go on after an end-of-sequence token, since they only
                  observe
     window       number of the prompt's last rows that observe, too
-    draft_keys   True: the drafted rows' softmax spans the drafted slots, too; False: the prompt's alone
-    draft_model  "self": the model drafts over a copy of its cache, evicted by SnapKV, once the whole prompt was read
-                 (LAQ, kvevict/engine/methods/draft.py); or a smaller model with the same tokenizer, loaded, its folder
-                 or its hub id: its draft is appended to every chunk (SpecKV)
+    draft_keys   True: the softmax of the drafted rows spans the prompt's slots and those of the drafted tokens; False:
+                 the prompt's slots only
+    draft_model  "self": once the whole prompt was read, the model drafts over a copy of its cache from which SnapKV has
+                 evicted (LAQ, kvevict/engine/methods/draft.py). Or a smaller model with the same tokenizer (a loaded
+                 model, its folder or its hub id), whose draft is appended to every chunk (SpecKV)
     """
 
     n_d: int = 8
@@ -161,7 +162,7 @@ class Drafted(Rows):
         rows = drafted(own=self.draft_keys)
         return rows + call.chunk(self.window) if self.window else rows
 
-    def observing(self, rows: CallRows) -> np.ndarray:  # without the rows that "self" drafts after this call
+    def observing(self, rows: CallRows) -> np.ndarray:  # "self" drafts after this call: not counted
         return np.minimum(rows.appended + self.window, rows.tokens)
 
     def protect(self, call: LayerRows) -> int:
@@ -169,8 +170,8 @@ class Drafted(Rows):
 
 
 def head(top: Any) -> torch.nn.Module:
-    """Return the module that makes logits of a decoder's last hidden state. Raises ValueError for a model without
-    one."""
+    """Return the output embeddings of the model `top`, which map the decoder's last hidden state to logits. Raises
+    ValueError for a model without them."""
     if (found := _head(top)) is None:
         raise ValueError(
             "laq drafts tokens, which needs the model's output embeddings: patch and call the causal language model, "
@@ -184,14 +185,14 @@ def _head(model: Any) -> torch.nn.Module | None:
 
 
 def end_tokens(top: object) -> list[int]:
-    """Return the tokens that end a model's answers, by its generation config."""
+    """Return the ids of the end-of-sequence tokens in a model's generation config."""
     ends = getattr(getattr(top, "generation_config", None), "eos_token_id", None)
     return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
 @functools.lru_cache(maxsize=1)
 def load(name: str) -> Any:
-    """Load a causal language model in eval mode by its folder or hub id; the last one stays loaded."""
+    """Load a causal language model in eval mode from its folder or hub id. The last model loaded stays in memory."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -201,8 +202,8 @@ def load(name: str) -> Any:
 
 
 def follow(model: Any, ids: torch.Tensor, first: torch.Tensor, count: int, vocabulary: int) -> torch.Tensor:
-    """Return the model's greedy continuation of ids [B, N], of which the first first[b] in row b are padding: ids
-    [B, count], all below `vocabulary`."""
+    """Return the model's greedy continuation of ids [B, N], `count` tokens per row: ids [B, count], all below
+    `vocabulary`. The first first[b] tokens of row b are padding."""
     device, cache, drafted, here = ids.device, None, [], families.device_of(model)
     ids, first = ids.to(here), first.to(here)
     padded = bool((first > 0).any())

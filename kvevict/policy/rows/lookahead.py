@@ -14,26 +14,27 @@ from ..inputs import LayerRows, Observation, OwnPolicy, PromptCall, PromptRead
 from . import ROWS, AppendedRows, Rows
 from .probe import Probe
 
-USUAL = 32  # lookahead rows where no adapter is named
+USUAL = 32  # number of lookahead rows of the bundled adapter, which is used if no adapter is named
 _loaded = WeakKeyDictionary()  # decoder -> (option `adapter`, the Adapter)
 
 
 @ROWS.add("lookahead")
 @dataclass(frozen=True)
 class Lookahead(Rows):
-    """Learned rows after the prompt, with an adapter (LookaheadKV, METHODS section 6).
+    """Learned rows after the prompt observe, read with an adapter (LookaheadKV, METHODS section 6).
 
-    adapter    a `kvevict.lookahead.Adapter` or the folder of one; None: the bundled one, for the bundled model
-    probe      number of the prompt's last tokens, at most half of it, that are appended to every chunk but the last
-               before the learned rows, so that these know the task: [chunk | probe | lookahead]. 0: [chunk | lookahead]
+    adapter    a `kvevict.lookahead.Adapter` or its folder; None: the bundled adapter, for the bundled model
+    probe      number of the prompt's last tokens, at most half of the prompt, that are appended before the learned rows
+               to every chunk but the last, so that the learned rows know the task: [chunk | probe | lookahead]. 0:
+               [chunk | lookahead]
 
-    The learned rows see the alive slots, the probe and the learned rows before them. They are not stored and protect no
-    slot.
+    A learned row attends to the alive slots, the probe and the learned rows before it. Learned rows are not stored and
+    protect no slot.
     """
 
     adapter: Any = None
     probe: int = 32
-    supports_tensor_parallel: ClassVar[bool] = False  # the adapter is for unsplit projections
+    supports_tensor_parallel: ClassVar[bool] = False  # the adapter's weights fit unsplit projections only
 
     def __post_init__(self) -> None:
         hold_text(self, "adapter")
@@ -55,11 +56,12 @@ class Lookahead(Rows):
 
     def ready(self, decoder: Any) -> None:
         if decoder is not None:
-            _loaded.pop(decoder, None)  # the folder may hold another adapter now
+            _loaded.pop(decoder, None)  # load again: the folder's content may have changed
             self.adapter_of(decoder)
 
     def adapter_of(self, decoder: Any) -> Adapter:
-        """Return the adapter, on the decoder's device. Raises ValueError for a missing adapter, or another model's."""
+        """Return the adapter on the decoder's device. Raises ValueError if it is missing or was trained on another
+        model."""
         known = _loaded.get(decoder)
         if known is None or known[0] != self.adapter:
             known = _loaded[decoder] = self.adapter, self._load(decoder)
@@ -89,7 +91,7 @@ class Lookahead(Rows):
         embed = arguments.decoder.get_input_embeddings()
         rows = adapter.embeddings.to(embed.weight.dtype).expand(arguments.batch, -1, -1)
         if self.probe:
-            probe = Probe(self.probe).prepare(arguments, read).tokens  # not None, since the read evicts
+            probe = Probe(self.probe).prepare(arguments, read).tokens  # not None, since slots are evicted
             rows = torch.cat([probe if probe.is_floating_point() else embed(probe), rows], 1)
         return AppendedRows(rows, None, adapter=adapter)
 
@@ -99,5 +101,6 @@ class Lookahead(Rows):
 
 @functools.lru_cache
 def _tokens(folder: str, changed: int | None) -> int:
-    """Return the number of lookahead rows of a saved adapter. changed: the time of its config.json, as a cache key."""
+    """Return the number of lookahead rows of the adapter in a folder. changed: modification time of its config.json,
+    which makes the cached result invalid when the file changes."""
     return config_of(folder)["tokens"]

@@ -12,8 +12,8 @@ from ..inputs import CallRows, LayerRows, Observation, OwnPolicy, PromptCall, Pr
 from ..seen.slots import FREE, Bounds
 from . import ROWS, AppendedRows, Question, Rows
 
-ENDING = 8  # last slots of a prompt that are kept if a span observes
-UNLIMITED = 2**30  # more slots than any head has
+ENDING = 8  # number of a prompt's last slots that are always kept if a span elsewhere observes
+UNLIMITED = 2**30  # no limit: more slots than any head has
 
 
 @ROWS.add("probe")
@@ -21,15 +21,15 @@ UNLIMITED = 2**30  # more slots than any head has
 class Probe(Rows):
     """TAKE's probe (eq. 7-10): the prompt's last tokens are appended to every chunk, and their queries are averaged.
 
-    probe      the last `probe` prompt tokens, or a span (start, stop) of the prompt as in a Python slice; cut to half
-               of a shorter prompt
-    ema_alpha  eq. 9's weight of earlier chunks' probe, which is rotated by the distance that the probe has moved since;
-               the paper uses 0.2, and 0.32 for retrieval. 0.0: each chunk's probe alone, which rotates nothing
+    probe      number of the prompt's last tokens, at most half of the prompt; or a span (start, stop) of the prompt's
+               tokens, as in a Python slice
+    ema_alpha  weight of earlier chunks' probe queries in the average (eq. 9), after rotation by the distance that the
+               probe has moved; the paper: 0.2, for retrieval 0.32. 0.0: the current chunk's probe queries alone
     append     False: nothing is appended; the chunk's last `probe` rows observe (ablation, table 2)
 
-    The probe attends to all alive slots except its own. At the prompt's end its slots are always kept, or with a span
-    the last min(8, probe rows) slots, because the answer continues from there; at most half the prompt. Where the
-    prompt's question is known, its request is kept too, up to half of the budget: METHODS section 3.
+    The probe attends to all alive slots except its own. The prompt's last slots are always kept, because the answer
+    continues from there: the probe's own or, with a span, min(8, probe rows) slots; at most half of the prompt. If the
+    prompt's question is known, the slots of its request are kept too, up to half of the budget (METHODS section 3).
     """
 
     probe: int | tuple[int, int] = 32
@@ -38,7 +38,7 @@ class Probe(Rows):
 
     @property
     def span(self) -> tuple[Any, ...] | None:
-        """The tokens that observe, where these are not the prompt's last ones."""
+        """The span (start, stop), or the questions, whose tokens observe; None: the prompt's last tokens do."""
         return self.probe if isinstance(self.probe, tuple) else None
 
     @property
@@ -89,11 +89,11 @@ class Probe(Rows):
         return {f.name: getattr(self, f.name) for f in fields(Probe)}
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
-        """Count the probe rows of prompts of tokens[b] tokens: int [B]."""
+        """Return the number of probe rows of each prompt, int [B]. tokens: int [B] lengths of the prompts."""
         return np.full_like(tokens, self.most) if self.span else np.minimum(tokens // 2, self.most)
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
-        ends = last and not self.span  # the last chunk contains the prompt's end
+        ends = last and not self.span  # the last chunk ends with the probe's tokens
         return int(self.lengths(np.array(tokens)).max()) if self.append and not ends else 0
 
     def prepare(self, arguments: PromptCall, read: PromptRead) -> AppendedRows | None:
@@ -115,13 +115,13 @@ class Probe(Rows):
             start = arguments.first + self.span[0] if self.span[0] >= 0 else read.prompt + self.span[0]
         start = torch.as_tensor(start, device=arguments.device).expand(arguments.batch)
         columns = start.long()[:, None] + torch.arange(longest, device=arguments.device)
-        columns = columns.clamp_max(read.prompt - 1)  # a row that is padding alone has no such tokens
+        columns = columns.clamp_max(read.prompt - 1)  # for a row of padding alone, which has no tokens
         return AppendedRows(arguments.tokens_at(columns), None, columns)
 
     def accumulate(self, call: LayerRows, past: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Average the probe's queries by eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, Qa_0 = Q_0 for the
-        first chunk that holds a row's tokens. Returns (queries fp32 [B, H, p, D], the first one's position [B], whether
-        a chunk has held the row's tokens yet, bool [B])."""
+        """Average the probe's queries Q_i over chunks i by eq. 9: Qa_i = alpha * Qa_{i-1} + (1 - alpha) * Q_i, where
+        chunk 0 is the first chunk with tokens of the batch row, and Qa_0 = Q_0. Returns (queries Qa_i, fp32
+        [B, H, p, D]; position of the first probe row [B]; whether any chunk so far had tokens of the row, bool [B])."""
         count = int(self.lengths(call.read.tokens).max())
         if call.read.prepared is None or not count:
             return None
@@ -135,7 +135,7 @@ class Probe(Rows):
         return alpha * before + (1 - alpha) * queries, position, started | had_started
 
     def _queries(self, call: LayerRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the call's queries of the probe [B, H, count, D], the first one's position [B])."""
+        """Return (queries of the call's `count` probe rows [B, H, count, D], position of the first probe row [B])."""
         return call.q[:, :, call.q.shape[2] - count :], call.last_position - (count - 1)
 
     def observe(self, call: LayerRows, past: Any) -> Observation:
@@ -143,37 +143,37 @@ class Probe(Rows):
         if not self.append:
             return call.chunk(self.most, lengths)
         queries = past[0].to(call.q.dtype)
-        unseen = lengths if call.ends_prompt and not self.span else 0  # the last chunk ends with the probe's own slots
+        unseen = lengths if call.ends_prompt and not self.span else 0  # the last chunk's last slots are the probe's
         return call.later(queries, skip=queries.shape[2] - lengths, unseen=unseen)
 
     def observing(self, rows: CallRows) -> np.ndarray:
         return np.minimum(self.lengths(rows.read.tokens), rows.tokens)
 
     def protect(self, call: LayerRows) -> Any:
-        if call.decoding:  # decoded rows observe then, as a window
+        if call.decoding:  # the last decoded rows observe, as a window
             return self.most
         return call.upload(np.minimum(call.read.tokens // 2, self._ending)) if call.ends_prompt else 0
 
     @property
     def _ending(self) -> int | np.ndarray:
-        """The number of the prompt's last slots that are kept, int or [B]."""
+        """The number of the prompt's last slots that are always kept, int or [B]."""
         return min(self.most, ENDING) if self.span else self.most
 
 
 @dataclass(frozen=True, eq=False)
 class Requested(Probe):
-    """A probe of one read that keeps each row's request (`Rows.keeping`).
+    """A probe for one prompt that always keeps the slots of each batch row's request (`Rows.keeping`).
 
-    A request may begin at several places. It is kept whole from the earliest of them from which on half of a layer's
-    budget holds it. If none is late enough, the request has at most half of the budget: the prompt's last tokens have
-    an eighth, and the best of the request's other tokens three eighths.
+    A request ends with the prompt and may begin at several places. The earliest place whose request fits in half of a
+    layer's budget is taken, and all slots of that request are kept. If no request fits, the one from the earliest place
+    gets half of the budget: an eighth for the prompt's last tokens, three eighths for the best of its other tokens.
     """
 
     requests: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def longest(self) -> int:
-        """The number of tokens from the batch's earliest beginning of a request to the prompt's end."""
+        """The largest number of tokens in a request of the batch, from its earliest beginning to the prompt's end."""
         return max((n for each in self.requests for n in each), default=0)
 
     def protect(self, call: LayerRows) -> Any:
@@ -183,7 +183,7 @@ class Requested(Probe):
         return torch.maximum(self.kept(call), call.upload(np.zeros(len(self.requests))) + own)
 
     def kept(self, call: LayerRows) -> torch.Tensor:
-        """Count the last slots after a chunk that are kept because they are the request's: int32 [B]."""
+        """Return how many last slots of the chunk are kept because they belong to the request: int32 [B]."""
         most, whole, fitting = self._lengths(call)
         kept = np.where(fitting > 0, fitting, np.minimum(np.minimum(most, whole), call.host_budget // 8))
         return call.upload((kept - call.left).clip(0))
@@ -192,7 +192,7 @@ class Requested(Probe):
         if call.read is None or call.left >= self.longest:
             return FREE
         most, whole, fitting = self._lengths(call)
-        limited = (call.left < whole) & (fitting == 0)  # some of the request has been read, and it does not fit
+        limited = (call.left < whole) & (fitting == 0)  # rows whose request has begun and does not fit
         if not limited.any():
             return FREE
         start = call.next_position + call.left - call.upload(whole)
@@ -200,13 +200,14 @@ class Requested(Probe):
         return Bounds(limited=torch.stack([start.to(torch.int32), call.upload(limit)], 1))
 
     def _lengths(self, call: LayerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, int [B] each: the number of a head's slots that a request may have; the request's tokens from its
-        first beginning on; and those from the first beginning from which on these slots hold it, or 0."""
+        """Return three numbers for each batch row, int [B] each: the largest number of a head's slots for a request;
+        the number of tokens in the request from its earliest beginning; the number of tokens in the longest request
+        that these slots hold, or 0 if they hold none."""
         policy, budget = call.read.policy, call.host_budget
         most = np.minimum(budget // 2, budget - policy.first - 1).clip(0)
-        if policy.layers.cascades:  # the layer's budget may still shrink
+        if policy.layers.cascades:  # later layers may still lower this layer's budget
             most = np.minimum(most, self.most)
-        if policy.tsp is not None:  # layers after it read the request, and as many other tokens
+        if policy.tsp is not None:  # half of the tokens that layers after tsp read
             most = np.minimum(most, int(policy.propagated(policy.chunk_size or call.read.prompt)) // 2)
         whole = np.array([max(each, default=0) for each in self.requests])
         fitting = [max((n for n in each if n <= m), default=0) for each, m in zip(self.requests, most, strict=True)]
@@ -215,14 +216,14 @@ class Requested(Probe):
 
 @dataclass(frozen=True, eq=False)
 class Questions(Requested):
-    """A probe of one read: each batch row's question (`Rows.asked`). A question with fewer tokens than another one of
-    the batch is padded on the right; the padding is masked.
+    """A probe for one prompt that consists of the tokens of each batch row's question (`Rows.asked`). Questions with
+    fewer tokens than the batch's longest are padded on the right, and the padding is masked.
 
-    A question near the prompt's end observes where it stands, in the last chunk: an appended copy would attend to the
-    question itself. It sees every slot before the question, and of later slots only those that compete.
+    If a question is near the prompt's end, its own rows observe in the last chunk, since an appended copy would attend
+    to the question. These rows see all slots before the question, and the unprotected slots from the question on.
 
-    A question before the text is seen neither by the appended rows, which would repeat it, nor by the rows that
-    observe. The question is kept if a quarter of the budget holds it, unless the prompt's end repeats it.
+    A question before the text is hidden from the appended rows, which would otherwise repeat it, and from the observing
+    queries. Its slots are kept if a quarter of the budget holds them, unless the prompt's end repeats the question.
     """
 
     questions: tuple[Question, ...] = ()
@@ -235,7 +236,7 @@ class Questions(Requested):
         return np.array([sum(stop - start for start, stop in each.spans) for each in self.questions])
 
     def ends(self, call: LayerRows) -> torch.Tensor:
-        """Count the tokens from a question's start to the prompt's end: int32 [B]."""
+        """Return the number of tokens from the start of each row's question to the prompt's end: int32 [B]."""
         return call.upload(call.read.tokens - np.array([each.spans[0][0] for each in self.questions]))
 
     def appended(self, tokens: int, rows: int, last: bool) -> int:
@@ -252,7 +253,7 @@ class Questions(Requested):
         return AppendedRows(arguments.tokens_at(columns), None, columns, unseen=self._unseen(arguments))
 
     def _unseen(self, arguments: PromptCall) -> torch.Tensor | None:
-        """Return the positions (start, stop) of the questions before the text: int32 [B, 2]; None: no row has one."""
+        """Return int32 [B, 2] positions (start, stop) of each row's question before the text; None: no row has one."""
         if not any(each.before for each in self.questions):
             return None
         spans = torch.tensor([(each.before or (0, 0))[:2] for each in self.questions], device=arguments.device)
@@ -275,11 +276,11 @@ class Questions(Requested):
         return np.where([each.last for each in self.questions], self.most, min(self.most, ENDING))
 
     def _which(self, name: str, call: LayerRows) -> torch.Tensor:
-        """Return the fields `name` of the questions: bool [B]."""
+        """Return the bool field `name` of each row's question, on the layer's device: bool [B]."""
         return call.upload(np.array([getattr(each, name) for each in self.questions], np.int64)).bool()
 
     def _before(self, call: LayerRows) -> torch.Tensor | None:
-        """Return the result of `_unseen`, which was called for the read, on the layer's device."""
+        """Return the result of `_unseen` (positions of questions) for this read, on the layer's device, or None."""
         prepared = call.read.prepared
         return None if prepared is None or prepared.unseen is None else prepared.unseen.to(call.first.device)
 

@@ -13,15 +13,16 @@ from . import ROWS, AppendedRows, Rows
 @ROWS.add("repeat")
 @dataclass(frozen=True)
 class Repeat(Rows):
-    """KVzip's rows (Kim et al. 2025): tokens are read again after they were read, and observe.
+    """KVzip's rows (Kim et al. 2025): tokens are read a second time, and the repeated rows observe.
 
-    part   tokens per part when schedule="prompt" repeats a prompt; scores that are not the largest number over rows
-           repeat it in one part
+    part   number of tokens in each part of a prompt that schedule="prompt" repeats part by part. Only scores that are
+           a maximum over rows can be computed by parts; for other scores the prompt is one part
 
-    schedule="chunk": the chunk's tokens are read at the positions right after each chunk, causal, and are not stored. A
-    repetition attends to its own chunk, so its attention to slots of earlier chunks says little of their worth:
-    carry="keep" keeps the scores from when they were repeated. schedule="prompt", KVzip itself: the whole prompt is
-    read, in chunks if there is a chunk_size, then each part is repeated after it, and one cut follows.
+    With schedule="chunk", a chunk's tokens are read again at the positions right after the chunk, causally, and are not
+    stored. Repeated rows attend to the tokens that they repeat, so their attention says little about slots of earlier
+    chunks: carry="keep" keeps the score that a slot got when its own chunk was repeated. With schedule="prompt" (KVzip
+    itself), the whole prompt is read, in chunks if there is a chunk_size; then each part is repeated after the prompt,
+    and one cut follows.
     """
 
     part: int = 2048
@@ -36,7 +37,7 @@ class Repeat(Rows):
         return rows
 
     def prepare(self, arguments: PromptCall, read: PromptRead) -> None:
-        """Raise ValueError if a prompt is within the model's positions, and its repetition is not."""
+        """Raise ValueError if the prompt fits the model's positions, but the rows that repeat it do not."""
         policy, seen = arguments.policy, max(read.seen)
         longest = min(policy.chunk_size or read.prompt, read.prompt)
         if policy.schedule == "prompt":
@@ -51,7 +52,8 @@ class Repeat(Rows):
             )
 
     def rows_for(self, chunk: Chunk, arguments: PromptCall, read: PromptRead) -> AppendedRows:
-        """Repeat each batch row's tokens. One with fewer tokens has rows after its repetition that no token sees."""
+        """Return rows that repeat the tokens of each batch row. If a batch row has fewer tokens than others, extra rows
+        follow its repetition; no token attends to these."""
         first, again = arguments.first.long(), chunk.again
         begin = first.clamp(chunk.start, chunk.end) if again is None else first + again.start
         number = torch.arange(chunk.appended, device=begin.device)
@@ -63,7 +65,7 @@ class Repeat(Rows):
         return call.repeated_rows(self.observing(call.rows))
 
     def observing(self, rows: CallRows) -> np.ndarray:
-        """Count the repeated rows: int [B], 0 for a batch row without tokens in this chunk."""
+        """Return the number of repeated rows that observe: int [B], 0 for a batch row without tokens in this chunk."""
         if rows.read is None:
             return np.minimum(1, rows.tokens)
         if rows.again is not None:

@@ -1,4 +1,4 @@
-"""Rows of the chunk itself, each of which sees the slots up to its own: no row, the last, the last few, or all."""
+"""Rows of the chunk itself observe, causally: none, the last row, the last few rows, or all rows."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,21 +14,21 @@ from . import ROWS, Rows
 @ROWS.add("none")
 @dataclass(frozen=True)
 class NoRows(Rows):
-    """No query observes: for scores of keys or positions."""
+    """No query observes, for scores that depend on keys, values or positions alone."""
 
     most: ClassVar[int] = 0
 
     def observe(self, call: LayerRows, past: object) -> Observation:
         raise ValueError("rows='none' has no queries: give rows='window', or another of kvevict.ROWS")
 
-    def observing(self, rows: CallRows) -> np.ndarray:  # diagnostics' rows
+    def observing(self, rows: CallRows) -> np.ndarray:  # rows that diagnostics measure
         return rows.tokens
 
 
 @ROWS.add("last")
 @dataclass(frozen=True)
 class Last(Rows):
-    """The last row. Its slot may be evicted (TOVA)."""
+    """The last row observes, and its slot may be evicted (TOVA)."""
 
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 1
@@ -40,7 +40,7 @@ class Last(Rows):
 @ROWS.add("all")
 @dataclass(frozen=True)
 class All(Rows):
-    """Every row of a chunk, and every decoded one (H2O)."""
+    """Every row of a chunk and every decoded row observes (H2O)."""
 
     newest: ClassVar[bool] = True
     most: ClassVar[int] = 2**31 - 1
@@ -52,7 +52,7 @@ class All(Rows):
 @ROWS.add("window")
 @dataclass(frozen=True)
 class Window(Rows):
-    """The last `window` rows. Their slots are kept (SnapKV)."""
+    """The last `window` rows observe, and their slots are kept (SnapKV)."""
 
     window: int = 32
 
@@ -74,8 +74,8 @@ class Window(Rows):
 
 @dataclass(frozen=True)
 class FirstWindow(Window):
-    """The window of the cut after which a model drafts for itself (LAQ): at most half of a layer's slots, so that a
-    small budget holds more than a window."""
+    """The window for the eviction before a model drafts for itself (LAQ). The window has at most half of a layer's
+    budget, so that a small budget also holds slots chosen by score."""
 
     def observe(self, call: LayerRows, past: object) -> Observation:
         return call.chunk(self.window, self.protect(call))

@@ -1,4 +1,5 @@
-"""Scores of the observers' attention. The methods differ in their rows, in how they reduce and in what they pool."""
+"""Scores computed from the attention of the observing rows. The methods differ in their rows, in how they reduce the
+attention over rows and heads, and in how they pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from ..rows.probe import Probe
 from ..rows.window import All, Last, Window
 from . import SCORES, Attention, Pooled, Score
 
-GAMMA = 200.0  # CAKE's weight of the variance
-MIX = 0.1  # R-KV's lambda, the weight of the importance
+GAMMA = 200.0  # CAKE's gamma, the weight of the variance
+MIX = 0.1  # R-KV's lambda, the weight of the importance; the redundancy has the weight 1 - lambda
 
 
 @SCORES.add("snapkv")
@@ -33,7 +34,7 @@ class SnapKV(Attention):
 @SCORES.add("paasvn")
 @dataclass(frozen=True)
 class PAASVN(Attention):
-    """PAASVN (EDIE eq. 4), EDIE's baseline: SnapKV's sums times the 1-norm of the value, pooled."""
+    """PAASVN (the EDIE paper's baseline, eq. 4): SnapKV's attention sums times the 1-norm of the value, pooled."""
 
     factors: ClassVar[tuple[str, ...]] = ("value_norm",)
 
@@ -71,7 +72,7 @@ class LookaheadKV(Attention):
 class Laq(Attention):
     """Lookahead Q-Cache (Wang et al. 2025): tokens drafted over a copy of the cache, cut by SnapKV, score the prompt.
 
-    They need the whole prompt first: a chunk_size only bounds the activations.
+    Drafting needs the whole prompt first, so a chunk_size bounds the memory of activations but not the cache.
     """
 
     rows: ClassVar = Drafted()
@@ -92,7 +93,7 @@ class SpecKV(Attention):
 class FastKV(Attention):
     """FastKV (Jo et al. 2025): attention of the last 8 rows, pooled per query head before the group is summed.
 
-    Its token-selective propagation is the policy's: `tsp`, `tsp_len`.
+    FastKV's token-selective propagation is set by the policy's options `tsp` and `tsp_len`.
     """
 
     rows: ClassVar = Window(8)
@@ -110,15 +111,16 @@ class FastKV(Attention):
 
 
 def _heads(slots: Slots, score: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Split scores [B, H, C] into each kv head's first, second, .. query head: [B, Hkv, C] each."""
+    """Split scores [B, H, C] of query heads into one tensor [B, Hkv, C] for each place in a group: the first query head
+    of every kv head, the second, and so on."""
     return score.unflatten(1, (slots.n.shape[1], -1)).unbind(2)
 
 
 @SCORES.add("cake")
 @dataclass(frozen=True)
 class Cake(Pooled):
-    """CAKE (Qin et al. 2025): mean and 200 times variance of the observers' attention over rows, per query head,
-    mean over the group; average pooling."""
+    """CAKE (Qin et al. 2025): the mean of the attention over observing rows plus 200 times its variance over rows, for
+    each query head, then averaged over the group; average pooling."""
 
     kernel: int = 5
     pool: str = "avg"
@@ -132,9 +134,10 @@ class Cake(Pooled):
 @SCORES.add("rkv")
 @dataclass(frozen=True)
 class RKV(Pooled):
-    """R-KV (2505.24133): attention of the last 8 rows less what other keys repeat of a slot's, for long answers.
+    """R-KV (2505.24133): attention of the last 8 rows minus a key's similarity to other keys, for long answers.
 
-    The score is 0.1 times the importance less 0.9 times the redundancy. The importance alone is pooled.
+    The score is 0.1 times the importance (attention) minus 0.9 times the redundancy (similarity). Only the importance
+    is pooled.
     """
 
     rows: ClassVar = Window(8)
@@ -156,7 +159,7 @@ class RKV(Pooled):
 class TOVA(Score):
     """TOVA (Oren et al. 2024): attention of the last row, mean over all heads, one selection for the layer.
 
-    `per_head=True` lets every kv head choose for itself (CAOTE's reading).
+    With `per_head=True` every kv head chooses its own slots, which is how the CAOTE paper uses TOVA.
     """
 
     per_head: bool = False
@@ -179,12 +182,13 @@ class TOVA(Score):
 @SCORES.add("edie")
 @dataclass(frozen=True)
 class Edie(Pooled):
-    """EDIE (eq. 9-11): how far removing a slot may move the observers' outputs in the 1-norm; a bound where alpha is 0.
+    """EDIE (eq. 9-11): estimate of how far the observing rows' outputs move in the 1-norm if a slot is removed.
 
-    alpha    keeps the denominator 1 + alpha - a from vanishing (table 2: 0.05, 0.1, 0.2)
-    weight   c_j, the largest attention of row j over the slots at positions w <= i < T - 2w ("middle"), over all
-             ("all"), over i < T - 2w ("i<=t-2w"), over w <= i ("i>w"), or 1 ("none") (table 3); w is the number of
-             observers
+    alpha    number that keeps the denominator 1 + alpha - a from vanishing, where a is an attention weight; the paper
+             uses 0.05, 0.1 and 0.2 (table 2). With 0, the score is an upper bound
+    weight   the slots among which the largest attention of row j is its weight c_j: at positions i with w <= i < T - 2w
+             ("middle"), all ("all"), with i < T - 2w ("i<=t-2w"), or with w <= i ("i>w"); "none": c_j = 1 (table 3). w
+             is the number of observing rows, T the number of tokens read
     """
 
     alpha: float = 0.1
@@ -204,7 +208,7 @@ class Edie(Pooled):
 @SCORES.add("edie-exact")
 @dataclass(frozen=True)
 class EdieExact(Edie):
-    """EDIE without its triangle inequality (eq. 7): the exact 1-norm error of removing one slot, weighted by row."""
+    """EDIE without its triangle inequality (eq. 7): exact 1-norm change of outputs if a slot is removed, times c_j."""
 
     alpha: ClassVar[float] = 0.0
     kind: ClassVar[str] = "l1"
@@ -215,8 +219,8 @@ class EdieExact(Edie):
 class H2O(Score):
     """H2O (Zhang et al. 2023): attention summed over all rows so far, carried with the slot; `recent` slots are kept.
 
-    `recent=None` is half the budget. Column sums come from a second pass over the rows' log-sum-exp, so they are exact
-    under chunking; no attention matrix exists.
+    `recent=None` keeps half of the budget. The sums over rows come from a second pass that reuses each row's
+    log-sum-exp, so they are exact for a prompt that is read in chunks, and no attention matrix is stored.
     """
 
     recent: int | None = None
@@ -228,7 +232,7 @@ class H2O(Score):
     decodes: ClassVar[bool] = True
 
     @property
-    def protected(self) -> tuple[int, int]:  # half of the smallest budget has the sinks, so the other half is as large
+    def protected(self) -> tuple[int, int]:  # None: half of the smallest budget, 2 * sink + 1
         return self.sink, self.sink if self.recent is None else self.recent
 
     def protect(self, call: LayerRows) -> tuple[int, int | torch.Tensor]:
@@ -238,7 +242,7 @@ class H2O(Score):
 @SCORES.add("vatp")
 @dataclass(frozen=True)
 class VATP(H2O):
-    """VATP (Guo et al. 2024): H2O's sums times the 1-norm of the value; the first `sink` slots are kept."""
+    """VATP (Guo et al. 2024): H2O's attention sums times the 1-norm of the value; the first `sink` slots are kept."""
 
     sink: int = 20
     decodes: ClassVar[bool] = False

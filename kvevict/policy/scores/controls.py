@@ -1,4 +1,4 @@
-"""Scores of keys, values or positions alone, without attention."""
+"""Scores that depend on keys, values or positions alone, without attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from . import SCORES, Score
 @SCORES.add("streaming")
 @dataclass(frozen=True)
 class Streaming(Score):
-    """StreamingLLM (Xiao et al. 2023): the first `sink` slots, then the most recent ones."""
+    """StreamingLLM (Xiao et al. 2023): the first `sink` slots and the most recent slots are kept."""
 
     sink: int = 4
     continues: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class Streaming(Score):
 @SCORES.add("knorm")
 @dataclass(frozen=True)
 class KNorm(Score):
-    """K-norm (Devoto et al. 2024): `-||k_i||_2`, small keys first."""
+    """K-norm (Devoto et al. 2024): the score is `-||k_i||_2`, so slots with small keys are kept."""
 
     ordinal: ClassVar[bool] = True
     needs: ClassVar[Needs] = ("key_norm",)
@@ -39,9 +39,9 @@ class KNorm(Score):
 @SCORES.add("keydiff")
 @dataclass(frozen=True)
 class KeyDiff(Score):
-    """KeyDiff (Park et al. 2025): `-cos(k_i, mean k)`, with the mean over the head's alive keys.
+    """KeyDiff (Park et al. 2025): the score is `-cos(k_i, mean k)`, where the mean is over the head's alive keys.
 
-    unit   scale keys to length 1 before the mean
+    unit   True: keys are scaled to norm 1 before they are averaged
     """
 
     unit: bool = False
@@ -63,9 +63,9 @@ class KeyDiff(Score):
 class Random(Score):
     """Random: a hash of (seed, layer, kv head, position), so that a row keeps the same slots in any batch.
 
-    redraw   hash the number of tokens read so far, too: every eviction draws anew among the slots that are left, so
-             that old ones become ever rarer (Random Attention, 2609.03430)
-    recent   last slots that are always kept; None: 64 where every eviction draws anew, or else none
+    redraw   True: the number of tokens read so far is hashed, too, so that every eviction draws anew among the slots
+             that are left, and old slots become ever rarer (Random Attention, 2609.03430)
+    recent   number of last slots that are always kept; None: 64 with redraw=True, else 0
     """
 
     seed: int = 0
@@ -90,9 +90,9 @@ class Random(Score):
     def score(self, slots: Slots) -> torch.Tensor:
         head = slots.heads.numbers(slots.device)[:, None]
         x = slots.positions.long() * 0x9E3779B1 + head * 0x85EBCA77 + slots.index * 0xC2B2AE3D + self.seed * 0x27D4EB2F
-        if self.redraw:  # the last position is the newest token's: all heads of a row add one number
+        if self.redraw:  # the largest position is the newest token's: all heads of a batch row add one number
             x = x + (slots.positions.amax((1, 2), keepdim=True).long() + 1) * 0x165667B1
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a 32-bit finaliser; int64 keeps the products exact
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # finaliser of a 32-bit hash, exact in int64
             x = x & 0xFFFFFFFF
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
         return ((x ^ (x >> 16)) >> 8).float()
@@ -101,16 +101,16 @@ class Random(Score):
 @SCORES.add("lagkv")
 @dataclass(frozen=True)
 class LagKV(Score):
-    """LagKV (Liang et al. 2025): how keys and values deviate, seen from the next part of the text; no attention.
+    """LagKV (Liang et al. 2025): spread of a slot's key and value, scaled by the next part of the text; no attention.
 
-    sink   first slots that are always kept; parts begin after them
+    sink   number of first slots that are always kept; the text after them is split into parts
 
     A part has 128 tokens. A slot's score is its rank in its part, so that all parts keep equally many slots. The last
-    whole part and all tokens after it are kept until the next part is whole.
+    complete part and all tokens after it are kept, because a part is scored only when the next part is complete.
     """
 
     sink: int = 4
-    lag: ClassVar[int] = 128  # tokens of a part, as in the paper
+    lag: ClassVar[int] = 128  # number of tokens in a part, as in the paper
     carry: ClassVar[str] = "keep"
     ordinal: ClassVar[bool] = True
 

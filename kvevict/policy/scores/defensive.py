@@ -7,19 +7,20 @@ from ..inputs import Needs, OwnPolicy, Slots, need
 from ..rows.window import Window
 from . import SCORES, Score, check_kernel
 
-COVER = 0.9  # share of all attention that goes to protected and first-ranked slots, as in the authors' code
-FIRST = 2.0**64  # lifts first-ranked scores above all others; a power of two rounds nothing
+COVER = 0.9  # share of the attention that protected and first-ranked slots get together, as in the authors' code
+FIRST = 2.0**64  # factor that lifts the first-ranked scores above all others; a power of two causes no rounding
 
 
 @SCORES.add("defensive")
 @dataclass(frozen=True)
 class Defensive(Score):
-    """DefensiveKV (Feng et al. 2025): the largest attention of any row and head, not below its mean, times |W_O v|_1.
+    """DefensiveKV (Feng et al. 2025): the largest attention over rows and heads, raised to its mean, times |W_O v|_1.
 
     kernel   number of neighbouring slots over which each row's attention is averaged
 
-    The slots of largest mean attention rank first: as many as get, with the protected ones, 0.9 of the attention to all
-    alive slots.
+    The mean is over slots; W_O v is the value after the output projection. The slots with the largest mean attention
+    over rows rank before all others: as many slots as get, together with the protected slots, 0.9 of the attention to
+    all alive slots.
     """
 
     kernel: int = 5

@@ -1,4 +1,4 @@
-"""Scores of keys by the queries that are expected, from statistics of earlier queries."""
+"""Scores of keys by future queries, which are estimated from statistics of earlier queries."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,19 +9,21 @@ from ..checks import hold_text
 from ..inputs import Needs, Slots, need
 from . import SCORES, Score
 
-EPSILON = 0.01  # the paper's: a slot that no query is expected to attend to counts by its value's norm alone
+EPSILON = 0.01  # the paper's epsilon: slots without expected attention are ranked by their values' norms
 FILE = "the file that `kvevict statistics` wrote, or None"
 
 
 @SCORES.add("expected")
 @dataclass(frozen=True)
 class Expected(Score):
-    """Expected Attention (Devoto et al. 2025): the expected attention of queries like those so far, plus 0.01, times
-    ||v_i||_2.
+    """Expected Attention (Devoto et al. 2025): attention expected of queries like the earlier ones, times ||v_i||_2.
 
-    sink    first slots that are always kept; they, and the queries at these positions, take no part
-    stats   file with the mean and the covariance of the model's queries, from `kvevict statistics`; None: those of the
-            text read so far
+    sink    number of first slots that are always kept; their keys are not scored, and the queries at their positions
+            are not in the statistics
+    stats   file that `kvevict statistics` wrote, with the mean and the covariance of the model's queries; None: mean
+            and covariance of the queries of the text read so far
+
+    Before the product, 0.01 is added to the expected attention.
     """
 
     sink: int = 4
@@ -44,8 +46,9 @@ class Expected(Score):
 class Tri(Score):
     """TriAttention (2604.04921): a key's products with the mean query at distances 1, 2, 4 .. 65536, for long answers.
 
-    sink    first slots that are always kept; the queries at these positions are not in the mean
-    stats   file with the means of the model's queries, from `kvevict statistics`; None: those of the prompts read
+    sink    number of first slots that are always kept; the queries at their positions are not in the mean
+    stats   file that `kvevict statistics` wrote, with the means of the model's queries; None: means over the prompts
+            that were read
     """
 
     sink: int = 4

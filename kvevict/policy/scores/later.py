@@ -1,5 +1,5 @@
-"""Scores for questions that come later: KVzip's, measured as a chunk is read again or predicted by gates, and
-Compactor's."""
+"""Scores for questions that are asked after the text was read: KVzip's score, measured while a chunk is read again or
+predicted by gates, and Compactor's score."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from ..rows.repeat import Repeat
 from ..rows.window import All
 from . import SCORES, Score
 
-BLEND = 0.35  # Compactor's weight of the leverage, for any budget, since scores of several chunks compete
+BLEND = 0.35  # Compactor's weight of the leverage, one for all budgets, since scores of several chunks compete
 
 
 @SCORES.add("kvzip")
@@ -20,10 +20,10 @@ BLEND = 0.35  # Compactor's weight of the leverage, for any budget, since scores
 class KVzip(Score):
     """KVzip (Kim et al. 2025): a slot's largest attention when its chunk is read again; for later questions.
 
-    sink   first slots that are always kept
+    sink   number of first slots that are always kept
 
-    The softmax of a repeated row spans those first slots, the chunk (or the part of a whole prompt) and the repetition
-    itself, so that numbers of different chunks compare.
+    The softmax of a repeated row spans the first `sink` slots, the chunk (or part of a whole prompt) that is repeated,
+    and the repeated rows up to this one, so that scores of different chunks are comparable.
     """
 
     sink: int = 4
@@ -43,8 +43,9 @@ class KVzip(Score):
 class KVzipPlus(KVzip):
     """KVzip+ (Jegou and Jeblick 2026): KVzip's attention, weighted by the slot's contribution to the row.
 
-    With W_O,h the columns of the output projection that query head h feeds and x_j the input of the layer's attention
-    block at repeated row j: max over j and h of a_ji ||W_O,h v_i||_2 / ||x_j||_2.
+    The score of slot i is the maximum over repeated rows j and query heads h of a_ji ||W_O,h v_i||_2 / ||x_j||_2. Here
+    a_ji is the attention weight, W_O,h the columns of the output projection that multiply head h's output, and x_j the
+    input of the layer's attention block at row j.
     """
 
     quantity: ClassVar[str] = "repeated_output"
@@ -53,12 +54,12 @@ class KVzipPlus(KVzip):
 @SCORES.add("gate")
 @dataclass(frozen=True)
 class Gate(Score):
-    """KVzap's gates (Jegou and Jeblick 2026): KVzip's number of a token, expected as it is read; for later questions.
+    """KVzap's gates (Jegou and Jeblick 2026): KVzip's score, predicted when a token is read; for later questions.
 
-    gates    folder of gates that were trained on this model (`kvevict train --kind gates`); None: those named
-             last for this model, or kvevict_gates in its folder
-    sink     first slots that are always kept
-    recent   last slots that are always kept
+    gates    folder of gates that were trained on this model (`kvevict train --kind gates`); None: the folder that was
+             named last for this model, or kvevict_gates in the model's folder
+    sink     number of first slots that are always kept
+    recent   number of last slots that are always kept
     """
 
     gates: object = None
@@ -80,10 +81,11 @@ class Gate(Score):
 class Compactor(Score):
     """Compactor (Chari & Van Durme 2025): outlying keys, and attention both ways in blocks; for later questions.
 
-    sink     first slots that are always kept
-    recent   last slots that are always kept
+    sink     number of first slots that are always kept
+    recent   number of last slots that are always kept
 
-    The score is 0.35 times the keys' statistical leverage plus the attention, both in standard deviations.
+    The score is 0.35 times the keys' statistical leverage plus the attention that keys get from the rows of their
+    block, earlier and later rows. Both are in standard deviations from their means.
     """
 
     sink: int = 8

@@ -1,1 +1,1 @@
-"""What a policy sees of a read: values, made by the engine; nothing here is changed once made."""
+"""The data that the engine gives a policy during a read: immutable descriptions of rows and slots."""

@@ -1,4 +1,4 @@
-"""A call's rows in one layer, and the rows (of the call, or other queries) that observe the layer's slots."""
+"""The rows of a decoder call, and the queries, from these rows or others, that observe a layer's slots."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,24 +14,26 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, eq=False)
 class Observers:
-    """R queries of a layer that observe its alive slots."""
+    """R queries (rows) per head that observe one layer's alive slots."""
 
-    q: torch.Tensor  # [B, H, R, D]
-    skip: torch.Tensor  # [B] rows before this one do not count
-    stop: torch.Tensor  # [B] new columns from this one on are not seen
-    causal: bool  # True: query r belongs to the r-th of the last R alive slots, sees no later one; False: all see all
-    lse: Any = None  # [B, H, R] log-sum-exp of the rows' logits; None: over the slots that are seen here
-    out: torch.Tensor | None = None  # [B, R, H, D] their attention outputs; None: over the slots that are seen here
-    probs: torch.Tensor | None = None  # [B, Hkv, C] a single row's attention, mean over the group, where it is known
-    own: Tensors | None = None  # (k, v) [B, Hkv, R, D] of these rows; their softmax spans them too, causally
-    until: Any = None  # [B, 1] the last row's position, for decoded rows that may have lost their slots
-    unseen: Any = None  # int32 [B, 2] positions (start, stop) that they do not see; None: there are none
-    # (tokens of the prompt, all stored; first repeated token; number repeated), int32 [B] each
+    q: torch.Tensor  # [B, H, R, D] the queries
+    skip: torch.Tensor  # [B] number of first rows that do not count
+    stop: torch.Tensor  # [B] the rows do not see new columns from stop[b] on
+    causal: bool  # True: row r is that of the r-th of the last R alive slots, sees no later slot; False: all see all
+    lse: Any = None  # [B, H, R] log-sum-exp of the rows' logits; None: to be computed over the slots that they see
+    out: torch.Tensor | None = None  # [B, R, H, D] the rows' attention outputs; None: as `lse`, or not needed
+    probs: torch.Tensor | None = None  # [B, Hkv, C] attention of a single row, mean over the group; None: not known
+    own: Tensors | None = None  # keys and values [B, Hkv, R, D] of the rows; None: the softmax does not span them
+    until: Any = None  # [B, 1] the last row's position, if the rows are decoded and their slots may be evicted
+    unseen: Any = None  # int32 [B, 2] positions (start, stop) that the rows do not see; None: no such positions
+    # if the rows repeat a part of a stored prompt: (number of the prompt's tokens, first repeated token, number of
+    # repeated tokens), int32 [B] each
     of: Tensors | None = None
 
 
 def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Move the rows of x [B, H, R, ..] on by by[b] places in each batch row, the last ones to the front."""
+    """Roll the R rows of x [B, H, R, ..] by by[b] places in each batch row b, so that the last by[b] rows come
+    first."""
     row = (torch.arange(x.shape[2], device=x.device) - by[:, None]) % x.shape[2]
     row = row[:, None].expand(-1, x.shape[1], -1)
     return x.gather(2, row[(..., *[None] * (x.ndim - 3))].expand_as(x))
@@ -39,7 +41,7 @@ def rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The rows that observe one layer, in parts that are computed one by one."""
+    """The rows that observe one layer's slots, in parts whose attention is computed one by one."""
 
     parts: tuple[Observers, ...]
 
@@ -54,14 +56,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a prompt that goes through the decoder at once."""
+    """A part of a prompt that the decoder reads in one call: columns start .. end - 1 of the prompt."""
 
-    start: int  # columns of the prompt before the chunk
+    start: int  # number of the prompt's columns before the chunk
     end: int
     last: bool  # the chunk ends the prompt
-    appended: int  # rows that are read with the chunk and not stored
-    observed: bool = True  # rows observe; False: they observe after all chunks were read
-    again: range | None = None  # tokens of every row, counted from 0, to repeat; such a chunk has no columns
+    appended: int  # number of rows that are read after the chunk's tokens and not stored
+    observed: bool = True  # rows observe during this chunk; False: only after all chunks were read
+    again: range | None = None  # tokens, counted from 0 in each batch row, that a chunk without columns repeats
 
     @property
     def rows(self) -> int:
@@ -69,112 +71,116 @@ class Chunk:
 
 
 class PromptCall(Protocol):
-    """What rows read of the decoder's call with a prompt, a `kvevict.engine.hook.arguments.Arguments`."""
+    """The facts about a decoder call with a prompt that `Rows` use; implemented by
+    `kvevict.engine.hook.arguments.Arguments`."""
 
     decoder: Any
     top: Any  # the model that called the decoder, or None
     policy: Any
-    ids: Any  # [B, N]; None: the call has embeddings
-    first: Any  # [B] columns of left padding
+    ids: Any  # token ids [B, N]; None: the call has embeddings
+    first: Any  # [B] number of columns of left padding
     columns: int  # number of columns in the cache before this call
     batch: int
     device: Any
-    tokens_at: Any  # function of columns [B, p]: ids [B, p] or embeddings [B, p, E]
-    embedded: Any  # function of ids [B, p]: ids or embeddings, as the call's tokens are
-    positions: Any  # function without arguments: [B, N] of the call's tokens
+    tokens_at: Any  # function (columns [B, p]) -> ids [B, p] or embeddings [B, p, E] of the call's tokens there
+    embedded: Any  # function (ids [B, p]) -> the ids, or their embeddings if the call has embeddings
+    positions: Any  # function () -> positions [B, N] of the call's tokens
 
 
 class PromptRead(Protocol):
-    """What rows read of a prompt's read, a `kvevict.engine.read.step.Read`."""
+    """The facts about the read of a prompt that `Rows` use; implemented by `kvevict.engine.read.step.Read`."""
 
     @property
-    def prompt(self) -> int: ...  # columns of the prompt, padding included
+    def prompt(self) -> int: ...  # number of the prompt's columns, padding included
     @property
-    def tokens(self) -> np.ndarray: ...  # [B] tokens of the prompt
+    def tokens(self) -> np.ndarray: ...  # [B] number of the prompt's tokens, without padding
     @property
     def prepared(self) -> Any: ...  # result of `Rows.prepare`
     @property
     def policy(self) -> Any: ...
     @property
-    def seen(self) -> Any: ...  # [B] tokens that the cache has after the prompt
+    def seen(self) -> Any: ...  # [B] number of tokens read so far, this prompt included
     @property
     def evicts(self) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallRows:
-    """The rows of a call, alike in every layer."""
+    """The facts about a decoder call's T rows that are equal in every layer."""
 
-    positions: torch.Tensor  # [B, T] int32, appended rows included
-    first: torch.Tensor  # [B] int32 columns of left padding
+    positions: torch.Tensor  # [B, T] int32 positions of the rows, appended rows included
+    first: torch.Tensor  # [B] int32 number of columns of left padding
     padding: np.ndarray  # `first` on the host
-    read: Any = None  # the `PromptRead` of the prompt; None: the call's tokens come after a prompt
+    read: Any = None  # the `PromptRead` of the prompt that is read; None: the call's tokens come after a prompt
     chunk: Chunk | None = None  # the part of the prompt that this call reads
 
-    decoding = property(lambda self: self.read is None and self.positions.shape[1] == 1)  # a decoded token
-    appended = property(lambda self: 0 if self.chunk is None else self.chunk.appended)  # the last rows, not stored
+    decoding = property(lambda self: self.read is None and self.positions.shape[1] == 1)  # the row is a decoded token
+    appended = property(lambda self: 0 if self.chunk is None else self.chunk.appended)  # number of rows not stored
     ends_prompt = property(lambda self: self.chunk is not None and self.chunk.last)
-    again = property(lambda self: None if self.chunk is None else self.chunk.again)  # None: the call reads its columns
-    # int [B] rows without padding, appended ones included; on the host
+    again = property(lambda self: None if self.chunk is None else self.chunk.again)  # tokens that the call repeats
+    # int [B] number of rows without padding, appended rows included, on the host
     tokens = property(lambda self: self.positions.shape[1] - self.padding)
 
     @cached_property
     def columns(self) -> int:
-        """The number of rows that a layer's cut stores; 0 for a decoded token, which is stored earlier."""
+        """The number of the call's rows that are stored when a layer's slots are cut; 0 for a decoded token, whose slot
+        is stored before that."""
         return 0 if self.decoding else self.positions.shape[1] - self.appended
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """The T rows of a call in one layer. The last `appended` are read with the chunk and not stored.
+    """The T rows of a decoder call in one layer. The last `appended` rows are read after the chunk's tokens and not
+    stored.
 
-    `chunk`, `appended_rows`, `repeated_rows`, `drafted_rows` and `later` make observations of them.
+    The methods `chunk`, `appended_rows`, `repeated_rows`, `drafted_rows` and `later` each return an `Observation`.
     """
 
     rows: CallRows
-    host_budget: np.ndarray  # [B] slots per kv head, on average, that the layer may keep; 0 before a call that evicts
+    host_budget: np.ndarray  # [B] slots per kv head, on average, that the layer may keep; 0: no budget is set yet
     rope: Any  # the layer's kvevict.engine.measure.rope.Rope
-    q: Any  # [B, H, T, D]; None, as out and lse, in a copy whose layer waits for another layer's choice
-    out: Any  # [B, T, H, D]
-    lse: Any  # [B, H, T]
+    q: Any  # [B, H, T, D] queries; q, out and lse are None in a copy for a layer that waits for another layer's choice
+    out: Any  # [B, T, H, D] attention outputs
+    lse: Any  # [B, H, T] log-sum-exp of the logits
     drafted: Tensors | None = None  # (q [B, H, n, D], k, v [B, Hkv, n, D]) of n rows drafted after the prompt
 
     positions = property(lambda self: self.rows.positions)
-    columns = property(lambda self: self.rows.columns)  # S, the call's stored rows
+    columns = property(lambda self: self.rows.columns)  # S, the number of the call's stored rows
     decoding = property(lambda self: self.rows.decoding)
     appended = property(lambda self: self.rows.appended)
     ends_prompt = property(lambda self: self.rows.ends_prompt)
     read = property(lambda self: self.rows.read)
-    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # columns of the prompt after the call
-    last_position = property(lambda self: self.positions[:, -1])  # [B], of the last appended row if there is one
-    next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B], after the last stored row
+    left = property(lambda self: self.read.prompt - self.rows.chunk.end)  # number of prompt columns after the call
+    last_position = property(lambda self: self.positions[:, -1])  # [B] position of the last row, stored or appended
+    next_position = property(lambda self: self.positions[:, self.columns - 1] + 1)  # [B] after the last stored row's
     has_tokens = property(lambda self: self.first < self.columns)  # bool [B]: not all stored rows are padding
-    budget = property(lambda self: self.upload(self.host_budget))  # int32 [B] on the layer's device
-    end = property(lambda self: self.columns + 0 * self.first)  # [B] number of new columns, if all of them count
+    budget = property(lambda self: self.upload(self.host_budget))  # `host_budget` on the device, int32 [B]
+    end = property(lambda self: self.columns + 0 * self.first)  # [B] `stop` of `Observers` that see all new columns
 
     @cached_property
     def first(self) -> torch.Tensor:
-        """The columns of left padding among the stored rows, int32 [B]."""
+        """The number of columns of left padding among the stored rows, int32 [B]."""
         return self.rows.first.clamp_max(self.columns)
 
     def upload(self, numbers: np.ndarray) -> torch.Tensor:
-        """Copy numbers [B] on the host to the layer's device: int32."""
+        """Copy numbers [B] from the host to the layer's device, as int32."""
         return _ops.upload(numbers, self.rows.first.device, torch.int32)
 
     def rotate(self, queries: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
-        """Rotate queries [B, H, p, D] by the model's rotary angle between two positions [B]. Only for rows with
-        `rotates = True`."""
+        """Rotate queries [B, H, p, D] by the model's rotary embedding from positions [B] to other positions [B]. Only
+        for `Rows` with `rotates = True`."""
         return self.rope.rotated(queries, position_from, position_to)
 
     def stored_from(self, column: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (queries [B, H, count, D] of the stored rows from column [B] on, [B] the first one's position). Past
-        the end the last stored row is repeated."""
+        """Return (queries [B, H, count, D] of `count` stored rows from column[b] on, position [B] of the first of
+        them). After the last stored row, that row is repeated."""
         at = (column.long()[:, None] + torch.arange(count, device=self.q.device)).clamp(0, self.columns - 1)
         rows = at[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[3])
         return self.q.gather(2, rows), self.positions.gather(1, at[:, :1])[:, 0]
 
     def chunk(self, count: int | None = None, at_most: torch.Tensor | None = None) -> Observation:
-        """Observe by the last `count` stored rows (None: all), at most at_most[b] in batch row b."""
+        """Return the observation by the last `count` stored rows (None: all rows), of which at most the last at_most[b]
+        count in batch row b."""
         stop = self.q.shape[2] - self.appended
         start = stop - (stop if count is None else min(count, stop))
         skip = torch.clamp_min(self.first - (self.columns - (stop - start)), 0)
@@ -185,8 +191,8 @@ class LayerRows:
         return Observation((rows,))
 
     def appended_rows(self, own: bool = True, count: int | None = None) -> Observation:
-        """Observe by the last `count` appended rows (None: all). own: their softmax spans the appended rows before
-        them, too."""
+        """Return the observation by the last `count` appended rows (None: all of them). own: True: the softmax of a row
+        also spans the appended rows up to itself."""
         rows, none = count or self.appended, 0 * self.first
         q = self.q[:, :, -rows:]
         if not own:
@@ -194,7 +200,7 @@ class LayerRows:
         return Observation((Observers(q, none, self.end, False, self.lse[:, :, -rows:], self.out[:, -rows:]),))
 
     def repeated_rows(self, counts: np.ndarray) -> Observation:
-        """Observe by the first counts[b] appended rows of each batch row."""
+        """Return the observation by the first counts[b] appended rows of each batch row b."""
         q, lse, out, skip = self.q, self.lse, self.out, self.upload(self.appended - counts)
         q, lse, out = q[:, :, -self.appended :], lse[:, :, -self.appended :], out[:, -self.appended :]
         if (counts < self.appended).any():
@@ -208,7 +214,8 @@ class LayerRows:
         return Observation((Observers(q, skip, self.end, False, lse, out, of=of),))
 
     def drafted_rows(self, own: bool) -> Observation:
-        """Observe by the rows drafted after the prompt. own: their softmax spans the drafted slots, too."""
+        """Return the observation by the rows drafted after the prompt. own: True: the softmax of a row also spans the
+        drafted rows up to itself."""
         q, k, v = self.drafted
         return Observation((Observers(q, 0 * self.first, self.end, False, own=(k, v) if own else None),))
 
@@ -216,9 +223,12 @@ class LayerRows:
         self, queries: torch.Tensor, skip: torch.Tensor | None = None, unseen: int | torch.Tensor = 0,
         counts: np.ndarray | None = None, unseen_at: torch.Tensor | None = None,
     ) -> Observation:  # fmt: skip
-        """Observe by queries [B, H, R, D] later than all slots. They do not see the last `unseen` slots (a number or
-        [B]), nor those at the positions `unseen_at` (int32 [B, 2], start and stop). The first skip [B] queries do not
-        count, or only the first counts[b] do."""
+        """Return the observation by queries [B, H, R, D] that come after all slots.
+
+        unseen: number (int or [B]) of last slots that the queries do not see; unseen_at: int32 [B, 2] positions (start,
+        stop) that they do not see. skip: [B] number of first queries that do not count; or counts: [B] number of first
+        queries that count, while the others do not
+        """
         if counts is not None:
             skip = self.upload(queries.shape[2] - counts)
             queries = rolled(queries, skip) if (counts < queries.shape[2]).any() else queries
@@ -227,7 +237,8 @@ class LayerRows:
         return Observation((Observers(queries, skip, stop, False, unseen=unseen_at),))
 
     def stored_rows(self, count: int, outputs: bool) -> "LayerRows":
-        """Copy the last `count` of the stored rows."""
+        """Return a copy with the last `count` stored rows alone. outputs: whether their attention outputs are copied,
+        too."""
         end = self.q.shape[2] - self.appended
         own = slice(max(end - count, 0), end)
         out = self.out[:, own].clone() if outputs else None

@@ -15,20 +15,21 @@ from ...models import families
 from ...policy.checks import parsed
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-KIND = "kvzap"  # model_type in the config of KVzap's gates
-PARTS = {"linear": ("",), "mlp": ("0.", "2.")}  # between `layers.N.` and `weight`, for each affine map
+KIND = "kvzap"  # `model_type` in the config of KVzap's gates
+PARTS = {"linear": ("",), "mlp": ("0.", "2.")}  # kind -> for each affine map, the name between `layers.N.` and `weight`
 
 
 def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Gates:
     """Save KVzap's published gates (Jegou and Jeblick 2026; kvpress' KVzapModel) in the folder `out`, and return them.
 
     source   folder with config.json and model.safetensors, or a hub id such as nvidia/KVzap-mlp-Qwen3-8B
-    model    the model that the gates were trained on. The source does not name it: sizes are compared, weights cannot
-             be
+    model    the model that the gates were trained on. The source does not name that model, so only the sizes of `model`
+             can be checked, not its weights
 
     The source's layer N is decoder layer N. KVzap's gates take the same input as kvevict's and predict the logarithm of
-    `kvzip+`'s number. No code of the source is run, and no pickle is read. Raises ValueError, with nothing written, for
-    a source that is something else, damaged, or of a model of other sizes; OSError where `out` cannot be written.
+    the score `kvzip+`. No code of the source is run, and no pickle is read. Raises ValueError, and writes nothing, if
+    the source does not hold KVzap's gates, is damaged, or has the sizes of another model; OSError if `out` cannot be
+    written.
     """
     name, decoder, place = repr(os.fspath(source)), families.find_decoder(model), Path(source)
     if place.resolve() == Path(out).resolve():
@@ -60,7 +61,8 @@ def convert(source: str | os.PathLike, model: Any, out: str | os.PathLike) -> Ga
 
 
 def _file(source: str | os.PathLike, file: str, name: str) -> Path:
-    """Return the path of a file of a source. Raises ValueError, which calls the source `name`, if it has none."""
+    """Return the path of a file in `source`, a folder or hub id. Raises ValueError if the file is missing; `name` is
+    the source's name in the error."""
     if Path(source).is_dir():
         if (path := Path(source) / file).is_file():
             return path
@@ -77,7 +79,7 @@ def _file(source: str | os.PathLike, file: str, name: str) -> Path:
 
 
 def _config(path: Path, name: str) -> dict:
-    """Read KVzap's config. Raises ValueError for any other file."""
+    """Read the config of KVzap's gates. Raises ValueError for any other file; `name` is the source's name in it."""
     try:
         config = parsed(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,8 +93,8 @@ def _config(path: Path, name: str) -> dict:
 
 
 def _affine(tensors: dict[str, torch.Tensor], prefix: str, inputs: int, outputs: int, name: str) -> tuple:
-    """Return an affine map, fp32 (weight [outputs, inputs], bias [outputs]). Raises ValueError if it is missing or
-    damaged."""
+    """Return the affine map that is stored under `prefix`, as fp32 (weight [outputs, inputs], bias [outputs]). Raises
+    ValueError if it is missing or damaged; `name` is the source's name in the error."""
     found = []
     for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
         x = tensors.get(prefix + part)

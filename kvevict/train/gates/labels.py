@@ -1,4 +1,4 @@
-"""Makes the training data of gates: pieces of texts, and KVzip's scores of their tokens (METHODS section 9)."""
+"""Makes the training data of gates: pieces of texts, and KVzip's scores of the pieces' tokens (METHODS section 9)."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -12,16 +12,17 @@ from ...models import families
 from ...store.files import decoded
 from ..targets import numbers
 
-SKIP = 4  # first tokens of a piece, left out: they are always kept, and their hidden states are unlike others'
-FLOOR = 1e-6  # smaller scores count as this one before the logarithm is taken
+SKIP = 4  # number of first tokens that are left out: always kept, and with hidden states unlike other tokens'
+FLOOR = 1e-6  # smallest score: smaller scores are raised to it before the logarithm is taken
 
 
 def pieces(
     texts: str | Path | Iterable[object], tokenizer: Tokenizer | None, length: int, limit: int, vocabulary: int
 ) -> list[torch.Tensor]:
-    """Cut each text into equal pieces of at most `length` tokens, each beginning with the tokenizer's first token, and
-    return the ids of some pieces, spread evenly over all, with `limit` tokens together. texts: a file's path, or an
-    iterable of texts or of 1-D token ids. Raises ValueError for texts that cannot be trained on."""
+    """Cut each text into equal pieces of at most `length` tokens; each piece begins with the token that the tokenizer
+    puts before a text. Returns the ids of some pieces, spread evenly over all pieces, with at most `limit` tokens
+    together (or one piece). texts: a file's path, or an iterable of texts or of 1-D token ids. vocabulary: number of
+    the model's token ids. Raises ValueError for texts that cannot be trained on."""
     if isinstance(texts, Path) or (isinstance(texts, str) and os.path.isfile(texts)):
         texts = [decoded(Path(texts).read_bytes(), texts)]
     elif isinstance(texts, str):
@@ -52,7 +53,7 @@ def _ids(number: int, text: Any, tokenizer: Tokenizer | None, vocabulary: int) -
 
 
 def _first(text: object, tokenizer: Tokenizer | None) -> torch.Tensor:
-    """Return the token that the tokenizer puts before a text as ids [1], or ids [0] if it puts none."""
+    """Return the token that the tokenizer puts before a text, as ids [1], or ids [0] if there is no such token."""
     first = getattr(tokenizer, "bos_token_id", None) if isinstance(text, str) else None
     if first is not None and tokenizer("a")["input_ids"][:1] != [first]:
         first = None
@@ -62,9 +63,9 @@ def _first(text: object, tokenizer: Tokenizer | None) -> torch.Tensor:
 def each_layer(
     model: torch.nn.Module, label: str, ids: torch.Tensor, take: Callable[[int, torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Read a piece, and then once more after itself. Calls take(layer, x [T, E], y [T, heads] fp32) for every layer:
-    x are the inputs of its attention block, y the logarithms of its scores, of the piece's tokens after the first
-    `SKIP`."""
+    """Read a piece of text, and then the same piece again after it. Calls take(layer, x [T, E], y [T, heads] fp32) for
+    every evicting layer, about the piece's T tokens after the first `SKIP`: x are the inputs of the layer's attention
+    block, y the logarithms of the scores in the layer's kv heads."""
     decoder = families.find_decoder(model)
     inputs: dict = {}
 

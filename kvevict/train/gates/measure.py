@@ -10,21 +10,23 @@ from ...engine.measure.gates import Gates
 from ..lookahead.validation import recall, tau
 from .labels import each_layer
 
-SHARES = (0.125, 0.25, 0.5)
+SHARES = (0.125, 0.25, 0.5)  # shares of all slots, the best of which the recall counts
 
 
 def measure(
     model: torch.nn.Module, label: str, known: list[torch.Tensor], gates: Gates, progress: bool = False
 ) -> dict[str, Any]:
-    """Compare gates with KVzip's scores of `known`, pieces of token ids. Returns, besides the number of tokens:
+    """Compare the gates' predictions with KVzip's scores of `known`, pieces of token ids. Returns, besides the number
+    of tokens:
 
-    r2            R^2 of the logarithms over all layers and heads together, as one ranking of all compares them
-    r2_by_layer   R^2 of each head alone, averaged over a layer's heads; r2_by_head is the average over all layers
-    recall        for each share, the part of the best slots in one ranking of all layers and heads that are also best
-                  by the gates
-    tau           Kendall's tau, averaged over heads; None without scipy
+    r2            R^2 of the logarithms of scores over all layers and heads together, since one ranking compares these
+    r2_by_layer   {layer: R^2 of each head alone, averaged over the layer's heads}
+    r2_by_head    mean of r2_by_layer over layers
+    recall        {share: of the best slots by KVzip's scores, in one ranking of all layers and heads, the part that is
+                  also among the best by the gates}
+    tau           Kendall's tau, averaged over heads; None if scipy is not installed
     """
-    sums: dict = {}  # layer -> [count, sum y, sum y^2, sum of squared errors], float64 [heads]
+    sums: dict = {}  # layer -> float64 [4, heads]: count, sum of y, sum of y^2, sum of squared errors
     recalls, taus = [], []
     for ids in bar(known, "measuring", "piece", progress):
         logs, labels = [], []

@@ -24,9 +24,9 @@ from ..targets import LABELS
 from .labels import SKIP, each_layer, pieces
 from .measure import measure
 
-CHECKPOINT = "checkpoint.pt"  # the first process's; process N writes "checkpoint.N.pt"
+CHECKPOINT = "checkpoint.pt"  # file of process 0; process N > 0 writes "checkpoint.N.pt"
 MINUTE = 60  # seconds between checkpoints
-LENGTH, LIMIT = 1500, 30_000  # tokens of a piece, and of all pieces
+LENGTH, LIMIT = 1500, 30_000  # default limits: tokens of one piece, and of all pieces
 
 
 def train(
@@ -37,17 +37,18 @@ def train(
     """Fit linear gates for `model` on `texts`, and save them in the folder `out`. Returns the `Gates`.
 
     texts     a text file's path, or an iterable of texts or of 1-D token ids
-    label     policy with the numbers to learn, "kvzip" or "kvzip+"; each piece is read twice for them
+    label     policy whose scores the gates learn, "kvzip" or "kvzip+"; each piece is read twice to compute them
     length    most tokens of a piece; half of the model's context if that is less
-    limit     most tokens of all pieces, spread evenly over all texts
-    held_out  number of last pieces to validate on instead of training (None: an eighth of all); `Gates.about` has
-              their R^2, recall and Kendall's tau
-    ridge     what is added to each input's variance, as a share of the variance
+    limit     most tokens of all pieces together; if the texts have more, pieces are taken evenly from all texts
+    held_out  number of last pieces to validate on instead of training (None: an eighth of all); `Gates.about` then has
+              R^2, recall and Kendall's tau on these pieces
+    ridge     share of each input's variance that is added to the variance (ridge regression)
 
-    Several processes (`accelerate launch`) share the pieces: each calls this; the first one validates and writes. An
-    interrupted run, called again, continues from its last checkpoint, at most a minute old. Raises ValueError for too
-    short texts, for a model that is patched, split over processes or of an unknown kind, and for a checkpoint that is
-    damaged or of other settings; OSError if `out` cannot be written.
+    Several processes (`accelerate launch`) share the pieces: each process calls this function, and the first process
+    validates and writes. If an interrupted training is called again, it continues from its last checkpoint, which is at
+    most a minute old. Raises ValueError for texts that are too short, for a model that is patched, split over processes
+    or of an unsupported type, and for a checkpoint that is damaged or has other settings; OSError if `out` cannot be
+    written.
     """
     one_of("label", label, LABELS)
     count("length", length, SKIP + 2)
@@ -89,12 +90,12 @@ def train(
 
 
 class Fit:
-    """A ridge regression in closed form, from sums of products in float64. ridge: the share of each input's variance
-    that is added to it."""
+    """A ridge regression in closed form, computed from sums of products in float64. ridge: share of each input's
+    variance that is added to the variance."""
 
     def __init__(self, ridge: float) -> None:
         self.ridge = ridge
-        self.products: Any = None  # float64 [1 + E, 1 + E + heads]
+        self.products: Any = None  # float64 [1 + E, 1 + E + heads]: sums over samples of (1, x) times (1, x, y)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add T samples: inputs x [T, E] and labels y [T, heads]."""
@@ -103,7 +104,7 @@ class Fit:
         self.products = product if self.products is None else self.products.add_(product)
 
     def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Solve for (weight [heads, E], bias [heads]) in fp32."""
+        """Solve the regression. Returns (weight [heads, E], bias [heads]) in fp32."""
         own = len(self.products)
         mean = self.products[0] / self.products[0, 0]
         centred = self.products[1:] / self.products[0, 0] - mean[1:own, None] * mean
@@ -115,7 +116,7 @@ class Fit:
 
 
 class GateTraining:
-    """One training of gates, begun or continued from a checkpoint of equal settings, model and text."""
+    """A training of gates, from the start or from a checkpoint with the same settings, model and texts."""
 
     def __init__(self, model: torch.nn.Module, known: list, folder: Path, settings: dict, processes: Processes) -> None:
         self.model, self.decoder, self.processes = model, find_decoder(model), processes

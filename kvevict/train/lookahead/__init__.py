@@ -1,4 +1,4 @@
-"""Trains LookaheadKV's rows (METHODS section 6), which are appended to a prompt: their attention scores its slots."""
+"""Trains LookaheadKV's rows (METHODS section 6): learned rows after a prompt, whose attention scores its slots."""
 
 from ...models.adapter import Adapter, bundled, config_of, load
 from .training import train

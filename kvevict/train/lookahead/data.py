@@ -1,5 +1,5 @@
-"""Reads and checks the pairs of prompt and response to train on, of which the model writes missing responses (METHODS
-section 6)."""
+"""Reads and checks pairs of prompt and response to train on (METHODS section 6). The model generates missing
+responses."""
 
 import hashlib
 import json
@@ -16,21 +16,21 @@ from ...store.files import decoded
 
 
 class Pair(NamedTuple):
-    name: str  # the pair's place in the data, for errors
+    name: str  # the pair's place in the data, for error messages
     prompt: tuple  # token ids
-    response: tuple | None  # token ids; None: the model writes it
+    response: tuple | None  # token ids; None: the model generates the response
 
 
 class Limits(NamedTuple):
-    prompt: int  # most tokens of a prompt
-    response: int  # most tokens of a response
-    context: int  # most tokens of a prompt with its response, by the model's context
+    prompt: int  # largest number of tokens in a prompt
+    response: int  # largest number of tokens in a response
+    context: int  # largest number of tokens in a prompt and its response together: the model's context
 
 
 def pairs(data: str | Path | Iterable[dict[str, Any]], tokenizer: Tokenizer | None, limits: Limits) -> list[Pair]:
     """Read `Pair`s from a JSONL file or an iterable of dicts. A dict has a `prompt` and, optionally, a `response` (text
-    or token ids), or chat `messages`: if the assistant's is the last, it is the response. Raises ValueError, naming the
-    pair's place, for a pair that is too long or of another form."""
+    or token ids), or it has chat `messages`; if the last message is the assistant's, it is the response. Raises
+    ValueError, with the pair's place, for a pair that is too long or has another form."""
     found = [_pair(name, entry, tokenizer, limits) for name, entry in _entries(data)]
     if not found:
         raise ValueError("data has no pair of prompt and response: give at least one")
@@ -74,7 +74,7 @@ def _pair(name: str, entry: dict, tokenizer: Tokenizer | None, limits: Limits) -
 
 
 def _chat(name: str, messages: list, tokenizer: Tokenizer | None) -> tuple[Any, Any]:
-    """Return (ids of the prompt in the chat template, text of the response or None)."""
+    """Return (token ids of the prompt in the chat template, text of the response or None)."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} has messages, which need a tokenizer with a chat template; give prompt and response")
     if not isinstance(messages, list) or not all(
@@ -110,7 +110,8 @@ def _ids(name: str, what: str, value: list, tokenizer: Tokenizer | None) -> tupl
 
 
 class StoredResponses:
-    """The model's greedy answers to prompts, stored in JSONL files of a folder, one for each process."""
+    """The model's greedy responses to prompts, stored in JSONL files of a folder. Each process writes one of the files
+    and reads all of them when it starts. most: largest number of tokens in a response."""
 
     def __init__(self, model: torch.nn.Module, folder: str | Path, most: int, rank: int = 0) -> None:
         self.model, self.most, self.known = unwrapped(model), most, {}
@@ -120,13 +121,14 @@ class StoredResponses:
                 try:
                     entry = json.loads(line)
                 except ValueError:
-                    continue  # a crash cut the line
+                    continue  # an interrupted process wrote half a line
                 if entry["most"] == most:
                     self.known[entry["prompt"]] = tuple(entry["response"])
 
     @torch.no_grad()
     def of(self, pair: Pair) -> tuple:
-        """Return the pair's response, or if it has none the model's, of at most `most` tokens, EOS included."""
+        """Return the ids of the pair's own response or, if it has none, of the model's: at most `most` tokens, the end
+        token included."""
         if pair.response is not None:
             return pair.response
         key = hashlib.sha256(repr(pair.prompt).encode()).hexdigest()[:24]

@@ -1,7 +1,7 @@
-"""The two passes of LookaheadKV's training (eq. 5, METHODS section 6). The first pass reads prompt and response without
-an autograd graph: it gives the true scores and the prompt's keys and values. In the second pass only the lookahead rows
-go through the decoder, attend to these keys and values, and get gradients. No attention matrix outlives its layer;
-memory grows with the prompt's length."""
+"""The two forward passes of LookaheadKV's training (eq. 5, METHODS section 6). The first pass reads prompt and response
+without an autograd graph, and returns the true scores and the prompt's keys and values. In the second pass only the
+lookahead rows go through the decoder; they attend to these keys and values and get gradients. No attention matrix is
+kept after its layer; memory grows linearly with the prompt's length."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,17 +26,19 @@ NAME = "kvevict_lookahead"
 
 @dataclass
 class Truth:
-    """The results of the first pass over a pair, by layer, on the model's device."""
+    """The results of the first pass over a prompt and its response, on the model's device. Dicts are by layer."""
 
-    tokens: int  # N of the prompt
-    keys: dict = field(default_factory=dict)  # [1, Hkv, N, D]; of a sliding layer only those that later rows see
-    values: dict = field(default_factory=dict)
-    target: dict = field(default_factory=dict)  # fp32 [1, H, N] mean attention of the response's rows; evicting layers
+    tokens: int  # N, the number of the prompt's tokens
+    # [1, Hkv, N, D]; of a sliding-window layer only the last of the N tokens, which rows after the prompt see
+    keys: dict = field(default_factory=dict)
+    values: dict = field(default_factory=dict)  # shaped as keys
+    target: dict = field(default_factory=dict)  # fp32 [1, H, N] true scores, of evicting layers only
 
 
 @torch.no_grad()
 def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
-    """Make the first pass over ids [N] of a prompt and [R] of a response. An empty response gives no true scores."""
+    """Run the first pass over the ids of a prompt [N] and of a response [R]. The true scores are the mean attention of
+    the response's rows; for an empty response there are none."""
     found, ids = Truth(len(prompt)), torch.cat([prompt, response])[None]
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
@@ -61,8 +63,8 @@ def truth(decoder: Module, prompt: Tensor, response: Tensor) -> Truth:
 
 
 def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
-    """Make the first pass over the ids [N] of a prompt whose questions are not known yet (METHODS section 9). The true
-    scores of a query head are its kv head's scores of `kvzip+`, divided by their sum. The response is ids [0]."""
+    """Run the first pass over the ids [N] of a prompt whose questions are not known yet (METHODS section 9). The true
+    scores of a query head are the `kvzip+` scores of its kv head, divided by their sum. response: ids [0], empty."""
     found = truth(decoder, prompt, response)
     heads = decoder.config.num_attention_heads
 
@@ -75,9 +77,9 @@ def repeated(decoder: Any, prompt: Tensor, response: Tensor) -> Truth:
 
 
 def loss(decoder: Any, adapter: Adapter, found: Truth, note: Callable[..., None] | None = None) -> Tensor:
-    """Average KL(true scores || the lookahead rows' scores) over layers and heads, in fp32, with a graph to the adapter
-    where gradients are on. note(layer, q, k, slots, options) gets a layer's queries and keys of the rows and the
-    prompt's slots."""
+    """Return KL(true scores || lookahead rows' scores), averaged over layers and heads, in fp32, with an autograd graph
+    to the adapter if gradients are enabled. note(layer, q, k, slots, options) is called for every evicting layer with
+    the lookahead rows' queries and keys, the prompt's slots and the ops' options."""
     each, count = [], adapter.tokens
 
     def attend(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple:
@@ -103,8 +105,8 @@ def _sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, *, scale: float, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute the attention [1, n, H, D] of n rows of a sliding layer; keys and values: the prompt's last ones, at most
-    window - 1."""
+    """Compute the attention outputs [1, n, H, D] of n rows in a sliding-window layer. q, k, v belong to the rows; keys
+    and values to the prompt's last tokens, at most window - 1 of them."""
     k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     rows, columns = q.shape[2], k.shape[2]
     logits = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float()[:, :, None].mT).flatten(1, 2) * scale
@@ -118,10 +120,10 @@ def _sliding_attention(
 
 
 class _Attend(torch.autograd.Function):
-    """The attention [1, n, H, D] of n rows to a prompt's keys and values, which get no gradients, and causally to the
-    rows' own keys and values."""
+    """Computes the attention outputs [1, n, H, D] of n rows that attend to a prompt's keys and values, which get no
+    gradients, and causally to the rows' own keys and values."""
 
-    BLOCK = 4096  # columns of the prompt whose attention weights are in memory at once
+    BLOCK = 4096  # number of the prompt's columns whose attention weights are in memory at once
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, options: dict) -> Tensor:
@@ -135,7 +137,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple:
         q, k, v, keys, values, out, lse = ctx.saved_tensors
         heads = k.shape[1]
-        group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  [1, Hkv, G * n, ..]
+        group = lambda x: x.float().unflatten(1, (heads, -1)).flatten(2, 3)  # noqa: E731  to [1, Hkv, G * n, ..]
         rows, dout, lse = group(q), group(dout.transpose(1, 2)), group(lse[..., None])
         delta = (dout * group(out.transpose(1, 2))).sum(-1, keepdim=True)
         dq = torch.zeros_like(rows)
@@ -157,8 +159,9 @@ def _dlogits(
     rows: Tensor, keys: Tensor, values: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, options: dict,
     hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute, for rows [1, Hkv, M, D] and the columns of `keys`, the attention weights a and the gradient of the
-    products q.k, which is a (dout.v - delta) with delta = dout.out, times the scale."""
+    """Return, for query rows [1, Hkv, M, D] and the columns of `keys`, the attention weights a and the gradient of the
+    dot products q.k: a (dout.v - delta) * scale, where dout is the gradient of the attention output `out` and
+    delta = dout.out; the derivative of a softcap is multiplied in."""
     scale, softcap = options["scale"], options["softcap"]
     logits = rows @ keys.transpose(-1, -2) * scale
     softcap_grad: Any = 1.0
@@ -172,7 +175,7 @@ def _dlogits(
 
 
 def slots_of(keys: Tensor, values: Tensor | None = None) -> Held:
-    """Return keys and values [1, Hkv, N, D] as stored slots: head h has rows h * N .. (h + 1) * N - 1."""
+    """Return keys and values [1, Hkv, N, D] as stored slots, in which head h has the rows h * N .. (h + 1) * N - 1."""
     values = keys if values is None else values
     _, heads, tokens, dim = keys.shape
     offset = torch.arange(heads, device=keys.device)[None] * tokens
@@ -181,7 +184,7 @@ def slots_of(keys: Tensor, values: Tensor | None = None) -> Held:
 
 
 def _op_options(options: dict) -> dict:
-    """Translate options of Transformers' attention interface to those of the ops."""
+    """Convert the options of Transformers' attention interface to the options of `kvevict.ops._ops`."""
     sinks = options.get("s_aux")
     return dict(
         scale=options["scaling"], softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float()
@@ -194,7 +197,7 @@ def _call(*tensors: object, **options: object) -> tuple:
 
 @contextlib.contextmanager
 def _attention(decoder: Module, function: Callable[..., tuple]) -> Iterator[None]:
-    """Let every layer of the decoder call `function` for attention, inside the context and in this thread alone."""
+    """Let every layer of the decoder compute attention by `function`, inside the context and in this thread only."""
     AttentionInterface.register(NAME, _call)
     modules = [layer.self_attn for layer in decoder.layers]
     try:

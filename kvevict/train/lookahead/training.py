@@ -1,4 +1,4 @@
-"""Trains an adapter (METHODS section 6, table 16): the loop, its log and its checkpoints."""
+"""Trains LookaheadKV's adapter (METHODS section 6; LookaheadKV, table 16): the loop, its log and its checkpoints."""
 
 import contextlib
 import hashlib
@@ -26,14 +26,14 @@ from .validation import similarity
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 TARGETS = {"response": truth, "repeat": repeated}
-WARMUP, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # table 16: share of the steps, Adam's betas, largest gradient norm
-LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # table 16; 1e-3 for the others
+WARMUP, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # table 16: share of steps, Adam's betas, largest gradient norm
+LR = {"qwen2": 2e-4, "qwen3": 2e-4, "qwen3_moe": 2e-4}  # model type -> learning rate (table 16); 1e-3 for others
 
 
 @dataclass(frozen=True)
 class LookaheadSettings:
-    """The settings that determine the adapter, beside model and data. A training continues only with equal settings, or
-    once it has finished with more steps."""
+    """The settings that, together with the model and the data, determine the adapter. A training continues from its
+    checkpoint only with the same settings; a finished training may also continue with more steps."""
 
     steps: int = 7600
     batch: int = 32
@@ -52,13 +52,13 @@ class LookaheadSettings:
         one_of("target", self.target, TARGETS)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0: a linear warmup, then a cosine to 0."""
+        """Return the learning rate of a step, which is counted from 0: a linear warmup, then a cosine to 0."""
         warm = max(1, round(WARMUP * self.steps))
         rest = max(1, self.steps - warm)
         return self.lr * min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - warm) / rest))
 
     def chosen(self, step: int, known: int) -> list:
-        """Return the indices of a step's pairs, of `known` in all. Every epoch has another order."""
+        """Return the indices of the pairs that a step trains on, of `known` pairs. Every epoch has another order."""
         found = []
         for place in range(step * self.batch, (step + 1) * self.batch):
             order = list(range(known))
@@ -75,24 +75,26 @@ def train(
 ) -> Adapter:  # fmt: skip
     """Train an adapter for `model` on `data`, and save it in the folder `out`. Returns the `Adapter`.
 
-    data          a JSONL file or an iterable of dicts: `prompt`, optionally `response`, or chat `messages`. Prompt and
-                  response are text or lists of token ids; a missing response is written greedily by the model and kept
-                  in `out`
-    steps, batch  optimizer steps, and pairs of each over all processes (gradients are accumulated, pair by pair)
-    lr            highest learning rate, to which it rises before it falls to 0 as a cosine; None: the paper's, 2e-4 for
-                  Qwen and 1e-3 for others
-    tokens, rank, alpha, targets   those of the `Adapter`
+    data          a JSONL file or an iterable of dicts with `prompt` and optionally `response`, or with chat `messages`.
+                  Prompt and response are text or lists of token ids; a missing response is generated greedily by the
+                  model and stored in `out`
+    steps, batch  number of optimizer steps, and number of pairs per step in all processes together (gradients are
+                  accumulated, pair by pair)
+    lr            highest learning rate: the rate rises to it linearly, then falls to 0 as a cosine; None: the paper's,
+                  2e-4 for Qwen and 1e-3 for other models
+    tokens, rank, alpha, targets   options of the `Adapter`
     seed          seed of the adapter's first weights and of the order of pairs
-    target        "response": the mean attention of the response's rows (the paper's). "repeat": the numbers of `kvzip+`
-                  when the prompt is read twice, for texts without a known question; responses are not needed, and a
-                  prompt has at most half of the model's context
+    target        scores that the rows learn: "response": the mean attention of the response's rows (as in the paper).
+                  "repeat": the scores `kvzip+` of a prompt that is read twice, for texts without a known question;
+                  responses are not needed, and a prompt has at most half of the model's context
     held_out      number of last pairs to validate on instead of training, every `validate_every` steps: loss, recall of
                   the best eighth of the prompt and Kendall's tau against the true scores
-    save_every    steps between checkpoints. Called again, an interrupted run continues from the last one; a finished
-                  run with more `steps` continues from its end, at the rates of a run of that length
+    save_every    steps between checkpoints. If an interrupted training is called again, it continues from its last
+                  checkpoint; a finished training that is called with more `steps` continues from its end, at the
+                  learning rates of a training with that many steps
 
-    `out` gets log.jsonl (a line per step with its loss), checkpoint.pt and the adapter. Start several processes with
-    `accelerate launch`. Raises ValueError for pairs that cannot be trained on, for a checkpoint that is damaged or of
+    `out` gets log.jsonl (one line per step, with the loss), checkpoint.pt and the adapter. Start several processes with
+    `accelerate launch`. Raises ValueError for pairs that cannot be trained on, for a checkpoint that is damaged or has
     other settings, and for a loss that is not finite (the last checkpoint stays); OSError if `out` cannot be written.
     """
     check_installed(held_out)
@@ -108,7 +110,7 @@ def train(
     count("held_out", held_out, 0)
     context = context_of(decoder.config) or 2**31
     limits = Limits(max_prompt, max_response, context)
-    if target == "repeat":  # the prompt follows itself, and no response does
+    if target == "repeat":  # the prompt is read twice, without a response
         limits = Limits(min(max_prompt, context // 2), 2**31, 2**32)
     known = pairs(data, tokenizer, limits)
     if target == "repeat":
@@ -125,7 +127,8 @@ def train(
 
 
 class _Loss(torch.nn.Module):
-    """The loss of one pair, as a module with the adapter's parameters for accelerate to distribute."""
+    """Computes the loss of one pair. It is a module with the adapter's parameters, so that accelerate can synchronise
+    their gradients between processes."""
 
     decoder: torch.nn.Module
 
@@ -139,7 +142,7 @@ class _Loss(torch.nn.Module):
 
 
 class LookaheadTraining:
-    """One training of an adapter, begun or continued from the folder's checkpoint."""
+    """A training of an adapter, from the start or from the checkpoint in the folder."""
 
     def __init__(
         self, model: torch.nn.Module, decoder: Any, adapter: Adapter, known: list, held_out: int, folder: Path,
@@ -183,7 +186,8 @@ class LookaheadTraining:
         self.accelerator.wait_for_everyone()
 
     def _one(self) -> dict:
-        """Make one optimizer step. Raises ValueError, with nothing changed, where the loss is not finite."""
+        """Make one optimizer step, and return its line for the log. Raises ValueError, before weights change, if the
+        loss or the gradient's norm is not finite."""
         start, settings, accelerator = time.perf_counter(), self.settings, self.accelerator
         chosen, world = settings.chosen(self.step, len(self.pairs)), accelerator.num_processes
         own = chosen[accelerator.process_index :: world]
@@ -216,7 +220,7 @@ class LookaheadTraining:
         return [torch.tensor(ids, dtype=torch.long, device=device) for ids in (pair.prompt, self.responses.of(pair))]
 
     def _validate(self) -> dict:
-        """Return the means of `similarity` over the held-out pairs."""
+        """Return the means over the held-out pairs of what `similarity` returns."""
         first_pass = TARGETS[self.settings.target]
         found = [
             similarity(self.decoder, self.adapter, first_pass(self.decoder, *self._ids(pair))) for pair in self.held
@@ -240,13 +244,13 @@ class LookaheadTraining:
 
 
 def check_installed(held_out: int) -> None:
-    """Raise ValueError if accelerate is missing, or scipy, which validation on held-out pairs needs."""
+    """Raise ValueError if accelerate is not installed, or, with held-out pairs to validate on, scipy."""
     installed("train", "training a lookahead adapter", "accelerate", *(["scipy"] if held_out else []))
 
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Keep the model in eval mode, with no weight that requires a gradient, inside the context."""
+    """Inside the context, keep the model in eval mode, and let no weight of it require a gradient."""
     wanted, training = [p for p in model.parameters() if p.requires_grad], model.training
     model.eval()
     for weight in wanted:

@@ -1,4 +1,4 @@
-"""Measures how close learned scores are to the true ones (LookaheadKV, table 8)."""
+"""Measures how close the lookahead rows' scores are to the true scores (LookaheadKV, table 8)."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from . import passes
 
 @torch.no_grad()
 def similarity(decoder: torch.nn.Module, adapter: Adapter, found: passes.Truth) -> dict[str, float]:
-    """Compute the loss of one pair from the first pass' `Truth`; and of the learned scores, not pooled, `tau` and the
-    `recall` of the best eighth against the true ones, as means over layers and kv heads."""
+    """Compare the lookahead rows' unpooled scores of one prompt with the true scores in `found`. Returns `loss`, and as
+    means over layers and kv heads `recall` (of the best eighth of the slots) and `tau` (Kendall's)."""
     each: list = []
 
     def note(layer: int, q: torch.Tensor, k: torch.Tensor, slots: _ops.Held, options: dict) -> None:
@@ -26,22 +26,22 @@ def similarity(decoder: torch.nn.Module, adapter: Adapter, found: passes.Truth) 
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, slots: _ops.Held, **options: Any) -> torch.Tensor:
-    """Average, over n rows, the attention of queries q to the N slots of the prompt and, causally, to their own keys k:
-    [1, Hkv, N + n]."""
+    """Return the attention, averaged over n query rows, to the N slots of a prompt and, causally, to the rows' own keys
+    k: [1, Hkv, N + n]."""
     none, options["columns"] = 0 * slots.len[:, 0], k.shape[2] + len(slots.k) // k.shape[1]
     return _ops.score(q, none, slots, k, none, none + k.shape[2], causal=True, reduce="mean", **options)
 
 
 def recall(got: torch.Tensor, want: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the share of the k best of `want` [.., N] that are among the k best of `got`, mean over the other
-    dimensions."""
+    """Return the share of the k largest of `want` [.., N] that are also among the k largest of `got` [.., N], averaged
+    over the other dimensions."""
     best = torch.zeros_like(want).scatter(-1, got.topk(k, -1).indices, 1)
     return best.gather(-1, want.topk(k, -1).indices).mean()
 
 
 def tau(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return Kendall's tau-b along the last dimension, averaged over the others; a row of equal numbers counts as 0.
-    Needs scipy."""
+    """Return Kendall's tau-b of `got` and `want` along the last dimension, averaged over the other dimensions. A row
+    whose numbers are all equal counts as 0. Needs scipy."""
     from scipy.stats import kendalltau
 
     rows = zip(*(x.double().reshape(-1, x.shape[-1]).cpu().numpy() for x in (got, want)), strict=True)
