@@ -37,7 +37,8 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
                        diagnose are its parts), draft (laq, speckv), recall (slots put back before the choice), and
                        decode (since the read). On a GPU only read is the time of the work; the others are the host's
                        time to launch it
-    replayed           tokens decoded since the read without Python, with compiled=True
+    replayed           tokens decoded since the read without Python (`compiled`)
+    not_recorded       why the last decoded token could not be recorded; None: it could, or it was not to be
     positions          [layer][row][kv head] ascending original positions of the slots, with positions=True
     diagnostics        with the policy's diagnose=True, [layer][row] each: evictions (number of chunks that lost slots
                        at their end) and means over these chunks: joint_error (CAOTE eq. 24), output_error (relative to
@@ -59,7 +60,7 @@ def report(source: Any, positions: bool = False) -> dict[str, Any]:
             None if layer is None else [[head.tolist() for head in row] for row in layer]
             for layer in result["positions"]
         ]
-    return result | {"seconds": dict(meter.seconds), "replayed": meter.replayed}
+    return result | {"seconds": dict(meter.seconds), "replayed": meter.replayed, "not_recorded": meter.unrecorded}
 
 
 def _of_model(model: Any) -> Any:

@@ -145,7 +145,7 @@ def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
 def _is_late(batch: Batch) -> bool:
     """Whether the host may launch a step before it knows the tokens, as the step is recorded and can be taken back."""
     plan = plan_of(find_decoder(batch.model))
-    if batch.device.type not in LATE or plan is None or not plan.run.compiled or batch.cache.sequence.awaits:
+    if batch.device.type not in LATE or plan is None or plan.run.compiled is not True or batch.cache.sequence.awaits:
         return False
     return not plan.policy.decode and plan.policy.carry != "sum" and obstacle(batch.cache) is None
 

@@ -13,6 +13,7 @@ OPTIONS = {
     "kv": "kv", "recall": "archive", "recall_kv": "archive_kv", "compiled": "compiled", "progress": "progress",
     "diagnose": "diagnose",
 }  # fmt: skip
+AUTO = ("cuda",)  # types of devices on which compiled="auto" records
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class Run:
                 CPU as True. A folder's path: in files there, mapped into the host's memory ("./memory" is a folder)
     archive_kv  with recall=True: how the archive's slots are represented, a word as for `kv`, which is "model" then:
                 slots that a turn chooses are unpacked. None: as in `kv`
-    compiled    decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What cannot be
-                recorded is decoded as without it, with one warning that says why
+    compiled    True: decoded tokens are recorded once, on a GPU as a CUDA graph, and replayed without Python. What
+                cannot be recorded is decoded as with False, with one warning that says why. "auto": as True on a GPU,
+                where recorded tokens were measured faster, without the warning; as False on a CPU, and for policies
+                that evict while decoding
     progress    show a progress bar while a prompt is read
     diagnose    measure for `kvevict.report` how much of the observing rows' attention every eviction of a read loses;
                 takes about a tenth more time
@@ -37,7 +40,7 @@ class Run:
     kv: str = "model"
     archive: bool | str = True
     archive_kv: str | None = None
-    compiled: bool = False
+    compiled: bool | str = "auto"
     progress: bool = False
     diagnose: bool = False
 
@@ -45,14 +48,21 @@ class Run:
         one_of("kv", self.kv, KINDS)
         if self.archive is not True and (not isinstance(self.archive, str) or not self.archive):
             raise TypeError(f"recall must be True, False, 'memory' or a folder's path as text, got {self.archive!r}")
-        for name in ("compiled", "progress", "diagnose"):
+        for name in ("progress", "diagnose"):
             flag(name, getattr(self, name))
+        if self.compiled != "auto":
+            flag("compiled", self.compiled)
         if self.archive_kv is not None:
             one_of("recall_kv", self.archive_kv, KINDS)
             if self.kv != "model":
                 raise ValueError(
                     f"recall_kv={self.archive_kv!r}: with kv={self.kv!r} the archive is as the slots; leave it out"
                 )
+
+    def records(self, device: str, evicts: bool) -> bool:
+        """Return whether decoded tokens are to be recorded. device: its type, as "cuda"; evicts: whether slots are
+        evicted while decoding, which was not measured on a GPU yet."""
+        return device in AUTO and not evicts if self.compiled == "auto" else bool(self.compiled)
 
 
 def apart(options: dict[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:

@@ -31,6 +31,7 @@ from kvevict.engine.record import obstacles, replay
 from kvevict.engine.record.replay import Replay
 from kvevict.models.compat import CACHE
 from kvevict.models.families import find_decoder
+from kvevict.policy import run
 from kvevict.policy.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -219,6 +220,24 @@ def told(name="snapkv", family="llama", work=lambda model, cache: decoded(model,
                 assert kvevict.report(cache)["replayed"] == 0
     assert torch.equal(*results)
     return [str(each.message) for each in caught if "compiled" in str(each.message)]
+
+
+def test_by_default_tokens_are_recorded_where_that_is_faster():
+    """compiled="auto" records on a GPU alone; a report says what could not be recorded, and no warning does."""
+    for devices, counts in (((), (0, 0, 0)), (("cpu",), (20, 0, 0))):
+        for family, name, count in zip(("llama", "gemma3", "llama"), ("snapkv", "snapkv", "h2o"), counts, strict=True):
+            model = own(family)
+            with mock.patch.object(run, "AUTO", devices), kvevict.evicting(model, name, budget=48):
+                cache = model(prompt(1, LENGTH)["input_ids"], logits_to_keep=1).past_key_values
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message="compiled")
+                    decoded(model, cache, tokens=40)
+                report = kvevict.report(cache)
+            assert (report["replayed"] > count) == (count > 0)
+            assert ("a window" in str(report["not_recorded"])) == (bool(devices) and family == "gemma3")
+    assert run.AUTO == ("cuda",)
+    with pytest.raises(TypeError, match="compiled"):
+        kvevict.patch(tiny.model(), "snapkv", budget=48, compiled="always")
 
 
 def test_on_other_devices_tokens_are_decoded_as_before():

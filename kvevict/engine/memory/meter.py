@@ -43,6 +43,7 @@ class Meter:
         self.peak = 0  # the most live bytes at once, chunks in flight included
         self.seconds: dict[str, float] = defaultdict(float)  # stage -> seconds
         self.replayed = 0  # decoded tokens after the read that were replayed
+        self.unrecorded: str | None = None  # the reason why the last decoded token was not to be recorded
         # Per layer the slots before a recall, and with all tokens' slots; None: nothing was recalled.
         self.recalls: list[tuple[Positions, Positions]] | None = None
         self.back: list[tuple[Positions, Positions]] | None = None  # `recalls` of the read that `report` is about

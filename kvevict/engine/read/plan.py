@@ -5,6 +5,8 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from ...models import families
 from ...policy.policy import Policy
 from ...policy.run import Run
@@ -43,8 +45,13 @@ class Plan:
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
+        self.unrecorded: str | None = None  # the reason why they never can be
         self.watches = 0  # number of caches that were watched to find that out
         self._forget()
+
+    def records(self, device: torch.device) -> bool:
+        """Return whether tokens that are decoded on a device are to be recorded."""
+        return self.run.records(device.type, bool(self.policy.decode))
 
     def _forget(self) -> None:
         """Set what a copy does not share."""

@@ -76,8 +76,8 @@ class Spans:
 
     def _through(self, step: Step) -> Any:
         """Run the decoder for a step, and let its chooser end the step. Returns the decoder's output."""
-        compiled = step.decoding and self.plan.run.compiled
-        output = step.through(partial(replay.decoded, step, self.run) if compiled else self.run)
+        records = step.decoding and self.plan.records(step.positions.device)
+        output = step.through(partial(replay.decoded, step, self.run) if records else self.run)
         if self.policy.decode or not step.decoding:
             self.cache.sequence.archived = self.cache.sequence.columns
         if step.chooser is not None:

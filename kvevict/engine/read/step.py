@@ -130,7 +130,7 @@ class Step(CallRows):
             if layer.storage.prefix is not None and self._needs_copy(layer):
                 layer.storage = layer.storage.whole()
         if self.decoding:
-            self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.run.compiled else ROOM)
+            self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.records(self.positions.device) else ROOM)
 
     def _needs_copy(self, layer: EvictionLayer) -> bool:
         """True if this step needs all slots of a forked layer in one buffer from the start: choosers, layers that read

@@ -16,7 +16,6 @@ from ... import cautions
 from ...context import enter
 from ...models.compat import CACHE
 from ..read.layer import LayerCall, decide_later
-from ..read.plan import Plan
 from ..read.step import Step
 from . import obstacles
 from .calls import PATIENCE, RECORDERS, Calls
@@ -75,7 +74,7 @@ class Replay:
             try:
                 output, self.replay = recorder(lambda: run(self.inputs), self.positions.device)
             except RuntimeError as error:
-                _refuse(self.plan, f"recording failed ({str(error).splitlines()[0]})")
+                _refuse(step, f"recording failed ({str(error).splitlines()[0]})")
                 self.attended.clear()
                 return run(self.inputs)
             if _refuses_more(step, output):
@@ -95,12 +94,12 @@ class Replay:
             output = run(self.inputs)
         self.watched.append(calls)
         if calls.reads:
-            _refuse(self.plan, f"{calls.reads} reads a number from a tensor")
+            _refuse(step, f"{calls.reads} reads a number from a tensor")
         elif not _refuses_more(step, output) and len(self.watched) == 2:
             differs = self.watched[1].difference(self.watched[0])
             self.plan.replays = differs is None
             if differs:
-                _refuse(self.plan, f"{differs} has other numbers, or tensors in another place, for each token")
+                _refuse(step, f"{differs} has other numbers, or tensors in another place, for each token")
         if self.plan.replays is not None:
             self.watched = []
         return output
@@ -110,7 +109,7 @@ def _refuses_more(step: Step, output: ModelOutput) -> bool:
     """Whether the decoder returns more than hidden states and the cache; then its tokens are never recorded."""
     more = [name for name, value in output.items() if name != "last_hidden_state" and value is not step.cache]
     if more:
-        _refuse(step.plan, f"the decoder also returns {more[0]}")
+        _refuse(step, f"the decoder also returns {more[0]}")
     return bool(more)
 
 
@@ -120,31 +119,35 @@ def _alike(x: object, known: object) -> bool:
     return x is known or x == known
 
 
-def _refuse(plan: Plan, reason: str) -> None:
-    """Never record tokens of a plan."""
-    plan.replays = False
-    _tell(reason)
+def _refuse(step: Step, reason: str) -> None:
+    """Never record tokens of the step's plan."""
+    step.plan.replays, step.plan.unrecorded = False, reason
+    _tell(step, reason)
 
 
-def _tell(reason: str) -> None:
-    cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}", 2)
+def _tell(step: Step, reason: str) -> None:
+    """Note for the report why a token is not recorded, and warn once where the user asked for recorded tokens."""
+    step.meter.unrecorded = reason
+    if step.plan.run.compiled is True:
+        cautions.once(("compiled", reason), f"compiled=True: tokens are decoded as without it, because {reason}", 2)
 
 
 def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> ModelOutput:
     """The decoder's output for a decoded token, by its forward `run` or, if possible, by a replay."""
     if step.plan.replays is None and (reason := obstacles.of_plan(step)):
-        _refuse(step.plan, reason)
+        _refuse(step, reason)
+    step.meter.unrecorded = step.plan.unrecorded
     if step.plan.replays is False or not step.cache.table.storages:
         return run(**inputs)
     own = {name: x for name, x in inputs.items() if x is not step.cache}
     if reason := obstacles.of_call(step, own):
-        _tell(reason)
+        _tell(step, reason)
         return run(**inputs)
     kept = step.cache.__dict__
     if "replay" not in kept or not kept["replay"].fits(step, own):
         step.plan.watches += step.plan.replays is None and step.chooser is not None
         if step.plan.watches > WATCHES:
-            _refuse(step.plan, "the policy moves slots to other places with every token")
+            _refuse(step, "the policy moves slots to other places with every token")
             return run(**inputs)
         kept["replay"] = Replay(step, own)
     return kept["replay"].step(step, lambda inputs: run(**inputs, **{CACHE: step.cache}), own)
