@@ -29,9 +29,7 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]  # out, lse and probs of `_ops.de
 
 @dataclass
 class Storage(Stored):
-    """The slots of a layer, with room for `capacity[b,h]` slots of each head. All fields are None before the first
-    token.
-
+    """The slots of a layer, with room for `capacity[b,h]` slots per head. All fields are None before the first token.
     A method that changes the slots returns the storage to use from then on; the old storage, which may have the same
     buffers, may not be used any more. Only decoding changes a storage in place: `tick` counts the new token's slot,
     then `decode` writes it. Other storages read the buffers of a fork's `prefix`, too, and no storage writes to them;
@@ -84,9 +82,7 @@ class Storage(Stored):
     def append(
         self, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, padding: np.ndarray, expected: int | np.ndarray = 0
     ) -> Storage:
-        """Append the columns from first[b] on of k, v [B, Hkv, S, D] and pos [B, S] to each head of batch row b, in
-        amortised O(S) time.
-
+        """Append the columns from first[b] on of k, v [B, Hkv, S, D] and pos [B, S] to each head; amortised O(S) time.
         padding    `first` on the host
         expected   slots per head, the prefix's included, after the running read: one number, or [B, 1]. If the buffers
                    have to grow, they get room for this many slots
@@ -173,8 +169,7 @@ class Storage(Stored):
         """Return an empty storage with these slots as its prefix; this storage itself if it has a prefix already."""
         if self.prefix is not None:
             return self
-        # copies of the counts, since this storage's own may change in place
-        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())
+        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())  # ours may change
         return self.blank(self.pool, prefix)
 
     def blank(self, pool: Lender | None, prefix: Storage | None = None) -> Storage:
