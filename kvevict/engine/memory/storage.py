@@ -169,7 +169,8 @@ class Storage(Stored):
         """Return an empty storage with these slots as its prefix; this storage itself if it has a prefix already."""
         if self.prefix is not None:
             return self
-        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())  # ours may change
+        # The prefix gets copies of `len` and `counts`, since a `Table` may count further tokens in the originals.
+        prefix = replace(self, pool=self._memory, len=self.len.clone(), counts=self.counts.copy())
         return self.blank(self.pool, prefix)
 
     def blank(self, pool: Lender | None, prefix: Storage | None = None) -> Storage:
