@@ -1,4 +1,4 @@
-"""The plan of a model's reads: what a policy needs of this model, and how it is run."""
+"""The plan of a model's reads: what a policy needs of one model, and how the policy is run."""
 
 import asyncio
 import threading
@@ -19,7 +19,8 @@ class Plan:
     """A policy for one model: the layers that evict, and the `Meter` of each caller's last read. It does not refer to
     the model, so that copies of the model stay independent.
 
-    question   the kvevict.asking.question.Finder that finds a prompt's question; None: the policy's rows observe
+    question   the kvevict.asking.question.Finder of a prompt's question, which then observes; None: the policy's rows
+               observe
     """
 
     def __init__(self, policy: Policy, run: Run, decoder: Any, ranks: Ranks, question: Any = None) -> None:
@@ -30,6 +31,7 @@ class Plan:
         self.kv_heads = families.slot_heads(decoder.config)  # kv heads of all ranks that choose slots
         # decoder layer -> its number among the layers that evict
         self.order = {index: order for order, index in enumerate(families.evicting(decoder.config))}
+        # decoder layer without keys and values of its own -> the layer whose slots it reads
         self.readers = families.readers(decoder.config)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
         self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, if the policy needs them
@@ -41,7 +43,8 @@ class Plan:
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
-        # The quantity that is the score and that a token's hidden state determines: decoded tokens carry it at once.
+        # The score's only quantity, if a token's hidden state alone determines it: then a decoded token's slot gets its
+        # carried score at once
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
@@ -54,8 +57,9 @@ class Plan:
         return self.run.records(device.type, bool(self.policy.decode))
 
     def _forget(self) -> None:
-        """Set what a copy does not share."""
-        self.meters: WeakKeyDictionary[asyncio.Task | threading.Thread, Meter] = WeakKeyDictionary()  # last reads'
+        """Set the attributes that a copy of a plan does not share with the original."""
+        # caller -> the meter of its last read
+        self.meters: WeakKeyDictionary[asyncio.Task | threading.Thread, Meter] = WeakKeyDictionary()
         self.last_meter = Meter()  # of the last read by any caller
         self.unhooked: int | None = None  # number of hooks made in this process when the model last had none to call
 
@@ -63,21 +67,22 @@ class Plan:
         return {name: x for name, x in self.__dict__.items() if name not in ("meters", "last_meter", "unhooked")}
 
     def __setstate__(self, state: dict) -> None:
-        """Restore a copy, possibly in another process, that has not read anything yet."""
+        """Restore a copied plan, possibly in another process. A copy has no meters, since it has not read anything."""
         self.__dict__.update(state)
         self._forget()
 
     def keep(self, meter: Meter) -> None:
-        """Note the meter of the caller's last read."""
+        """Note `meter` as that of the last read by the running task or thread."""
         self.meters[caller()] = self.last_meter = meter
 
     def meter(self) -> Meter:
-        """The meter of the caller's last read, or, if this caller has not read, of the last read by any."""
+        """Return the meter of the last read by the running task or thread, or, if it has not read, of the last read by
+        any other."""
         return self.meters.get(caller(), self.last_meter)
 
 
 def caller() -> asyncio.Task | threading.Thread:
-    """The running asyncio task; without one, the running thread."""
+    """Return the running asyncio task, or, outside of tasks, the running thread."""
     try:
         return asyncio.current_task() or threading.current_thread()
     except RuntimeError:  # no event loop runs
@@ -85,8 +90,9 @@ def caller() -> asyncio.Task | threading.Thread:
 
 
 def tsp_of(policy: Policy, all_full_attention: bool, layers: int) -> int | None:
-    """The last of `layers` decoder layers that reads every token; None: all layers do. all_full_attention: no layer has
-    a sliding window or a state. Raises ValueError if the layers after it cannot read fewer tokens."""
+    """Return the last of `layers` decoder layers that reads every token, by `Policy.tsp`; None if all layers do. Raises
+    ValueError if the layers after it cannot read fewer tokens. all_full_attention: no layer has a sliding window or a
+    state."""
     tsp: Any = policy.tsp
     if tsp == "half":
         tsp = layers // 2 - 1 if layers > 1 else None

@@ -1,5 +1,5 @@
-"""Recordings of a decoded token's step: on a GPU a CUDA graph; on a CPU a list of operator calls, which is compared with
-another token's list and then repeated without running the model."""
+"""Recordings of a decoded token's step: on a GPU a CUDA graph; on a CPU a list of operator calls, which is compared
+with another token's list and then repeated without running the model."""
 
 from __future__ import annotations
 
