@@ -23,10 +23,10 @@ from .storage import Storage
 
 
 def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
-    """Put the slots that a prompt's rows chose aside, so that the answer attends to the slots of all tokens.
+    """Put the slots kept at the end of a prompt aside, so that the answer attends to the slots of all tokens.
 
-    This lasts until the answer's own rows choose slots (`Policy.recall_after`), or until `settle` restores the prompt's
-    choice. If the archive is in the host's memory, it stays there, and the answer attends to the prompt's choice."""
+    This lasts until the answer's own rows choose slots (`Policy.recall_after`), or until `settle` restores the kept
+    slots. If the archive is in the host's memory, it stays there, and the answer attends to the kept slots."""
     assert layer.archive is not None
     if layer.archive.on_host:
         layer.awaited = replace(awaited, lse=None)
@@ -38,8 +38,8 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
 
 
 def settle(sequence: Sequence, layers: Items[EvictionLayer]) -> None:
-    """Restore what `put_aside` put aside, in layers whose answers have not chosen slots yet: the slots that the prompt
-    chose, followed by the slots of the answer's tokens."""
+    """Restore the slots that `put_aside` put aside, followed by the slots of the answer's tokens, in layers whose
+    answers have not chosen slots yet."""
     count, sequence.since = sequence.since, None
     if count is None:
         return
@@ -72,9 +72,9 @@ def append(
 
 @torch.no_grad()
 def represent(layer: EvictionLayer, kind: str, *seen: Any) -> None:
-    """Prepare the packing of a layer's archive before a patched call attends: create the archive if it has to store
-    rows in other kinds than the layer, or set the key centres of batch rows that have none yet. kind: a name in
-    `kv.KINDS`; seen: the arguments of `EvictionLayer.represent` from `query` on."""
+    """Prepare how a layer's archive packs rows, before a patched call attends: create the archive, which packs rows
+    otherwise than the layer, or set the key centres of batch rows that have none yet. kind: a name in `kv.KINDS`
+    (int8, ..); seen: the arguments of `EvictionLayer.represent` from `query` on."""
     if layer.archive is None:
         kinds, centre, known = layer.packing(kind, *seen)
         assert kinds is not None
@@ -87,7 +87,7 @@ def represent(layer: EvictionLayer, kind: str, *seen: Any) -> None:
 
 
 def _near(layer: EvictionLayer, archive: Storage | Apart) -> Storage:
-    """Create an empty storage on the layer's device that packs rows in the kinds of an archive."""
+    """Create an empty storage on the layer's device that packs rows as an archive does."""
     if archive.kinds == layer.storage.kinds:
         return layer.storage.blank(None)
     each = archive.each if isinstance(archive, Apart) else [archive]
@@ -190,7 +190,7 @@ def _with_last(layer: EvictionLayer, archive: Any) -> Any:
 
 
 def _last(layer: EvictionLayer, archive: Storage | Apart, count: int) -> Storage:
-    """Return the last `count` slots of each head, packed in the kinds of an archive."""
+    """Return the layer's last `count` slots of each head, packed as the archive packs its rows."""
     last = layer.storage.last(count)
     return last if archive.kinds == last.kinds else _near(layer, archive).with_all(last)
 
@@ -202,7 +202,7 @@ def _here(layer: EvictionLayer, archive: Storage) -> Storage:
 
 
 def recall(layer: EvictionLayer, due: np.ndarray) -> None:
-    """Replace the kept slots by those of all tokens, until the next cut, in batch rows b with due[b] True."""
+    """Replace the kept slots by the slots of all tokens, until the next cut, in batch rows b with due[b] True."""
     every = layer.archive
     assert every is not None
     if every.on_host:
@@ -215,7 +215,7 @@ def recall(layer: EvictionLayer, due: np.ndarray) -> None:
 
 
 def _alike(archived: Storage, kept: Storage) -> Storage:
-    """Return the slots of one batch row's archive, packed in the kinds of its kept slots."""
+    """Return the slots of one batch row's archive, packed in the same way as the row's kept slots."""
     return archived if archived.kinds == kept.kinds else kept.blank(None).with_all(archived.gathered())
 
 

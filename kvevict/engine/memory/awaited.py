@@ -19,8 +19,8 @@ OF_ROWS = {"q": 2, "out": 1, "lse": 2}  # field of `Awaited` -> its dimension ov
 
 @dataclass(frozen=True)
 class Awaited:
-    """The slots that a layer kept at the prompt's end, and the query rows by which it chooses again after the answers'
-    first tokens, which `Sequence.since` counts. N of the cache's batch rows have an answer that is still to choose."""
+    """The slots that a layer kept at the prompt's end, and the query rows by which the layer chooses again after an
+    answer's first tokens (`Sequence.since` counts them). N batch rows of the cache have an answer still to choose."""
 
     at: list[int]  # the N batch rows, ascending
     slots: np.ndarray  # [N] number of slots kept at the prompt's end, summed over the kv heads of all ranks

@@ -211,7 +211,7 @@ def _forked(layer: CacheLayerMixin, storage: Storage | None) -> CacheLayerMixin:
 def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None) -> None:
     """Make a `DynamicCache` an `EvictionCache` in place, so that the caller's reference stays valid.
 
-    kinds   the kind of each of the model's layers: result of `families.layer_kinds(config)`
+    kinds   what each of the model's layers stores (slots, a window, a state): `families.layer_kinds(config)`
     first   [B] number of columns of left padding in a cache that the unpatched model has filled; None: 0
 
     Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
@@ -255,7 +255,7 @@ def _check_depth(layers: list, kinds: Items[str], exact: bool = False) -> None:
 
 
 def _imported(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor | None) -> EvictionLayer:
-    """Make an `EvictionLayer` that has the slots of Transformers' layer. latent: the model stores latents (MLA)."""
+    """Make an `EvictionLayer` that has the slots of a layer of Transformers. latent: the slots are latents (MLA)."""
     plain = LatentLayer if latent else EvictionLayer
     ours = StatefulLayer(sequence, layer) if _has_both(layer) else plain(sequence)
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:

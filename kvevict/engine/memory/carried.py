@@ -65,7 +65,7 @@ def of_layer(numbers: Tensor | None, layer: Carrier) -> Tensor | None:
 
 
 def carry_newest(layer: Carrier, numbers: Tensor) -> None:
-    """Let the newest slot of each head carry its score, numbers[b, h, 0]."""
+    """Let the newest slot of head h in batch row b carry the score numbers[b, h, 0]."""
     width, known = layer.longest(), layer.carry
     if known is None:
         known = numbers.new_full((*numbers.shape[:2], width), torch.nan)

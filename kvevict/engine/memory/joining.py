@@ -25,7 +25,7 @@ from .stateful import states_of
 
 
 class Pools:
-    """One pool for each layer of a decoder that slots are evicted from. rows: slots in a pool, over all kv heads."""
+    """One pool of slots for each layer of a decoder that evicts. rows: number of slots in a pool, over all kv heads."""
 
     def __init__(self, decoder: Any, rows: int) -> None:
         self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
@@ -77,7 +77,7 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
 
 
 def _shared(layer: EvictionLayer) -> dict[str, object]:
-    """Return the properties, by name, in which a layer must equal the layers that it is joined with."""
+    """Return {name: property} of a layer; layers can be joined only if these properties are equal."""
     queries = layer.decode_queries
     return {
         "dtype or device": (layer.dtype, layer.device),
@@ -89,7 +89,7 @@ def _shared(layer: EvictionLayer) -> dict[str, object]:
 
 def go_on(caches: Items[EvictionCache]) -> bool:
     """Whether answers that attend to the slots of all tokens can continue to do so after these caches are joined. For
-    that, each layer's slots must have one prefix and the same kinds in all caches, and no cache may have an archive."""
+    that, the caches must share each layer's prefix, must pack slots in the same way, and may not have an archive."""
     if any(obstacle(cache) for cache in caches):
         return False
     for layers in zip(*(cache.layers for cache in caches), strict=True):
@@ -127,7 +127,7 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
                 archive.append_last(layer)  # so that all rows' archives end at the same column
     for each in zip(*(cache.layers for cache in caches), strict=True):
         kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
-        if len(kinds) > 1:  # some caches hold the slots of all tokens, others only kept slots in another kind
+        if len(kinds) > 1:  # some caches hold the slots of all tokens, others hold kept slots that are packed otherwise
             raise ValueError("two caches differ in their kind of stored slots: decode them in batches of their own")
     sequence = Sequence.joined([cache.sequence for cache in caches], first.layers[0].device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]

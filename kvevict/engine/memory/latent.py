@@ -130,8 +130,7 @@ class LatentLayer(EvictionLayer):
     values = property(lambda self: self._dense(1))
 
     def _dense(self, part: int) -> Tensor | None:
-        """Copy the latents (part=0) [B, 1, longest, r], or the rotated parts of the keys (part=1) [B, 1, longest,
-        p]."""
+        """Copy the latents [B, 1, longest, r] (part=0), or the keys' rotated parts [B, 1, longest, p] (part=1)."""
         if not self.is_initialized:
             return None
         both = torch.cat([self.storage.dense("k"), self.storage.dense("v")], -1)

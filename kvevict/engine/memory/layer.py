@@ -57,7 +57,7 @@ class EvictionLayer(CacheLayerMixin):
     keys = property(lambda self: self.storage.dense("k") if self.is_initialized else None)
     values = property(lambda self: self.storage.dense("v") if self.is_initialized else None)
 
-    pool: SlotPool | None = None  # the pool whose buffers the slots are in; None: buffers of this layer's own
+    pool: SlotPool | None = None  # lends the buffers of the slots; None: the layer has its own buffers
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence  # counts the tokens that the cache has read
@@ -69,7 +69,7 @@ class EvictionLayer(CacheLayerMixin):
         self.memory: dict[str, Tensor] = {}
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: the policy does not recall
         self.decode_queries: Tensor | None = None  # [B, H, n, W] query rows of the last n decoded tokens
-        self.awaited: Awaited | None = None  # set while an answer that is still to choose attends to all tokens' slots
+        self.awaited: Awaited | None = None  # set while an answer that is still to choose attends to all slots
         # On the host:
         self.budget: np.ndarray | None = None  # [B] budget of the last read, in slots over all kv heads
         # [B, heads of all ranks] number of a head's first slots that belong to the prompt; None: all, or unknown
@@ -182,7 +182,7 @@ class EvictionLayer(CacheLayerMixin):
 
     @property
     def chosen(self) -> Storage:
-        """The slots that the last cut kept, even if they are put aside while answers attend to the slots of all
+        """The slots that the last cut kept, even while they are put aside because answers attend to the slots of all
         tokens."""
         return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
 
@@ -208,9 +208,9 @@ class EvictionLayer(CacheLayerMixin):
     def represent(
         self, kind: str, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> None:
-        """Prepare how slots are packed, before a patched call attends: choose the kinds of stored rows once, and set
-        the centre of a batch row's keys when its first tokens are read. Slots stored before the first such call are
-        packed, too; then the kinds are chosen by the stored keys instead of the new ones.
+        """Prepare how slots are packed, before a patched call attends: choose once in how many bits keys and values are
+        stored (`kinds`), and set the centre of a batch row's keys when its first tokens are read. If slots are stored
+        already, they are packed, too, and `kinds` is chosen by the stored keys instead of the new ones.
 
         kind         the name in `kv.KINDS` that the run asks for
         query        query rows [B, H, T, D] of the call's last T columns
@@ -231,8 +231,8 @@ class EvictionLayer(CacheLayerMixin):
     def packing(
         self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
-        """Return (kinds of stored rows, None if `kind` is None; key centres fp32 [B, Hkv, D]; bool [B] batch rows whose
-        centre is known). The arguments are those of `represent`."""
+        """Return (`kinds` to pack keys and values in, None if `kind` is None; key centres fp32 [B, Hkv, D]; bool [B]
+        batch rows whose centre is known). The arguments are those of `represent`."""
 
         def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
@@ -257,8 +257,8 @@ class EvictionLayer(CacheLayerMixin):
         return kv.chosen(kind, error, ranks.gather(torch.stack(norms)[None, None]).amax((0, 1)).tolist()), centre, known
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
-        """Sum the attention weights that each slot of [stored | new] gets from the last `kv.ROWS` rows of query
-        [B, H, T, D]: fp32 [B, Hkv, C], mean over a GQA group. new: key [B, Hkv, S, D] from column first[b] on."""
+        """Sum the attention weights that each slot of [stored | new] gets from the last `kv.ROWS` rows of query [B, H,
+        T, D]: fp32 [B, Hkv, C], mean over a GQA group. The new slots are key [B, Hkv, S, D] from column first[b] on."""
         rows, columns = query[:, :, -kv.ROWS :], key.shape[2]
         skip, stop = (first - (columns - rows.shape[2])).clamp_min(0), torch.full_like(first, columns)
         return _ops.score(

@@ -16,7 +16,7 @@ ALIGNED = 64  # bytes; each buffer in a file starts at a multiple of this
 
 
 class Lent(NamedTuple):
-    """Buffer rows that lie in a file, lent to one storage (a `Region` is the same in a pool)."""
+    """Buffer rows that lie in a file and are lent to one storage, as a `Region` is lent by a pool."""
 
     buffers: tuple[torch.Tensor, ...]
     rows: int
@@ -24,8 +24,8 @@ class Lent(NamedTuple):
 
 
 def in_file(storage: Stored) -> bool:
-    """Whether the slots of a storage are in a file. If the prefix has all slots, its buffers decide; otherwise those
-    of the slots after it."""
+    """Whether the slots of a storage are in a file: the slots after its prefix, or, if there are none, the slots of the
+    prefix."""
     if storage.prefix is not None and not storage.counts.any():
         return in_file(storage.prefix)
     return any(isinstance(region, Lent) for region in storage.regions)

@@ -45,11 +45,11 @@ class Meter:
         self.seconds: dict[str, float] = defaultdict(float)  # stage -> seconds
         self.replayed = 0  # number of tokens decoded after the read by replaying a recording
         self.unrecorded: str | None = None  # the reason why the last decoded token was not to be recorded
-        # For each layer the positions (before a recall, right after the recall); None: nothing was recalled
+        # For each layer the positions of its slots (before the recall, right after it); None: nothing was recalled
         self.recalls: list[tuple[Positions, Positions]] | None = None
         self.back: list[tuple[Positions, Positions]] | None = None  # `recalls` of the read that `report` is about
         self.report: dict | None = None
-        # layer -> bools, each whether a new key's (or value's) norm exceeds the largest that its packed form can hold
+        # layer -> bools, per chunk one for keys and one for values: a norm exceeds the largest that packed rows can hold
         self.beyond: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def clock(self, stage: str) -> _Clock:
@@ -67,8 +67,8 @@ class Meter:
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * int(tokens.sum()))
 
     def weigh(self, index: int, storage: Storage | Apart, *new: torch.Tensor) -> None:
-        """Note whether a norm among a layer's new keys or values exceeds the largest that the storage's kinds of rows
-        can hold. new: keys and values, each [B, Hkv, S, D]."""
+        """Note whether the norm of a layer's new keys or values exceeds the largest that packed rows of `storage` can
+        hold. new: keys and values, each [B, Hkv, S, D]."""
         for x, kind, centre in zip(new, storage.kinds, (storage.centre, None), strict=True):
             most = kv.ROW_KINDS[kind].most
             if most < math.inf:
@@ -115,8 +115,8 @@ class Meter:
 
 
 def _recalled(kept: Positions, whole: Positions, now: Positions) -> list:
-    """Count the slots [batch row][head] that are held `now` and were not `kept` before a recall, which gave the layer
-    the `whole` archive."""
+    """Count the slots that a recall brought back for good: [batch row][head] number of positions that are held `now`,
+    were in the `whole` archive, and were not `kept` before the recall."""
     each = [
         (torch.isin(has.to(every.device), every) & ~torch.isin(has, before).to(every.device)).sum()
         for before, every, has in zip(chain(*kept), chain(*whole), chain(*now), strict=True)

@@ -14,7 +14,7 @@ from .stored import Stored
 
 
 class Region:
-    """Buffer rows start .. start + rows - 1 of a pool. They are free again once nothing refers to this object."""
+    """Buffer rows start .. start + rows - 1 of a pool, which are free again once nothing refers to this object."""
 
     def __init__(self, pool: SlotPool, start: int, rows: int) -> None:
         self.start, self.rows, self.buffers = start, rows, pool.buffers
@@ -22,8 +22,8 @@ class Region:
 
 
 class SlotPool:
-    """Buffers for `rows` slots of one layer: k and v [rows, D], and pos [rows]. They are allocated when the first
-    region is lent."""
+    """Buffers for `rows` slots of one layer: k and v [rows, D], and pos [rows]. The buffers are allocated when the
+    first region is lent."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -30,8 +30,8 @@ def select_states(layer: object, rows: list[int]) -> None:
 
 
 def tensors_of(layer: object) -> list[Tensor]:
-    """Return all tensors of a cache layer: its states, and the keys and values of its sliding window, or its slots with
-    their archive, carried scores and remembered queries."""
+    """Return all tensors of a cache layer: its states; its slots with their archive, carried scores and remembered
+    queries; or, for a sliding-window layer, its keys and values."""
     if isinstance(layer, EvictionLayer):
         parts = [each.tensors() for each in (layer.storage, layer.archive, layer.awaited) if each is not None]
         own = [*chain(*parts), layer.carry, layer.decode_queries, *layer.memory.values()]

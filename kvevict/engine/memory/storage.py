@@ -42,8 +42,8 @@ class Storage(Stored):
     prefix: Storage | None = None
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] buffer rows of each head, on the host
     pool: Lender | None = None  # lends the buffers that slots move to; None: they move to new tensors
-    before: Held = field(default=None, init=False)  # type: ignore[assignment]  # the slots before the newest one
-    table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts; None: none
+    before: Held = field(default=None, init=False)  # type: ignore[assignment]  # the slots without the newest one
+    table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts, if one does
     coming: Coming[Storage] | None = field(default=None, init=False)  # a far storage's slots, copied to its device
 
     @classmethod
@@ -154,7 +154,7 @@ class Storage(Stored):
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
     def repacked(self, kinds: kv.Kinds, centre: Tensor, known: np.ndarray) -> Storage:
-        """Pack all slots anew, in other kinds of rows, around key centres given as for `centred_at`."""
+        """Pack all slots anew, in the bits that `kinds` name. centre, known: the key centres, as in `centred_at`."""
         return self.none(kinds, centre, known)._blank(self.capacity)._filled(self, None, self.counts)
 
     # -- forks ------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Storage(Stored):
         return self.blank(self.pool, prefix)
 
     def blank(self, pool: Lender | None, prefix: Storage | None = None) -> Storage:
-        """Create an empty storage for slots of the same shape, kinds and device, after an optional prefix."""
+        """Create an empty storage for slots of the same shape, packing and device, after an optional prefix."""
         none = 0 * self.counts
         return replace(self, pool=pool, prefix=prefix)._blank(none)._holding(torch.zeros_like(self.len), none)
 
@@ -189,20 +189,21 @@ class Storage(Stored):
         return there.blank(pool, prefix)
 
     def none(self, kinds: kv.Kinds, centre: Tensor | None = None, known: np.ndarray | bool = False) -> Storage:
-        """Create an empty storage with other kinds of rows. centre, known: the key centres, as in `centred_at`."""
+        """Create an empty storage that packs rows as `kinds` name. centre, known: key centres, as in `centred_at`."""
         made = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, kinds)
         return made if made.centre is None or centre is None else made.centred_at(centre, known)
 
     _memory = property(lambda self: None if isinstance(self.pool, Files) else self.pool)
 
     def fetch(self) -> None:
-        """Begin to copy all slots of a far storage to its device, where `gathered` will return them."""
+        """Begin to copy all slots of a far storage to its device; `gathered` returns the copy."""
         if self.far and self.coming is None:
             self.coming = self._copied(self.total_counts)
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """A context in which the slots of a far storage are copied to its device once, instead of at each use."""
+        """A context in which the slots of a far storage (its prefix is in the host's memory) are copied to the device
+        once, instead of at each use."""
         self.fetch()
         try:
             yield
@@ -257,7 +258,7 @@ class Storage(Stored):
             (k, v, pos), start, regions = lent.buffers, lent.start, (lent,) * len(capacity)
         else:
             start, regions = 0, ()
-            with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+            with torch.inference_mode(False):  # so that a cache filled in inference mode can be written to later
                 pinned = self.on_host and torch.cuda.is_available()
                 k, v, pos = (t.new_empty(rows, *t.shape[1:], pin_memory=pinned) for t in self.buffers)
         return _laid_out(replace(self, k=k, v=v, pos=pos, regions=regions), capacity, start)

@@ -21,7 +21,7 @@ class Counts:
         self.storages: list[Storage | None] = [None] * shape[0]
 
     def hold(self, at: int, storage: Storage) -> None:
-        """Move the counts of a storage into row `at` of these tensors."""
+        """Move the counts of a storage into row `at` of `after` and of `host`, which the storage then refers to."""
         if self.storages[at] is storage:
             return
         self.after[at].copy_(storage.len)
@@ -34,7 +34,8 @@ class Counts:
 class Table:
     """Counts one more slot in every head of all layers, once for each decoded token.
 
-    When a layer gets another storage (by a cut, a fork or a selection of batch rows), `take` must be called again.
+    When a layer gets another storage (by a cut, a fork or a selection of batch rows), `take` must be called before the
+    next `tick`.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Drafting by the model itself (the method LAQ). After a prompt has been read and before slots are evicted, the model
-writes a few draft tokens over an evicted fork of the cache; the draft tokens' query rows then observe the prompt."""
+"""Drafting by the model itself (Lookahead Q-Cache, LAQ, Wang et al. 2025). Once a prompt is read, and before slots
+are evicted, the model writes a few draft tokens over an evicted fork of the cache. The query rows of these tokens then
+observe the prompt."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ class Drafting(Chooser):
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
-    """Copy the slots that SnapKV keeps within the layer's budget, with `room` free rows per head."""
+    """Copy the slots that the SnapKV policy keeps within the layer's budget, with `room` free rows per head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
     step = replace(call.step, plan=plan, read=read, meter=Meter())  # a separate meter: the report leaves the draft out

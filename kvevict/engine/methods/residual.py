@@ -1,5 +1,5 @@
-"""The layers' errors by which TADA splits a budget over layers (METHODS section 4), measured in a call: from a layer's
-scores, and from the angle by which the layer rotates the residual stream."""
+"""The layers' errors by which TADA (a layer budget, EDIE eq. 12-18) splits slots over layers. An error is measured from
+the layer's scores and the angle by which the layer rotates the residual stream (METHODS section 4)."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -80,8 +80,7 @@ def install(
 
 
 def _measuring(until: str | None = None) -> Step | None:
-    """Return the running step if it measures errors and, unless `until` is None, its `Errors.until` equals `until`;
-    otherwise None."""
+    """Return the running step if it measures errors, at the place `until` if one is given; otherwise None."""
     step = current()
     if step is None or step.chooser is None or step.chooser.errors is None:
         return None

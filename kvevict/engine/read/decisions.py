@@ -28,8 +28,8 @@ class Cut(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The cuts to make now that a layer was read. If none is of this layer, it waits, and its new slots are not stored
-    yet."""
+    """The cuts to make now that a layer was read. If no cut is of this layer, the layer waits, and its new slots are
+    not stored yet."""
 
     scores: bool  # whether the layer that was read chooses slots, so that it has to be scored
     cuts: tuple[Cut, ...] = ()
@@ -70,7 +70,7 @@ class Decisions:
         return Decision(slots is not None, tuple(Cut(each, slots, layer) for each in (layer, *waiting)))
 
     def ask(self, layer: int, preference: np.ndarray) -> None:
-        """Note how much budget a layer asks for: its preference [B], relative to those of the other layers. Only
+        """Note the preference [B] of a layer: its share of the budget relative to the other layers' preferences. Only
         `Cascade` uses preferences."""
 
     def kept(self, layer: int, alive: np.ndarray) -> np.ndarray | None:

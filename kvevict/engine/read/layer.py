@@ -31,21 +31,21 @@ class LayerCall:
     step: Step
     module: Any  # the layer's attention module
     q: Any  # [B, H, T, D] queries; in a call that waits for another layer's choice, only the rows that watchers need
-    k: torch.Tensor  # [B, heads, T, D]
-    v: torch.Tensor
+    k: torch.Tensor  # [B, Hkv, T, D] new keys; of all H heads if the layer stores latents
+    v: torch.Tensor  # new values, shaped as `k`
     new: Sequence[torch.Tensor]  # k, v [B, Hkv, T, W] as they are stored
-    options: dict[str, Any]  # attention's scale, softcap and sinks
+    options: dict[str, Any]  # scale, softcap and sinks of the attention
     hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input; None: no quantity needs it
     out: Any = None  # [B, T, H, D] attention's output
     lse: Any = None  # [B, H, T] log-sum-exp of the logits
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded token, mean over a GQA group; None: not needed
-    held: Any = None  # result of `EvictionLayer.slots`; None: attention has not read it
+    held: Any = None  # result of `EvictionLayer.slots`, from attention on
     known: dict[Need, Any] = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number
     layer = property(lambda self: self.step.cache.layers[self.module.layer_idx])  # the EvictionLayer
     policy = property(lambda self: self.step.plan.policy)
-    order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # number among the layers that evict
+    order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # the layer's number among evicting ones
     # int [B] on the host: number of padding columns among the S = `columns` rows that the cut stores
     padding = property(lambda self: np.minimum(self.step.padding, self.columns))
     tokens = property(lambda self: self.columns - self.padding)  # int [B] number of these S rows that are tokens
@@ -101,20 +101,20 @@ class LayerCall:
         if q.shape[3] > rows.q.shape[3]:
             q, out = q.split(rows.q.shape[3], 3)
             out = out.transpose(1, 2)
-        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # whether a remembered row's slot may be evicted
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # whether a remembered row's slot may be gone
         until = self.step.positions[:, -1:] if gone else None
         return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
 
     def waiting(self) -> LayerCall:
-        """Return a smaller copy of this call for a layer that waits for another layer's choice: of the queries it has
-        only the rows that watchers need."""
+        """Return a smaller copy of this call for a layer that waits for another layer's choice. The only query rows in
+        the copy are those that watchers need."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         q = self.watched(watched).clone() if watched and not self.step.decoding else None
         return self._reduced(q, replace(self.rows, q=None, out=None, lse=None, drafted=None))
 
     def drafting(self, rows: int) -> LayerCall:
-        """Return a smaller copy of this call for a layer that waits until a draft is written: of the queries, outputs
-        and log-sum-exps it has only the last `rows` rows."""
+        """Return a smaller copy of this call for a layer that waits until a draft is written. The copy has the queries,
+        outputs and log-sum-exps of the last `rows` rows only."""
         return self._reduced(None, self.rows.stored_rows(rows, self.step.plan.wants_outputs))
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:

@@ -16,8 +16,8 @@ from ..memory.ranks import Ranks
 
 
 class Plan:
-    """A policy for one model: the layers that evict, and the `Meter` of each caller's last read. It does not refer to
-    the model, so that copies of the model stay independent.
+    """A policy for one model: the layers that evict, and the `Meter` of each caller's last read. A plan does not refer
+    to the model, so that copies of the model stay independent.
 
     question   the kvevict.asking.question.Finder of a prompt's question, which then observes; None: the policy's rows
                observe
@@ -34,7 +34,7 @@ class Plan:
         # decoder layer without keys and values of its own -> the layer whose slots it reads
         self.readers = families.readers(decoder.config)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, if the policy needs them
+        self.rotates, self.after_attention = {}, {}  # layer -> what models/trial.py found, if the policy needs it
         policy.check_layers(len(self.order))
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
@@ -43,13 +43,13 @@ class Plan:
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
-        # The score's only quantity, if a token's hidden state alone determines it: then a decoded token's slot gets its
-        # carried score at once
+        # The score's only quantity, if a token's hidden state alone determines it; then the slot of a decoded token
+        # carries its score at once
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
-        self.unrecorded: str | None = None  # the reason why they never can be
-        self.watches = 0  # number of caches that were watched to find that out
+        self.unrecorded: str | None = None  # the reason why decoded tokens can never be recorded; None: none is known
+        self.watches = 0  # number of caches whose decoded tokens were watched in order to set `replays`
         self._forget()
 
     def records(self, device: torch.device) -> bool:
@@ -60,8 +60,9 @@ class Plan:
         """Set the attributes that a copy of a plan does not share with the original."""
         # caller -> the meter of its last read
         self.meters: WeakKeyDictionary[asyncio.Task | threading.Thread, Meter] = WeakKeyDictionary()
-        self.last_meter = Meter()  # of the last read by any caller
-        self.unhooked: int | None = None  # number of hooks made in this process when the model last had none to call
+        self.last_meter = Meter()  # the meter of the last read by any caller
+        # Number of hooks registered in this process so far, when the model was last found without hooks to call
+        self.unhooked: int | None = None
 
     def __getstate__(self) -> dict:
         return {name: x for name, x in self.__dict__.items() if name not in ("meters", "last_meter", "unhooked")}

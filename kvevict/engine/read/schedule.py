@@ -78,6 +78,6 @@ def observes(policy: Policy, order: int, layers: int) -> bool:
 
 
 def overfull(policy: Any, slots: Any, budget: Any, heads: int = 1) -> Any:
-    """Whether decoding has to cut a layer to its budget. slots: the layer's slot count; budget: the layer's budget;
-    both are numbers or arrays, over all of the layer's `heads` kv heads."""
+    """Whether decoding has to cut a layer to its budget. slots: slot counts of layers; budget: their budgets. Both are
+    numbers or arrays, over all `heads` kv heads of a layer."""
     return slots > budget + (policy.interval - 1) * heads if policy.decode else slots < 0

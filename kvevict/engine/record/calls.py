@@ -102,8 +102,8 @@ class Calls(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """A context manager that notes when Python reads a number from a tensor. Such a step cannot be repeated by its
-    operator calls, since what Python does with the number is not among them."""
+    """A context manager that notes when Python reads a number from a tensor. A step in which Python does so cannot be
+    repeated, since what Python does with the number is not an operator call."""
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
@@ -194,7 +194,9 @@ def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelO
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # the default stream cannot record; one stream, as cuBLAS takes memory for each
+    return torch.cuda.Stream(
+        device
+    )  # not the default stream, which cannot record; one, as cuBLAS takes memory for each
 
 
 def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:

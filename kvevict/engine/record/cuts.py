@@ -23,7 +23,7 @@ class Cuts:
 
     def __init__(self) -> None:
         self.state: tuple = ()  # `_state` after the last cut
-        self.equal = 0  # number of consecutive cuts that left the `_state` before their token, and of the previous cut
+        self.equal = 0  # number of consecutive cuts that all restored the same `_state`, that before their tokens
         self.carried: list = []  # the layers' carried scores and remembered queries, which a replay overwrites
         self.replay: Callable[[], None] | None = None
 
@@ -55,8 +55,8 @@ class Cuts:
             self.equal = -(2**30)  # never record a cut of these slots
 
     def _record(self, calls: Calls, layers: list, carried: list) -> None:
-        """Record a noted cut. carried: the layers' tensors before the cut; a replay writes their new values over the
-        old ones."""
+        """Make a cut that was noted in `calls` repeatable. carried: the layers' carried scores and remembered queries
+        before the cut; a replay writes the new values over the old ones."""
         changed = [(old, new) for old, new in zip(carried, _carried(layers), strict=True) if new is not old]
         moves = [(old, new) for old, new in changed if old is not None and new is not None and old.shape == new.shape]
         if len(moves) < len(changed):
@@ -79,7 +79,8 @@ class Cuts:
 
 
 def _repeats(policy: Policy) -> bool:
-    """Whether cuts at equal slot counts run the same operators, because the cuts depend on no other host number."""
+    """Whether any two cuts at equal slot counts run the same operators, because no other number on the host influences
+    a cut."""
     parts = policy.score, policy.refine, policy.heads, policy.rows, *policy.selections
     own = all(type(part).__module__.startswith("kvevict.") for part in parts)
     plain = not policy.recall and not policy.keep_prompt
