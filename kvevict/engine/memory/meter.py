@@ -49,7 +49,7 @@ class Meter:
         self.recalls: list[tuple[Positions, Positions]] | None = None
         self.back: list[tuple[Positions, Positions]] | None = None  # `recalls` of the read that `report` is about
         self.report: dict | None = None
-        # layer -> bools, per chunk one for keys and one for values: a norm exceeds the largest that packed rows can hold
+        # layer -> bools, per chunk one for keys and one for values: a norm exceeds the largest that can be packed
         self.beyond: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def clock(self, stage: str) -> _Clock:

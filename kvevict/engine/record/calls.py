@@ -194,9 +194,8 @@ def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelO
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(
-        device
-    )  # not the default stream, which cannot record; one, as cuBLAS takes memory for each
+    # The default stream cannot record. A device gets one stream, since cuBLAS allocates memory for each stream.
+    return torch.cuda.Stream(device)
 
 
 def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
