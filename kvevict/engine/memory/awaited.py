@@ -22,7 +22,7 @@ class Awaited:
     """The slots that a layer kept at the prompt's end, and the query rows by which the layer chooses again after an
     answer's first tokens (`Sequence.since` counts them). N batch rows of the cache have an answer still to choose."""
 
-    at: list[int]  # the N batch rows, ascending
+    at: list[int]  # numbers of the N batch rows, ascending
     slots: np.ndarray  # [N] number of slots kept at the prompt's end, summed over the kv heads of all ranks
     protected: tuple[Tensor, Tensor]  # int32 [N] each: number of the prompt's first and of its last slots that stay
     bounds: Bounds

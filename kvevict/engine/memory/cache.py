@@ -32,7 +32,7 @@ class EvictionCache(DynamicCache):
     record_past = False  # whether assisted decoding is on, which removes rejected tokens
     meter: Meter | None = None  # measurements of the last read
     owner = Owner(None)  # the model and the state of its weights that computed the slots
-    ranks = ALONE  # the ranks that share the layers' heads, for save_cache
+    ranks = ALONE  # the ranks that share the layers' heads; `save_cache` needs them
     plain: type = DynamicCache  # the object's class before `adopt`
 
     def fork(self) -> EvictionCache:

@@ -65,7 +65,7 @@ class EvictionLayer(CacheLayerMixin):
         self.storage = Storage()
         self.pending_kv: tuple[Tensor, Tensor] | None = None  # new keys and values, until the layer attends
         self.carry: Tensor | None = None  # fp32 [B, Hkv, C] scores that slots carry from cut to cut (carried.py)
-        # Quantity's name -> tensor [B, ..] that its `accumulate` returned, which is replaced and never written to
+        # Quantity's name -> tensor [B, ..] that its `accumulate` returned; the tensor is replaced, never written to
         self.memory: dict[str, Tensor] = {}
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: the policy does not recall
         self.decode_queries: Tensor | None = None  # [B, H, n, W] query rows of the last n decoded tokens
@@ -231,7 +231,7 @@ class EvictionLayer(CacheLayerMixin):
     def packing(
         self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
-        """Return (`kinds` to pack keys and values in, None if `kind` is None; key centres fp32 [B, Hkv, D]; bool [B]
+        """Return (formats `kinds` of keys and values, None if `kind` is None; key centres fp32 [B, Hkv, D]; bool [B]
         batch rows whose centre is known). The arguments are those of `represent`."""
 
         def seen(x: Tensor) -> Tensor:

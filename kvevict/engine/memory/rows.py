@@ -48,7 +48,7 @@ def _no_slots(storage: Storage, rows: int) -> Storage:
 @dataclass
 class Apart:
     """The archives of batch rows that decode together, one `Storage` per batch row, so that no slot is copied when a
-    row joins or leaves the batch. Properties and methods have the meaning of those of `Storage`."""
+    row joins or leaves the batch. Properties and methods do the same as those of `Storage`."""
 
     each: list[Storage]
 

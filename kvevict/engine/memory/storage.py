@@ -154,7 +154,7 @@ class Storage(Stored):
         return self._blank(capacity)._filled(self, index, self.counts if keep is None else keep, *new)
 
     def repacked(self, kinds: kv.Kinds, centre: Tensor, known: np.ndarray) -> Storage:
-        """Pack all slots anew, in the bits that `kinds` name. centre, known: the key centres, as in `centred_at`."""
+        """Pack all slots anew, in the formats `kinds`. centre, known: the key centres, as in `centred_at`."""
         return self.none(kinds, centre, known)._blank(self.capacity)._filled(self, None, self.counts)
 
     # -- forks ------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Storage(Stored):
         return there.blank(pool, prefix)
 
     def none(self, kinds: kv.Kinds, centre: Tensor | None = None, known: np.ndarray | bool = False) -> Storage:
-        """Create an empty storage that packs rows as `kinds` name. centre, known: key centres, as in `centred_at`."""
+        """Create an empty storage for rows in the formats `kinds`. centre, known: key centres, as in `centred_at`."""
         made = Storage.empty(self.like[None, None].expand(*self.counts.shape, -1, -1), self.pool, kinds)
         return made if made.centre is None or centre is None else made.centred_at(centre, known)
 

@@ -21,7 +21,7 @@ class Counts:
         self.storages: list[Storage | None] = [None] * shape[0]
 
     def hold(self, at: int, storage: Storage) -> None:
-        """Move the counts of a storage into row `at` of `after` and of `host`, which the storage then refers to."""
+        """Move the counts of a storage into row `at` of `after` and of `host`, and let the storage refer to them."""
         if self.storages[at] is storage:
             return
         self.after[at].copy_(storage.len)

@@ -30,12 +30,12 @@ class Budgets:
     def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list[int]) -> None:
         self.policy, self.narrow, self.heads, self.seen = policy, narrow, heads, seen
         self.layers = layers = len(narrow)
-        self.spared = np.zeros(len(seen), bool)  # [B] batch rows not cut after a recall, since their tokens fit
+        self.spared = np.zeros(len(seen), bool)  # [B] batch rows not cut after a recall: their tokens fit the budget
         self.most = np.zeros((layers, len(seen)), np.int64)  # [layers, B] slots that each layer may keep of spared rows
         # int [layers, B] slots that each layer keeps after the last chunk for which `decide` has decided
         self.targets: np.ndarray | None = None
         self.budgets: Any = None  # `targets`, or, for a batch row within its budget, the limit for later tokens
-        self.cuts = np.zeros(len(seen), bool)  # [B] batch rows that may lose slots after that chunk
+        self.cuts = np.zeros(len(seen), bool)  # [B] batch rows that may lose slots after the last decided chunk
         self.errors = np.zeros((layers, len(seen)))  # [layers, B] sums of the layers' errors over chunks
         self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
 

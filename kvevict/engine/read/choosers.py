@@ -55,7 +55,7 @@ class Pending(NamedTuple):
 
 
 class Deciding(Chooser):
-    """A chooser that cuts the layers when, and to as many slots as, `Decisions` say."""
+    """A chooser that carries out `Decisions`: which layers are cut after a layer was read, and to how many slots."""
 
     def __init__(self, decisions: Decisions, errors: Errors | None = None) -> None:
         self.decisions, self.errors = decisions, errors

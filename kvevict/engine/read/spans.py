@@ -207,7 +207,7 @@ class Prefill:
             self.meter.report |= watcher.report(len(self.read.seen), own)
 
     def end(self, chooser: Chooser) -> None:
-        """End the reading, after the call's last step. chooser: the last chunk's."""
+        """End the reading of the prompt, after the call's last step. chooser: the chooser of the last chunk."""
         self.cache.meter = self.meter
         self.plan.keep(self.meter)
         if isinstance(chooser, Asking):

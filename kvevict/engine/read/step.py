@@ -45,7 +45,7 @@ class OuterCall:
     model: Any  # None: the decoder is called by itself
     mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens whose logits, or hidden states, the caller uses; 0: all
-    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call, which the model's call settles
+    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call; `settle` ends it after the model's
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +85,10 @@ class Step(CallRows):
 
     # int32 [B, 2] positions (start, stop) that the rows of `extra` do not attend to; None: there are none
     unseen = property(lambda self: None if self.extra is None else self.extra.unseen)
-    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # says which observe
-    watchers = property(lambda self: () if self.read is None else self.read.watchers)  # none while decoding
+    rows = property(
+        lambda self: self.plan.policy.rows if self.read is None else self.read.rows
+    )  # chooses observing rows
+    watchers = property(lambda self: () if self.read is None else self.read.watchers)  # there are none while decoding
 
     @cached_property
     def unseen_columns(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ class Cuts:
 
     def __init__(self) -> None:
         self.state: tuple = ()  # `_state` after the last cut
-        self.equal = 0  # number of consecutive cuts that all restored the same `_state`, that before their tokens
+        self.equal = 0  # number of cuts in a row after each of which `_state` was the same as before its token
         self.carried: list = []  # the layers' carried scores and remembered queries, which a replay overwrites
         self.replay: Callable[[], None] | None = None
 
