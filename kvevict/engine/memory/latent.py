@@ -43,7 +43,7 @@ class LatentLayer(EvictionLayer):
     decodes_after_prefix = False
 
     def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # the base's is static
-        """Pack latents [B, 1, S, r] and rotated parts [B, 1, S, p] into the stored halves [B, 1, S, W]."""
+        """Pack latents [B, 1, S, r] and rotated parts of keys [B, 1, S, p] into two stored halves [B, 1, S, W]."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         both = torch.cat([latent, rotated], -1)
         width = -(-both.shape[-1] // 16) * 8
@@ -77,7 +77,7 @@ class LatentLayer(EvictionLayer):
             counts=storage.counts.repeat(heads, 1), starts=starts, like=key[0, 0, :0],
         )  # fmt: skip
 
-    def decode(  # type: ignore[override]  # it needs the module
+    def decode(  # type: ignore[override]  # needs the module, to expand latents
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: torch.nn.Module, columns: int = 0, **options: Any
     ) -> Decoded:
         stored = self.storage

@@ -70,7 +70,7 @@ class EvictionLayer(CacheLayerMixin):
         self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: the policy does not recall
         self.decode_queries: Tensor | None = None  # [B, H, n, W] query rows of the last n decoded tokens
         self.awaited: Awaited | None = None  # set while an answer that is still to choose attends to all slots
-        # On the host:
+        # Attributes in the host's memory:
         self.budget: np.ndarray | None = None  # [B] budget of the last read, in slots over all kv heads
         # [B, heads of all ranks] number of a head's first slots that belong to the prompt; None: all, or unknown
         self.prompt: np.ndarray | None = None

@@ -71,7 +71,7 @@ class Files:
 def _mapped(folder: str, size: int) -> torch.Tensor:
     """Create a file in a folder, map it into memory as uint8 [size], and remove its name. Raises OSError if the disk is
     full."""
-    number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # mode 0600
+    number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # a file of mode 0600
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(number, 0, size)  # a write to a hole on a full disk would raise SIGBUS

@@ -28,7 +28,7 @@ class SlotPool:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.buffers: tuple[Tensor, ...] = ()
-        self.lock, self.free = threading.Lock(), [(0, rows)]  # (start, rows) of the gaps, ascending
+        self.lock, self.free = threading.Lock(), [(0, rows)]  # `free`: (start, rows) of each gap, ascending
         self.returned: deque[tuple[int, int]] = deque()  # (start, rows) of free regions that are not in `free` yet
 
     def __reduce__(self) -> tuple:

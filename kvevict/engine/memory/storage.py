@@ -24,7 +24,7 @@ ROOM = 64  # free rows per head after an eviction, so that decoding appends with
 ROOM_TO_REPLAY = 256  # `ROOM` when decoding is recorded, since a recording ends when slots move
 OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # `Storage`'s fields of batch rows
 Lender = SlotPool | Files  # an object that lends buffers
-Decoded = tuple[Tensor, Tensor, Tensor | None]  # out, lse and probs of `_ops.decode`
+Decoded = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, probs) as `_ops.decode` returns them
 
 
 @dataclass

@@ -26,7 +26,7 @@ class Errors:
         self.until = until
         self.scores: dict[int, torch.Tensor] = {}  # layer -> its E_int, fp64 [B]
         self.residual: dict[int, torch.Tensor] = {}  # layer -> its R [B, T, E], until `note_rotation` has used it
-        # layer -> (sum of 1 - cos over rows [B], number of rows [B])
+        # layer -> ([B] sum of 1 - cos(R, R + O) over rows, [B] number of these rows)
         self.rotation: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note_scores(self, call: LayerCall, score: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ class Budgets:
         self.budgets: Any = None  # `targets`, or, for a batch row within its budget, the limit for later tokens
         self.cuts = np.zeros(len(seen), bool)  # [B] batch rows that may lose slots after the last decided chunk
         self.errors = np.zeros((layers, len(seen)))  # [layers, B] sums of the layers' errors over chunks
-        self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
+        self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks that `errors` sums over
 
     def recall(self) -> None:
         """From now on, cut batch rows with more tokens than the budget to `recall_slots`, and spare the other rows."""

@@ -90,7 +90,8 @@ class Deciding(Chooser):
         return self.decisions.kept(call.order, call.step.plan.ranks.counts(call.layer).sum(1))
 
     def recall(self, call: LayerCall) -> None:
-        """Recall the slots of all tokens in batch rows that lose slots after a decoded token; `layer` then chooses."""
+        """Recall the slots of all tokens in batch rows that lose slots after a decoded token. The method `layer` then
+        chooses among these slots."""
         layer, slots = call.layer, self._slots(call)
         if slots is not None and call.policy.recall and layer.archive is not None:
             archive.recall(layer, slots < call.step.plan.ranks.counts(layer).sum(1))

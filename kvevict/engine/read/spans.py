@@ -83,7 +83,7 @@ class Spans:
         if step.chooser is not None:
             step.chooser.end(step, output.last_hidden_state[:, -1:])
         if self.policy.decode or not step.decoding:
-            host.wait()  # for copies to archives, which the host may read and move between steps
+            host.wait()  # for copies to archives, since the host may read or move archives between steps
         return output
 
     def _following(self) -> Iterator[Step]:
@@ -126,7 +126,7 @@ class Spans:
                 yield span(self.arguments, chunk.start, chunk.end, meter, chooser, prompt.read, chunk, ahead)
         with meter.clock("read"):  # the report waits until a GPU has done the rest of the reading
             prompt.report()
-        if prompt.candidates:  # the report is of the prompt alone
+        if prompt.candidates:  # they are read after the report, which is of the prompt alone
             yield span(self.arguments, prompt.columns, self.arguments.tokens, meter, Chooser())
         prompt.end(chooser)
 

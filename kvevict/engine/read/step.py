@@ -42,7 +42,7 @@ def paused(pause: Callable[[], None]) -> None:
 class OuterCall:
     """A call of the model that calls the decoder."""
 
-    model: Any  # None: the decoder is called by itself
+    model: Any  # the model that was called; None: the decoder was called directly
     mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens whose logits, or hidden states, the caller uses; 0: all
     spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call; `settle` ends it after the model's
@@ -52,7 +52,7 @@ class OuterCall:
 class Read:
     """The reading of one prompt, in chunks."""
 
-    prompt: int  # columns of the prompt, padding included
+    prompt: int  # number of the prompt's columns, padding included
     tokens: np.ndarray  # [B] number of the prompt's tokens, without padding
     rows: Rows  # says which rows observe: the policy's `Rows`, or one for the question found in the prompt
     budgets: Budgets
@@ -77,17 +77,15 @@ class Step(CallRows):
     inputs: dict[str, Any]  # arguments of the decoder's forward
     chooser: Any = None  # the kvevict.engine.read.choosers.Chooser that evicts; None: all slots stay
     extra: AppendedRows | None = None  # rows that are read with the chunk and not stored
-    ahead: int = 0  # rows of the prompt's later chunks, appended ones included
+    ahead: int = 0  # number of rows in the prompt's later chunks, appended rows included
     final_position: int | None = None  # the prompt's largest position, if rotary frequencies depend on it
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> input of its attention block, if wanted
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> input of its attention block, if needed
     unread: dict[int, Any] = field(default_factory=dict)  # layer -> its LayerCall, while other layers read its slots
     attended: list | None = None  # LayerCalls of a recorded token, whose cuts come after the step; None: cut at once
 
     # int32 [B, 2] positions (start, stop) that the rows of `extra` do not attend to; None: there are none
     unseen = property(lambda self: None if self.extra is None else self.extra.unseen)
-    rows = property(
-        lambda self: self.plan.policy.rows if self.read is None else self.read.rows
-    )  # chooses observing rows
+    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # `Rows` that observe
     watchers = property(lambda self: () if self.read is None else self.read.watchers)  # there are none while decoding
 
     @cached_property

@@ -22,7 +22,7 @@ class Cuts:
     every head, as with h2o, streaming and tova. On a GPU there is no need, since Python runs ahead of the device."""
 
     def __init__(self) -> None:
-        self.state: tuple = ()  # `_state` after the last cut
+        self.state: tuple = ()  # result of `_state` after the last cut
         self.equal = 0  # number of cuts in a row after each of which `_state` was the same as before its token
         self.carried: list = []  # the layers' carried scores and remembered queries, which a replay overwrites
         self.replay: Callable[[], None] | None = None
