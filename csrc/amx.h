@@ -1,5 +1,6 @@
-/* Products of pairs of bf16 in Intel's tile registers: an instruction multiplies 16 x 32 by 32 x 16 numbers and adds
- * the products to 16 x 16 sums of fp32. A word is two bf16. The packed blocks of tile.h are operands as they lie. */
+/* Products of pairs of bf16 in Intel's tile registers: one instruction multiplies 16 x 32 by 32 x 16 numbers of bf16
+ * and adds the products to 16 x 16 sums of fp32. A word is a pair of bf16. The packed blocks of tile.h are operands
+ * without further rearrangement. */
 #ifndef KVEVICT_AMX_H
 #define KVEVICT_AMX_H
 #include "simd.h"
@@ -19,10 +20,10 @@ typedef struct {
   uint8_t bytes[64];
 } kv_amx;
 
-/* Configures all registers as 16 rows of 64 bytes and returns the configuration before, which kv_amx_end restores:
+/* Configures all tile registers as 16 rows of 64 bytes. Returns the previous configuration, which kv_amx_end restores:
  * another library may have left one for its next call. */
 static inline kv_amx kv_amx_begin(void) {
-  kv_amx before, squares = {{1}}; /* byte 0: the palette */
+  kv_amx before, squares = {{1}}; /* byte 0: palette 1 */
   for (int i = 0; i < 8; i++) squares.bytes[16 + 2 * i] = 64, squares.bytes[48 + i] = SQUARE;
   KV_TILE("sttilecfg (%0)", "r"(&before));
   KV_TILE("ldtilecfg (%0)", "r"(&squares));
@@ -36,8 +37,8 @@ static inline void kv_amx_end(kv_amx before) {
     __asm__ volatile("tilerelease" :);
 }
 
-/* C = A B, or C += A B if `add`, with A [rows, words], B [words, 32] and 32 rows if `both`, else 16. words is a
- * multiple of 16; every sum runs over the words in ascending order. */
+/* Computes C = A B, or C += A B if `add`, with A [rows, words], B [words, 32] and C [rows, 32]; rows is 32 if `both`,
+ * else 16. words is a multiple of 16; every sum runs over the words in ascending order. */
 KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t words,
                             float *c, int64_t ldc) {
   const int64_t as = 4 * lda, bs = 4 * ldb, cs = 4 * ldc;
@@ -75,7 +76,8 @@ KV_INLINE void kv_amx_block(int both, int add, const float *a, int64_t lda, cons
   }
 }
 
-/* Does as kv_amx_block for any number of rows and columns, rounded up to multiples of 16 and of 32. */
+/* Multiplies as kv_amx_block does, for any number of rows and columns, which are rounded up to multiples of 16 and of
+ * 32. */
 static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b,
                                    int64_t ldb, int64_t words, float *c, int64_t ldc) {
   for (int64_t j = 0; j < columns; j += 2 * SQUARE)
@@ -85,7 +87,8 @@ static inline void kv_amx_multiply(int add, int64_t rows, int64_t columns, const
       else
         kv_amx_block(0, add, a + r * lda, lda, b + j, ldb, words, c + r * ldc + j, ldc);
 }
-/* C [64, 16] = A [64, words] B [words, 16], summed as in kv_amx_block. A is read once, in order; B stays cached. */
+/* Computes C [64, 16] = A [64, words] B [words, 16], summed as in kv_amx_block. A is read once, in order; B stays
+ * cached. */
 static inline void kv_amx_column(const float *a, int64_t words, const float *b, float *c) {
   const int64_t as = 4 * words, step = SQUARE * words, size = sizeof *c * SQUARE;
   KV_TILE_ZERO(0);
@@ -108,7 +111,7 @@ static inline void kv_amx_column(const float *a, int64_t words, const float *b, 
   KV_TILE_STORE(2, c + 2 * SQUARE * SQUARE, size);
   KV_TILE_STORE(3, c + 3 * SQUARE * SQUARE, size);
 }
-#else /* never called */
+#else /* without tile registers these are never called */
 typedef int kv_amx;
 static inline kv_amx kv_amx_begin(void) { return 0; }
 static inline void kv_amx_end(kv_amx before) { (void)before; }

@@ -1,36 +1,38 @@
-/* Chunk attention over [stored | new] on a CPU.
+/* Chunk attention over the slots [stored | new] on a CPU.
  *
- * A task is some steps of one (b, kv head), with the rows of all G query heads, which share the packed keys and values.
- * The outer loop goes over blocks of keys, the inner one over tiles of rows, so each key is packed once per task.
- * Blocks that no row of a tile sees are skipped, and only those on the diagonal are masked.
+ * A task computes some steps (query positions) of one (b, kv head), for all G query heads of the group, which share the
+ * packed keys and values. The outer loop goes over blocks of keys, the inner one over tiles of query rows, so each key
+ * is packed once per task. Blocks that no row of a tile sees are skipped, and only blocks on the causal diagonal are
+ * masked.
  *
- * Where rows are few, the columns are cut into splits, too, whose states are merged in order. Splits depend on the
- * shapes alone, not on the number of threads. Very few rows read keys and values in place, as decode does. */
+ * If a chunk is short, the columns (slots) are cut into splits, too, and each row's states of the splits are merged in
+ * order. Splits depend on the shapes and the lengths of heads, not on the number of threads. If a head has very few
+ * rows, keys and values are read in place (stream.h), as in decode. */
 #include <stdatomic.h>
 
 #include "rows.h"
 #include "stream.h"
 
 enum {
-  FEW = 16,           /* the most rows of a head that read keys and values in place: packing would cost more */
-  SHORT = 64,         /* the most steps of a chunk whose columns are cut */
-  TASKS = 32,         /* about how many tasks a chunk has whose columns are cut */
-  COLUMNS = 4 * KEYS, /* the fewest columns of a split */
+  FEW = 16,           /* the most rows of a head for which keys and values are read in place: packing would cost more */
+  SHORT = 64,         /* the most steps of a chunk whose columns are cut into splits */
+  TASKS = 32,         /* columns are cut to get about this many tasks */
+  COLUMNS = 4 * KEYS, /* the fewest columns of a split, unless keys and values are read in place */
 };
 
 typedef struct {
   const kv_attend *a;
-  int64_t steps;        /* steps of a task */
-  int64_t most;         /* columns of the longest head */
-  int64_t splits, span; /* splits of a head's columns, columns of a split; 1 and 0: not cut */
-  int few;              /* keys and values are read in place */
-  kv_stream stream;     /* the shape of a head's rows; its scratch is each worker's own */
-  float *states;        /* states of [B, Hkv, splits, rows] rows (kv_state_in); NULL: columns are not cut */
+  int64_t steps;        /* number of steps of a task */
+  int64_t most;         /* number of columns of the longest head */
+  int64_t splits, span; /* splits per head and columns per split; 1 and 0 if columns are not cut */
+  int few;              /* whether keys and values are read in place */
+  kv_stream stream;     /* describes a head's rows; every worker allocates its own scratch for it */
+  float *states;        /* [B, Hkv, splits, rows] softmax states (kv_state_in); NULL if columns are not cut */
   atomic_int failed;
 } kv_attend_job;
 
 typedef struct {
-  int64_t b, h, n; /* n columns */
+  int64_t b, h, n; /* n: number of columns */
   kv_queries query;
   kv_columns k, v;
   kv_bounds bounds;
@@ -48,14 +50,14 @@ static kv_attend_head kv_attend_head_of(const kv_attend *a, int64_t at) {
   return x;
 }
 
-/* Writes out and lse of row r of a head from its normalized state. */
+/* Writes out and lse of row r of a head; `state` is the row's softmax state, already normalized. */
 static void kv_attend_write(const kv_attend *a, const kv_attend_head *x, int64_t r, kv_state state) {
   const int64_t G = x->query.G, t = r / G, head = x->h * G + r % G, size = kv_size(a->dtype);
   kv_store_row(a->dtype, state.o, (char *)a->out + ((x->b * a->T + t) * a->H + head) * a->D * size, a->D);
   a->lse[(x->b * a->H + head) * a->T + t] = KV_LN2 * kv_state_lse(state);
 }
 
-/* Writes out and lse of a task's rows; out is 0 where a row sees nothing. */
+/* Normalizes the states of a task's rows and writes their out and lse; out is 0 where a row sees nothing. */
 static void kv_attend_finish(const kv_attend *a, const kv_attend_head *head, kv_rows *x, int64_t t0, int64_t rows,
                              int64_t width) {
   for (int64_t r = 0; r < rows; r++) {
@@ -86,7 +88,8 @@ static void kv_attend_task(const kv_attend_job *job, kv_rows *x, int64_t at, int
   memcpy(to.d, x->state.d, (size_t)rows * sizeof *to.d);
 }
 
-/* Computes the few rows of a head: the columns that every step sees, for all rows; then, step by step, the rest. */
+/* Computes one split of a head with few rows: first the columns that every step sees, for all rows together; then, for
+ * each step alone, the further columns that it sees. */
 static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t at, int64_t split) {
   const kv_attend_head head = kv_attend_head_of(job->a, at);
   const int64_t G = head.query.G, c0 = split * job->span, c1 = kv_min(head.n, c0 + job->span);
@@ -102,7 +105,8 @@ static void kv_attend_few(const kv_attend_job *job, const kv_stream *x, int64_t 
   }
 }
 
-/* Runs tasks. The last steps see most and come first, so that no thread starts a long task when the others are done. */
+/* Runs tasks begin .. end - 1. The last steps see the most columns and come first, so that no thread starts a long task
+ * when the others are done. */
 static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   kv_attend_job *job = ctx;
   const kv_attend *a = job->a;
@@ -122,7 +126,7 @@ static void kv_attend_body(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Merges the splits' states of each row. */
+/* Merges each row's states of all splits and writes the row's out and lse. */
 static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
   const kv_attend_job *job = ctx;
   const kv_attend *a = job->a;
@@ -142,7 +146,7 @@ static void kv_attend_combine_body(void *ctx, int64_t begin, int64_t end) {
   }
 }
 
-/* Decides how the work is cut into tasks. Columns are cut by the shapes and the lengths of heads alone. */
+/* Decides how the work is cut into tasks. The cut of columns depends on the shapes and the lengths of heads alone. */
 static void kv_attend_cut(kv_attend_job *job, int64_t heads, int64_t rows) {
   const kv_attend *a = job->a;
   for (int64_t i = 0; i < heads; i++) job->most = kv_max(job->most, kv_attend_head_of(a, i).n);

@@ -1,22 +1,26 @@
-/* Chunk attention over [stored | new] on a GPU, sm_80 and up.
+/* Computes the attention of a chunk's queries over the slots [stored | new] on a GPU, sm_80 and up.
  *
- * A block computes one tile of rows of one (b, kv head), the rows of its G query heads in time-major order, against
- * tiles of keys in ascending order. Shared memory holds Q, one tile of K and one of V; registers hold S and O. V is
- * copied while S = Q K^T is computed, the next K during the softmax and O += P V. Only tiles on the diagonal are
- * masked; tiles that no row sees are not read. Where so few tiles of rows would leave most of a GPU idle, the columns
- * of each are cut into splits, a block for each, and a second kernel merges them. */
-// budget: regs 255, smem 99424
+ * A block computes one tile of query rows of one (batch row, kv head) against tiles of keys in ascending order. The
+ * rows of the kv head's G query heads are in time-major order: row r is head r % G at step r / G. Shared memory
+ * holds Q, one tile of K and one of V; registers hold S and O. V is copied while S = Q K^T is computed, the next K
+ * during the softmax and O += P V. Only tiles of keys on the causal diagonal are masked; tiles of keys that no row
+ * of the block sees are not read. If all tiles of rows together are too few to fill a GPU, the columns of each tile
+ * are cut into splits with one block each, and a second kernel merges the splits. */
+// budget: regs 255, smem 99424 (registers of a thread, bytes of a block)
 #include "stream.cuh"
 
-constexpr int64_t FEW = 128;  /* the most tiles of all heads whose columns are cut: a large GPU runs more at once */
-constexpr int64_t FULL = 512; /* about the most blocks if columns are cut: two to four for each multiprocessor */
+/* columns are cut if all heads have at most this many tiles: a large GPU runs more at once */
+constexpr int64_t FEW = 128;
+constexpr int64_t FULL = 512; /* approximate limit on blocks if columns are cut: two to four for each multiprocessor */
 
-/* A row's bounds and place, in shared memory since registers are scarce. */
+/* What a block knows of a query row, in shared memory since registers are scarce. seen: how many of the split's
+ * columns the row sees; step: its time step; to: b * H + its query head or, if columns are cut, the index in Parts
+ * of its tile's first row. */
 struct alignas(16) AttendRow {
-  int seen, step, to; /* seen: of the split's columns; to: b * H + its head, or in a split its tile's first row */
+  int seen, step, to;
 };
 
-/* Writes a lane's rows of out and lse. */
+/* Normalizes this lane's part of its rows and writes it to out; one lane of each row also writes lse. */
 template <class E, int D, int MT>
 KV_DEVICE void attend_finish(const kv_attend &a, const Attended<MT, D> &done, const AttendRow *rows) {
   each_row<MT>([&](int m, int half) {
@@ -24,7 +28,7 @@ KV_DEVICE void attend_finish(const kv_attend &a, const Attended<MT, D> &done, co
     kv_state state = {done.top[m][half], lanes_sum<4>(done.sum[m][half])};
     float over = 1;
     if (t >= a.T) return;
-    if (a.sinks) { /* one more logit, without a value */
+    if (a.sinks) { /* the attention sink is one more logit, without a value */
       const float sink = a.sinks[to % (int)a.H] * LOG2E, before = state.m;
       state.m = fmaxf(before, sink);
       over = state.weight(before);
@@ -47,7 +51,8 @@ KV_DEVICE void attend_finish(const kv_attend &a, const Attended<MT, D> &done, co
   });
 }
 
-/* A head's blocks are its tiles of rows, each with its splits: without SPLIT one, which writes out and lse. */
+/* Block (i, kv head) computes one tile of the head's rows. With SPLIT it computes one split of the columns and
+ * stores the rows' states in parts; without, it computes all columns and writes out and lse. */
 template <class E, int D, class X, bool SPLIT>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     attend_kernel(const kv_attend a, const Logits logits, const Parts parts) {
@@ -64,7 +69,7 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   const Bounds bounds = {(int)(keys.at.len - a.chunk.first[b] + a.S - a.T), a.stop ? keys.at.n : keys.at.len,
                          keys.at.n};
 
-  /* The last rows see most, so they start first. */
+  /* The last rows see the most columns, so their blocks start first. */
   const int splits = SPLIT ? parts.splits : 1, split = blockIdx.x % splits;
   const int tile = parts.tiles - 1 - blockIdx.x / splits;
   const int row0 = tile * X::ROWS;
@@ -92,7 +97,8 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   }
 }
 
-/* Returns into how many splits at most a tile X's columns are cut: fewer than 4 gain less than merging them takes. */
+/* Returns the largest number of splits of a tile X's columns, or 1 if they are not cut. Fewer than 4 splits gain
+ * less time than merging them takes. */
 template <class X>
 static int64_t splits_of(const kv_attend *a) {
   const int64_t tiles = (a->T * (a->H / a->Hkv) + X::ROWS - 1) / X::ROWS * a->B * a->Hkv;
@@ -103,7 +109,8 @@ static int64_t splits_of(const kv_attend *a) {
   return splits < 4 ? 1 : splits;
 }
 
-/* Calls f(e, d, x, split, parts), with x the tile of attend_kernel, split if columns are cut, parts in scratch. */
+/* Calls f(e, d, x, split, parts): e has the element type, d is the padded head dimension, x is attend_kernel's tile,
+ * split is true_type if columns are cut, and parts lie in scratch. */
 template <class F>
 static int planned(const kv_attend *a, Cutter &scratch, F f) {
   const int64_t heads = a->B * a->Hkv, rows = heads ? a->T * (a->H / a->Hkv) : 0;

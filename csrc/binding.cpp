@@ -1,9 +1,11 @@
-/* The part that torch and Python call; with tensors.h the only file that includes torch. ops.def lists the arguments of
- * an op: here they become its schema, and the code that fills its struct of kvevict.h and calls its kernel.
+/* The part that torch and Python call. Only this file, tensors.h and head_rows.h include torch. ops.def lists the
+ * arguments of an op; here they become the op's schema and the code that fills the op's struct of kvevict.h and calls
+ * the kernel.
  *
- * Built on torch's stable headers and the limited C API, one binary serves every torch and CPython that is new enough.
- * All that a kernel reads or writes is checked here against the size of its tensor, or by the kernel against its
- * struct, so a wrong call raises. What only the values of tensors tell is checked on the CPU alone. */
+ * It is built on torch's stable headers and Python's limited C API, so one binary serves every torch and CPython that
+ * is new enough. Everything that a kernel reads or writes is checked, here against the size of its tensor or by the
+ * kernel against its struct, so a wrong call raises. Checks that need the values of tensors (lengths, offsets, indices)
+ * are made on the CPU only. */
 #include <Python.h>
 
 #include <cstdlib>
@@ -21,7 +23,8 @@ constexpr const char *cuda_archs = "";
 #endif
 #define KV_CPU(op) nullptr, nullptr
 
-/* Puts into the struct each size for which it has a field of that name. */
+/* Puts each size of ops.def into the field of the same name, if the struct has one, and the first tensor's dtype into
+ * `dtype`. */
 template <typename Args>
 void put_sizes(Args &a, const Call &call) {
 #define KV_PUT(X) \
@@ -31,7 +34,8 @@ void put_sizes(Args &a, const Call &call) {
   if constexpr (requires { a.rows.B; }) put_sizes(a.rows, call);
 }
 
-/* Further checks of an op: its slots must lie in their buffers, and some ops have a function that checks more. */
+/* Checks what ops.def cannot say: here, for every op, that stored slots lie within their buffers. The overloads check
+ * more for some ops. */
 template <typename Args>
 void check(Args &a, const Call &call) {
   if constexpr (requires { a.rows.slots; })
@@ -58,7 +62,7 @@ void check(kv_compact &a, const Call &call) {
   call.check_inside(sizes::rows, src);
   call.check_inside(sizes::rows_dst, dst);
   call.check_apart(sizes::rows_dst, dst);
-  /* dst_k may be src_k, and so on. */
+  /* The arrays of dst may be those of src: with the same offsets, or if no row of dst is a row of src. */
   const bool same_offsets = std::equal(src.offset, src.offset + src.heads, dst.offset);
   const bool one_pool = a.src.k == a.dst.k && !dst.meets(src);
   call.check_disjoint(same_offsets || one_pool, offsetof(kv_compact, dst), offsetof(kv_compact, src));
@@ -73,12 +77,12 @@ void check(kv_decode &a, const Call &call) {
   if (!none) call.check_inside(sizes::rows_prefix, prefix);
   call.check_inside(sizes::rows, own);
   call.check_apart(sizes::rows, own);
-  /* held_k may be prefix_k, held_v prefix_v. */
+  /* held_k and held_v may be the arrays prefix_k and prefix_v, if no new row is a row of the prefix. */
   const bool one_pool = !none && a.prefix.k == a.slots.k && !call.row_after(a.slots.offset, a.slots.len).meets(prefix);
   call.check_disjoint(one_pool, offsetof(kv_decode, slots), offsetof(kv_decode, prefix));
 }
 
-/* An op as torch calls it: the arguments lie on the stack, and the results take their place. */
+/* Runs an op as torch calls it: the arguments lie on torch's stack, and the results take their place. */
 template <typename Args>
 void called(Arguments args, const Kernels<Args> &kernels, StableIValue *stack) {
   Args a = {};
@@ -104,8 +108,9 @@ using Library = torch::stable::detail::StableLibrary;
 #define KV_DEFINE(op, library) library.def(schema(#op, tables::op::args).c_str());
 #define KV_IMPLEMENT(op, library) library.impl(#op, call_##op);
 
-/* Registers the ops, once, by the first import. STABLE_TORCH_LIBRARY would do that when the library is loaded, where a
- * second copy of it, whose name torch refuses, can only crash. Returns whether this copy is the registered one. */
+/* Registers the ops at the first import. STABLE_TORCH_LIBRARY would do so when the library is loaded; there a second
+ * copy of the library can only crash, since torch refuses to register a name twice. Returns whether this copy of the
+ * library is the registered one. */
 bool registered() {
   static const bool done = [] {
     TorchLibraryHandle name;
@@ -137,7 +142,7 @@ PyObject *build_info(PyObject *, PyObject *) {
                        "torch_target", "2.10");
 }
 
-/* A line for each row of ops.def: op, kind, type, name, dtype, sizes or words, with tabs between. */
+/* Returns a line of text for each row of ops.def: op, kind, type, name, dtype, sizes or words, with tabs between. */
 PyObject *ops(PyObject *, PyObject *) {
   std::string text;
   const auto add = [&](const char *op, Arguments args) {
@@ -166,7 +171,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvevict._C", nullptr, 0, methods, 
 
 }  // namespace
 
-/* Makes a module object; importing again does no more. */
+/* Makes a module object; when Python imports the module again, the ops stay registered. */
 PyMODINIT_FUNC PyInit__C() {
   if (registered()) return PyModuleDef_Init(&module);
   PyErr_SetString(PyExc_ImportError, "another copy of kvevict's compiled part is in use in this process");

@@ -1,35 +1,40 @@
-/* Packed rows as operands of tensor cores. Rows lie in shared memory as they are stored, aligned to 4 bytes and an odd
- * number of words apart (except of 4 bits where D / 8 is odd), so lanes that read one word each at 4 places of 8 rows
- * have no bank conflicts. Numbers become fp16, exactly: a byte in the low bits of 1024 is a number of fp16, from which
- * 1024 is subtracted.
+/* Packed rows (8-bit or 4-bit numbers, kvevict.h) as operands of tensor cores. Rows lie in shared memory as they are
+ * stored, aligned to 4 bytes. They are an odd number of 4-byte words apart, except 4-bit rows with an odd D / 8, so
+ * the lanes of a warp have no bank conflicts when they read 4 words of each of 8 rows. Numbers are converted to fp16
+ * exactly: a byte in the low mantissa bits of fp16's 1024 makes 1024 + byte, from which 1024 is subtracted; for int8
+ * the sign bit is flipped first and 1152 is subtracted.
  *
- * A sum over D may have any order that keys and queries share. Here it is that of fragments: the 4 words of word step s
- * are 2 j + s % 2 + 8 (s / 2), with j = lane % 4. A word of 8 bits is one step of 16 numbers, a word of 4 bits two: its
- * low halves and its high ones. Bytes 0 and 2 are a register of the fragment, 1 and 3 the other. */
+ * A sum over D may add its terms in any order that keys and queries share. Here lane j = lane % 4 reads word 2 j + s
+ * % 2 + 8 (s / 2) of a row in step s. Four words of 8-bit numbers are one mma step of 16 numbers. Four words of
+ * 4-bit numbers are two: the low halves of the bytes, then the high halves. Bytes 0 and 2 of a word fill one
+ * register of the fragment, bytes 1 and 3 the other. */
 #ifndef KV_BYTES_CUH
 #define KV_BYTES_CUH
 #include "tile.cuh"
 
-/* Returns which of KEYS keys is at place p of a tile: row p of K and V, column p of the logits. Of all blocks of 8
- * columns, lane j has KEYS / 4 keys that follow each other, so that lanes read words of values from different banks. */
+/* Returns the key at place p of a tile of KEYS keys; place p is row p of K and V and column p of the logits. Over
+ * all 8-column blocks of the logits, lane j (lane % 4) has KEYS / 4 consecutive keys, so that lanes read words of
+ * values from different banks. */
 template <int KEYS>
 KV_DEVICE int key_of(int p) {
   return KEYS / 4 * (p % 8 / 2) + 2 * (p / 8) + p % 2;
 }
 
-/* The first and third byte of x, less 128, as two numbers of fp16. */
+/* Returns bytes 0 and 2 of x, which are int8, as two fp16 numbers. */
 KV_DEVICE uint32_t bytes_f16(uint32_t x) {
-  return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u); /* 1 x - 1152 */
+  /* (1024 + (byte ^ 128)) * 1 - 1152 */
+  return fma_f16x2((x & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u);
 }
-/* The low halves of the first and third byte of x as numbers of fp16, and below their high halves. */
+/* low_f16 returns the low halves of bytes 0 and 2 of x as two fp16 numbers, high_f16 their high halves. */
 KV_DEVICE uint32_t low_f16(uint32_t x) {
-  return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* 1 x - 1024 */
+  return fma_f16x2((x & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u); /* (1024 + number) * 1 - 1024 */
 }
 KV_DEVICE uint32_t high_f16(uint32_t x) {
-  return fma_f16x2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u); /* x / 16 - 64 */
+  /* (1024 + 16 number) / 16 - 64 */
+  return fma_f16x2((x & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u);
 }
 
-/* Packed rows of one head, `stride` words apart. */
+/* Packed rows of one kv head, `stride` 4-byte words apart. */
 struct PackedTile {
   const uint32_t *words;
   int stride;
@@ -37,15 +42,15 @@ struct PackedTile {
 
   __device__ __forceinline__ const uint32_t *row(int r) const { return words + r * stride; }
 
-  /* Returns the scale of row r and its least number. */
+  /* Returns {scale, offset} of row r: a stored number u means scale * u + offset. The offset of 8-bit rows is 0. */
   __device__ __forceinline__ float2 ends(int r) const {
     const uint32_t last = row(r)[stride - 1];
     return kind == KV_INT8 ? make_float2(__uint_as_float(last), 0) : unpack<f16>(last);
   }
 };
 
-/* The word of packed keys that number d of a query is multiplied with: its word step, and which of a row's four lanes
- * has it. Keys have D numbers. */
+/* Which word of a packed key of D numbers is multiplied with number d of a query: `step` is the mma step that uses
+ * the word, `lane` the one of a fragment row's four lanes that reads it. */
 struct Word {
   int step, lane;
 };
@@ -61,7 +66,8 @@ KV_DEVICE void mma_parts(float (&d)[4], const uint32_t (&a)[PARTS][4], uint32_t 
   for (int i = 0; i < PARTS; i++) mma<F>(d, a[i], b0, b1);
 }
 
-/* s += Q K^T before the rows' scales. q(x, step) loads the queries' fragments of a step into x. */
+/* s += Q K^T for a tile of packed keys, yet without the scales and offsets of the keys. q(x, step) loads the
+ * queries' fragments of mma step `step` into x. */
 template <int D, int PARTS, int NT, class Query>
 KV_DEVICE void packed_products(float (&s)[NT][4], const PackedTile &k, Query q) {
   const uint32_t *row[NT];
@@ -93,8 +99,8 @@ KV_DEVICE void packed_products(float (&s)[NT][4], const PackedTile &k, Query q) 
   }
 }
 
-/* o += P V over keys 16 k .. 16 k + 15 in the order of columns, with p the weights times the rows' scales. Column c of
- * block n of o is number packed_place(kind, n, c, D). */
+/* o += P V over places 16 k .. 16 k + 15 of a tile of packed values (key_of). p: fragments of the attention weights
+ * times the scales of the values. Column c of the n-th 8-column block of o is dimension packed_place(kind, n, c, D). */
 template <int D, int KEYS, int PARTS>
 KV_DEVICE void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4], const PackedTile &v, int k) {
   const uint32_t *const row = v.row(KEYS / 4 * (lane_id() % 4) + 4 * k) + fragment_row();
@@ -105,7 +111,7 @@ KV_DEVICE void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4], c
 #pragma unroll
     for (int i = 0; i < 4; i++) w[i] = row[i * v.stride + 8 * t];
 #pragma unroll
-    for (int half = 0; half < 2; half++) { /* bytes 0 and 1 of each row, then 2 and 3 */
+    for (int half = 0; half < 2; half++) { /* bytes 0 and 1 of each row's word, then bytes 2 and 3 */
       const uint32_t x = permute(w[0], w[1], half ? 0x7632 : 0x5410), y = permute(w[2], w[3], half ? 0x7632 : 0x5410);
 #pragma unroll
       for (int odd = 0; odd < 2; odd++) {
@@ -122,7 +128,7 @@ KV_DEVICE void packed_add(float (&o)[D / 8][4], const uint32_t (&p)[PARTS][4], c
   }
 }
 
-/* Returns which number column c of block n of o is; D or more if there is none. */
+/* Returns which dimension column c of the n-th 8-column block of packed_add's o is; D or more if it is none. */
 KV_DEVICE int packed_place(kv_kind kind, int n, int c, int D) {
   if (kind == KV_AS_COMPUTED) return 8 * n + c;
   if (kind == KV_INT8) return n / 4 * 32 + 4 * c + n % 4;

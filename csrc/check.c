@@ -1,5 +1,5 @@
-/* The checks of every op's struct, on any device: shapes and dtypes and, with `counts`, the arrays of lengths, counts
- * and indices, which must then be in the CPU's memory. */
+/* The checks of every op's struct, on any device: shapes and dtypes and, if `counts` is set, the arrays of lengths,
+ * counts and indices, which must then be in the CPU's memory. */
 #include "kvevict.h"
 
 const char *kv_status_text(kv_status status) {
@@ -20,7 +20,8 @@ const char *kv_status_text(kv_status status) {
   return (unsigned)status < sizeof texts / sizeof *texts ? texts[status] : "unknown status";
 }
 
-/* Returns whether dimensions are bad. With `counts` the call is for a CPU, whose limit of D is the larger one. */
+/* Returns whether B, H, Hkv or D is invalid. `counts` is set for calls on a CPU, where D may be larger than on a
+ * GPU. */
 static int kv_bad_heads(int64_t B, int64_t H, int64_t Hkv, int64_t D, int counts) {
   if (B < 0 || H < 0 || Hkv < 0 || D < 8 || D > (counts ? KV_MOST_D : KV_MOST_D_CUDA) || D % 8) return 1;
   return Hkv == 0 ? H != 0 : H == 0 || H % Hkv;
@@ -34,14 +35,15 @@ static int kv_bad_kinds(const kv_slots *slots) {
 
 static int kv_bad_reduce(kv_reduce reduce) { return reduce != KV_SUM && reduce != KV_MEAN && reduce != KV_MAX; }
 
-/* Whether any of x[0..n-1] is outside 0..most. */
+/* Returns whether any of x[0] .. x[n - 1] is outside 0..most. */
 static int kv_outside(const int32_t *x, int64_t n, int64_t most) {
   int bad = 0;
   for (int64_t i = 0; i < n; i++) bad |= x[i] < 0 || x[i] > most;
   return bad;
 }
 
-/* Checks an op of alive slots, [stored | new]: new ones end at stop, or at S without it. A head may have C at most. */
+/* Checks the arguments of an op over the alive slots [stored | new]. New slots end at stop[b], or at S if stop is NULL.
+ * C is the most slots that a head may have. */
 static kv_status kv_alive_check(kv_dtype dtype, int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t D, int64_t C,
                                 const kv_slots *slots, const kv_new *chunk, const int32_t *stop, int counts) {
   if (kv_bad_heads(B, H, Hkv, D, counts) || S < 0 || C < 0) return KV_BAD_SHAPE;
@@ -115,7 +117,7 @@ kv_status kv_select_check(const kv_select *a, int counts) {
     const int64_t first = a->protect_first[head / a->Hkv], last = a->protect_last[head / a->Hkv];
     if (n < 0 || first < 0 || last < 0) return KV_BAD_COUNT;
     if (keep < (n < first + last ? n : first + last) || keep > most) return KV_BAD_COUNT;
-    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* else an unprotected slot has no score */
+    if (n - last > a->C && n - last > first) return KV_BAD_COUNT; /* else an unprotected slot would have no score */
   }
   return KV_OK;
 }

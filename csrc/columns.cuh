@@ -1,6 +1,6 @@
-/* The rows of one head's alive keys or values on a GPU: the one place that knows how a slot's numbers are stored
- * (kvevict.h). L lanes of a warp share a row: of its vector v, lane i has the numbers from (v * L + i) * W on, where W
- * numbers are 16 bytes as computed. */
+/* Reads and packs the rows of one head's alive keys or values on a GPU (formats: kvevict.h). L lanes of a warp share
+ * a row, each with V vectors of W numbers: vector v of lane i begins with number (v * L + i) * W of the row. W
+ * unpacked numbers take 16 bytes. */
 #ifndef KV_COLUMNS_CUH
 #define KV_COLUMNS_CUH
 #include <math.h>
@@ -10,17 +10,18 @@
 #include "vector.cuh"
 #include "warp.cuh"
 
-/* Column c of a head's attention matrix is slot c. */
+/* The keys or the values of one head. Column c of the head's attention matrix is slot c. */
 struct Columns {
   kv_segments at;
-  kv_kind kind;        /* the kind of stored rows */
-  const float *centre; /* [D] the centre of packed rows, or NULL */
+  kv_kind kind;        /* how stored rows are packed, or KV_AS_COMPUTED */
+  const float *centre; /* [D] what was subtracted before rows were packed, or NULL */
 
-  /* The number of packed columns, which come first. */
+  /* Returns the number of packed columns. They are the first ones: new rows are not packed. */
   __device__ __forceinline__ int packed() const { return kind == KV_AS_COMPUTED ? 0 : at.len; }
 };
 
-/* Makes the columns whose addresses are `at`. Slot 0 is row `offset` of the layer's rows `rows`. */
+/* Makes columns from the addresses `at` of unpacked rows. For packed rows the stored addresses are computed here:
+ * slot 0 is row `offset` of the layer's array `rows`. */
 KV_DEVICE Columns columns_of(kv_segments at, const void *rows, int64_t offset, kv_kind kind, const float *centre,
                              int64_t D) {
   if (kind != KV_AS_COMPUTED) {
@@ -30,12 +31,13 @@ KV_DEVICE Columns columns_of(kv_segments at, const void *rows, int64_t offset, k
   return {at, kind, centre};
 }
 
-/* The centre of one head's keys, or NULL. */
+/* Returns the centre [D] of one kv head's packed keys, or NULL. */
 KV_DEVICE const float *centre_of(const kv_slots &slots, int64_t head, int64_t D) {
   return slots.centre ? slots.centre + head * D : nullptr;
 }
 
-/* The keys or values [stored | new] of a head; its new ones end at `stop`. */
+/* Returns the keys or values [stored | new] of head h of batch row b. New ones from row `stop` of the chunk on are
+ * left out. */
 template <class E>
 KV_DEVICE Columns head_columns(kv_side side, const kv_slots &slots, const kv_new &chunk, int64_t b, int64_t h,
                                int64_t Hkv, int64_t stop, int64_t D) {
@@ -45,18 +47,20 @@ KV_DEVICE Columns head_columns(kv_side side, const kv_slots &slots, const kv_new
   return columns_of(at, slots.k, slots.offset[head], slots.k_kind, centre_of(slots, head, D), D);
 }
 
-/* Loads numbers d .. d + W - 1 of the packed row at `row`, before H and the centre: bytes 0..255 in x and y, the scale
- * and the least number in z and w. All are zeros, which stand for numbers of 0, if not `wanted` and from D on. */
+/* Loads numbers d .. d + W - 1 of the packed row at `row`, with W = VECTOR<E>, yet without undoing the rotation or
+ * adding the centre. Of the result, x and y hold one byte (0..255) a number, z the row's scale and w its offset. If
+ * not `wanted`, and from number D on, nothing is read and packed_numbers makes zeros of the result. */
 template <class E>
 KV_DEVICE uint4 packed_part(uint64_t row, kv_kind kind, int d, int D, bool wanted) {
   const bool eight = kind == KV_INT8;
-  const int half = (int)kv_packed_bytes(kind, D) - 4; /* bytes of a row's numbers */
+  const int half = (int)kv_packed_bytes(kind, D) - 4; /* bytes that a row's numbers take; its scale follows */
   wanted &= d < D;
   const uint32_t ends = load_once_4_if(reinterpret_cast<const void *>(row + half), wanted);
   uint32_t word[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < VECTOR<E> / 4; i++) {
-    const int from = d + 4 * i, high = from >= half; /* of 4 bits: in the high halves of bytes */
+    /* 4-bit rows only: whether these four numbers lie in the high halves of their bytes */
+    const int from = d + 4 * i, high = from >= half;
     word[i] = load_once_4_if(reinterpret_cast<const void *>(row + (high ? from - half : from)), wanted);
     word[i] = eight ? word[i] ^ 0x80808080u : word[i] >> (high ? 4 : 0) & 0x0f0f0f0fu;
   }
@@ -65,7 +69,8 @@ KV_DEVICE uint4 packed_part(uint64_t row, kv_kind kind, int d, int D, bool wante
   return make_uint4(word[0], word[1], __float_as_uint(two.x), __float_as_uint(two.y));
 }
 
-/* y [W] = the numbers of a packed_part. A byte becomes the last 8 bits of a float of at least 2^23. */
+/* y [W] = the numbers that packed_part loaded, as floats. A byte is converted as the low 8 bits of the float 2^23 +
+ * byte, from which 2^23 (for 8-bit rows 2^23 + 128) is subtracted. */
 template <class E>
 KV_DEVICE void packed_numbers(uint4 part, kv_kind kind, float (&y)[VECTOR<E>]) {
   const uint32_t word[2] = {part.x, part.y};
@@ -76,8 +81,8 @@ KV_DEVICE void packed_numbers(uint4 part, kv_kind kind, float (&y)[VECTOR<E>]) {
                 __uint_as_float(part.w));
 }
 
-/* Multiplies x by the orthonormal Hadamard matrix of the largest power of two that divides D, block by block. All lanes
- * of the warp call it together. */
+/* Multiplies a row x, spread over L lanes, by an orthonormal Hadamard matrix, block by block. A block's size is the
+ * largest power of two that divides D. All lanes of the warp must call it together. */
 template <int W, int L, int V>
 KV_DEVICE void hadamard(float (&x)[V][W], int D) {
   const int size = D & -D;
@@ -110,8 +115,8 @@ KV_DEVICE void hadamard(float (&x)[V][W], int D) {
   }
 }
 
-/* y [V][W] = this lane's numbers of packed column c; zeros if not `wanted` and from D on. All lanes of the warp call it
- * together; those that share a row name one column. */
+/* y [V][W] = this lane's numbers of packed column c; zeros if not `wanted`, and from number D on. All lanes of the
+ * warp must call it together; the L lanes that share a row pass the same c. */
 template <class E, int L, int V>
 KV_DEVICE void packed_column(const Columns &x, int c, bool wanted, int D, float (&y)[V][VECTOR<E>]) {
   const uint64_t row = x.at.stored + (uint64_t)(kv_unsigned)c * (kv_unsigned)x.at.stored_stride;
@@ -127,7 +132,8 @@ KV_DEVICE void packed_column(const Columns &x, int c, bool wanted, int D, float 
   });
 }
 
-/* y [V][W] = this lane's numbers of column c, packed or not; called as packed_column is. */
+/* y [V][W] = this lane's numbers of column c, packed or not; zeros if not `wanted`, and from number D on. All lanes
+ * of the warp must call it together; the L lanes that share a row pass the same c. */
 template <class E, int L, int V>
 KV_DEVICE void column_numbers(const Columns &x, int c, bool wanted, int D, float (&y)[V][VECTOR<E>]) {
   const bool packed = c < x.packed();
@@ -141,7 +147,7 @@ KV_DEVICE void column_numbers(const Columns &x, int c, bool wanted, int D, float
   }
 }
 
-/* Calls f(L, V), integral constants, for rows of up to D numbers. */
+/* Calls f(L, V) with two integral constants that suit rows of D numbers: L lanes share a row, with V vectors each. */
 template <class E, class F>
 static int with_lanes(int64_t D, F f) {
   constexpr int W = VECTOR<E>;
@@ -151,13 +157,14 @@ static int with_lanes(int64_t D, F f) {
   return f(integral_constant<int, 32>{}, integral_constant<int, 8 / W>{});
 }
 
-/* Packs the row of D numbers at `from` as bytes at `to`; called by one warp. */
+/* Packs the D numbers at `from` into a row of `kind` (kvevict.h) at `to`. All lanes of one warp must call it
+ * together. */
 template <class E>
 KV_DEVICE void pack_row(const E *from, kv_kind kind, const float *centre, int D, unsigned char *to) {
   constexpr int W = 4, V = KV_MOST_D / (32 * W);
   const int lane = lane_id(), half = D / 2;
   float x[V][W], least = INFINITY, most = -INFINITY;
-  int other = 0; /* the row has an inf or a NaN */
+  int other = 0; /* whether the row has an inf or a NaN and is packed as NaN */
 #pragma unroll
   for (int v = 0; v < V; v++)
 #pragma unroll
@@ -176,7 +183,7 @@ KV_DEVICE void pack_row(const E *from, kv_kind kind, const float *centre, int D,
     }
   least = -lanes_max(-least), most = lanes_max(most), other = __any_sync(ALL_LANES, other);
   uint32_t ends, word[V];
-  float by, zero; /* numbers are round((x - zero) / by) */
+  float by, zero; /* the row stores round((x - zero) / by) */
   if (kind == KV_INT8) {
     const float scale = other ? NAN : fmaxf(-least, most) / 127;
     by = scale > 0 ? scale : 1, zero = 0, ends = __float_as_uint(scale);
@@ -199,7 +206,7 @@ KV_DEVICE void pack_row(const E *from, kv_kind kind, const float *centre, int D,
     }
   }
   uint32_t *const words = reinterpret_cast<uint32_t *>(to);
-  if (kind == KV_INT4) { /* numbers D / 2 further on go into the high halves */
+  if (kind == KV_INT4) { /* number i + D / 2 goes into the high half of number i's byte */
     const int vectors = half / W;
     uint32_t high[V];
 #pragma unroll

@@ -1,6 +1,6 @@
-/* The rows of one head's alive keys or values on a CPU: the one place that knows how a slot's numbers are stored. A row
- * is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode write rows: a stored
- * row moves as bytes, and a new row is packed when it is stored. */
+/* How the keys or values of one head's alive slots are read on a CPU: the one place that knows how a slot's numbers are
+ * stored. A row is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode write
+ * rows: compact moves a stored row as bytes, and both pack a new row when they store it. */
 #ifndef KVEVICT_COLUMNS_H
 #define KVEVICT_COLUMNS_H
 #include "half.h"
@@ -10,18 +10,19 @@
 /* The alive keys or values of one (b, kv head). Column c of the head's attention matrix is slot c. */
 typedef struct {
   kv_dtype dtype;
-  kv_kind kind; /* the kind of the columns before `packed`; KV_AS_COMPUTED if there are none */
+  kv_kind kind; /* the storage format of columns 0 .. packed - 1; the columns after them are of dtype */
   int64_t D, n, packed;
-  const float *centre; /* [D] the centre of packed columns, or NULL */
+  const float *centre; /* [D] the centre that was subtracted from packed columns, or NULL */
   kv_segments at;
 } kv_columns;
 
-/* The bytes of a stored row. */
+/* Returns the number of bytes of a stored row. */
 static inline int64_t kv_row_bytes(kv_kind kind, kv_dtype dtype, int64_t D) {
   return kind == KV_AS_COMPUTED ? D * kv_size(dtype) : kv_packed_bytes(kind, D);
 }
 
-/* Makes the columns whose addresses are `at`. Slot 0 is row `offset` of the stored rows `rows`. */
+/* Returns the columns with the addresses `at`. If the stored rows are packed, it replaces their address and stride in
+ * `at`: slot 0 is then row `offset` of `rows`. */
 static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at, const void *rows, int64_t offset,
                                        kv_kind kind, const float *centre) {
   kv_columns x = {dtype, kind, D, at.n, 0, NULL, at};
@@ -32,12 +33,12 @@ static inline kv_columns kv_columns_of(kv_dtype dtype, int64_t D, kv_segments at
   return x;
 }
 
-/* The centre of one head's keys, or NULL. */
+/* Returns the centre of one head's keys, or NULL. */
 static inline const float *kv_centre(const kv_slots *slots, int64_t head, int64_t D) {
   return slots->centre ? slots->centre + head * D : NULL;
 }
 
-/* The keys or values [stored | new] of a head; its new ones end at `stop`. */
+/* Returns the keys or values [stored | new] of kv head h of batch row b, with the new slots before `stop`. */
 static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D, const kv_slots *slots,
                                          const kv_new *chunk, int64_t b, int64_t h, int64_t Hkv, int64_t stop) {
   const int64_t head = b * Hkv + h;
@@ -46,8 +47,8 @@ static inline kv_columns kv_head_columns(kv_side side, kv_dtype dtype, int64_t D
   return kv_columns_of(dtype, D, at, slots->k, slots->offset[head], slots->k_kind, kv_centre(slots, head, D));
 }
 
-/* The columns of stored slots in two buffers: rows shared .. shared + shared_len - 1 of the first, then rows own .. own
- * + len - 1 of the second. */
+/* Returns the columns of stored slots that lie in two buffers: rows shared .. shared + shared_len - 1 of shared_rows,
+ * then rows own .. own + len - 1 of own_rows. */
 static inline kv_columns kv_stored_columns(kv_dtype dtype, int64_t D, kv_kind kind, const float *centre,
                                            const void *shared_rows, int64_t shared, int64_t shared_len,
                                            const void *own_rows, int64_t own, int64_t len) {
@@ -92,14 +93,16 @@ typedef struct {
   int64_t n, stride;
 } kv_run;
 
-/* Returns columns c .. c + n - 1, or the first of them if those after are not at the same distance. */
+/* Returns columns c .. c + n - 1, or only the stored ones among them if new ones follow, since their distance may
+ * differ. */
 static inline kv_run kv_columns_run(const kv_columns *x, int64_t c, int64_t n) {
   const int64_t stored = x->at.len - c;
   if (stored <= 0) return (kv_run){kv_column(x, c), n, x->at.chunk_stride};
   return (kv_run){kv_column(x, c), stored < n ? stored : n, x->at.stored_stride};
 }
 
-/* Returns the address of column c if it and those after it lie side by side and so can be fetched ahead; else 0. */
+/* Returns the address of column c if the columns from c on lie side by side, so that memory can be fetched ahead; else
+ * 0. */
 static inline uintptr_t kv_columns_ahead(const kv_columns *x, int64_t c) {
   const int64_t stride = c < x->at.len ? x->at.stored_stride : x->at.chunk_stride;
   return c < x->packed || stride == x->D * kv_size(x->dtype) ? kv_segments_at(&x->at, c) : 0;

@@ -14,8 +14,8 @@ static void move_rows(char *dst, const char *src, int64_t count, int64_t step, i
   for (int64_t i = 0; i < count; i++) memcpy(dst + i * width, src + i * step, (size_t)width);
 }
 
-/* Copies slots from .. from + run - 1 of one head's keys or values, all stored or all new, to rows `to` .. of dst. They
- * are packed or unpacked if only one side is packed. */
+/* Copies slots from .. from + run - 1 of one head's keys or values, which must be all stored or all new, to rows to ..
+ * to + run - 1 of dst. Rows are packed if only dst is packed, and unpacked if only the source is. */
 static void move_slots(const kv_columns *src, int64_t from, int64_t run, char *dst, int64_t to, kv_kind kind,
                        const float *centre) {
   const int64_t width = kv_row_bytes(kind, src->dtype, src->D);
@@ -63,7 +63,7 @@ kv_status KV_OP(compact)(const kv_compact *a) {
   int64_t most = 0; /* the most slots that a head keeps */
   for (int64_t head = 0; head < a->B * a->Hkv; head++)
     if (a->keep[head] > most) most = a->keep[head];
-  /* Waking a thread costs as much as moving some 256 KiB. */
+  /* A thread gets heads with about 256 KiB or more: waking it costs as much as moving 256 KiB. */
   const int64_t bytes = most * a->D * kv_size(a->dtype) * 2;
   kv_parallel_for(a->B * a->Hkv, 1 + 262144 / (bytes + 1), compact_heads, (void *)a);
   return KV_OK;

@@ -1,25 +1,27 @@
-/* Moves the kept slots of [stored | new] together on a GPU. A block moves a strip of 32 bytes of every row of one
- * head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. A second kernel packs or
- * unpacks the rows that are packed on one side only; in place, new rows are packed when the packed ones have moved.
+/* Moves the kept slots of [stored | new] together on a GPU. A block of compact_kernel moves 32 bytes of every row of
+ * one head's keys or values, or the head's positions, in tiles of rows: load, barrier, store. Then convert_kernel
+ * packs or unpacks keys or values that are packed in only one of src and dst, and packs new rows. It runs last,
+ * since new rows may be packed only when the stored packed rows have moved.
  *
- * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones. No later tile reads what
- * a tile overwrites, and the barrier separates all reads of a tile from its writes.
+ * In place: an ascending index has index[j] >= j, so a tile reads its own rows or later ones. No later tile reads
+ * what a tile overwrites, and the barrier separates all reads of a tile from its writes.
  *
- * budget: regs 80, smem 0 */
+ * budget: regs 80, smem 0 (registers of a thread, bytes of a block) */
 #include "columns.cuh"
 #include "launch.cuh"
 
 constexpr int THREADS = 256, UNROLL = 8, STRIP = 32, PACKERS = 16;
 
-/* Loads into `from` the slots that move to rows j, j + lanes, .. */
+/* Loads into from[u] the slot that moves to row j + u * lanes: without an index, and from row `keep` on, the slot
+ * with the row's own number. */
 KV_DEVICE void load_indices(const int32_t *index, int j, int keep, int lanes, int (&from)[UNROLL]) {
 #pragma unroll
   for (int u = 0; u < UNROLL; u++, j += lanes) from[u] = index && j < keep ? index[j] : j;
 }
 
-/* Moves one column of T of a head's rows: slots of x before `end` move to rows that start at `to`, spaced as the stored
- * ones. All threads of the block call it; those with mine = false have no column. Thread `lane` of `lanes` moves every
- * `lanes`-th row. */
+/* Moves one number of type T of each kept row of a head. Slots of x before `end` move to rows that start at address
+ * `to`, with the stride of x's stored rows. All threads of the block must call it, for the barriers; those with mine
+ * = false move nothing. `lanes` threads share the rows: this one moves rows lane, lane + lanes, .. */
 template <class T>
 static __device__ void move_column(kv_segments x, int end, uint64_t to, bool mine, const int32_t *index, int keep,
                                    int lane, int lanes) {
@@ -36,7 +38,7 @@ static __device__ void move_column(kv_segments x, int end, uint64_t to, bool min
       row[u] = *reinterpret_cast<const T *>(kv_segments_at(&x, i));
       moves |= 1u << u;
     }
-    load_indices(index, j0 + UNROLL * lanes, keep, lanes, from); /* of the next tile, loaded together with these rows */
+    load_indices(index, j0 + UNROLL * lanes, keep, lanes, from); /* the next tile's, loaded together with these rows */
     __syncthreads();
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
@@ -44,7 +46,8 @@ static __device__ void move_column(kv_segments x, int end, uint64_t to, bool min
   }
 }
 
-/* Keys or values: where their rows lie and of which kind they are, in src and in dst. */
+/* The keys, or the values, of a call: addresses of the rows and how these are packed, in src (from, from_kind) and
+ * in dst (to, kind). */
 struct Moved {
   const void *from;
   unsigned char *to;
@@ -59,7 +62,7 @@ static __host__ __device__ __forceinline__ Moved moved(const kv_compact &a, bool
           (int)(kind == KV_AS_COMPUTED ? a.D * (a.dtype == KV_F32 ? 4 : 2) : kv_packed_bytes(kind, a.D))};
 }
 
-/* Whether rows are packed on one side only. */
+/* Returns whether rows are packed in only one of src and dst. */
 static __host__ __device__ __forceinline__ bool converts(const Moved &x) {
   return (x.kind == KV_AS_COMPUTED) != (x.from_kind == KV_AS_COMPUTED);
 }
@@ -68,8 +71,8 @@ static __host__ __device__ __forceinline__ int strips_of(const Moved &x) {
   return converts(x) ? 0 : (x.bytes + STRIP - 1) / STRIP;
 }
 
-/* Block (head, i), where i counts the strips of the keys, then of the values, then the positions. convert_kernel does
- * the rows that are packed on one side only, and new ones that dst packs. */
+/* Block (kv head, i) moves the head's i-th piece: first the 32-byte strips of the keys, then those of the values,
+ * then the positions. It leaves to convert_kernel the rows that must be packed or unpacked. */
 static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;
   const int of_keys = strips_of(moved(a, true)), keep = a.keep[head];
@@ -85,7 +88,7 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
   const int strip = keys ? blockIdx.y : blockIdx.y - of_keys, size = x.bytes / a.D;
   const kv_segments plain = kv_rows_of(keys ? KV_KEYS : KV_VALUES, &a.src, &a.chunk, b, h, a.Hkv, a.S, a.D, size);
   kv_segments at = columns_of(plain, x.from, a.src.offset[head], x.from_kind, nullptr, a.D).at;
-  const bool packed = x.kind != KV_AS_COMPUTED; /* then a row's bytes are a multiple of 4 */
+  const bool packed = x.kind != KV_AS_COMPUTED; /* packed rows are a multiple of 4 bytes long, others of 16 */
   const int unit = packed ? 4 : 16, lanes = STRIP / unit, first = strip * STRIP + threadIdx.x % lanes * unit;
   at.stored += first, at.chunk += first;
   const uint64_t to = (uint64_t)x.to + dst * x.bytes + first;
@@ -96,7 +99,7 @@ static __global__ void __launch_bounds__(THREADS, 3) compact_kernel(const kv_com
     move_column<uint4>(at, at.n, to, first < x.bytes, index, keep, lane, THREADS / lanes);
 }
 
-/* Writes row c of x as numbers of E; all lanes of the warp call it together. */
+/* Writes column c of x to `to` as D numbers of type E. All lanes of the warp must call it together. */
 template <class E>
 KV_DEVICE void unpack_row(const Columns &x, int c, int D, E *to) {
   constexpr int W = VECTOR<E>, V = KV_MOST_D / (32 * W);
@@ -108,7 +111,7 @@ KV_DEVICE void unpack_row(const Columns &x, int c, int D, E *to) {
   });
 }
 
-/* Block (head, i) packs or unpacks rows of keys (i even) or of values, a warp a row. */
+/* Block (kv head, i) packs or unpacks rows of the keys if i is even, of the values if i is odd; one warp a row. */
 template <class E>
 static __global__ void __launch_bounds__(THREADS, 3) convert_kernel(const kv_compact a) {
   const int64_t head = blockIdx.x, b = head / a.Hkv, h = head % a.Hkv;

@@ -1,4 +1,4 @@
-/* The text of a CUDA error. */
+/* Returns the text of a CUDA error. */
 #include <cuda_runtime.h>
 
 #include "kvevict.h"

@@ -1,12 +1,15 @@
-/* What decode's three kernels share: how the slots of a head are cut into splits, how the new row is stored. */
+/* What the three kernels of decode share: how the slots of a head are cut into splits, and how the new row is
+ * stored. */
 #ifndef KV_DECODE_CUH
 #define KV_DECODE_CUH
 #include "stream.cuh"
 
-constexpr int STEP = 64;     /* a split has a multiple of this many slots, or of the keys of a tile */
-constexpr int BLOCKS = 4096; /* about the most splits of all heads together: more would not keep a GPU busier */
+/* in lanes.cuh a split's size is a multiple of STEP; in the other kernels, of a tile's keys */
+constexpr int STEP = 64;
+/* approximate limit on the splits of all heads together: more would not keep a GPU busier */
+constexpr int BLOCKS = 4096;
 
-/* The most heads of a group that lanes.cuh computes; in 16 bits none of packed rows. */
+/* Returns the most query heads of a GQA group for which lanes.cuh is used; 0 for packed rows in 16 bits. */
 static constexpr int most_lanes(bool is_16_bits, bool is_packed) { return !is_16_bits ? 4 : is_packed ? 0 : 2; }
 
 static bool is_packed(const kv_decode &a) {
@@ -14,11 +17,11 @@ static bool is_packed(const kv_decode &a) {
 }
 
 struct Scratch {
-  Parts parts;  /* in lanes.cuh `count` is the number of blocks that are done, at first 0 */
-  float *logit; /* [B, Hkv, G, C], or NULL */
+  Parts parts;  /* in lanes.cuh `count` has the number of a head's finished splits, 0 at the start */
+  float *logit; /* [B, Hkv, G, C] logits in log2 units, or NULL if no probs are wanted */
 };
 
-/* Plans the scratch of a call. tile: heads of a tile. */
+/* Cuts the scratch of a call into arrays. tile: query heads of a tile. */
 static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
   const int64_t heads = a->B * a->Hkv, whole = (a->rows_prefix + a->rows + 2 * STEP - 1) / (2 * STEP);
   int64_t splits = heads > BLOCKS / MOST_SPLITS ? BLOCKS / heads : MOST_SPLITS;
@@ -29,12 +32,13 @@ static Scratch scratch_of(const kv_decode *a, int64_t tile, Cutter &scratch) {
   return {parts, a->probs ? scratch.take<float>(a->B * a->H * a->C) : nullptr};
 }
 
-/* The number of a head's slots in the prefix. */
+/* Returns the number of a kv head's slots in the prefix. */
 KV_DEVICE int prefix_len(const kv_decode &a, int64_t head) { return a.prefix.len ? a.prefix.len[head] : 0; }
 
-/* How a head's slots are cut. A split has slots of the prefix or the head's own, not both, so there may be one more. */
+/* How a head's slots are cut into splits. A split has either slots of the prefix or the head's own slots, so there
+ * may be one split more than if all slots were cut together. */
 struct Cut {
-  int size, before, splits; /* slots of a split; splits of the prefix, and of all slots */
+  int size, before, splits; /* size: slots of a split; before: splits of the prefix; splits: of all slots */
 };
 
 template <int KEYS>
@@ -45,18 +49,20 @@ KV_DEVICE Cut cut_of(const kv_decode &a, const Parts &x, int64_t head, int least
   return {size, before, before + (len + size) / size};
 }
 
-/* One split: slots c0 .. c1 - 1 of the prefix or, if `own`, of the head itself, whose last slot is the new row. */
+/* One split of a head: slots c0 .. c1 - 1 of the prefix or, if `own`, of the head's own slots, of which the new row
+ * is the last. `last`: the split contains the new row. */
 template <class E>
 struct Split {
   Columns k, v;
-  int64_t new_row; /* the row in which the new slot is stored */
+  int64_t new_row; /* the row of a.slots in which the new slot is stored */
   const E *new_k, *new_v;
   int c0, c1;
   bool own, last;
 };
 
-/* The columns of n - 1 rows of `stored` from `offset` on and the new row, which is addressed as slot n - 1 with the
- * stored rows' stride. If rows are packed, the new row is stored before it is read. at: as in split_of. */
+/* Returns n columns: n - 1 rows of `stored` from row `offset` on, then the new row at `chunk`, addressed with the
+ * stride of the stored rows. If rows are packed, the new row is stored before it is read, so all n columns are
+ * stored rows. at: the element of an unpacked row at which addresses begin. */
 template <class E>
 KV_DEVICE Columns slots_of(const void *stored, int64_t offset, const E *chunk, int n, int at, kv_kind kind,
                            const float *centre, int D) {
@@ -68,7 +74,8 @@ KV_DEVICE Columns slots_of(const void *stored, int64_t offset, const E *chunk, i
       stored, offset, kind, centre, D);
 }
 
-/* Makes split `split` of a head. at: the element of a row as computed with which the columns' addresses begin. */
+/* Returns split number `split` of a kv head. at: the element of an unpacked row at which the columns' addresses
+ * begin. */
 template <class E>
 KV_DEVICE Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, int split, int at) {
   const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;
@@ -86,7 +93,7 @@ KV_DEVICE Split<E> split_of(const kv_decode &a, const Cut &cut, int64_t head, in
   return {k, v, offset + len, new_k, new_v, c0, c1, own, own && c1 == end};
 }
 
-/* Writes the head's new row after its slots, except where it is packed. */
+/* Copies the head's new key and value after its stored slots, unless these are packed, and stores the new position. */
 template <class E>
 KV_DEVICE void append(const kv_decode &a, int64_t head, const Split<E> &x) {
   const int d = threadIdx.x * VECTOR<E>;
@@ -100,7 +107,8 @@ KV_DEVICE void append(const kv_decode &a, int64_t head, const Split<E> &x) {
   if (threadIdx.x == 0) a.slots.pos[x.new_row] = a.chunk.pos[head / a.Hkv];
 }
 
-/* Packs a head's new key or value as row `row`; called by one warp. */
+/* Packs a head's new key, if `keys`, or its new value into row `row` of a.slots; does nothing if these rows are not
+ * packed. All lanes of one warp must call it together. */
 template <class E>
 KV_DEVICE void append_packed(const kv_decode &a, int64_t head, int64_t row, bool keys) {
   const int b = (int)head / (int)a.Hkv, h = (int)head % (int)a.Hkv;

@@ -1,25 +1,27 @@
-/* One decode step on a CPU. It is limited by memory bandwidth, so each row is read once, in place, for the G heads of
- * its group. The slots of a head are cut into splits that do not depend on the number of threads. Pass 1 writes the new
- * row and computes each split's state; pass 2 merges the states in order and, if probs are wanted, turns the stored
- * logits into them. */
+/* One decode step on a CPU. It is limited by memory bandwidth, so each stored row is read once, in place, for all G
+ * query heads of its group. The slots of a head are cut into splits that do not depend on the number of threads. Pass 1
+ * writes the new row and computes each split's softmax state; pass 2 merges the states in order and, if probs are
+ * wanted, turns the stored logits into attention weights. */
 #include <stdatomic.h>
 
 #include "stream.h"
 
 typedef struct {
   const kv_decode *a;
-  kv_stream shape;      /* the shape of a group's rows; its scratch is each worker's own */
-  int64_t splits, most; /* of the longest head: its splits, its slots rounded up to whole vectors */
-  float *states;        /* states of [B, Hkv, splits, G] rows (kv_state_in) */
-  float *logit;         /* [B, Hkv, G, most] in log2 units, or NULL */
+  kv_stream shape;      /* describes a group's rows; every worker allocates its own scratch for it */
+  int64_t splits, most; /* of the longest head: number of splits; number of slots, rounded up to a multiple of VL */
+  float *states;        /* [B, Hkv, splits, G] softmax states (kv_state_in) */
+  float *logit;         /* [B, Hkv, G, most] logits in log2 units; NULL if probs are not wanted */
   atomic_int failed;
 } kv_decode_job;
 
-/* The number of head `at`'s slots in the prefix, and of all its slots without the new one. */
+/* Return how many slots head `at` has in the prefix, and how many in prefix and own slots together, without the new
+ * one. */
 static int64_t kv_decode_shared(const kv_decode *a, int64_t at) { return a->prefix.len ? a->prefix.len[at] : 0; }
 static int64_t kv_decode_slots(const kv_decode *a, int64_t at) { return kv_decode_shared(a, at) + a->slots.len[at]; }
 
-/* The keys or values of head `at`, [prefix | own | new]. The new row must be stored already. */
+/* Returns the keys or values [prefix | own | new] of head `at`. The new row must already be stored after the own
+ * ones. */
 static kv_columns kv_decode_columns(const kv_decode *a, int64_t at, int values) {
   const kv_slots *own = &a->slots, *prefix = &a->prefix;
   const int64_t len = kv_decode_shared(a, at), offset = len ? prefix->offset[at] : 0;
@@ -63,7 +65,8 @@ static void kv_decode_body(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Pass 2: writes probs of one split of one head. Split 0 also writes out, lse and the zeros after the slots. */
+/* Pass 2: writes probs of one split of one head. For split 0 it also writes out, lse and the zeros of probs after the
+ * last slot. */
 static void kv_decode_finish(const kv_decode_job *job, int64_t b, int64_t h, int64_t split) {
   const kv_decode *a = job->a;
   const int64_t G = job->shape.rows, width = job->shape.width, at = b * a->Hkv + h, n = kv_decode_slots(a, at) + 1;

@@ -1,24 +1,27 @@
-/* One decode step on a GPU. It is limited by memory bandwidth, so a block reads each row once for all heads of its
- * group. The slots of a head are cut into splits that depend only on the number of slots and heads and are merged in
- * order: the same bits every time.
+/* Computes one decode step on a GPU. The step is limited by memory bandwidth, so a block reads each key and value
+ * once for all query heads of the GQA group. The slots of a head are cut into splits, which depend only on the
+ * number of slots, the shapes and the GPU, and are merged in order: results have the same bits every time.
  *
- * There are three kernels:
- *   lanes.cuh         one or two heads a group in 16 bits, none of whose slots are packed; up to 4 heads in fp32
- *   decode_ring.cuh   all else in 16 bits: every warp multiplies its own tiles on tensor cores
- *   decode_tiles.cuh  more heads in fp32: they are the rows of a tile
- * In the first, the block that finishes a head's last split merges all of them; for the others another kernel does.
- * Arithmetic is fp32, logits are in log2 units. */
-// budget: regs 255, smem 98400
+ * Three kernels compute attention:
+ *   lanes.cuh         GQA groups of up to 2 heads in 16 bits, if slots are not packed; of up to 4 heads in fp32
+ *   decode_ring.cuh   all other groups in 16 bits: every warp multiplies its own tiles on tensor cores
+ *   decode_tiles.cuh  all other groups in fp32: the query heads are the rows of a tile
+ * In lanes.cuh the block that finishes last for a head merges the head's splits. In the other two files combine_kernel
+ * (state.cuh) does, except where every head has one split (Plan::whole). Arithmetic is fp32, logits are in log2
+ * units. */
+// budget: regs 255, smem 98400 (registers of a thread, bytes of a block)
 #include "decode_ring.cuh"
 #include "decode_tiles.cuh"
 #include "lanes.cuh"
 
-/* Packs the new rows of head blockIdx.x, in fp32, before they are read: one warp the key, the other the value. */
+/* Packs the new key (warp 0) and value (warp 1) of kv head blockIdx.x, given in fp32, before the next kernel reads
+ * them. */
 static __global__ void __launch_bounds__(64) append_kernel(const kv_decode a) {
   append_packed<float>(a, blockIdx.x, a.slots.offset[blockIdx.x] + a.slots.len[blockIdx.x], warp_id() == 0);
 }
 
-/* Computes column c of a head's probs: the mean of exp(logit - lse) over its query heads. */
+/* Computes one column of a kv head's probs: the mean of exp(logit - lse) over its query heads. logit: [B, Hkv, G, C]
+ * in log2 units. */
 static __global__ void __launch_bounds__(THREADS) probs_kernel(const kv_decode a, const float *logit) {
   const int64_t head = block_head(), G = a.H / a.Hkv, c = (int64_t)blockIdx.x * THREADS + threadIdx.x;
   if (head >= a.B * a.Hkv || c >= a.C) return;

@@ -1,23 +1,27 @@
-/* Decode in 16 bits on tensor cores: the kernel around ring.cuh, and how its work is cut. */
+/* Decode in 16 bits on tensor cores: the kernel around ring.cuh, and the plan that cuts its work into splits and
+ * blocks. */
 #ifndef KV_DECODE_RING_CUH
 #define KV_DECODE_RING_CUH
 #include "decode.cuh"
 #include "ring.cuh"
 
-/* How a launch cuts the heads' slots, and what a block has in shared memory. */
+/* How a launch cuts the heads' slots into splits, and what a block has in shared memory. */
 struct Plan {
   Ring ring;
-  int least, blocks, shared; /* the fewest slots of a split; blocks; bytes of shared memory */
-  bool whole; /* no head is cut, as slots are few, and its block writes the results, from `out` in shared memory */
+  int least, blocks, shared; /* least: minimum slots of a split; blocks: of the grid; shared: bytes of shared memory */
+  /* Whether every head has one split, since slots are few. A block then merges its results at byte `out` of shared
+   * memory and writes the call's out and lse itself. */
+  bool whole;
   int out;
 };
 
-/* A split of a head; `head` is the number of heads if there is no such split. */
+/* Split number `split` of kv head `head`; past the last split, `head` is the number of heads. */
 struct Place {
   int head, split;
 };
 
-/* Finds the n-th split of all heads; called by a warp. */
+/* Returns split n of the splits of all heads, counted from 0 in the order of heads. All lanes of the warp must call
+ * it together. */
 template <int KEYS>
 KV_DEVICE Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
   const int heads = (int)(a.B * a.Hkv);
@@ -31,7 +35,8 @@ KV_DEVICE Place place_of(const kv_decode &a, const Parts &x, int least, int n) {
   return {heads, 0};
 }
 
-/* Block i computes the i-th split of all heads and, if splits are more than blocks, every gridDim.x-th after it. */
+/* A unit of work is one split of a head for one tile of its query heads. Block i computes unit i and, if there are
+ * more units than blocks, every gridDim.x-th unit after it. */
 template <class E, int D, int ROWS, bool PACKED>
 static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WARPS * 32, PACKED &&ROWS == 16 ? 2 : 3)
     ring_kernel(const kv_decode a, const Scratch x, const Plan plan, const Logits logits) {
@@ -43,7 +48,7 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
   for (int unit = blockIdx.x;; unit += gridDim.x) {
     const Place place = place_of<R::KEYS>(a, x.parts, plan.least, unit / tiles);
     if (place.head == heads) return;
-    __syncthreads(); /* the unit before no longer uses shared memory */
+    __syncthreads(); /* all warps are done with the previous unit's shared memory */
     const int head = place.head, split = place.split, tile = unit % tiles, g = tile * ROWS;
     const int b = head / (int)a.Hkv, h = head % (int)a.Hkv, rows = min(G - g, ROWS);
     const Cut cut = cut_of<R::KEYS>(a, x.parts, head, plan.least);
@@ -74,7 +79,7 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
     float *const o = shared_memory<float>() + plan.out / 4;
     kv_state *const states = reinterpret_cast<kv_state *>(o + rows * a.D);
     done.merge(rows, (int)a.D, o, states);
-    __syncthreads(); /* the rows are there */
+    __syncthreads(); /* the rows are there: merge has written o and states */
     for (int r = warp_id(); r < rows; r += blockDim.x / 32) {
       const int query_head = h * G + g + r, to = b * (int)a.H + query_head;
       finish<E>(o + r * a.D, 0, states + r, 0, 1, (int)a.D, a.sinks ? a.sinks[query_head] * LOG2E : -INFINITY,
@@ -83,8 +88,9 @@ static __global__ void __launch_bounds__(RingHeads<E, D, ROWS, PACKED>::MOST_WAR
   }
 }
 
-/* Returns into how many splits, 1 .. most, to cut a head of mean length so that a GPU with room for `slots` blocks at
- * once is busiest. A split costs as much as OVER more slots; of 8 splits and more a head often has one in addition. */
+/* Returns the number of splits, 1 .. most, of a head of mean length (`mean` slots) for which a GPU with room for
+ * `slots` blocks at once finishes first. units: tiles of query heads, of all heads. A split costs as much as OVER
+ * more slots. A head that is to have 8 or more splits often gets one more than that. */
 static int64_t best_splits(int64_t units, int64_t mean, int64_t most, int64_t slots) {
   constexpr int64_t OVER = 128;
   int64_t best = 1, least = INT64_MAX;
@@ -99,15 +105,15 @@ template <int KEYS>
 static int64_t kept_bytes(kv_kind kind, int64_t D, int64_t dims) {
   if (kind == KV_AS_COMPUTED) return KEYS * D * 2;
   const int64_t bytes = kv_packed_bytes(kind, dims), past = kv_packed_bytes(kind, D) - bytes;
-  return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes without numbers read past the rows */
+  return KEYS * bytes + 16 + (past + 15) / 16 * 16; /* lanes past a row's last number read past the last row */
 }
 
-/* Plans a launch. Every call of these shapes on one GPU has the same plan. */
+/* Plans a launch. The plan depends only on the shapes and the GPU, so results have the same bits every time. */
 template <class E, int D, int ROWS, bool PACKED>
 static Plan plan_of(const kv_decode *a, const Parts &x) {
   using R = RingHeads<E, D, ROWS, PACKED>;
   constexpr int64_t MOST_SHARED = 101376, HEADS = (sizeof(typename R::Heads) + 127) / 128 * 128;
-  int device = 0, units = 1, bytes = 0; /* bytes: a multiprocessor's shared memory */
+  int device = 0, units = 1, bytes = 0; /* units: multiprocessors; bytes: shared memory of each */
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&units, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
@@ -120,7 +126,7 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   y.out = (int)(HEADS + (parts + 15) / 16 * 16);
   const int64_t out = parts + 16 + (a->D + 2) * 4 * x.rows;
   y.shared = (int)(HEADS + (out > ring.bytes() ? out : ring.bytes()));
-  /* One block a multiprocessor reads rows as computed as fast as memory gives them. */
+  /* Unpacked rows are read as fast as memory gives them by one block a multiprocessor. */
   const int64_t fit = PACKED ? bytes / (y.shared + 1024) : 1, slots = units * (fit < 1 ? 1 : fit > 3 ? 3 : fit);
   const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / heads + 1, least = ring.warps * R::KEYS;
   const int64_t most = (mean + least - 1) / least,
@@ -132,7 +138,8 @@ static Plan plan_of(const kv_decode *a, const Parts &x) {
   return y;
 }
 
-/* Calls f(e, d, rows, packed), constants, for the ring of a group's heads. Packed rows of 96 are tiles of 128. */
+/* Calls f(e, d, rows, packed), whose arguments carry ring_kernel's template arguments: element type, padded head
+ * dimension, query heads of a tile, and whether slots are packed. Packed rows of 96 numbers use tiles of 128. */
 template <class F>
 static int with_ring(const kv_decode *a, F f) {
   return dispatch(a->dtype, a->D, [&](auto e, auto d) {
@@ -140,7 +147,7 @@ static int with_ring(const kv_decode *a, F f) {
     constexpr int D = decltype(d)::value;
     if constexpr (sizeof(E) == 2) {
       const auto rows = [&](auto packed, auto width) {
-        /* registers hold no more than 8 rows of 256 packed numbers */
+        /* for packed rows of 256 numbers, registers hold no more than 8 query heads */
         if constexpr (!decltype(packed)::value || decltype(width)::value < 256)
           if (a->H > 8 * a->Hkv) return f(e, width, std::integral_constant<int, 16>{}, packed);
         return f(e, width, std::integral_constant<int, 8>{}, packed);

@@ -1,9 +1,9 @@
-/* Decode of more than 4 heads a group, in fp32: they are the rows of a tile (stream.cuh). */
+/* Decode in fp32 of GQA groups with more than 4 heads: the group's query heads are the rows of a tile (stream.cuh). */
 #ifndef KV_DECODE_TILES_CUH
 #define KV_DECODE_TILES_CUH
 #include "decode.cuh"
 
-/* Block (head, split, tile of the group's heads). */
+/* Block (kv head, split, tile) computes one tile of the group's query heads against one split of the head's slots. */
 template <class E, int D, class X>
 static __global__ void __launch_bounds__(X::THREADS, 1)
     tiles_kernel(const kv_decode a, const Scratch x, const Logits logits) {
@@ -36,7 +36,8 @@ static __global__ void __launch_bounds__(X::THREADS, 1)
   put_part<E, D, X>(done, q, x.parts.rows, (int)a.D, x.parts.o + at * a.D, x.parts.states + at);
 }
 
-/* Calls f(e, d, x), with x the tile for a group's heads, in fp32. Registers hold only 16 rows of 256 dimensions. */
+/* Calls f(e, d, x) for fp32: d is the padded head dimension, x the tile that suits the number of heads in a group.
+ * For 256 dimensions the tile has 16 rows, since registers hold no more. */
 template <class F>
 static int with_tile(const kv_decode *a, F f) {
   return dispatch(KV_F32, a->D, [&](auto e, auto d) {

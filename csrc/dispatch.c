@@ -1,5 +1,6 @@
-/* The public CPU functions, which check arguments and run the best instruction set's kernels; the hook for threads. */
-#define _DEFAULT_SOURCE /* syscall */
+/* The public CPU functions, which check arguments and run the best instruction set's kernels; and the hook through
+ * which the host program runs loops on threads. */
+#define _DEFAULT_SOURCE /* declares syscall() */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,7 @@
 
 #include "parallel.h"
 
-/* The kernels of one instruction set, one for each op. */
+/* The kernels of one instruction set: one function per op. */
 typedef struct {
   const char *name;
 #define KV_FIELD(op, isa) kv_status (*op)(const kv_##op *);
@@ -40,7 +41,8 @@ static int kv_has_avx512bf16(void) {
 }
 static int kv_has_amxbf16(void) {
 #if defined(__linux__) && defined(SYS_arch_prctl)
-  enum { ASK = 0x1023, TILES = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: a process asks once for tiles */
+  /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: a process must ask Linux for tile registers */
+  enum { ASK = 0x1023, TILES = 18 };
   unsigned a, b, c, d;
   return kv_has_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1 &&
          syscall(SYS_arch_prctl, ASK, TILES) == 0;
@@ -53,7 +55,7 @@ static int kv_has_amxbf16(void) {
 static int kv_has_neon(void) { return 1; }
 static int kv_has_neonbf16(void) {
 #if defined(__linux__)
-  return getauxval(AT_HWCAP2) >> 14 & 1; /* HWCAP2_BF16, which old headers lack */
+  return getauxval(AT_HWCAP2) >> 14 & 1; /* the bit HWCAP2_BF16, which old headers do not define */
 #elif defined(__APPLE__)
   int has = 0;
   size_t size = sizeof has;
@@ -83,7 +85,7 @@ static const struct {
 #define KV_NAME(isa) " " #isa
 const char *kv_cpu_isas(void) { return &KV_ISAS(KV_NAME)[1]; }
 
-/* Returns whether the instruction set is faster than the one below it. Products of bf16 (vdpbf16ps) run at twice the
+/* Returns whether the instruction set is faster than the next lower one. Products of bf16 (vdpbf16ps) run at twice the
  * rate of fp32's on AMD's processors and at half of it on Intel's. */
 static int kv_is_faster(const char *name) {
 #if defined(__x86_64__)
@@ -93,9 +95,9 @@ static int kv_is_faster(const char *name) {
 #endif
 }
 
-/* Returns the highest instruction set that the processor has, that is faster than the one below it and that
- * KVEVICT_CPU_ISA does not exclude; the set that the variable names need not be faster. NULL if the variable names no
- * set. */
+/* Returns the kernels of the highest instruction set that the processor has, that is faster than the next lower one and
+ * that is not above the one in KVEVICT_CPU_ISA. The set that the variable names is taken even if it is not faster.
+ * Returns NULL if the variable names no set of this build. */
 static const kv_kernels *kv_kernels_best(void) {
   enum { COUNT = sizeof kv_choices / sizeof *kv_choices };
   const char *cap = getenv("KVEVICT_CPU_ISA");
@@ -110,7 +112,8 @@ static const kv_kernels *kv_kernels_best(void) {
   return kv_choices[i].kernels;
 }
 
-/* Chooses once; threads that call this first at the same time choose the same. */
+/* Returns the kernels to run, which the first call chooses. Threads that call this first at the same time choose the
+ * same. */
 static const kv_kernels *kv_kernels_chosen(void) {
   static _Atomic(const kv_kernels *) chosen;
   const kv_kernels *x = atomic_load(&chosen);
@@ -123,11 +126,13 @@ const char *kv_cpu_isa(void) {
   return x ? x->name : NULL;
 }
 
-/* Any thread may set these while others run ops: a loop reads each of them once, and any hook works with any number. */
+/* The host's hook and its number of threads. Any thread may set them while others run ops: a loop reads each of the two
+ * once, and any hook works with any number of threads. */
 static _Atomic(kv_parallel) kv_hook;
 static atomic_int kv_hook_threads = 1;
 
-/* torch's binding calls this before every op: a value already set is only read, so callers share its cache line. */
+/* binding.cpp calls this before every op. A value that is already set is only read, so concurrent callers share its
+ * cache line. */
 void kv_set_parallel(kv_parallel parallel, int threads) {
   const int wanted = parallel && threads > 1 ? threads : 1;
   if (atomic_load(&kv_hook) != parallel) atomic_store(&kv_hook, parallel);
@@ -136,7 +141,7 @@ void kv_set_parallel(kv_parallel parallel, int threads) {
 
 int kv_threads(void) { return atomic_load(&kv_hook_threads); }
 
-/* The ranges of one loop; those that no worker has taken yet start at `next`. */
+/* A loop over items 0 .. n - 1, handed out in ranges of `grain` items. No worker has taken items from `next` on. */
 typedef struct {
   atomic_int_least64_t next;
   int64_t n, grain;
@@ -144,7 +149,8 @@ typedef struct {
   void *ctx;
 } kv_queue;
 
-/* Runs ranges until none is left. If the host runs several workers in one call, the first of them runs all ranges. */
+/* Takes and runs ranges of the loop until none is left. begin and end are ignored: if the hook runs several workers in
+ * one call, that call runs all ranges. */
 static void kv_worker(void *ctx, int64_t begin, int64_t end) {
   kv_queue *queue = ctx;
   (void)begin, (void)end;

@@ -1,11 +1,11 @@
 /* Error of the observing rows' attention outputs when one alive slot is removed, on a CPU. observe.h has the loops.
  *
- * EDIE also needs the norms of the block's values and the tile's outputs. KV_L1 and KV_L2 sum the differences of every
- * pair, since ||v||^2 - 2 v.o + ||o||^2 would cancel. */
+ * KV_EDIE needs the 1-norms of the block's values and of the tile's outputs. KV_L1 and KV_L2 need the distance of every
+ * output o from every value v. It is summed from their differences, since ||v||^2 - 2 v.o + ||o||^2 would cancel. */
 #include "observe.h"
 
-/* e [MR, nv * VL] = the sum over D of |v - o| or (v - o)^2, with o [MR, D] and v a packed panel. nv and p are constants
- * at every call, so that the sums stay in registers. */
+/* Computes e [MR, nv * VL] = the sum over D of |v - o| (p = 1) or (v - o)^2 (p = 2), with outputs o [MR, D] and values
+ * v, a packed panel. nv and p are constants at every call, so that the sums stay in registers. */
 KV_INLINE void kv_error_pairs(int nv, int p, const float *o, int64_t D, const float *v, float *e) {
   vf acc[MR][NV] = {{{0}}};
   for (int64_t d = 0; d < D; d++, v += PANEL) {
@@ -26,7 +26,8 @@ KV_INLINE void kv_error_pairs(int nv, int p, const float *o, int64_t D, const fl
     for (int j = 0; j < nv; j++) vf_store(e + r * KEYS + j * VL, acc[r][j]);
 }
 
-/* e [rows, KEYS] = ||v - o||_p of outputs o [rows, D] and the first n packed values. rows is a multiple of MR. */
+/* Computes e [rows, KEYS] = ||v - o||_p for outputs o [rows, D] and the first n packed values v. rows is a multiple of
+ * MR. */
 KV_INLINE void kv_error_distances(int p, const float *o, int64_t rows, int64_t D, const float *v, int64_t n, float *e) {
   for (int64_t c = 0, nv; c < n; c += nv * VL) {
     nv = kv_round_up(n - c, VL) >= PANEL && c % PANEL == 0 ? NV : 1;
@@ -41,7 +42,8 @@ KV_INLINE void kv_error_distances(int p, const float *o, int64_t rows, int64_t D
     for (int64_t c = 0; c < n; c++) e[r * KEYS + c] = sqrtf(e[r * KEYS + c]);
 }
 
-/* Computes for the outputs of n steps from t0 on their 1-norms, or their distances to the first `most` values. */
+/* Loads the attention outputs of steps t0 .. t0 + n - 1. Computes their 1-norms o_sum (KV_EDIE) or their distances e to
+ * the block's first `most` values (KV_L1, KV_L2). */
 static void kv_error_outputs(const kv_error *a, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                              int64_t most) {
   const int64_t G = head->query.G, D = a->rows.D, rows = G * n, padded = kv_round_up(rows, MR);
@@ -58,7 +60,8 @@ static void kv_error_outputs(const kv_error *a, const kv_observed *head, kv_tile
   if (a->kind == KV_L2) kv_error_distances(2, x->o, padded, D, x->v, most, x->e);
 }
 
-/* Adds the tile's terms to total [G, most]; to rows that do not see a slot it adds nothing, even if the norm is inf. */
+/* Adds the errors of the tile's rows to total [G, most]. A row adds nothing to a slot that it does not see, even if the
+ * norm is inf. all: 1 + alpha for EDIE, else 1. */
 KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n, int64_t most, float all) {
   for (int64_t g = 0; g < G; g++)
     for (int64_t c = 0; c < most; c += VL) {
@@ -74,7 +77,8 @@ KV_INLINE void kv_error_reduce(int edie, const kv_tile *x, int64_t G, int64_t n,
     }
 }
 
-/* Packs the block's values for distances, or computes their 1-norms. */
+/* Packs the values of the block of columns from c0 on (KV_L1, KV_L2), or computes the values' 1-norms v_sum
+ * (KV_EDIE). */
 static void kv_error_values(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns) {
   const kv_error *a = job->op;
   const kv_observers *rows = job->a;

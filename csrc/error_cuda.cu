@@ -1,12 +1,14 @@
-/* Error of the observing rows' attention outputs when one alive slot is removed, on a GPU.
+/* Computes the error of the observing rows' attention outputs when one alive slot is removed (kv_error), on a GPU.
  *
- * As in score, a block holds a tile of keys, here with their values, and goes over the rows. EDIE also needs the norms
- * of values and outputs. KV_L1 and KV_L2 sum the differences of every pair with multiply-adds, since ||v||^2 - 2 v.o +
- * ||o||^2 would cancel. */
-// budget: regs 255, smem 99840
+ * As in score_cuda.cu, a block holds a tile of keys in shared memory, here with their values, and goes over tiles of
+ * rows. KV_EDIE, KV_L1 and KV_L2 are the error measures of kvevict.h. KV_EDIE also needs the norms of values and
+ * outputs. For the other two the differences of each value v and output o are summed with multiply-adds, since
+ * ||v||^2 - 2 v.o + ||o||^2 would cancel. */
+// budget: regs 255, smem 99840 (registers of a thread, bytes of a block)
 #include "observe.cuh"
 
-/* Shared memory: KEYS keys and values, ROWS queries and outputs, their norms, the rows' RowValues; at most 98 KiB. */
+/* Sizes of a block's tiles. Shared memory holds KEYS keys and values, ROWS queries and outputs, the norms of values
+ * and outputs, and the rows' RowValues: at most 98 KiB. */
 template <class E, int D>
 struct ErrorTile {
   static constexpr bool HALF = sizeof(E) == 2;
@@ -16,7 +18,7 @@ struct ErrorTile {
       (size_t)2 * (KEYS + ROWS) * D * sizeof(E) + ROWS * sizeof(RowValues) + (KEYS + ROWS) * sizeof(float);
 };
 
-/* norm [ROWS] = the 1-norms of a tile's rows; four lanes compute a row. */
+/* norm [ROWS] = the 1-norms of a tile's rows; four lanes share a row. */
 template <class E, int D, int ROWS, int THREADS>
 KV_DEVICE void row_norms(const E *tile, float *norm) {
   for (int r = threadIdx.x / 4; r < ROWS; r += THREADS / 4) {
@@ -31,8 +33,9 @@ KV_DEVICE void row_norms(const E *tile, float *norm) {
   }
 }
 
-/* Adds the tile's terms to total. size: the distances, or EDIE's sums of norms. A key adds nothing to rows that do not
- * see it, even if its norm is not finite. */
+/* Adds to each key's total the terms (kv_error) of a tile's rows. size: ||v - o|| of each pair or, for KV_EDIE,
+ * ||v||_1 + ||o||_1. all: 1 or, for KV_EDIE, 1 + alpha. key: the thread's first key. Rows that do not see a key add
+ * nothing to its total, even if its value's norm is not finite. */
 template <int NT>
 KV_DEVICE void add_errors(float (&total)[1][2], const float (&s)[1][NT][4], const float (&size)[1][NT][4],
                           const RowValues *values, float scale, float all, int key) {
@@ -65,7 +68,8 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
       head_columns<E>(KV_VALUES, rows.slots, rows.chunk, x.b, x.h, rows.Hkv, rows.stop[x.b], rows.D);
   const int c0 = blockIdx.x * X::KEYS, at = warp_id() * 16, key = at + fragment_row(), thread = threadIdx.x;
   const int heads = heads_together(KV_SUM, a.group, x.G);
-  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0); /* the first that sees a key */
+  /* first step whose row sees a key of this block */
+  const int from = max(x.row_first, rows.causal ? c0 - x.bounds.shift : 0);
   const int count = c0 < x.k.at.n && from < rows.R ? ((int)rows.R - from) * heads : 0;
   if (count) {
     tile_load<E, D, X::KEYS, X::THREADS>(k, x.k, c0, rows.D);
@@ -78,7 +82,7 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
     const Rows some = {x.h * x.G + g, from, count, divisor(heads)};
 #pragma unroll 1
     for (int r0 = 0; r0 < count; r0 += X::ROWS) {
-      __syncthreads(); /* the tile before has been read */
+      __syncthreads(); /* all warps have read the previous tile */
       const RowsAt queries = rows_at<E>(some, rows.q, x.b * rows.q_stride[0], rows.q_stride[1], rows.q_stride[2]);
       tile_load<E, D, X::ROWS, X::THREADS>(q, queries, r0, rows.D);
       tile_load<E, D, X::ROWS, X::THREADS>(o, rows_at<E>(some, a.o, x.b * a.o_stride[0], a.o_stride[2], a.o_stride[1]),
@@ -86,12 +90,12 @@ static __global__ void __launch_bounds__(ErrorTile<E, D>::THREADS, 1)
       cp_async_commit();
       if (thread < X::ROWS) values[thread] = row_values(rows, x, some, r0 + thread);
       cp_async_wait<0>();
-      __syncthreads(); /* the tile is there */
+      __syncthreads(); /* the tile has arrived */
       float s[1][NT][4], size[1][NT][4];
       if (a.kind == KV_EDIE) {
         if (g == 0 && r0 == 0) row_norms<E, D, X::KEYS, X::THREADS>(v, v_norm);
         row_norms<E, D, X::ROWS, X::THREADS>(o, o_norm);
-        __syncthreads(); /* the norms are there */
+        __syncthreads(); /* all threads have written their norms */
         each_number<1, NT>([&](int, int n, int half, int j) {
           size[0][n][2 * half + j] = v_norm[key + 8 * half] + o_norm[8 * n + fragment_column() + j];
         });

@@ -18,7 +18,8 @@ static inline float kv_float(uint32_t u) {
   return x;
 }
 
-/* Adds 112 to f16's exponent, twice if all ones (inf, NaN). 0 and denormals get an implicit one, then subtracted. */
+/* Adds 112, the difference of the exponents' biases, to the f16's exponent; twice if that is all ones (inf, NaN). 0 and
+ * denormals get an implicit leading one, which is then subtracted. */
 static inline float kv_float_of_f16(uint16_t h) {
   const uint32_t top = 0x7c00u << 13, sign = (uint32_t)(h & 0x8000u) << 16;
   const uint32_t u = (uint32_t)(h & 0x7fffu) << 13, exponent = u & top;
@@ -27,8 +28,8 @@ static inline float kv_float_of_f16(uint16_t h) {
   return kv_float((exponent == 0 ? denormal : normal) | sign);
 }
 
-/* Rounds to nearest even. For a denormal result, adding 0.5 shifts its ten bits to the end of the float, and the
- * addition rounds them. */
+/* Rounds to nearest even. For a denormal result, adding 0.5 shifts the result's ten bits to the end of the float, where
+ * the addition rounds them. */
 static inline uint16_t kv_f16_of_float(float x) {
   const uint32_t bits = kv_bits(x), u = bits & 0x7fffffffu;
   const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;

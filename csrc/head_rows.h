@@ -11,16 +11,16 @@ namespace {
 
 /* Head i has `size(i)` rows, from `begin(i)` on. */
 struct HeadRows {
-  int64_t heads; /* 0 if the arrays are in a GPU's memory: every check passes */
+  int64_t heads; /* number of heads; 0 if the arrays are in a GPU's memory: every check passes */
   const int64_t *offset;
-  const int32_t *before, *count; /* NULL: all 0 */
+  const int32_t *before, *count; /* [heads] each; NULL: all 0 */
   int64_t more;
 
   int64_t begin(int64_t i) const { return offset[i] + (before ? before[i] : 0); }
   int64_t size(int64_t i) const { return (count ? count[i] : 0) + more; }
   int64_t end(int64_t i) const { return begin(i) + size(i); }
 
-  /* Checks that stored slots and the room for `more` after them lie within a buffer of `rows` rows. */
+  /* Checks that every head's stored slots, and `more` rows after them, lie within a buffer of `rows` rows. */
   void check_inside(int64_t rows, const char *buffer) const {
     for (int64_t i = 0; i < heads; i++) {
       const bool inside = offset[i] >= 0 && count[i] >= 0 && offset[i] <= rows - count[i] - more;
@@ -29,10 +29,10 @@ struct HeadRows {
     }
   }
 
-  /* Checks that no head has another head's rows: these are written. */
+  /* Checks that no two heads share a row, since the rows are written. */
   void check_apart(const char *buffer) const {
     int64_t last = 0;
-    bool ascending = true; /* as the heads of a cache are */
+    bool ascending = true; /* a cache has its heads in this order */
     for (int64_t i = 0; i < heads; last = end(i), i++) ascending &= offset[i] >= last;
     if (ascending) return;
     std::vector<int64_t> order;
@@ -46,7 +46,7 @@ struct HeadRows {
     }
   }
 
-  /* Whether a row of any head is also one of x, which is in the same buffer. */
+  /* Returns whether any row of these heads is also a row of x, whose heads are in the same buffer. */
   bool meets(const HeadRows &x) const {
     struct Range {
       int64_t begin, end;
@@ -58,7 +58,7 @@ struct HeadRows {
       if (x.size(i) > 0) ranges.push_back({x.begin(i), x.end(i), true});
     }
     std::sort(ranges.begin(), ranges.end(), [](const Range &a, const Range &b) { return a.begin < b.begin; });
-    int64_t ends[2] = {0, 0}; /* the largest end so far, of these rows and of x's */
+    int64_t ends[2] = {0, 0}; /* the largest end so far: of this object's ranges, of x's ranges */
     for (const Range &range : ranges) {
       if (range.begin < ends[!range.other]) return true;
       ends[range.other] = std::max(ends[range.other], range.end);

@@ -1,33 +1,34 @@
-/* The PTX of Hopper alone (sm_90a): products of a warpgroup, and copies of boxes of a tensor (TMA), which end at a
- * barrier in shared memory. As in ptx.cuh there is one function for each instruction; tests/cuda_on_cpu/hopper.h has
- * them in plain C++. Only files *_sm90.cu include this.
+/* PTX that only Hopper has (sm_90a): matrix products of a warpgroup (wgmma), and copies of boxes of a tensor (TMA),
+ * whose end a barrier in shared memory reports. As in ptx.cuh there is one function for each instruction;
+ * tests/cuda_on_cpu/hopper.h has the same functions in plain C++. Only files *_sm90.cu include this.
  *
- * A warpgroup is 4 warps, the first of them a multiple of 4; all of them call its functions together. In A [64, 16] and
- * D [64, 64] warp w has rows 16 w .. 16 w + 15 as in the fragments of ptx.cuh. B [64, 16] are rows of shared memory in
- * atoms of 64 columns, which start at multiples of 1024 bytes. Row r of an atom is at byte 128 r of it, and its 16
- * bytes with number c at 16 (c ^ r % 8) of the row: bits 4 to 6 of an address are those of the linear address ^ its
- * bits 7 to 9. */
+ * A warpgroup is 4 consecutive warps, the first with a number that is a multiple of 4; all its threads call a wgmma
+ * function together. Warp w (0..3) has rows 16 w .. 16 w + 15 of A [64, 16] and D [64, 64], in the fragments of
+ * ptx.cuh. B [64, 16] lies in shared memory, whose rows are stored in atoms of 64 columns that start at multiples of
+ * 1024 bytes. Row r of an atom starts at the atom's byte 128 r; the row's 16-byte vector c is at byte 16 (c ^ r % 8)
+ * of the row. In other words, bits 4 to 6 of a linear address are XORed with its bits 7 to 9. */
 #ifndef KV_HOPPER_CUH
 #define KV_HOPPER_CUH
 #include <cudaTypedefs.h>
 
 #include "ptx.cuh"
 
-constexpr int ATOM = 64, ATOM_BYTES = 128; /* columns of 16 bits in an atom; bytes of its row */
+constexpr int ATOM = 64, ATOM_BYTES = 128; /* 16-bit columns of an atom; bytes of a row of an atom */
 
-/* Returns p, or the next address in shared memory where an atom may start: at most 896 bytes on, since shared_memory is
- * aligned to 128. */
+/* Returns the first address from p on, in shared memory, at which an atom may start. It is at most 896 bytes after p
+ * if p is aligned to 128 bytes, as shared_memory() is. */
 template <class T>
 KV_DEVICE T *atom_aligned(T *p) {
   return reinterpret_cast<T *>(reinterpret_cast<unsigned char *>(p) + (0u - shared_address(p)) % 1024);
 }
 
-/* Returns the lower half of the descriptor by which products take B; b: the column to begin with, in an atom's first
- * row. Bits 0-13 are the address / 16, 16-29 the distance of columns of atoms, unused with this swizzle. The upper
- * half, OPERAND: bits 32-45 are the distance of 8 rows / 16, 62-63 the swizzle of 128 bytes. */
+/* operand returns the lower 32 bits of the 64-bit descriptor by which wgmma takes B. b: B's first column in the
+ * first row of an atom. Bits 0-13: the address / 16; bits 16-29: the distance between columns of atoms, unused with
+ * this swizzle. OPERAND has the upper 32 bits in place. Bits 32-45: the distance in bytes between groups of 8 rows /
+ * 16; bits 62-63: 1 for the swizzle of 128 bytes. */
 KV_DEVICE uint32_t operand(const void *b) { return (shared_address(b) >> 4 & 0x3fffu) | 1u << 16; }
 constexpr uint64_t OPERAND = (uint64_t)(8 * ATOM_BYTES / 16) << 32 | 1ull << 62;
-/* Returns the operand that is `bytes` bytes further on. */
+/* Returns operand b moved on by `bytes` bytes, a multiple of 16. */
 KV_DEVICE uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
 
 #define KV_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
@@ -43,8 +44,8 @@ KV_DEVICE uint32_t operand_on(uint32_t b, int bytes) { return b + bytes / 16; }
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(OPERAND | b), "r"((int)add)                                  \
       : "memory")
 
-/* Starts d = A B^T, or d += A B^T if `add`; b: operand() of B. a and B must not change, nor d be read, before
- * wgmma_wait. */
+/* Starts d = A B^T, or d += A B^T if `add`; a: fragments of A; b: operand() of B. The registers a and the memory of
+ * B must not change, nor may d be read, before wgmma_wait. */
 template <class E>
 KV_DEVICE void wgmma(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b, bool add);
 template <>
@@ -56,10 +57,11 @@ __device__ __forceinline__ void wgmma<bf16>(float (&d)[8][4], const uint32_t (&a
   KV_WGMMA("bf16");
 }
 
-/* Must come before products whose registers other instructions have written or read since the last product. */
+/* Must be called before a wgmma whose registers a or d other instructions have written or read since the last wgmma. */
 KV_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 KV_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/* Waits until all committed groups but the last N are done; d must be of one of those. */
+/* Waits until all committed groups of products but the last N are done; d must be the result of a group that is then
+ * done. */
 template <int N>
 KV_DEVICE void wgmma_wait(float (&d)[8][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %32;" : KV_32(d) : "n"(N) : "memory");
@@ -68,10 +70,11 @@ KV_DEVICE void wgmma_wait(float (&d)[8][4]) {
 #undef KV_32
 #undef KV_WGMMA
 
-/* Makes visible to TMA and to wgmma's B what this thread wrote to shared memory, barriers included. */
+/* Makes what this thread wrote to shared memory, barriers included, visible to TMA and to wgmma's reads of B. */
 KV_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* Makes a barrier, whose phases each end when one thread has called barrier_expect and that many bytes were copied. */
+/* Makes a barrier. A phase of the barrier ends when one thread has called barrier_expect(bytes) and TMA has copied
+ * that many bytes. */
 KV_DEVICE void barrier_init(uint64_t *barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
 }
@@ -81,7 +84,8 @@ KV_DEVICE void barrier_expect(uint64_t *barrier, uint32_t bytes) {
                : "r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-/* Waits for the end of the phase of this parity, which is 0 for the first; this thread then sees what was copied. */
+/* Waits until the phase with this parity ends: 0 for the first phase, 1 for the second, 0 for the third, .. This
+ * thread then sees what TMA copied. */
 KV_DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
   uint32_t done;
   do
@@ -95,10 +99,13 @@ KV_DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
   while (!done);
 }
 
-/* A tensor of 16-bit numbers from which boxes of up to 64 columns are copied into atoms, in the order of rows. */
+/* Describes to TMA a tensor of 16-bit numbers, from which copy_box copies boxes of up to 64 columns into atoms, row
+ * by row. */
 using TensorMap = CUtensorMap;
 
-/* Describes x [size[3], size[2], size[1], size[0]], with strides in bytes. Returns false if TMA does not take it. */
+/* Fills `map` with a description of x [size[3], size[2], size[1], size[0]] and of boxes of box[3], .., box[0]
+ * numbers. Strides are in bytes; that of the last dimension is one number. bf16: the numbers are bf16, else fp16.
+ * Returns false if TMA cannot copy from such a tensor. */
 static inline bool tensor_map(TensorMap *map, bool bf16, const void *x, const uint64_t (&size)[4],
                               const uint64_t (&stride)[3], const uint32_t (&box)[4]) {
   void *found = nullptr;
@@ -112,9 +119,9 @@ static inline bool tensor_map(TensorMap *map, bool bf16, const void *x, const ui
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Starts copying the box at (c0, c1, c2, c3) to `to`, a multiple of 128 bytes; numbers outside of the tensor are 0. All
- * bytes of the box, those zeros included, count for the barrier. Called by one thread; map: a kernel's
- * __grid_constant__. */
+/* Starts copying the box whose first number is x[c3, c2, c1, c0] to `to` in shared memory, aligned to 128 bytes;
+ * numbers outside of the tensor become 0. All bytes of the box, such zeros included, count for the barrier's phase.
+ * One thread calls it; map must be a kernel's __grid_constant__ parameter. */
 KV_DEVICE void copy_box(void *to, const TensorMap &map, uint64_t *barrier, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "

@@ -1,5 +1,4 @@
-/* The sums that normalise target and mean attention of a query head, shared by kl and kl_grad. A block belongs to one
- * query head, block_head() = b * H + head. */
+/* The sums by which kl and kl_grad divide the target and the mean attention of a query head. */
 #ifndef KV_KL_CUH
 #define KV_KL_CUH
 #include "observe.cuh"
@@ -7,13 +6,14 @@
 constexpr int KL_THREADS = 256;
 
 struct KlHead {
-  int n;                           /* the number of slots that are compared */
+  int n;                           /* number of slots in the KL divergence */
   const float *target, *attention; /* [n] */
   float target_sum, attention_sum;
-  bool empty; /* one of the sums is 0: the loss and its gradients are 0 */
+  bool empty; /* whether one of the sums is 0: then the loss and its gradients are 0 */
 };
 
-/* All threads of the block call this. red: [32] in shared memory. */
+/* Sums target and mean attention of query head `head` = b * H + h. All threads of the block must call it. red: [32]
+ * in shared memory, for the reductions. */
 KV_DEVICE KlHead kl_head(const kv_observers &rows, const float *target, int64_t N, const float *attention, int64_t C,
                          int64_t head, float *red) {
   const int b = head / rows.H, h = head % rows.H / (rows.H / rows.Hkv);

@@ -1,13 +1,13 @@
-/* The sums that normalise target and mean attention of a query head, shared by kl and kl_grad. */
+/* A query head's target and mean attention, and the sums by which they are divided; shared by kl and kl_grad. */
 #ifndef KVEVICT_KL_H
 #define KVEVICT_KL_H
 #include "observe.h"
 
 typedef struct {
-  int64_t n;                       /* the number of slots that are compared */
-  const float *target, *attention; /* [n] */
+  int64_t n;                       /* number of slots that are compared: min(N, alive slots) */
+  const float *target, *attention; /* [n] of one query head */
   double target_sum, attention_sum;
-  int empty; /* one of the sums is 0: the loss and its gradients are 0 */
+  int empty; /* whether one of the sums is 0: then the loss and its gradients are 0 */
 } kv_kl_of;
 
 static inline kv_kl_of kv_kl_head(const float *target, int64_t N, const float *attention, int64_t C, int64_t head,

@@ -1,8 +1,9 @@
-/* KL divergence from a target to the mean attention of observing rows, on a CPU: the rows' log-sum-exp, their mean
- * attention as in score, then one sum per query head. observe.h has the loops. */
+/* KL divergence from a target to the mean attention of observing rows, on a CPU. Three passes compute the rows'
+ * log-sum-exp; the rows' mean attention, as in score; and the divergence of each query head. observe.h has the
+ * loops. */
 #include "kl.h"
 
-/* Adds to total [G, most] the sum over the tile's n steps of a = 2^(s - lse). */
+/* Adds to total [G, most] the attention weights a = 2^(s - lse) of the tile's n steps. */
 static void kv_kl_tile(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n, int64_t most) {
   (void)job, (void)t;
   for (int64_t g = 0; g < head->query.G; g++)

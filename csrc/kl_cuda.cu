@@ -1,7 +1,7 @@
-/* KL divergence from a target to the mean attention of observing rows, on a GPU. score's kernels compute log-sum-exp
- * and mean attention, then one block sums the loss of each query head.
+/* Computes the KL divergence from a target to the mean attention of observing rows, on a GPU. lse_given computes the
+ * rows' log-sum-exp, kv_score_cuda their mean attention, and loss_kernel the loss, one block a query head.
  *
- * budget: regs 40, smem 98304 */
+ * budget: regs 40, smem 98304 (registers of a thread, bytes of a block) */
 #include "kl.cuh"
 #include "launch.cuh"
 

@@ -1,18 +1,19 @@
-/* Gradient of kl to queries and new keys, on a CPU. g[i] = (1 / sum p - t[i] / p[i]) / rows is the gradient of the loss
- * to every row's attention weight a[r,i]; w[r,i] is its gradient to the logit, through the softmax:
+/* Gradient of kl to queries and new keys, on a CPU. With t the target, divided by its sum, and p the mean attention of
+ * `rows` observing rows, g[i] = (1 / sum p - t[i] / p[i]) / rows is the gradient of the loss to each attention weight
+ * a[r,i], and w[r,i] is its gradient to the logit, through the softmax:
  *   c[r] = sum a[r,i] g[i]              w[r,i] = a[r,i] (g[i] - c[r])
  *   dq[r] = scale sum w[r,i] k[i]       dk[i] = scale sum w[r,i] q[r]
- * A task is one (b, kv head) and goes over its columns twice, for c and then for w, so that no matrix is stored.
- * observe.h has the tiles. */
+ * A task is one (b, kv head). It goes over the head's columns twice, first to compute c and then to compute w, so that
+ * no matrix is stored. observe.h has the tiles. */
 #include "kl.h"
 
 typedef struct {
   kv_tile tile;
-  float *delta;       /* [G, R] c */
-  float *weight_grad; /* [G, KEYS] g of a block's columns */
+  float *delta;       /* [G, R] c of the formulas above */
+  float *weight_grad; /* [G, KEYS] g of the formulas above, for a block's columns */
   float *keys;        /* [KEYS, width] a block's keys as floats */
-  float *o, *q;       /* [rows, width], [D] */
-  float *zeros;       /* [rows of a tile]; a large group has more than TILE */
+  float *o, *q;       /* o [rows, width] sums of w k; q [D] a query */
+  float *zeros;       /* [rows] zeros for all rows of a tile, which are more than TILE in a large group */
 } kv_kl_space;
 
 static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
@@ -26,7 +27,8 @@ static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {
   return memory;
 }
 
-/* Computes g of the block of columns from c0 on; 0 for columns that are not compared. */
+/* Computes g, times the gradient to the loss, for the block of columns from c0 on; 0 for columns that are not compared
+ * with the target. */
 static void kv_kl_weight_grad(const kv_kl_grad *a, const kv_observed *head, const kv_kl_of *of, int64_t c0,
                               float *out) {
   const int64_t G = head->query.G, b = head->b, observing = kv_max(a->rows.R - a->rows.row_first[b], 1);
@@ -42,7 +44,8 @@ static void kv_kl_weight_grad(const kv_kl_grad *a, const kv_observed *head, cons
     }
 }
 
-/* Turns logits s of a row into w over `most` columns, given their g and the row's c = delta. Returns the sum of a g. */
+/* Turns a row's first `most` logits s into w, given g (weight_grad) and the row's c (delta). Returns the sum of a g
+ * over these columns, the block's part of c. */
 static float kv_kl_logit_grad(float *s, int64_t most, float lse, const float *weight_grad, float delta, float cap) {
   vf sum = vf_set1(0);
   for (int64_t c = 0; c < most; c += VL) {
@@ -54,7 +57,7 @@ static float kv_kl_logit_grad(float *s, int64_t most, float lse, const float *we
   return vf_sum(sum);
 }
 
-/* Adds w q of the tile's rows, steps t .. t + n - 1, to dk of the block's new keys. */
+/* Adds scale w q of the tile's rows, which are steps t .. t + n - 1, to dk of the block's new keys. */
 static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
                          int64_t most) {
   const int64_t D = a->rows.D, at = head->b * a->rows.Hkv + head->h, len = a->rows.slots.len[at];
@@ -70,7 +73,7 @@ static void kv_kl_add_dk(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   }
 }
 
-/* Adds w k of the block to dq of the tile's rows. finite: whether all keys of the block are. */
+/* Adds scale w k of the block's keys to dq of the tile's rows. finite: whether all keys of the block are finite. */
 static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_space *x, int64_t t, int64_t n, int64_t c0,
                          int64_t most, int finite) {
   const int64_t D = a->rows.D, R = a->rows.R, G = head->query.G, width = kv_round_up(D, VL), rows = G * n;
@@ -85,7 +88,7 @@ static void kv_kl_add_dq(const kv_kl_grad *a, const kv_observed *head, kv_kl_spa
   }
 }
 
-/* Goes once over the columns of a head: for c, or if `grads` for the gradients. */
+/* Goes once over the columns of a head and computes every row's c or, if `grads`, the gradients dq and dk. */
 static void kv_kl_pass(const kv_observe *job, const kv_observed *head, const kv_kl_of *of, kv_kl_space *x, int grads) {
   const kv_kl_grad *a = job->op;
   const int64_t R = a->rows.R, D = a->rows.D, block = kv_block(D);

@@ -1,14 +1,15 @@
-/* Gradient of kl to queries and new keys, on a GPU; kl_grad_cpu.c has the formulas. A block computes the gradient of
- * one query row or of one new key: that vector stays in shared memory, and each thread takes its dot product with
- * another vector. The observing rows are too few to fill tensor cores.
+/* Computes the gradient of kl with respect to queries and new keys, on a GPU; kl_grad_cpu.c has the formulas. A
+ * block computes the gradient of one query or of one new key. It keeps this vector in shared memory, and each thread
+ * computes its dot product with another key or query. The observing rows are too few to fill tensor cores.
  *
- * budget: regs 128, smem 12288 */
+ * budget: regs 128, smem 12288 (registers of a thread, bytes of a block) */
 #include "kl.cuh"
 #include "launch.cuh"
 
-/* Shared memory: reductions, the block's own vector, the weights of the vectors to be summed, partial sums. */
+/* A block's shared memory. red: for reductions; x: the block's own query or key; weight: factors of the vectors that
+ * weighted_sum adds; part: its partial sums. */
 struct KlShared {
-  float *red, *x, *weight, *part; /* [32], [256], [KL_THREADS], [groups, D] */
+  float *red, *x, *weight, *part; /* red [32], x [256], weight [KL_THREADS], part [groups, D] */
 };
 
 KV_DEVICE KlShared kl_shared() {
@@ -24,7 +25,7 @@ KV_DEVICE void vector_at(uint64_t at, int d, float (&x)[VECTOR<E>]) {
   vector_floats<E>(load_once_16(reinterpret_cast<const E *>(at) + d), x);
 }
 
-/* x [D] = the vector at `at`; all threads may read it afterwards. */
+/* x [D] = the vector at address `at`, as floats in shared memory. All threads may read it when this returns. */
 template <class E>
 KV_DEVICE void share_vector(uint64_t at, int D, float *x) {
   const int d = threadIdx.x * VECTOR<E>;
@@ -49,7 +50,8 @@ KV_DEVICE float dot(uint64_t at, int D, const float *x) {
   return sum;
 }
 
-/* out [D] = scale times the sum over i < count of weight(i) times the vector at(i), not read where weight(i) is 0. */
+/* out [D] = scale * sum over i < count of weight(i) * (the vector at address at(i)). Vectors with weight 0 are not
+ * read. */
 template <class E, class At, class Weight>
 KV_DEVICE void weighted_sum(const KlShared &shared, int count, int D, float scale, float *out, At at, Weight weight) {
   const int vectors = D / VECTOR<E>, groups = KL_THREADS / vectors, group = threadIdx.x / vectors;
@@ -79,7 +81,7 @@ KV_DEVICE void weighted_sum(const KlShared &shared, int count, int D, float scal
   out[threadIdx.x] = scale * sum;
 }
 
-/* The gradient of the loss, times `grad`, to a row's attention weight of slot c. */
+/* Returns the gradient of the loss, times `grad`, with respect to one row's attention weight of slot c. */
 KV_DEVICE float weight_grad(const KlHead &x, float grad, int c) {
   if (c >= x.n || x.empty) return 0;
   const float p = x.attention[c];
@@ -90,7 +92,8 @@ struct Weight {
   float a, softcap_grad;
 };
 
-/* The attention weight of s = q.k in a row with that lse, in log2 units, and the derivative of softcap there. */
+/* Returns, for s = q.k and a row's log-sum-exp in log2 units, the attention weight and the derivative of the softcap
+ * at s. */
 KV_DEVICE Weight weight_of(const Logits &logits, float s, float lse) {
   const float y = logits.transformed ? logits.of(s) : s;
   return {exp2_approx(logits.scale * y - lse), logits.cap_grad(y)};
@@ -106,7 +109,8 @@ KV_DEVICE uint64_t query_at(const kv_observers &a, int64_t head, int r) {
   return reinterpret_cast<uint64_t>(static_cast<const E *>(a.q) + at);
 }
 
-/* Block (r, head) computes dq of row r and writes delta [B, H, R] and sums [B, H, 2] for dk_kernel. */
+/* Block (r, query head) computes dq of row r. It also writes what dk_kernel needs: delta [B, H, R], each row's sum
+ * over slots of attention weight * weight_grad, and sums [B, H, 2], the head's target_sum and attention_sum. */
 template <class E>
 static __global__ void __launch_bounds__(KL_THREADS, 2)
     dq_kernel(const kv_kl_grad a, const Logits logits, float *delta, float *sums) {
@@ -137,7 +141,7 @@ static __global__ void __launch_bounds__(KL_THREADS, 2)
       });
 }
 
-/* Block (j, b * Hkv + h) computes dk of new key j. */
+/* Block (j, kv head) computes dk of new key j, summed over the query heads of the group. */
 template <class E>
 static __global__ void __launch_bounds__(KL_THREADS, 2)
     dk_kernel(const kv_kl_grad a, const Logits logits, const float *delta, const float *sums) {

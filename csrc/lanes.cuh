@@ -1,29 +1,31 @@
-/* Decode of few heads a group, without tensor cores: L lanes share a row of keys or values, each with V vectors of 16
- * bytes. Such a group of lanes takes every GROUPS-th row and has states of its own. The block that finishes a head's
- * last split merges all splits of that head.
+/* Decode of GQA groups with few heads, without tensor cores. L lanes share a row of keys or values, each lane with V
+ * vectors of 16 bytes. Such a set of L lanes, called a group of lanes, computes every GROUPS-th slot of a split and
+ * has softmax states of its own. The block that finishes last for a kv head merges all splits of that head.
  *
- * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups of lanes, and 16. */
+ * Shared memory: 4 * HEADS * (D + 2) bytes for each of 128 / L groups of lanes, and 16 bytes for block_is_last. */
 #ifndef KV_LANES_CUH
 #define KV_LANES_CUH
 #include "decode.cuh"
 
 constexpr int THREADS = 128;
 
-/* What a group of lanes computes of HEADS heads, those of one kv head. Lane i has elements from (v * L + i) * W on of
- * vector v. It loads AHEAD rows of keys and of values at once, as many as registers hold: at most 8, so that a
- * multiprocessor has room for several blocks, and half of that if keys, values or both are PACKED. */
+/* Queries, outputs and softmax states of the HEADS query heads of one kv head, in a group of L lanes. Vector v of
+ * lane i begins with element (v * L + i) * W of a row. A lane loads AHEAD rows of keys and of values at once,
+ * limited by registers: at most 8, so that a multiprocessor has room for several blocks, and half as many if keys,
+ * values or both are PACKED. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 struct HeadRows {
   static constexpr int W = VECTOR<E>, GROUPS = THREADS / L,
                        AHEAD = (HEADS == 1 ? 8 : 16 / HEADS) / V / (PACKED ? 2 : 1);
   float q[HEADS][V][W], o[HEADS][V][W];
   kv_state state[HEADS];
-  float more[HEADS]; /* q.centre, which is added to the logits of packed keys */
+  float more[HEADS]; /* q . centre, which is added to the logits of packed keys */
 
   KV_DEVICE int group() { return threadIdx.x / L; }
   KV_DEVICE int element(int v) { return (v * L + threadIdx.x % L) * W; }
 
-  /* Starts with the queries at `query`, the first head's row, 0 from D on. Where keys are rotated, queries are, too. */
+  /* Loads the queries times `scale`, 0 from element D on, and clears outputs and states. query: the first head's
+   * row; stride: elements from head to head. Queries are rotated by the Hadamard matrix if keys are. */
   __device__ __forceinline__ void start(const E *query, int64_t stride, int D, float scale, const Columns &k) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -54,7 +56,8 @@ struct HeadRows {
     }
   }
 
-  /* Calls f(packed) with a constant: all columns are packed or none. */
+  /* Calls f(std::true_type{}) if the columns of x are packed, else f(std::false_type{}); in decode either all are
+   * packed or none. */
   template <class F>
   KV_DEVICE void each_kind(const Columns &x, F f) {
     if (!PACKED || x.kind == KV_AS_COMPUTED)
@@ -63,8 +66,8 @@ struct HeadRows {
       f(std::true_type{});
   }
 
-  /* Loads columns c0, c0 + GROUPS, ..; columns from c1 on and elements from D on are 0. Addresses of rows as computed
-   * begin with element(0). */
+  /* Loads this lane's part of columns c0, c0 + GROUPS, ..; columns from c1 on and elements from D on are 0.
+   * Addresses in x of unpacked rows already point to element(0) of this lane. */
   KV_DEVICE void load(const Columns &x, int c0, int c1, int D, uint4 (&part)[AHEAD][V]) {
     each_kind(x, [&](auto packed) {
 #pragma unroll
@@ -89,7 +92,7 @@ struct HeadRows {
       vector_floats<E>(part, x);
   }
 
-  /* s [HEADS] = q.k, equal in all lanes of the group. */
+  /* s [HEADS] = q.k of one key with each head's query; all lanes of the group of lanes get the sum. */
   template <bool packed>
   __device__ __forceinline__ void dots(const uint4 (&k)[V], kv_kind kind, float (&s)[HEADS]) const {
     float x[V][W];
@@ -106,7 +109,7 @@ struct HeadRows {
     }
   }
 
-  /* Turns logits s into weights and rescales the states and o to the new maximum. */
+  /* Replaces logits s by attention weights, and rescales states and outputs to the new maximum. */
   __device__ __forceinline__ void softmax(float (&s)[AHEAD][HEADS]) {
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
@@ -138,8 +141,8 @@ struct HeadRows {
     }
   }
 
-  /* Adds slots c0 .. c1 - 1 to the states. logit gets the logits, those of heads C apart, or is NULL. Every group of
-   * lanes runs the loop equally often. */
+  /* Adds slots c0 .. c1 - 1 to states and outputs. logit [HEADS, C] gets the logits, or is NULL. Every group of
+   * lanes runs the loop equally often, since lanes_sum needs all lanes of a warp. */
   __device__ __forceinline__ void attend(const Columns &k, const Columns &v, int c0, int c1, int D,
                                          const Logits &logits, float *logit, int64_t C) {
     constexpr int STEP = AHEAD * GROUPS;
@@ -153,7 +156,7 @@ struct HeadRows {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) dots<decltype(packed)::value>(keys[u], k.kind, s[u]);
       });
-      load(k, c + STEP, c1, D, keys); /* these loads run during the rest */
+      load(k, c + STEP, c1, D, keys); /* the next keys load during the rest of the loop's body */
       if (logits.cap > 0) {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
@@ -188,7 +191,8 @@ struct HeadRows {
 
   static int64_t shared_bytes(int64_t D) { return HEADS * GROUPS * (D + 2) * 4 + 16; }
 
-  /* Merges the block's groups of lanes into o [HEADS, D] and states [HEADS]. shared: shared_bytes(D) less 16. */
+  /* Merges the results of the block's groups of lanes into o_out [HEADS, D] and states_out [HEADS]. shared: shared
+   * memory of shared_bytes(D) - 16 bytes. */
   __device__ __forceinline__ void merge(float *shared, int D, float *o_out, kv_state *states_out) const {
     kv_state *states = reinterpret_cast<kv_state *>(shared);
     float *part = shared + 2 * HEADS * GROUPS;
@@ -207,8 +211,9 @@ struct HeadRows {
   }
 };
 
-/* HEADS: heads of a group; PACKED: keys, values or both are packed. ptxas is asked for two blocks a multiprocessor, so
- * that it does not spill registers to make room for four. */
+/* Block (kv head, i) computes split i of the head and every gridDim.y-th split after it. HEADS: query heads of a GQA
+ * group; PACKED: keys, values or both are packed. The launch bounds ask ptxas for two blocks a multiprocessor: to
+ * make room for four it would spill registers. */
 template <class E, int L, int V, int HEADS, bool PACKED>
 static __global__ void __launch_bounds__(THREADS, 2)
     lanes_kernel(const kv_decode a, const Scratch x, const Logits logits) {
@@ -239,7 +244,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 template <class E, int L, int V, int HEADS>
 static int run(const kv_decode *a, const Scratch &x, void *stream) {
-  /* A head has four blocks for each split of a head of mean length; if it has more splits, a block takes several. */
+  /* A head gets four blocks for each split that a head of mean length has. A head with more splits than blocks has
+   * blocks that compute several. */
   const int64_t heads = a->B * a->Hkv, mean = (a->rows_prefix + a->rows) / (heads * 2 * STEP) + 1;
   const int64_t blocks = 4 * mean < x.parts.splits ? 4 * mean : x.parts.splits;
   const dim3 grid((unsigned)heads, (unsigned)blocks);

@@ -32,7 +32,8 @@ static int launch(dim3 grid, int threads, size_t shared, void *stream, Args... a
   return launch_with<kernel>(false, grid, threads, shared, stream, args...);
 }
 
-/* Does as launch, for a kernel that calls await_kernels_before: its blocks may start while the one before runs. */
+/* Launches as launch() does, for a kernel that calls await_kernels_before: where it is compiled for sm_90 or later,
+ * its blocks may start while the stream's previous kernel still runs. */
 template <auto kernel, class... Args>
 static int launch_early(dim3 grid, int threads, size_t shared, void *stream, Args... args) {
   cudaFuncAttributes made = {};

@@ -1,17 +1,17 @@
-/* A few rows times a matrix of weights on a CPU. It is limited by memory bandwidth: each weight is read once, in place,
- * where a library for many rows would pack them first. Rows are multiplied with weights as stream.h multiplies queries
- * with keys. In tile registers the weights are the first operand, read in place, and 16 or 32 packed rows are the
- * second. */
+/* A few rows x times a matrix of weights on a CPU. It is limited by memory bandwidth: each weight is read once, in
+ * place, where a library for many rows would pack the weights first. Rows are multiplied with weights as stream.h
+ * multiplies queries with keys. In Intel's tile registers the weights are the first operand, read in place, and 16 or
+ * 32 packed rows of x are the second. */
 #include "stream.h"
 
-enum { OUTPUTS = 64 /* the most outputs of a task: as many as a BLOCK has slots or four tile registers have rows */ };
+enum { OUTPUTS = 64 /* the most outputs of a task: the slots of a BLOCK, or the rows of four tile registers */ };
 
 typedef struct {
   const kv_linear *a;
   kv_stream rows; /* x as queries; unused with tile registers */
-  int64_t group;  /* rows that are in tile registers at once: 16 or 32 */
-  float *packed;  /* [ceil(rows / group), K / 2, group] words of x, then zeros; NULL: no tile registers */
-  int64_t block;  /* outputs of a task */
+  int64_t group;  /* rows of x that are in tile registers at once: 16 or 32 */
+  float *packed;  /* [ceil(rows / group), K / 2, group] words of x, then zeros; NULL without tile registers */
+  int64_t block;  /* number of outputs of a task */
 } kv_linear_job;
 
 static const char *kv_linear_row(const kv_linear *a, int64_t r) {
@@ -55,7 +55,8 @@ static void kv_linear_store(const kv_linear *a, int64_t r, int64_t n0, int64_t n
   kv_store_row(a->dtype, y, (char *)a->out + (r * a->N + n0) * size, n);
 }
 
-/* Computes outputs n0 .. n0 + n - 1 in tile registers; at the matrix's end some before them, too, to have 64. */
+/* Computes outputs n0 .. n0 + n - 1 of all rows in tile registers. It multiplies 64 outputs' weights at once: at the
+ * matrix's end these begin before n0. */
 static void kv_linear_tiles(const kv_linear_job *job, int64_t n0, int64_t n) {
   const kv_linear *a = job->a;
   const int64_t rows = a->B * a->T, group = job->group, from = kv_min(n0, a->N - OUTPUTS), words = a->K / 2;
@@ -97,7 +98,8 @@ static void kv_linear_body(void *ctx, int64_t begin, int64_t end) {
 }
 
 kv_status KV_OP(linear)(const kv_linear *a) {
-  const int64_t rows = a->B * a->T, near = 65536 / kv_max(1, a->K * kv_size(a->dtype)); /* outputs in 64 KiB */
+  /* near: the number of outputs whose weights take 64 KiB. */
+  const int64_t rows = a->B * a->T, near = 65536 / kv_max(1, a->K * kv_size(a->dtype));
   if (rows == 0 || a->N == 0) return KV_OK;
   const int tiles = KV_AMX && a->dtype == KV_BF16 && a->N >= OUTPUTS;
   const kv_slots none = {0};

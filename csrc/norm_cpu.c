@@ -1,7 +1,7 @@
-/* Norms of the alive keys or values on a CPU, limited by memory bandwidth. */
+/* Norms of the alive slots' keys or values on a CPU. The op is limited by memory bandwidth. */
 #include "tile.h"
 
-enum { SPLIT = 256 }; /* columns of a task */
+enum { SPLIT = 256 }; /* number of columns of a task */
 
 static void kv_norm_body(void *ctx, int64_t begin, int64_t end) {
   const kv_norm *a = ctx;

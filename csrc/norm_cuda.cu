@@ -1,12 +1,13 @@
-/* Norms of the alive keys or values on a GPU, limited by memory bandwidth. Lanes share a row (columns.cuh).
+/* Computes norms of the alive keys or values on a GPU, limited by memory bandwidth. L lanes share a row
+ * (columns.cuh).
  *
- * budget: regs 40, smem 0 */
+ * budget: regs 40, smem 0 (registers of a thread, bytes of a block) */
 #include "columns.cuh"
 #include "grid.cuh"
 
 constexpr int THREADS = 256;
 
-/* Block (i, head) computes the slots from i * THREADS / L on, each with L lanes. */
+/* Block (i, kv head) computes THREADS / L slots, L lanes each, from slot i * THREADS / L on. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) norm_kernel(const kv_norm a) {
   const int64_t head = block_head(), b = head / a.Hkv;

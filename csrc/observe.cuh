@@ -1,23 +1,23 @@
-/* Observing rows and their attention weights a[r,i] = exp(logit[r,i] - lse[r]) over the alive slots, for score, peak,
- * error. */
+/* Observing rows and their attention weights a[r,i] = exp(logit[r,i] - lse[r]) over the alive slots, for score,
+ * peak, error and kl. */
 #ifndef KV_OBSERVE_CUH
 #define KV_OBSERVE_CUH
 #include "attention.cuh"
 
-/* lse_scratch returns the bytes of scratch that lse takes, 0 if `a` has one; lse_given computes it there if `a` has
- * none, and makes `a` point to it. Both are in peak_cuda.cu. */
+/* lse_scratch returns the bytes of scratch that lse_given needs: 0 if `a` has an lse. If `a` has none, lse_given
+ * computes it in scratch and makes a->lse point to it; it returns 0 or a CUDA error. Both are in peak_cuda.cu. */
 int64_t lse_scratch(const kv_observers *a);
 int lse_given(kv_observers *a, void *scratch, void *stream);
 
-/* The larger of two numbers; NaN if either is NaN. */
+/* Returns the larger of two numbers, or NaN if either is NaN. */
 KV_DEVICE float max_nan(float x, float y) { return isnan(y) || y > x ? y : x; }
-/* The largest number of the 4 lanes that hold a row of a fragment; NaN if one is NaN. */
+/* Returns the largest number of the 4 lanes that hold a row of a fragment, or NaN if one of them is NaN. */
 KV_DEVICE float row_max_nan(float x) {
   x = max_nan(x, __shfl_xor_sync(ALL_LANES, x, 1));
   return max_nan(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-/* One (b, kv head): its slots, and the bounds of those that each of the R rows sees. */
+/* One (batch row, kv head): its keys k, and how many of them (`bounds`) each of the R observing rows sees. */
 struct Observed {
   int b, h, G, row_first;
   Columns k;
@@ -32,8 +32,9 @@ KV_DEVICE Observed observed(const kv_observers &a, int head) {
   return {b, h, (int)(a.H / a.Hkv), a.row_first[b], k, {(int)(n - a.R), a.causal ? 0 : n, n}};
 }
 
-/* An observing row without its query; `seen` is 0 where it sees nothing. An lse of NaN or a weight that is not finite
- * makes lse NaN, so that only slots that the row sees become NaN. */
+/* What a kernel needs of an observing row beside its query. seen: how many slots the row sees, 0 if it does not
+ * observe. If the row's lse is NaN or its weight is not finite, lse is NaN and weight 1 here, so that only slots
+ * that the row sees become NaN. */
 struct alignas(16) RowValues {
   float lse, weight; /* lse is in log2 units */
   int seen;
@@ -48,18 +49,20 @@ KV_DEVICE RowValues row_values(const kv_observers &a, const Observed &x, const R
   return {bad ? NAN : lse * LOG2E, bad ? 1 : weight, lse == -INFINITY || t < x.row_first ? 0 : x.bounds.seen(t)};
 }
 
-/* Returns how many heads of a group are reduced as one set of rows: all of them if only the sum over all their rows is
- * wanted, else one after the other. */
+/* Returns how many of a group's G query heads are reduced as one set of rows: all G if only the sum over all their
+ * rows is wanted, else 1. rows, group: the reductions over rows and over heads. */
 static __host__ __device__ __forceinline__ int heads_together(kv_reduce rows, kv_reduce group, int G) {
   return rows != KV_MAX && (group == KV_SUM || group == KV_MEAN) ? G : 1;
 }
 
-/* Reduces a lane's results over the heads of the group: 16 MT columns from `column` on, `heads` heads at a time. */
+/* Results of a warp's 16 MT columns, reduced over the query heads of the group; the lane's part. */
 template <int MT>
 struct Group {
   float total[MT][2];
 
-  /* Adds the results x of `heads` heads from g on, equal in a row's 4 lanes. The call with the last heads stores. */
+  /* Adds x, the results of heads g .. g + heads - 1 of the G heads, equal in the 4 lanes of a fragment row. With
+   * KV_NONE each call stores its results to out, else the call with the last heads does. over: divisor of the
+   * results; column: the warp's first column. */
   __device__ __forceinline__ void add(const float (&x)[MT][2], kv_reduce how, int g, int heads, int G, float over,
                                       float *out, int64_t C, int column) {
     each_row<MT>([&](int m, int half) {
@@ -76,7 +79,8 @@ struct Group {
   }
 };
 
-/* Returns where the results of a (b, kv head) start in out [B, Hkv, C], or [B, H, C] if group is KV_NONE. */
+/* Returns where the results of kv head `head` = b * Hkv + h start in out: [B, Hkv, C], or [B, H, C] if group is
+ * KV_NONE. */
 KV_DEVICE float *group_out(float *out, int head, int G, kv_reduce group, int64_t C) {
   return out + head * (group == KV_NONE ? G * C : C);
 }

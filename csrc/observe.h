@@ -1,10 +1,11 @@
 /* Observing rows and their attention weights a[r,i] = exp(logit - lse) over the alive slots, shared by score, peak,
  * error and kl.
  *
- * kv_observe_start computes lse where it is not given, by the online softmax without values; a task there is some rows
- * of one (b, kv head). An op then packs a block of keys and computes tiles of logits in ascending order of rows, so
- * sums over rows are the same for any number of threads. The terms of a tile's rows are summed before they are added to
- * a total: the rounding error of a sum over thousands of rows is then that of a sum over a hundred. */
+ * kv_observe_start computes lse where it is not given, by the online softmax without values; a task of this pass is
+ * some rows of one (b, kv head). The op's own pass then packs a block of keys and computes tiles of logits in ascending
+ * order of rows, so sums over rows are the same for any number of threads. The terms of a tile's rows are summed before
+ * they are added to a total: the rounding error of a sum over thousands of rows is then about that of a sum over a
+ * hundred. */
 #ifndef KVEVICT_OBSERVE_H
 #define KVEVICT_OBSERVE_H
 #include <stdatomic.h>
@@ -14,17 +15,17 @@
 struct kv_reduction;
 
 typedef struct {
-  const void *op;                 /* the op's struct */
-  const struct kv_reduction *how; /* how rows are reduced; NULL in peak and kl_grad */
+  const void *op;                 /* the op's struct: kv_score, ... */
+  const struct kv_reduction *how; /* how rows are reduced; NULL in peak and kl_grad, which do not reduce them */
   const kv_observers *a;
   const float *lse; /* [B, H, R], given or computed */
   int64_t lse_stride[2];
-  float *computed; /* the lse to be freed, or NULL */
-  int64_t steps;   /* rows' steps of a task */
+  float *computed; /* the lse to be freed, if it was computed; else NULL */
+  int64_t steps;   /* number of steps whose rows one task computes */
   atomic_int failed;
 } kv_observe;
 
-/* One (b, kv head) with its observing rows and its n columns. */
+/* One (b, kv head) with its observing rows and its n columns (alive slots). */
 typedef struct {
   int64_t b, h, n;
   kv_queries query;
@@ -60,7 +61,8 @@ static inline void kv_observe_lse(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Starts an op. Returns whether that succeeded; the caller calls kv_observe_end in either case. */
+/* Starts an op on observing rows. Returns whether that succeeded; the caller must call kv_observe_end in either
+ * case. */
 static inline int kv_observe_start(kv_observe *job, const kv_observers *a, const void *op) {
   const int64_t heads = a->B * a->Hkv;
   *job = (kv_observe){op, NULL, a, a->lse, {a->lse_stride[0], a->lse_stride[1]}, NULL, 0, 0};
@@ -79,14 +81,15 @@ static inline kv_status kv_observe_end(kv_observe *job) {
   return job->failed ? KV_NO_MEMORY : KV_OK;
 }
 
-/* A tile of rows against a block of keys. Rows are head-major: row g * n + i is head g of the group at step t0 + i. */
+/* Scratch for a tile of rows against a block of keys. Rows are head-major: row g * n + i of a tile of n steps is head g
+ * of the group at step t0 + i. */
 typedef struct {
   int64_t steps;        /* the most steps of a tile */
-  float *k, *row;       /* a packed block of keys, [VL, D] */
-  float *q, *s;         /* [rows, D] scaled, [rows, KEYS] logits in log2 units, -inf where the row does not see */
-  float *lse, *w;       /* [rows] in log2 units, finite where the row sees nothing; [rows] weights */
-  float *total;         /* [G, KEYS] the terms reduced over the rows so far */
-  float *v, *o, *e;     /* for kv_error: a packed block of values, [rows, D] outputs, [rows, KEYS] distances */
+  float *k, *row;       /* a packed block of keys; [VL, D] scratch of packing */
+  float *q, *s;         /* [rows, D] scaled queries; [rows, KEYS] logits in log2 units, -inf where a row does not see */
+  float *lse, *w;       /* [rows] in log2 units, finite even where a row sees nothing; [rows] weights */
+  float *total;         /* [G, KEYS] the op's terms, reduced over the rows so far */
+  float *v, *o, *e;     /* for kv_error: a packed block of values; [rows, D] outputs; [rows, KEYS] distances */
   float *v_sum, *o_sum; /* for kv_error: 1-norms of values [KEYS] and of outputs [rows] */
 } kv_tile;
 
@@ -100,9 +103,10 @@ static inline void *kv_tile_alloc(kv_tile *x, int64_t G, int64_t D, int distance
   return kv_carve(12, sizes, fields);
 }
 
-/* Computes the logits of steps t0 .. t0 + n - 1 against the packed block of `columns` columns from c0 on. An lse of NaN
- * or a weight that is not finite makes the row's logits NaN, so that only slots that the row sees become NaN. Returns
- * how many columns the last step sees; columns from there on are not written. */
+/* Computes the logits of steps t0 .. t0 + n - 1 against the packed block of `columns` columns from c0 on, and loads the
+ * rows' lse and weights. An lse of NaN or a weight that is not finite makes the row's logits NaN, so that only slots
+ * that the row sees become NaN. Returns how many of the columns the last step sees; the columns after these are not
+ * written. */
 static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t n,
                                       int64_t c0, int64_t columns) {
   const kv_observers *a = job->a;
@@ -130,21 +134,22 @@ static inline int64_t kv_tile_observe(const kv_observe *job, const kv_observed *
   return most;
 }
 
-/* How score, error and kl reduce a block of columns of one head. `block`, unless NULL, is called once, when the block's
- * keys are packed; then `tile` is called for every tile of observing rows, n steps from t on, when s has their logits
- * of the first `most` columns. `tile` adds the rows' terms to total. out is total, divided by the number of rows if
- * `mean`, reduced over the heads of the group. */
+/* How score, error and kl reduce a block of columns of one head over the observing rows. `block`, unless NULL, is
+ * called once per block, when the block's keys are packed. `tile` is called for every tile of observing rows, n steps
+ * from step t on, when x->s has these rows' logits of the block's first `most` columns; it adds the rows' terms to
+ * x->total. The result is total, divided by the number of rows if `mean`, then reduced over the heads of the group. */
 typedef struct kv_reduction {
   int64_t C;
   kv_reduce group;
-  int mean;      /* total is divided by the number of rows */
-  int distances; /* tiles have room for v, o and e */
-  float *out;    /* [B, Hkv, C], group KV_NONE: [B, H, C] */
+  int mean;      /* whether total is divided by the number of rows */
+  int distances; /* whether tiles have room for v, o and e */
+  float *out;    /* [B, Hkv, C]; [B, H, C] if group is KV_NONE */
   void (*block)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t c0, int64_t columns);
   void (*tile)(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t, int64_t n, int64_t most);
 } kv_reduction;
 
-/* Writes n columns of out from c0 on: total [G, KEYS] / rows, reduced over the heads of the group. */
+/* Writes n columns of out, from column c0 on: total [G, KEYS] divided by `rows` and reduced over the heads of the
+ * group. */
 static inline void kv_group_out(const float *total, int64_t G, kv_reduce group, int64_t rows, float *out, int64_t C,
                                 int64_t c0, int64_t n) {
   for (int64_t g = 0; g < G && group == KV_NONE; g++)
@@ -188,7 +193,8 @@ static inline void kv_reduce_body(void *ctx, int64_t begin, int64_t end) {
   free(memory);
 }
 
-/* Reduces the rows; a task computes one block of columns of one (b, kv head) over all rows. */
+/* Runs an op that reduces observing rows as `how` says. A task computes one block of columns of one (b, kv head) over
+ * all rows. */
 static inline kv_status kv_reduce_rows(const kv_observers *a, const void *op, const kv_reduction *how) {
   const int64_t block = kv_block(a->D), blocks = kv_max((how->C + block - 1) / block, 1);
   kv_observe job;

@@ -1,12 +1,14 @@
-/* Stored rows of few bits a number. kv_pack_row makes the bytes once, when a slot is stored; kv_unpack_row makes floats
- * of them at each read. kvevict.h defines the bytes. A row with an inf or a NaN gets a scale of NaN, and so does a row
- * of 4 bits whose scale or least number does not fit fp16: such a row is read as all NaN. */
+/* Packed rows: stored keys or values with 8 or 4 bits a number, whose bytes kvevict.h defines. kv_pack_row makes the
+ * bytes once, when a slot is stored; kv_unpack_row makes floats of them at each read. A row with an inf or a NaN gets a
+ * scale of NaN; so does a 4-bit row whose scale or least number does not fit fp16. A row with a scale of NaN is read as
+ * all NaN. */
 #ifndef KVEVICT_PACKED_H
 #define KVEVICT_PACKED_H
 #include "half.h"
 #include "simd.h"
 
-/* One step of the Hadamard transform of x [n]: any two numbers that are h apart become their sum and difference. */
+/* Does one step of the Hadamard transform of x [n] in place: any two numbers at a distance of h become their sum and
+ * difference. */
 KV_INLINE void kv_butterflies(float *x, int64_t n, int64_t h) {
   for (int64_t i = 0; i < n; i += 2 * h)
     for (int64_t j = i; j < i + h; j += h < VL ? 4 : VL) {
@@ -25,7 +27,7 @@ KV_INLINE void kv_butterflies(float *x, int64_t n, int64_t h) {
 static inline void kv_hadamard(float *x, int64_t D) {
   const int64_t size = D & -D;
   const float scale = 1 / sqrtf((float)size);
-  for (int64_t i = 0; i < D; i += 4) { /* the steps h = 1 and h = 2 */
+  for (int64_t i = 0; i < D; i += 4) { /* the steps of distance h = 1 and h = 2 */
     const v4 one = {1, -1, 1, -1}, two = {1, 1, -1, -1}, a = *(const v4_any *)(x + i);
     const v4 b = __builtin_shufflevector(a, a, 0, 0, 2, 2) + one * __builtin_shufflevector(a, a, 1, 1, 3, 3);
     const v4 c = __builtin_shufflevector(b, b, 0, 1, 0, 1) + two * __builtin_shufflevector(b, b, 2, 3, 2, 3);
@@ -38,7 +40,7 @@ static inline void kv_hadamard(float *x, int64_t D) {
 /* Rounds x, |x| < 2^22, to the nearest integer, halves to even. */
 static inline float kv_nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* The range of some numbers. other: whether one of them is inf or NaN. */
+/* The smallest and the largest of some numbers. other: whether one of them is inf or NaN. */
 typedef struct {
   float least, most;
   uint32_t other;
@@ -53,8 +55,8 @@ KV_INLINE kv_range kv_range_of(const float *restrict x, int64_t D) {
   return y;
 }
 
-/* kv_store_NAME writes numbers x [D] as the bytes of that kind and overwrites x; kv_load_NAME reads them back. In both
- * the centre is subtracted and the row rotated already. */
+/* kv_store_int8 and kv_store_int4 write numbers x [D] as packed bytes and overwrite x; kv_load_int8 and kv_load_int4
+ * read them back. The caller subtracts or adds the centre, and does or undoes the Hadamard transform. */
 KV_INLINE void kv_store_int8(float *restrict x, uint8_t *restrict bytes, int64_t D) {
   const kv_range range = kv_range_of(x, D);
   const float size = -range.least > range.most ? -range.least : range.most, scale = range.other ? NAN : size / 127;
@@ -95,7 +97,7 @@ KV_INLINE void kv_load_int4(const uint8_t *restrict bytes, float *restrict y, in
   for (int64_t d = 0; d < D / 2; d++) y[d + D / 2] = scale * (float)(bytes[d] >> 4) + lo;
 }
 
-/* Packs x [D] as bytes at `to` and overwrites x. centre [D] is subtracted first; it may be NULL. */
+/* Packs x [D] as bytes at `to` and overwrites x. The centre [D], unless NULL, is subtracted first. */
 static inline void kv_pack_row(kv_kind kind, const float *centre, float *restrict x, void *to, int64_t D) {
   for (int64_t d = 0; centre && d < D; d++) x[d] -= centre[d];
   if (kv_is_rotated(kind)) kv_hadamard(x, D);
@@ -105,7 +107,7 @@ static inline void kv_pack_row(kv_kind kind, const float *centre, float *restric
 #undef KV_STORE
 }
 
-/* Unpacks the bytes at `from` into y [D]. */
+/* Unpacks the bytes at `from` into floats y [D]. The centre [D], unless NULL, is added last. */
 static inline void kv_unpack_row(kv_kind kind, const float *centre, const void *from, float *restrict y, int64_t D) {
 #define KV_LOAD(NAME, name, bits, rotated) \
   if (kind == KV_##NAME) kv_load_##name(from, y, D);

@@ -1,9 +1,10 @@
 /* Each observing row's largest attention weight within a range of slots, on a CPU.
  *
- * A task is some rows of one (b, kv head) and goes over all blocks of keys in the range. observe.h has the tiles. */
+ * A task computes some rows of one (b, kv head), over all blocks of keys in the range. observe.h has the tiles. */
 #include "observe.h"
 
-/* Returns the largest weight of `most` logits s, NaN if one is NaN. Logits after them in their vector must be -inf. */
+/* Returns the largest attention weight 2^(s - lse) of a row's first `most` logits s, NaN if one of them is NaN. The
+ * logits after these, up to a multiple of VL, must be -inf. */
 static float kv_peak_row(const float *s, int64_t most, float lse) {
   float top = -INFINITY;
   vf acc = vf_set1(top);
@@ -19,7 +20,7 @@ static float kv_peak_row(const float *s, int64_t most, float lse) {
   return vf_exp2(vf_set1(top - lse))[0];
 }
 
-/* Computes steps t0 .. t1 - 1 of one head. */
+/* Computes the results of steps t0 .. t1 - 1 of one (b, kv head). */
 static void kv_peak_steps(const kv_observe *job, const kv_observed *head, kv_tile *x, int64_t t0, int64_t t1) {
   const kv_peak *a = job->op;
   const int64_t G = head->query.G, R = job->a->R, at = head->b * job->a->Hkv + head->h;

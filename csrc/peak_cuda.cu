@@ -1,20 +1,22 @@
-/* Each observing row's largest attention weight within a range of slots, and the log-sum-exp of rows where it is not
- * given, on a GPU. Both hold a tile of rows and go over tiles of keys.
+/* Computes on a GPU each observing row's largest attention weight within a range of slots (peak), and the
+ * log-sum-exp of the rows of a call that does not give it (lse_given). Both use sweep_kernel and combine_kernel.
  *
- * A block computes a tile of rows, as in attend, over one share of the columns, since the few rows that observe would
- * not fill a GPU. Each share gives one number a row; combine_kernel reduces these in the order of the shares. */
-// budget: regs 255, smem 98304
+ * A block of sweep_kernel holds a tile of rows and goes over tiles of keys in one share of the columns: without
+ * shares, the few observing rows would not fill a GPU. Each share gives one number a row; combine_kernel reduces
+ * these numbers in the order of the shares. */
+// budget: regs 255, smem 98304 (registers of a thread, bytes of a block)
 #include "observe.cuh"
 
-/* Returns into how many shares columns are cut, for about 512 blocks. The shape alone decides, so results repeat. */
+/* Returns the number of shares into which columns are cut, for about 512 blocks. It depends on the shape alone, so
+ * results have the same bits every time. */
 static int sweep_parts(const kv_observers *a) {
   const int64_t tiles = (a->R * (a->H / a->Hkv) + 63) / 64 * a->B * a->Hkv;
   return (int)(tiles > 256 ? 1 : tiles > 16 ? 512 / tiles : 32);
 }
 
-/* Computes parts [shares, B, H, R] over one share of the columns: log2 of the sum of 2^logit over those that the row
- * sees or, if PEAK, the largest logit - lse of those it sees among lo .. hi - 1; -inf where there are none. A block's
- * piece is share * tiles + tile of rows. */
+/* Computes parts [shares, B, H, R], a number for each row and share of the columns: log2 of the sum of 2^logit over
+ * the columns that the row sees or, if PEAK, the largest logit - lse over the columns lo .. hi - 1 that it sees;
+ * -inf if there is no such column. Logits and lse are in log2 units. blockIdx.x is share * row_tiles + tile of rows. */
 template <class E, int D, bool PEAK>
 static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
     sweep_kernel(const kv_observers a, const Logits logits, const int32_t *lo, const int32_t *hi, const int shares,
@@ -53,7 +55,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
 #pragma unroll 1
   for (int c0 = from, stage = 0; c0 < to; c0 += X::KEYS, stage ^= 1) {
     cp_async_wait<0>();
-    __syncthreads(); /* the tile is there; the one before has been read */
+    __syncthreads(); /* the tile is there; all warps have read the previous one */
     tile_load<E, D, X::KEYS, X::THREADS>(k + (stage ^ 1) * X::KEYS * D, x.k, c0 + X::KEYS, a.D);
     cp_async_commit();
     float s[MT][NT][4], alpha[MT][2];
@@ -71,7 +73,7 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
       softmax_step(s, logits.scale, top, sum, alpha);
     }
   }
-  cp_async_wait<0>(); /* copies past the last tile, which nobody reads */
+  cp_async_wait<0>(); /* waits for the copy past the last tile, which nobody reads */
   each_row<MT>([&](int m, int half) {
     const int r = row + 16 * m + 8 * half;
     const float all = PEAK ? row_max_nan(top[m][half]) : top[m][half] + log2f(lanes_sum<4>(sum[m][half]));
@@ -80,8 +82,8 @@ static __global__ void __launch_bounds__(RowTile<E, D>::THREADS, 1)
   });
 }
 
-/* Combines parts [shares, B, H, R] into out [B, H, R], which may be parts itself: the row's lse with the sink's share,
- * or its largest weight. */
+/* Combines parts [shares, B, H, R] into out [B, H, R], which may be parts itself: each row's natural log-sum-exp,
+ * including its sink, or, if PEAK, its largest attention weight. */
 template <bool PEAK>
 static __global__ void __launch_bounds__(256)
     combine_kernel(const kv_observers a, const int shares, const float *parts, float *out) {
@@ -116,7 +118,7 @@ static int sweep(const kv_observers *a, const int32_t *lo, const int32_t *hi, fl
   return launch<combine_kernel<PEAK>>(dim3((rows + 255) / 256), 256, 0, stream, *a, shares, parts, out);
 }
 
-/* The bytes of parts [shares, B, H, R]. */
+/* Returns the bytes of parts [shares, B, H, R]. */
 static int64_t parts_bytes(const kv_observers *a) {
   return a->B * a->H * a->R == 0 ? 0 : sweep_parts(a) * a->B * a->H * a->R * (int64_t)sizeof(float);
 }

@@ -1,6 +1,6 @@
-/* The products of stream.h: up to SHARE query rows with keys, and their weights with values. Each number is loaded once
- * for all of these rows. The kind of the slots' rows decides the form of a product (words.h). Every product is compiled
- * once for each form and number of rows, so that its sums stay in registers. */
+/* The products of stream.h: of up to SHARE query rows with keys, and of their weights with values. Each number is
+ * loaded once for all of these rows. The storage format of the slots decides the form of a product (kv_form in
+ * words.h). Every product is compiled once for each form and number of rows, so that its sums stay in registers. */
 #ifndef KVEVICT_PRODUCTS_H
 #define KVEVICT_PRODUCTS_H
 #include "tile.h"
@@ -8,37 +8,38 @@
 
 enum {
   BLOCK = 64, /* slots of a block, which fits the first-level cache */
-  SHARE = 4,  /* the most rows that share a load */
+  SHARE = 4,  /* the most query rows that share a load */
 #if defined(__AVX512F__) || defined(__aarch64__)
-  TOGETHER = 4, /* of SHARE rows, those computed at once: 4 slots of each fit 32 registers */
+  TOGETHER = 4, /* how many of SHARE rows are computed at once: sums of 4 rows and 4 slots fit 32 registers */
 #else
-  TOGETHER = 2, /* fits 16 registers */
+  TOGETHER = 2, /* sums of 2 rows and 4 slots fit 16 registers */
 #endif
 };
 
 typedef struct {
   kv_dtype dtype;
-  int in_place; /* rows as computed are read in place: D is whole vectors, nothing is packed */
+  int in_place; /* whether rows as computed are read in place: D is a multiple of VL, no slot is packed */
   int64_t D, width, rows;
-  kv_form k_form, v_form;         /* the forms of stored rows */
-  int rotated;                    /* o is rotated, as values of 4 bits are */
-  float *q, *s, *buffer, *alpha;  /* [rows, width] scaled, [rows, KEYS], [BLOCK, width], [rows] */
-  float *words, *by, *sum, *more; /* queries as words [rows, D / 2]; [rows] their scales, sums, q . centre */
+  kv_form k_form, v_form;         /* the forms in which stored keys and values are multiplied */
+  int rotated;                    /* whether o is Hadamard-transformed, as 4-bit values are */
+  float *q, *s, *buffer, *alpha;  /* [rows, width] scaled; [rows, KEYS]; [BLOCK, width]; [rows] */
+  float *words, *by, *sum, *more; /* queries as words [rows, D / 2]; [rows] their scales, sums and q . centre */
 } kv_stream;
 
-/* n rows of `vectors` vectors, the first at x, `stride` bytes apart. */
+/* n rows of `vectors` vectors each, the first row at x, `stride` bytes apart. */
 typedef struct {
   kv_form form;
   int64_t n, vectors, stride;
   const char *x;
 } kv_stream_rows;
 
-/* The address of what is read after the rows at hand. While these are multiplied, an equal number of bytes is fetched
- * from there into the second-level cache, so that memory is never idle. A prefetch never faults, so the address may lie
- * past the slots; it is an integer because no pointer may leave its array. 0: nothing is fetched. */
+/* The address of the memory that is read after the current rows. While these rows are multiplied, as many bytes as they
+ * have are fetched from there into the second-level cache, so that memory is never idle. A prefetch never faults, so
+ * the address may lie past the slots; it is an integer because no pointer may leave its array. 0: nothing is
+ * fetched. */
 typedef uintptr_t kv_stream_next;
 
-/* Fetches `bytes` bytes from next + from on; `bytes` is a constant at every call. */
+/* Fetches `bytes` bytes from the address next + from on into the cache; `bytes` is a constant at every call. */
 KV_INLINE void kv_stream_fetch(kv_stream_next next, int64_t from, int bytes) {
   const kv_stream_next at = next + (kv_stream_next)from;
   if (next && (bytes >= 64 || at % 64 < (kv_stream_next)bytes))
@@ -48,14 +49,14 @@ KV_INLINE void kv_stream_fetch(kv_stream_next next, int64_t from, int bytes) {
 
 KV_INLINE int kv_is_words(kv_form form) { return form >= KV_BY_BF16; }
 
-/* The bytes that the numbers of one vector take in a row. */
+/* Returns how many bytes of a row the numbers of one vector take. */
 KV_INLINE int kv_vector_bytes(kv_form form) {
   return VL * (form == KV_FROM_F32 || form == KV_BY_BF16 ? 4 : form == KV_BY_INT4 ? 1 : 2);
 }
 
-/* Loads one of the two vectors of a row that begin at x: the first (half 0) or the second (1), or the last vector of an
- * odd number of them (2). Of bf16 as floats, half 0 has the numbers at even places and half 1 those at odd places,
- * since a shift or a mask makes them; q and o are kept in this order. */
+/* Loads a vector of a row: half 0 is the first and half 1 the second of the two vectors that begin at x; half 2 is the
+ * last vector of an odd number of them, at x. For bf16 as floats, half 0 has the numbers at even places and half 1
+ * those at odd places, since a shift or a mask makes them; q and o are kept in this order. */
 KV_INLINE vf kv_stream_half(kv_form form, int half, const char *x) {
   if (form == KV_BY_INT4) return (vf)kv_nibbles(x, half);
   if (form == KV_FROM_BF16 && half < 2) {
@@ -69,7 +70,8 @@ KV_INLINE vf kv_stream_half(kv_form form, int half, const char *x) {
   return form == KV_BY_INT8 ? (vf)kv_signed(x) : (vf)vu_load(x);
 }
 
-/* acc [G, slots] += q . k over vector j + half % 2 of the rows. Slots after `last` repeat it. */
+/* Adds to acc [G, slots] the products of q and k over vector j + half % 2 of the rows. Slots after slot `last` do not
+ * exist; slot `last` is read in their place. */
 KV_INLINE void kv_stream_products(kv_form form, int G, int slots, int64_t last, int half, int64_t j, const float *q,
                                   kv_stream_rows k, vf *acc) {
   vf y[SHARE];
@@ -89,8 +91,8 @@ KV_INLINE void kv_stream_products(kv_form form, int G, int slots, int64_t last, 
   }
 }
 
-/* Computes columns 0 .. last of s [G, KEYS] = q . k, q [G, k.vectors * VL]; the columns after them, up to `slots`,
- * become any numbers. form, G and slots are constants at every call. */
+/* Computes columns 0 .. last of s [G, KEYS] = q . k, with q [G, k.vectors * VL]. Columns last + 1 .. slots - 1 get
+ * arbitrary numbers. form, G and slots are constants at every call. */
 KV_INLINE void kv_stream_dots(kv_form form, int G, int slots, int64_t last, const float *q, kv_stream_rows k,
                               kv_stream_next next, float *s) {
   vf acc[16] = {{0}};
@@ -108,11 +110,11 @@ KV_INLINE void kv_stream_dots(kv_form form, int G, int slots, int64_t last, cons
   for (int g = 0; g < G; g++) memcpy(s + g * KEYS, sums + g * slots, (size_t)slots * sizeof *s);
 }
 
-/* Computes the first k.n columns of s [G, KEYS] = q . k, q [G, k.vectors * VL]. */
+/* Computes the first k.n columns of s [G, KEYS] = q . k, with q [G, k.vectors * VL]. */
 KV_INLINE void kv_stream_logits_of(kv_form form, int G, const float *q, kv_stream_rows k, kv_stream_next next,
                                    float *s) {
   const int apart = G == SHARE ? TOGETHER : G,
-            slots = apart == 1 ? 8 : 4; /* slots at once: with more, bf16 is read slower */
+            slots = apart == 1 ? 8 : 4; /* slots computed at once: with more, bf16 is read more slowly */
   for (int64_t c = 0; c < k.n; c += slots, k.x += slots * k.stride) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g += apart)
@@ -124,7 +126,8 @@ KV_INLINE void kv_stream_logits_of(kv_form form, int G, const float *q, kv_strea
   }
 }
 
-/* o [G, nv * VL] = alpha o + p [G, KEYS] v [n, nv * VL]. Rows of o are v.vectors * VL apart; alpha may be NULL: 1. */
+/* Computes o [G, nv * VL] = alpha o + p [G, KEYS] v [n, nv * VL]. Rows of o are v.vectors * VL floats apart; alpha may
+ * be NULL: 1. */
 KV_INLINE void kv_stream_sum(kv_form form, int G, int nv, const float *p, kv_stream_rows v, kv_stream_next next,
                              const float *alpha, float *o) {
   vf acc[SHARE][8];
@@ -147,15 +150,16 @@ KV_INLINE void kv_stream_sum(kv_form form, int G, int nv, const float *p, kv_str
     for (int j = 0; j < nv; j++) vf_store(o + (g * v.vectors + j) * VL, acc[g][j]);
 }
 
-/* The weights of a block as words [SHARE, BLOCK]. Row g's weights are its words times by[g]; more[g] is to be added to
- * every number of its output. */
+/* The attention weights of up to SHARE rows for a block of packed values, each times its value's scale, as words
+ * [SHARE, BLOCK]. Row g's products are its words times by[g]; more[g] is to be added to every number of the row's
+ * output. */
 typedef struct {
   int16_t words[SHARE * BLOCK];
   float by[SHARE], more[SHARE];
 } kv_stream_weights;
 
-/* Does as kv_stream_sum with the weights as words. Rows of o are D apart. In rows of 4 bits vectors of the lower and of
- * the upper half of the numbers alternate. */
+/* Computes what kv_stream_sum computes, with the weights as words. Rows of o are D floats apart. With 4-bit values,
+ * vectors of the lower and of the upper half of D alternate in a row. */
 KV_INLINE void kv_stream_sum_words(kv_form form, int G, int nv, const kv_stream_weights *w, kv_stream_rows v,
                                    kv_stream_next next, int64_t D, const float *alpha, float *o) {
   static const char zeros[4 * WORDS];
@@ -192,7 +196,7 @@ KV_INLINE void kv_stream_sum_words(kv_form form, int G, int nv, const kv_stream_
     }
 }
 
-/* o [G, width] = alpha o + p [G, KEYS] v, with p as floats or as the words w. */
+/* Computes o [G, width] = alpha o + p [G, KEYS] v, with the weights as floats p or as words w. */
 KV_INLINE void kv_stream_values_of(kv_form form, int G, const float *p, const kv_stream_weights *w, kv_stream_rows v,
                                    kv_stream_next next, int64_t D, const float *alpha, float *o) {
   const int most = kv_is_words(form) ? (TOGETHER == 4 && G < 3 ? 4 : 2) : G == 1 ? 8 : G == SHARE ? TOGETHER : 4;
@@ -218,7 +222,8 @@ KV_INLINE void kv_stream_values_of(kv_form form, int G, const float *p, const kv
   }
 }
 
-/* Returns how many of `left` rows share the next loads; 3 of 5 or 6, as 4 and then 1 would take as long as 4 and 4. */
+/* Returns how many of the `left` remaining rows share the next loads: 3 of 5 or 6, since 4 rows and then 1 would take
+ * as long as 4 and 4. */
 static inline int64_t kv_stream_share(int64_t left) { return left > SHARE && left < 7 ? 3 : kv_min(left, SHARE); }
 
 #define KV_EACH_SHARE(X, form) X(form, 1) X(form, 2) X(form, 3) X(form, 4)
@@ -229,10 +234,10 @@ static inline int64_t kv_stream_share(int64_t left) { return left > SHARE && lef
   KV_EACH_SHARE(X, KV_BY_BF16)   \
   KV_EACH_SHARE(X, KV_BY_INT8)   \
   KV_EACH_SHARE(X, KV_BY_INT4)
-/* Whether this instruction set multiplies rows of this form. */
+/* Whether this instruction set has products of this form. */
 #define KV_HAS(form) (form < KV_BY_BF16 || (form == KV_BY_BF16 ? KV_BF16_WORDS : KV_WORDS))
 
-/* Turns s [G, KEYS], the products of rows r .. r + G - 1 with keys of this form, into logits. */
+/* Turns s [G, KEYS], the products of the words of rows r .. r + G - 1 with keys k of this form, into logits. */
 KV_INLINE void kv_stream_scale(const kv_stream *x, kv_form form, int64_t r, int64_t G, kv_stream_rows k, float *s) {
   float scale[BLOCK], least[BLOCK];
   if (form != KV_BY_BF16) kv_words_ends(form, x->D, k.x, k.stride, k.n, scale, least);
@@ -246,7 +251,7 @@ KV_INLINE void kv_stream_scale(const kv_stream *x, kv_form form, int64_t r, int6
     }
 }
 
-/* Computes the logits s [G, KEYS] of rows r .. r + G - 1 and the keys of a piece. */
+/* Computes the logits s [G, KEYS] of rows r .. r + G - 1 against the keys of a piece. */
 static void kv_stream_keys(const kv_stream *x, int64_t r, int64_t G, const kv_stream_rows *piece, kv_stream_next next,
                            float *s) {
   const kv_stream_rows k = *piece;
@@ -262,7 +267,7 @@ static void kv_stream_keys(const kv_stream *x, int64_t r, int64_t G, const kv_st
   if (k.form == KV_BY_INT4) kv_stream_scale(x, KV_BY_INT4, r, G, k, s);
 }
 
-/* Turns p [G, KEYS] into the weights of a piece of packed values. */
+/* Turns attention weights p [G, KEYS] for v, a piece of packed values, into words w. */
 KV_INLINE void kv_stream_weigh(kv_form form, kv_stream_rows v, int64_t D, int64_t G, const float *p,
                                kv_stream_weights *w) {
   float scale[BLOCK], least[BLOCK], weight[BLOCK];
@@ -271,14 +276,14 @@ KV_INLINE void kv_stream_weigh(kv_form form, kv_stream_rows v, int64_t D, int64_
     int16_t *words = w->words + g * BLOCK;
     vf sum = vf_set1(0), all = vf_set1(0);
 #pragma GCC unroll 4
-    for (int c = 0; c < BLOCK; c += VL) { /* weights of another piece are multiplied by a scale of 0 */
+    for (int c = 0; c < BLOCK; c += VL) { /* columns after this piece have a scale of 0 */
       const vf y = vf_load(p + c) * vf_load(scale + c);
       vf_store(weight + c, y);
       all += y;
       if (form == KV_BY_INT4) sum += vf_load(p + c) * vf_load(least + c);
     }
     w->by[g] = kv_words_of(weight, BLOCK, words);
-    if (form == KV_BY_INT4) { /* takes out the weights' rounding error times 7.5, the mean of 0..15 */
+    if (form == KV_BY_INT4) { /* corrects the words' rounding error, times 7.5, the mean of the numbers 0..15 */
       int32_t rounded = 0;
       for (int c = 0; c < BLOCK; c++) rounded += words[c];
       sum[0] += 7.5f * (vf_sum(all) - w->by[g] * (float)rounded);
@@ -287,7 +292,7 @@ KV_INLINE void kv_stream_weigh(kv_form form, kv_stream_rows v, int64_t D, int64_
   }
 }
 
-/* o [G, width] = alpha o + p [G, KEYS] v, with v the values of a piece; alpha may be NULL: 1. */
+/* Computes o [G, width] = alpha o + p [G, KEYS] v, with v the values of a piece; alpha may be NULL: 1. */
 static void kv_stream_values(const kv_stream *x, int64_t G, const float *p, const kv_stream_rows *piece,
                              kv_stream_next next, const float *alpha, float *o) {
   const kv_stream_rows v = *piece;

@@ -1,9 +1,9 @@
-/* All inline PTX, one function for each instruction (sm_80 and up; hopper.cuh has that of sm_90a), and the 16-bit
- * types. Kernels use CUDA only through this file, hopper.cuh, warp.cuh and launch.cuh. tests/cuda_on_cpu/ptx.h has the
- * same functions in plain C++: a new one goes into both.
+/* All inline PTX for sm_80 and up, one function for each instruction, and the 16-bit types; hopper.cuh has the PTX
+ * of sm_90a. Kernels use PTX only through these two files. tests/cuda_on_cpu/ptx.h has the same functions in plain
+ * C++: add a new function to both.
  *
- * Fragments (PTX manual, m16n8k16). Lane l has g = l / 4 and c = 2 * (l % 4); a 32-bit register holds two values, the
- * lower column (A, D) or row (B) in its low half:
+ * Fragments of mma (PTX manual, m16n8k16). Lane l has g = l / 4 and c = 2 * (l % 4). A register of A or B holds two
+ * 16-bit values, the one of the lower column (A) or row (B) in its low half; a register of D holds one fp32:
  *   A [16, 16]  a[0] = A[g, c..]    a[1] = A[g + 8, c..]    a[2] = A[g, c + 8..]    a[3] = A[g + 8, c + 8..]
  *   B [16, 8]   b0 = B[c.., g]      b1 = B[c + 8.., g]
  *   D [16, 8]   d[0], d[1] = D[g, c], D[g, c + 1]           d[2], d[3] = D[g + 8, c], D[g + 8, c + 1]
@@ -23,7 +23,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-/* The block's dynamic shared memory, aligned to 128 bytes. There is no other way to declare shared memory. */
+/* Returns the block's dynamic shared memory, aligned to 128 bytes. Kernels use no other shared memory. */
 template <class T>
 KV_DEVICE T *shared_memory() {
   extern __shared__ __align__(128) unsigned char kv_shared[];
@@ -32,7 +32,8 @@ KV_DEVICE T *shared_memory() {
 
 KV_DEVICE uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-/* Loads four matrices; `row` is in shared memory, aligned to 16 bytes. */
+/* Loads four 8x8 matrices of 16-bit values, as the top of this file describes. row: the row of a matrix that this
+ * lane addresses, in shared memory and aligned to 16 bytes. */
 KV_DEVICE void ldmatrix_x4(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint32_t &r3, const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
@@ -46,7 +47,7 @@ KV_DEVICE void ldmatrix_x4_trans(uint32_t &r0, uint32_t &r1, uint32_t &r2, uint3
                : "memory");
 }
 
-/* d += A B; E is f16 or bf16. */
+/* d += A B for one fragment each of A, B and D; E is f16 or bf16. */
 template <class E>
 KV_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 #define KV_MMA(type)                                                                  \
@@ -64,29 +65,31 @@ __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4],
 }
 #undef KV_MMA
 
-/* Returns a b + c for two numbers of fp16 each, rounded once. */
+/* Returns a * b + c, rounded once, for the two fp16 numbers that each register holds. */
 KV_DEVICE uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 
-/* Byte i of the result is the byte of [x | y] whose number is the selector's i-th 4 bits; y's bytes are 4 to 7. */
+/* Returns four bytes of x (bytes 0 to 3) and y (bytes 4 to 7): byte i of the result is the one with the number in
+ * bits 4 i .. 4 i + 3 of the selector. */
 KV_DEVICE uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t z;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
   return z;
 }
 
-/* Starts copying `bytes` (0..16) bytes, padded with zeros to 16; both addresses are multiples of 16. This thread may
- * read `to` after cp_async_wait, other threads after a barrier that follows it. `from` is not read if bytes = 0. */
+/* Starts copying `bytes` (0..16) bytes from global to shared memory, padded with zeros to 16; both addresses are
+ * multiples of 16. This thread may read `to` after cp_async_wait, other threads after a barrier that follows it.
+ * `from` is not read if bytes = 0. */
 KV_DEVICE void cp_async_16(void *to, const void *from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
                : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes)
                : "memory");
 }
-/* Starts copying 4 bytes, as cp_async_16 does; both addresses are multiples of 4. */
+/* Starts copying 4 bytes from global to shared memory, as cp_async_16 does; both addresses are multiples of 4. */
 KV_DEVICE void cp_async_4(void *to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
                :
@@ -100,28 +103,29 @@ KV_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
 }
 
-/* Waits until all groups but the last n, 1 to 3, have arrived. */
+/* Does what cp_async_wait<n> does, for an n from 1 to 3 that is not a constant. */
 KV_DEVICE void cp_async_wait_but(int n) {
   if (n == 1) cp_async_wait<1>();
   if (n == 2) cp_async_wait<2>();
   if (n == 3) cp_async_wait<3>();
 }
 
-/* Returns log2 x with an error of 2^-22, relative to the result for x over 2 or under 1/2. */
+/* Returns log2 x. The error is at most 2^-22 for x between 1/2 and 2, otherwise at most 2^-22 of the result. */
 KV_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/* Returns 2^x with a relative error of 2^-22; results below 2^-126 are 0, and 2^-inf = 0. */
+/* Returns 2^x with a relative error of at most 2^-22; results below 2^-126 become 0, and 2^-inf is 0. */
 KV_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/* Conversions, which round to nearest even. pack puts two values into one register, unpack takes them out. */
+/* Conversions between float and E, rounded to nearest even. pack puts two numbers of E into one register; unpack
+ * returns them as floats. */
 template <class E>
 KV_DEVICE uint32_t pack(float low, float high);
 template <>
@@ -176,7 +180,7 @@ KV_DEVICE uint4 load_once_16(const void *p) {
                : "l"(__cvta_generic_to_global(p)));
   return x;
 }
-/* Does as load_once_16 if `wanted`; else returns zeros without reading `p`. It has no branch. */
+/* Returns load_once_16(p) if `wanted`, else zeros without reading `p`. The load is predicated: there is no branch. */
 KV_DEVICE uint4 load_once_16_if(const void *p, bool wanted) {
   uint4 x = make_uint4(0, 0, 0, 0);
   asm volatile(
@@ -187,7 +191,7 @@ KV_DEVICE uint4 load_once_16_if(const void *p, bool wanted) {
       : "l"(__cvta_generic_to_global(p)), "r"((int)wanted));
   return x;
 }
-/* Does as load_once_16_if for 4 bytes; `p` is aligned to 4 bytes. */
+/* Loads 4 bytes as load_once_16_if loads 16; `p` is aligned to 4 bytes. */
 KV_DEVICE uint32_t load_once_4_if(const void *p, bool wanted) {
   uint32_t x = 0;
   asm volatile(
@@ -199,22 +203,24 @@ KV_DEVICE uint32_t load_once_4_if(const void *p, bool wanted) {
   return x;
 }
 
-/* Waits until the kernels before this one on its stream have ended; then sees what they wrote. A kernel that
- * launch_early starts must call it before it reads or writes global memory. */
+/* Waits until the kernels before this one on its stream have ended; this thread then sees what they wrote. A kernel
+ * that launch_early starts must call it before it reads or writes global memory. */
 KV_DEVICE void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-/* Lets the next kernel, if launch_early starts it, begin when all blocks of this one have called this. */
+/* Lets the stream's next kernel, if launch_early launched it, begin once all blocks of this kernel have called this
+ * function. */
 KV_DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* *p += x; returns the value before. What this thread wrote, or saw through a barrier, is visible to the whole GPU
- * before the addition; what earlier callers made visible so is visible to this thread after it. */
+/* Adds x to *p atomically and returns the value before. What this thread wrote, or saw through a barrier, becomes
+ * visible to the whole GPU before the addition. After it this thread sees what earlier callers made visible in this
+ * way. */
 KV_DEVICE uint32_t atomic_add_acq_rel(uint32_t *p, uint32_t x) {
   uint32_t y;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"

@@ -1,8 +1,8 @@
-/* Quadratic forms of the alive keys or values on a CPU: x_i . (A x_i + b) for every query head.
+/* Quadratic forms of the alive keys or values on a CPU: x_i . (A x_i + b) for every slot i and query head.
  *
- * A task packs a block of one kv head's slots once and multiplies it with the rows of A of each head of the group, a
- * tile at a time. A is fp32, so slots are multiplied as fp32 whatever their dtype. Rows of A are summed in ascending
- * order. */
+ * A task packs a block of one kv head's slots once. For each head of the group it multiplies the block with the rows of
+ * that head's A, a tile of rows at a time. A is fp32, so slots are multiplied as fp32 whatever their dtype. Rows of A
+ * are summed in ascending order. */
 #include <stdatomic.h>
 
 #include "tile.h"
@@ -13,12 +13,12 @@ typedef struct {
 } kv_quadratic_job;
 
 typedef struct {
-  float *x, *row;    /* a packed block of slots, [VL, D] */
+  float *x, *row;    /* a packed block of slots x; [VL, D] scratch of packing */
   float *matrix, *y; /* [TILE, D] rows of A, [TILE, KEYS] their products with the slots */
   float total[KEYS];
 } kv_quadratic_task;
 
-/* total [columns] += x[r] (y[r] + b[r]) over rows r0 .. r0 + rows - 1 of A. */
+/* Adds x[r] (y[r] + b[r]) of rows r0 .. r0 + rows - 1 of A to total [columns], with y = A x. */
 static void kv_quadratic_add(kv_quadratic_task *f, int64_t r0, int64_t rows, int64_t D, int64_t columns,
                              const float *linear) {
   for (int64_t c = 0; c < columns; c += VL) {
@@ -30,7 +30,7 @@ static void kv_quadratic_add(kv_quadratic_task *f, int64_t r0, int64_t rows, int
   }
 }
 
-/* Computes out [columns] of query head h of batch row b for the packed block. */
+/* Computes out [columns] of query head h of batch row b for the packed block of slots. */
 static void kv_quadratic_head(const kv_quadratic *a, kv_quadratic_task *f, int64_t b, int64_t h, int64_t columns,
                               float *out) {
   const kv_queries rows_of = {.dtype = KV_F32, .D = a->D, .words = a->D, .scale = 1};

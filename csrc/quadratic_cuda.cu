@@ -1,14 +1,16 @@
-/* Quadratic forms of the alive keys or values on a GPU: x_i . (A x_i + b) for every query head.
+/* Computes quadratic forms x_i . (A x_i + b) of the alive keys or values x_i, for every query head, on a GPU.
  *
  * A block holds KEYS slots of a head as fp32 in shared memory and goes over the rows of A, ROWS at a time. A thread
- * multiplies one slot with EACH of these rows; the sums of a slot's threads are added in order at the end.
+ * multiplies one slot with EACH (4) of these rows; at the end the sums of a slot's GROUPS threads are added in
+ * order.
  *
- * budget: regs 80, smem 82944 */
+ * budget: regs 80, smem 82944 (registers of a thread, bytes of a block) */
 #include "columns.cuh"
 #include "grid.cuh"
 
 constexpr int THREADS = 256, KEYS = 64, GROUPS = THREADS / KEYS, EACH = 4, ROWS = GROUPS * EACH;
-constexpr int PAD = 4; /* floats between slots, so that a quarter of a warp reads 16 bytes each from different banks */
+/* unused floats after each slot, so that 8 lanes that read 16 bytes each, of 8 slots, use different banks */
+constexpr int PAD = 4;
 
 KV_DEVICE float dot_of(float4 x, float4 y, float sum) {
   return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
@@ -22,8 +24,9 @@ static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quad
   const int64_t b = head / a.H;
   const int h = (int)(head % a.H), D = a.D, width = D + PAD, c0 = blockIdx.x * KEYS, thread = threadIdx.x;
   const Columns slots = head_columns<E>(KV_KEYS, a.slots, a.chunk, b, h / (a.H / a.Hkv), a.Hkv, a.stop[b], a.D);
-  float *const x = shared_memory<float>(), *const rows = x + KEYS * width; /* [KEYS, width], [ROWS, D] */
-  for (int c = warp_id(); c < KEYS; c += THREADS / 32) {                   /* a warp loads a slot */
+  /* slots [KEYS, width]; rows of A [ROWS, D] */
+  float *const x = shared_memory<float>(), *const rows = x + KEYS * width;
+  for (int c = warp_id(); c < KEYS; c += THREADS / 32) { /* each warp loads one slot at a time */
     constexpr int W = VECTOR<E>, V = 8 / W;
     float part[V][W];
     column_numbers<E, 32, V>(slots, c0 + c, c0 + c < slots.at.n, D, part);
@@ -37,7 +40,7 @@ static __global__ void __launch_bounds__(THREADS) quadratic_kernel(const kv_quad
   const float *const own = x + thread % KEYS * width;
   float total = 0;
   for (int r0 = 0; r0 < D; r0 += ROWS) {
-    __syncthreads(); /* the rows before have been read */
+    __syncthreads(); /* all threads have read the previous rows of A */
     for (int i = thread; i < ROWS * D; i += THREADS)
       rows[i] = r0 + i / D < D ? matrix[(r0 + i / D) * a.matrix_stride[2] + i % D] : 0;
     __syncthreads();

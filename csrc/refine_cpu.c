@@ -1,8 +1,9 @@
-/* CAOTE on a CPU: the error of a head's output when one slot is removed, with the pooled score as attention weight.
+/* CAOTE (eviction by output error) on a CPU: the error of a kv head's output when one slot is removed, with the pooled
+ * score in place of the attention weight.
  *
- * Four passes compute each head's sum of scores; the part of the mean value of each split of slots; the sum of these
- * parts; and the distances. Splits do not depend on the number of threads. Sums of more than 128 terms are pairwise, so
- * that rounding does not grow with n. */
+ * Pass 1 sums each head's scores. Pass 2 computes each split's part of the head's mean value, and pass 3 the sum of
+ * these parts. Pass 4 computes each slot's error from its value's distance to the mean. Splits do not depend on the
+ * number of threads. Sums of more than 128 terms are pairwise, so that rounding does not grow with n. */
 #include <float.h>
 
 #include "tile.h"
@@ -11,9 +12,9 @@ enum { SPLIT = 128 };
 
 typedef struct {
   const kv_refine *a;
-  int64_t splits; /* splits of the longest head */
+  int64_t splits; /* number of splits of the longest head */
   float *sum;     /* [B, Hkv] the sums of scores */
-  float *mean;    /* [B, Hkv, splits, D] parts of the mean; kv_refine_means makes a head's first the mean value */
+  float *mean;    /* [B, Hkv, splits, D] parts of the mean; kv_refine_means turns a head's first into the mean */
 } kv_refine_job;
 
 static kv_columns kv_refine_values(const kv_refine *a, int64_t at) {
@@ -29,7 +30,7 @@ static float kv_pairwise_sum(const float *x, int64_t n) {
   return sum;
 }
 
-/* Returns hn of slot c (kvevict.h). */
+/* Returns slot c's share hn of the head's scores, as kv_refine in kvevict.h defines it. */
 static float kv_refine_share(const kv_refine_job *job, int64_t at, int64_t n, int64_t c) {
   return job->sum[at] == 0 ? 1 / (float)n : job->a->score[at * job->a->C + c] / job->sum[at];
 }
@@ -91,7 +92,7 @@ kv_status KV_OP(refine)(const kv_refine *a) {
   job.sum = malloc((size_t)(heads * (1 + job.splits * a->D)) * sizeof *job.sum);
   if (!job.sum) return KV_NO_MEMORY;
   job.mean = job.sum + heads;
-  /* Waking a thread costs as much as about 16 thousand scores. */
+  /* A thread gets heads with about 16 thousand scores or more: waking it costs as much as adding 16 thousand. */
   kv_parallel_for(heads, 1 + 16384 / (a->C + 1), kv_refine_sums, &job);
   kv_parallel_for(heads * job.splits, grain, kv_refine_splits, &job);
   kv_parallel_for(heads, 1 + 16384 / (job.splits * a->D), kv_refine_means, &job);

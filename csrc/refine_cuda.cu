@@ -1,9 +1,11 @@
-/* CAOTE on a GPU: the error of a head's output when one slot is removed, with the pooled score as attention weight.
+/* CAOTE (attention-output error of an eviction, kv_refine) on a GPU: the error of a head's output when one slot is
+ * removed, with the pooled score as attention weight.
  *
- * Three passes compute each head's sum of scores; the part of the mean value of each split of slots; and the distances,
- * for which every block first adds these parts. Up to 10^5 slots no sum has more than a few hundred terms in sequence.
+ * There are three kernels. sum_kernel sums each head's scores. mean_kernel computes, for every split of the slots,
+ * its part of the mean value m. error_kernel computes the distances ||v_i - m||; each of its blocks first adds the
+ * splits' parts of m. For up to 10^5 slots no sum has more than a few hundred terms in sequence.
  *
- * budget: regs 64, smem 9216 */
+ * budget: regs 64, smem 9216 (registers of a thread, bytes of a block) */
 #include <float.h>
 
 #include "columns.cuh"
@@ -26,12 +28,13 @@ static __global__ void __launch_bounds__(THREADS) sum_kernel(const kv_refine a, 
   if (threadIdx.x == 0) sum[head] = x;
 }
 
-/* Returns hn of slot c (kvevict.h). */
+/* Returns the share hn (kvevict.h) of slot c in the head's sum of scores; 1/n if the sum is 0. */
 KV_DEVICE float share_of(const kv_refine &a, int64_t head, int n, int c, float sum) {
   return sum == 0 ? 1 / (float)n : a.score[head * a.C + c] / sum;
 }
 
-/* Block (i, head) computes the part of split i, mean [B, Hkv, splits, D]. L lanes together take every GROUPS-th row. */
+/* Block (i, kv head) computes the part of split i in mean [B, Hkv, splits, D]: the sum over its slots of share *
+ * value. L lanes share a row and compute every GROUPS-th one. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a, const float *sum, float *mean) {
   const int64_t head = block_head();
@@ -39,7 +42,7 @@ static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a,
   constexpr int W = VECTOR<E>, GROUPS = THREADS / L;
   const Columns values = values_of<E>(a, head);
   const int D = a.D, n = values.at.n, group = threadIdx.x / L, c0 = blockIdx.x * SPLIT, count = min(n - c0, SPLIT);
-  float *share = shared_memory<float>(), *part = share + SPLIT; /* [SPLIT], [GROUPS, D] */
+  float *share = shared_memory<float>(), *part = share + SPLIT; /* share [SPLIT], part [GROUPS, D] */
   if ((int)threadIdx.x < count)
     share[threadIdx.x] = a.fast ? 1 / (float)n : share_of(a, head, n, c0 + threadIdx.x, sum[head]);
   __syncthreads();
@@ -61,7 +64,8 @@ static __global__ void __launch_bounds__(THREADS) mean_kernel(const kv_refine a,
   mean[(head * gridDim.x + blockIdx.x) * D + threadIdx.x] = x;
 }
 
-/* shared [D] = the sum of `splits` rows of mean, RUN rows at a time. */
+/* shared [D] = the sum of `splits` rows of mean [splits, D]; partial sums of RUN rows are added, to keep sequences
+ * of additions short. */
 static __device__ void add_means(const float *mean, int splits, int D, float *shared) {
   if ((int)threadIdx.x < D) {
     float x = 0;
@@ -75,8 +79,8 @@ static __device__ void add_means(const float *mean, int splits, int D, float *sh
   __syncthreads();
 }
 
-/* Block (i, head) computes out of split i; L lanes share a row. Four blocks a multiprocessor are asked for: for eight
- * ptxas would spill registers. */
+/* Block (i, kv head) computes out of the slots of split i; L lanes share a row. The launch bounds ask ptxas for four
+ * blocks a multiprocessor: to make room for eight it would spill registers. */
 template <class E, int L, int V>
 static __global__ void __launch_bounds__(THREADS, 4)
     error_kernel(const kv_refine a, const float *sum, const float *mean) {

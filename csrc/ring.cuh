@@ -1,19 +1,22 @@
-/* Decode in 16 bits on tensor cores. Every warp goes through its own tiles of a split, in a ring of stages in shared
- * memory that it alone fills, waits for and reads: no warp waits for another before they merge their results.
+/* Decode in 16 bits on tensor cores. Each warp computes its own tiles of a split's slots. It copies them through a
+ * ring of stages in shared memory that no other warp fills or reads, so no warp waits for another before results are
+ * merged.
  *
- * Rows as computed are swizzled tiles (tile.cuh). Packed rows are copied as bytes and become fp16 in registers
- * (bytes.cuh); their scales are factors of the logits and of the weights, so that no stored number is rounded. Weights
- * and rotated queries are rounded, and each is multiplied as two numbers, the rounded one and the remainder: for up to
- * 8 heads the remainders are rows 8 to 15 of the product, for more heads another product. */
+ * Unpacked rows are copied into swizzled tiles (tile.cuh). Packed rows are copied as bytes and converted to fp16 in
+ * registers (bytes.cuh). The scale of a packed key multiplies the logit, that of a packed value the attention
+ * weight, so no stored number is rounded. Attention weights and rotated queries are rounded to 16 bits; each is
+ * multiplied as two numbers, the rounded one and the remainder. For up to 8 heads the remainders are rows 8 to 15 of
+ * the same product, for more heads they need a second product. */
 #ifndef KV_RING_CUH
 #define KV_RING_CUH
 #include "ring_shared.cuh"
 #include "state.cuh"
 
-/* Weights are at most 2^LIFT, so that fp16 holds small weights, too. */
+/* The largest attention weight is scaled to 2^LIFT, so that fp16 holds small weights, too. */
 constexpr float LIFT = 10;
 
-/* Turns p into 2^(p - top + LIFT), with top the rows' maximum so far; alpha becomes the factor of earlier results. */
+/* Replaces logits p by weights 2^(p - top + LIFT), after top is raised to the rows' maximum so far. alpha becomes
+ * the factor by which earlier results must be multiplied. */
 template <int HALVES, int NT>
 KV_DEVICE void weigh(float (&p)[NT][4], float (&top)[HALVES], float (&alpha)[HALVES]) {
 #pragma unroll
@@ -29,13 +32,13 @@ KV_DEVICE void weigh(float (&p)[NT][4], float (&top)[HALVES], float (&alpha)[HAL
   }
 }
 
-/* What a warp computes of ROWS query heads, 8 or 16, of one kv head. A lane has head g = lane / 4 and, of 16 heads,
- * also g + 8. PACKED: keys, values or both are packed. */
+/* The results of one warp for ROWS (8 or 16) query heads of one kv head. A lane holds numbers of head lane / 4 and,
+ * if ROWS is 16, also of head lane / 4 + 8. PACKED: keys, values or both are packed. */
 template <class E, int D, int ROWS, bool PACKED>
 struct RingHeads {
   static constexpr int HALVES = ROWS / 8, PARTS = ROWS / 8, KEYS = PACKED || D == 64 ? 32 : 16, NT = KEYS / 8;
   static constexpr int MOST_WARPS = D == 256 ? 2 : 4;
-  using Heads = RingQueries<E, D, ROWS, PACKED>; /* at the start of shared memory */
+  using Heads = RingQueries<E, D, ROWS, PACKED>; /* the queries, at the start of shared memory */
 
   float o[D / 8][4], top[HALVES], sum[HALVES], value_top[HALVES], least[HALVES];
 
@@ -43,7 +46,8 @@ struct RingHeads {
   KV_DEVICE unsigned char *stages() { return shared_memory<unsigned char>() + (sizeof(Heads) + 127) / 128 * 128; }
   KV_DEVICE int head(int half) { return lane_id() / 4 + 8 * half; }
 
-  /* Starts copying the columns from c0 on, up to c1; of packed columns only those before `stored`. */
+  /* Starts copying one tile, the columns from c0 on that are before c1, to `to`; of packed columns only those before
+   * `stored`. */
   KV_DEVICE void load(unsigned char *to, const Columns &x, int c0, int c1, int stored, int dims) {
     if (PACKED && x.kind != KV_AS_COMPUTED)
       warp_load_packed<KEYS>(to, x, c0, stored);
@@ -51,16 +55,16 @@ struct RingHeads {
       warp_load<E, D, KEYS>(reinterpret_cast<E *>(to), x, c0, c1, dims);
   }
 
-  /* The key of a lane's column j of block n. */
+  /* Returns the key, counted from the tile's first, of this lane's number j (0 or 1) in the n-th 8-column block. */
   KV_DEVICE int key(int n, int j) { return KEYS / 4 * (lane_id() % 4) + 2 * n + j; }
 
-  /* s = q.k of a tile's columns, which start with c0. */
+  /* s = q.k for the tile of keys at `at`, whose first column is c0. */
   KV_DEVICE void products(float (&s)[NT][4], const unsigned char *at, const Columns &k, int c0) {
 #pragma unroll
     for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
     if (!PACKED || k.kind == KV_AS_COMPUTED) {
       const E *const tile = reinterpret_cast<const E *>(at);
-      constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* period of the swizzle, in vectors */
+      constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* the swizzle's period in vectors */
 #pragma unroll
       for (int step = 0; step < D / 16; step++) {
         uint32_t x[1][4], y[4];
@@ -94,7 +98,8 @@ struct RingHeads {
     });
   }
 
-  /* o += P V, with p as weigh leaves it. */
+  /* o += P V for the tile of values at `at`, whose first column is c0. p: weights from weigh, for packed values
+   * times the values' scales. */
   __device__ __forceinline__ void add(const float (&p)[NT][4], const unsigned char *at, const Columns &v, int c0) {
     const bool packed = PACKED && v.kind != KV_AS_COMPUTED;
 #pragma unroll
@@ -117,7 +122,8 @@ struct RingHeads {
     }
   }
 
-  /* x = the fragments of columns 16 k .. 16 k + 15 of p, rounded to F, and those of the remainders. */
+  /* x = the fragments of columns 16 k .. 16 k + 15 of p, rounded to F, and the fragments of the remainders of this
+   * rounding. */
   template <class F>
   KV_DEVICE void parts(uint32_t (&x)[PARTS][4], const float (&p)[NT][4], int k) {
     unrolled<2, HALVES>([&](int right, int half) {
@@ -129,7 +135,8 @@ struct RingHeads {
     });
   }
 
-  /* Computes one tile, the columns from c0 on, up to `count`; keep(s, c0) gets their logits. */
+  /* Adds one tile to the results: the columns from c0 on that are before `count`. keep(s, c0) gets their logits in
+   * log2 units. */
   template <class Keep>
   __device__ __forceinline__ void step(const unsigned char *at, const Ring &ring, const Columns &k, const Columns &v,
                                        int c0, int count, const Logits &logits, Keep keep) {
@@ -166,21 +173,21 @@ struct RingHeads {
       for (int half = 0; half < HALVES; half++) sum[half] *= factor[half];
       each([&](int n, int i) { sum[i / 2] += s[n][i]; });
     }
-    const bool moved = factor[0] != 1 || factor[HALVES - 1] != 1; /* most tiles leave the maxima where they are */
+    const bool moved = factor[0] != 1 || factor[HALVES - 1] != 1; /* most tiles do not change the maxima */
     if (__any_sync(ALL_LANES, moved))
       unrolled<D / 8, 4>([&](int d, int i) { o[d][i] *= factor[HALVES == 1 ? 0 : i / 2]; });
     add(s, at, v, c0);
   }
 
-  /* Calls f(n, i) for each logit or weight of a lane: s[n][i] is of head(i / 2) and key(n, i % 2). */
+  /* Calls f(n, i) for each logit or weight s[n][i] that a lane holds; it belongs to head(i / 2) and key(n, i % 2). */
   template <class F>
   KV_DEVICE void each(F f) {
     unrolled<NT, 2 * HALVES>(f);
   }
 
-  /* Computes columns c0 .. c1 - 1, tile by tile in the block's warps. There are `rows` queries, the first at `query`,
-   * `stride` elements apart. pack() packs the new row, which is column `stored`; if that is before c1, all warps call
-   * pack() before they read it. */
+  /* Computes the attention over columns c0 .. c1 - 1, whose tiles the block's warps take in turn. `rows` queries lie
+   * `stride` elements apart, from `query` on. If slots are packed and column `stored`, the new row, is before c1,
+   * all warps call pack() to pack and store it before any of them reads it. */
   template <class Pack, class Keep>
   __device__ __forceinline__ void attend(const Ring &ring, const E *query, int64_t stride, int rows, const Columns &k,
                                          const Columns &v, int c0, int c1, int stored, int dims, const Logits &logits,
@@ -208,12 +215,12 @@ struct RingHeads {
     for (; c < c1; c += apart) {
       cp_async_wait_but(ring.stages - 1);
       if (PACKED && stored < c1 && c + KEYS > stored) {
-        __syncwarp(); /* copies fill 16 bytes */
+        __syncwarp(); /* copies fill 16 bytes with zeros, which may lie where column `stored` goes */
         copy_packed(at, keys, c, stored), copy_packed(at + ring.keys, values, c, stored);
       }
-      __syncwarp(); /* all lanes' copies are there */
+      __syncwarp(); /* all lanes' copies have arrived */
       step(at, ring, keys, values, c, c1, logits, keep);
-      __syncwarp(); /* all lanes have read them */
+      __syncwarp(); /* all lanes have read the stage */
       const int next = c + ring.stages * apart;
       if (next < c1) {
         load(at, keys, next, c1, stored, dims);
@@ -227,7 +234,8 @@ struct RingHeads {
 
   static int64_t part_bytes(int64_t rows, int64_t warps, int64_t dims) { return rows * warps * (dims + 2) * 4; }
 
-  /* Merges the block's warps into o [rows, dims] and states [rows]; o of packed values of 4 bits is rotated. */
+  /* Merges the warps' results into o_out [rows, dims] and states_out [rows]. If values are packed in 4 bits, o_out
+   * is still rotated by the Hadamard matrix. */
   __device__ __forceinline__ void merge(int rows, int dims, float *o_out, kv_state *states_out) const {
     const int warps = blockDim.x / 32;
     const kv_kind kind = PACKED ? heads()->values.kind : KV_AS_COMPUTED;

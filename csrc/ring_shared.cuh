@@ -1,19 +1,21 @@
-/* The shared memory of a ring (ring.cuh): first the queries as fragments of mma, then the warps' stages. */
+/* The layout of shared memory in ring.cuh: first the queries as fragments of mma, then the warps' stages. */
 #ifndef KV_RING_SHARED_CUH
 #define KV_RING_SHARED_CUH
 #include "bytes.cuh"
 
-/* ROWS query heads of one kv head. With packed keys a logit is unit (scale q.k + least sum) + centre, where q are the
- * query's numbers over `unit`, a power of two, and `sum` is their sum. */
+/* The queries of ROWS query heads of one kv head. With packed keys, q.k = unit * scale * (q / unit).u + offset * sum
+ * + centre. Of the key, u are the stored numbers, scale and offset those of PackedTile::ends. Of the query, q are
+ * the numbers, rotated if keys are, `unit` is a power of two, `sum` the sum of q, and `centre` the dot product of
+ * the unrotated query and the keys' centre. */
 template <class E, int D, int ROWS, bool PACKED>
 struct RingQueries {
   static constexpr int PARTS = ROWS / 8, V = (D + 127) / 128;
 
   float unit[ROWS], sum[ROWS], centre[ROWS];
-  Columns keys, values;                             /* here, since registers are scarce */
-  alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* the queries' fragments */
+  Columns keys, values;                             /* kept here, since registers are scarce */
+  alignas(16) uint32_t query[D / 16][PARTS][32][4]; /* fragments of q, or of q / unit with packed keys */
 
-  /* Stores query r, which is at `from`; called by one warp. */
+  /* Stores query r, `dims` numbers at `from`, as fragments. All lanes of one warp must call it together. */
   __device__ __forceinline__ void put(const E *from, int r, const Columns &k, int dims) {
     float x[V][4] = {}, top = 0, centre = 0, sum = 0, unit = 1;
 #pragma unroll
@@ -47,9 +49,9 @@ struct RingQueries {
         continue;
       }
       const Word word = word_of(k.kind, d, dims);
-      const float over = 1 / unit; /* exact */
+      const float over = 1 / unit; /* exact, since unit is a power of two */
 #pragma unroll
-      for (int i = 0; i < 2; i++) { /* numbers that meet bytes 0 and 2 of a word, then 1 and 3 */
+      for (int i = 0; i < 2; i++) { /* the numbers multiplied with bytes 0 and 2 of a key's word, then with 1 and 3 */
         const float a = x[v][i] * over, b = x[v][i + 2] * over;
         const uint32_t near = pack<f16>(a, b);
         const float2 kept = unpack<f16>(near);
@@ -60,7 +62,8 @@ struct RingQueries {
     }
   }
 
-  /* Makes all fragments 0, since queries may not fill them. All warps call it, before a barrier and attend. */
+  /* Makes all fragments 0, since fewer than ROWS queries do not fill them. All warps call it, before a barrier and
+   * put. */
   __device__ __forceinline__ void clear() {
     uint4 *const all = reinterpret_cast<uint4 *>(query);
     for (int i = threadIdx.x; i < D / 16 * PARTS * 32; i += blockDim.x) all[i] = make_uint4(0, 0, 0, 0);
@@ -76,16 +79,16 @@ struct RingQueries {
   }
 };
 
-/* How the stages lie in shared memory, after the queries; sizes are in bytes. */
+/* Sizes of the ring of stages, which follows the queries in shared memory. */
 struct Ring {
-  int warps, stages, keys, values; /* keys, values: of a stage, in this order */
+  int warps, stages, keys, values; /* warps; stages of each warp; bytes of a stage's keys and of its values */
 
   __host__ __device__ __forceinline__ int stage() const { return keys + values; }
   __host__ __device__ __forceinline__ int bytes() const { return warps * stages * stage(); }
 };
 
-/* Starts copying columns c0 .. c0 + KEYS - 1 into tile [KEYS, D], in the order of key_of. Rows from c1 on and numbers
- * from dims on become 0. */
+/* Starts copying columns c0 .. c0 + KEYS - 1 into tile [KEYS, D]: row p gets column c0 + key_of(p). Columns from c1
+ * on and numbers from dims on become 0. */
 template <class E, int D, int KEYS>
 KV_DEVICE void warp_load(E *tile, const Columns &x, int c0, int c1, int dims) {
   constexpr int vectors = D / VECTOR<E>, lanes = vectors % 8 ? 4 : vectors, rows = 32 / lanes;
@@ -111,8 +114,8 @@ KV_DEVICE void warp_load(E *tile, const Columns &x, int c0, int c1, int dims) {
     }
 }
 
-/* Starts copying packed columns from c0 on, up to c1, as bytes. They lie as far after `to` as in memory after a
- * multiple of 16 bytes. No byte before them is read: the row there may be another head's new one. */
+/* Starts copying packed columns c0 .. min(c0 + KEYS, c1) - 1 as bytes. They begin at byte (address of column c0) %
+ * 16 of `to`. No byte before column c0 is read: the row there may be another head's new row, not yet written. */
 template <int KEYS>
 KV_DEVICE void warp_load_packed(unsigned char *to, const Columns &x, int c0, int c1) {
   const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride,
@@ -124,13 +127,13 @@ KV_DEVICE void warp_load_packed(unsigned char *to, const Columns &x, int c0, int
     cp_async_16(to + at, reinterpret_cast<const void *>(from + at), min(16, bytes - at));
 }
 
-/* Returns where the packed rows of a tile that starts with column c0 lie. */
+/* Returns the packed rows of the tile that warp_load_packed copied to `at` from column c0 on. */
 KV_DEVICE PackedTile packed_at(const unsigned char *at, const Columns &x, int c0) {
   const uint32_t low = (uint32_t)x.at.stored + (uint32_t)c0 * (uint32_t)x.at.stored_stride;
   return {reinterpret_cast<const uint32_t *>(at + low % 16), x.at.stored_stride / 4, x.kind};
 }
 
-/* Copies column c, which this kernel has packed, into the tile that starts with column c0. */
+/* Copies column c, which this kernel has packed and stored, into the tile at `to` that starts with column c0. */
 KV_DEVICE void copy_packed(unsigned char *to, const Columns &x, int c0, int c) {
   if (x.kind == KV_AS_COMPUTED) return;
   const uint64_t first = x.at.stored + (uint64_t)(kv_unsigned)c0 * (kv_unsigned)x.at.stored_stride;

@@ -1,5 +1,5 @@
-/* The online softmax of a task's rows over blocks of packed keys and values: for attend, and without values for the
- * log-sum-exp of observing rows. */
+/* The online softmax of a task's rows over blocks of packed keys and values. attend runs it; so does observe.h, without
+ * values, to get the log-sum-exp of observing rows. */
 #ifndef KVEVICT_ROWS_H
 #define KVEVICT_ROWS_H
 #include "state.h"
@@ -7,10 +7,10 @@
 
 /* A task's rows, in time-major order over the heads of the group: row r is head r % G at step t0 + r / G. */
 typedef struct {
-  float *q;       /* [rows, D] scaled; padded with rows of zeros to a multiple of PAD */
-  kv_state state; /* over the columns so far; o is padded as q is */
-  float *k, *v;   /* a packed block of keys and values */
-  float *s, *row; /* [TILE, KEYS], [VL, D] */
+  float *q;       /* [rows, D] scaled queries; padded with rows of zeros to a multiple of PAD */
+  kv_state state; /* softmax over the columns so far; o is padded as q is */
+  float *k, *v;   /* a packed block of keys; a packed block of values */
+  float *s, *row; /* [TILE, KEYS] logits, then weights; [VL, D] scratch of packing */
 } kv_rows;
 
 static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int values) {
@@ -21,7 +21,8 @@ static inline void *kv_rows_alloc(kv_rows *x, int64_t rows, int64_t D, int value
   return kv_carve(8, sizes, fields);
 }
 
-/* Loads the queries and starts their states. A sink is one more logit, without a value: m = sink, d = 1. */
+/* Loads the queries of `rows` rows from step t0 on and starts the rows' states. A sink is one more logit, without a
+ * value, so a row with a sink starts with m = sink and d = 1. */
 static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0, int64_t rows, const float *sinks,
                                  int64_t width) {
   const int64_t padded = kv_round_up(rows, PAD);
@@ -35,16 +36,16 @@ static inline void kv_rows_start(kv_rows *x, const kv_queries *query, int64_t t0
   memset(x->state.o, 0, (size_t)(padded * width) * sizeof *x->state.o);
 }
 
-/* Adds the block of columns c0 .. c1 - 1 to the states of rows r0 .. r0 + n - 1. The block's keys are packed; its
- * values v have rows `step` floats apart. finite: whether all of v is. */
+/* Adds the block of columns c0 .. c1 - 1 to the states of rows r0 .. r0 + n - 1. The block's keys are packed in x->k;
+ * its values v have rows `step` floats apart. finite: whether all numbers of v are finite. */
 static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t r0,
                                 int64_t n, int64_t c0, int64_t c1, const float *v, int64_t step, int64_t width,
                                 int finite) {
   const int64_t G = query->G, block = c1 - c0;
   const int64_t fewest = kv_min(kv_seen(bounds, t0 + r0 / G) - c0, block);
   const int64_t most = kv_min(kv_seen(bounds, t0 + (r0 + n - 1) / G) - c0, block);
-  const int pairs = query->pairs && width;                       /* p is rounded only to multiply values */
-  const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* columns that are multiplied together */
+  const int pairs = query->pairs && width;                       /* weights become bf16 only to multiply values */
+  const int64_t whole = query->amx ? 2 * SQUARE : pairs ? 2 : 1; /* number of columns that are multiplied together */
   const int same = fewest == most && most % whole == 0;          /* all rows see every column that is multiplied */
   float alpha[TILE] = {0};
   const kv_state state = kv_state_from(x->state, width, r0);
@@ -61,9 +62,9 @@ static inline void kv_rows_tile(kv_rows *x, const kv_queries *query, kv_bounds b
   if (finite || same) kv_tile_o(pairs, query->amx, x->s, n, most, v, step, width, alpha, state.o);
 }
 
-/* Adds to each row's state the columns of c0 .. c1 - 1 that it sees. Without values (v NULL) only m and d are computed.
- * Where every row sees a whole block, its values may be inf or NaN, and they are read in place if they lie as
- * floats. */
+/* Adds to each row's state those columns of c0 .. c1 - 1 that the row sees. If v is NULL, there are no values, and only
+ * m and d are computed. Where every row sees a whole block, the block's values may be inf or NaN, and they are read in
+ * place if they are stored as floats. */
 static inline void kv_rows_run(kv_rows *x, const kv_queries *query, kv_bounds bounds, int64_t t0, int64_t rows,
                                const kv_columns *k, const kv_columns *v, int64_t width, int64_t c0, int64_t c1) {
   const int64_t most = rows > 0 ? kv_seen(bounds, t0 + (rows - 1) / query->G) : 0, block = kv_block(query->D);

@@ -1,14 +1,15 @@
-/* Importance of every alive slot from observing rows on a CPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
- * observe.h has the loops. */
+/* Score of every alive slot i on a CPU: the attention weights a[r,i] = exp(logit[r,i] - lse[r]) of observing rows r,
+ * reduced over the rows. observe.h has the loops. */
 #include "observe.h"
 
-/* Returns -a ln a of a = 2^x; 0 for x = -inf. */
+/* Returns -a ln a for a = 2^x; 0 for x = -inf. */
 KV_INLINE vf kv_entropy(vf x) {
   x = vf_max(vf_set1(-127), x);
   return vf_exp2(x) * x * -KV_LN2;
 }
 
-/* Reduces into total [G, most] w times the term of a = 2^(s - lse) over the tile's n steps. */
+/* Reduces the tile's n steps into total [G, most]. A row's contribution is w times a, a^2 or -a ln a, as `term` says,
+ * with a = 2^(s - lse). */
 static void kv_score_reduce(const kv_tile *x, int64_t G, int64_t n, int64_t most, kv_reduce reduce, kv_term term) {
   const float power = term == KV_SQUARE ? 2 : 1;
   for (int64_t g = 0; g < G; g++)

@@ -1,18 +1,22 @@
-/* Importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r]) reduced over rows.
+/* Computes the importance of every alive slot from observing rows on a GPU: a[r,i] = exp(logit[r,i] - lse[r])
+ * reduced over rows.
  *
- * A block holds a tile of keys of one (b, kv head) in shared memory and goes over tiles of rows; the next tile is
- * copied while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T, and the four lanes
- * of a row are added at the end: no atomics, the same order every time. */
-// budget: regs 255, smem 98304 (of peak_cuda.cu, where lse is not given)
+ * A block holds a tile of keys of one (batch row, kv head) in shared memory and goes over tiles of rows; the next
+ * tile of rows is copied while S^T = K Q^T of this one is computed. Each lane sums its part of a key's row of S^T;
+ * at the end the sums of the four lanes of a row are added. There are no atomics, so sums have the same order every
+ * time. */
+// budget: regs 255, smem 98304 (registers of a thread, bytes of a block of peak_cuda.cu, which computes a missing lse)
 #include "score.cuh"
 
-/* Shared memory has KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74 KiB. */
+/* Sizes of a block's tiles. Shared memory has KEYS keys, two tiles of ROWS rows, and the rows' RowValues: at most 74
+ * KiB. */
 template <class E, int D>
 struct ScoreTile {
   static constexpr bool HALF = sizeof(E) == 2;
   static constexpr int WARPS = !HALF && D == 256 ? 2 : 4, MT = HALF && D < 256 ? 2 : 1, KEYS = WARPS * MT * 16;
   static constexpr int ROWS = HALF ? (D < 256 ? 64 : 32) : D < 128 ? 64 : 4096 / D, THREADS = WARPS * 32;
-  static constexpr int BLOCKS = MT < 2 ? 1 : D == 96 ? 2 : 3; /* on a multiprocessor, at least: 255 or 168 registers */
+  /* minimum blocks on a multiprocessor: leaves a thread 255 or 168 registers */
+  static constexpr int BLOCKS = MT < 2 ? 1 : D == 96 ? 2 : 3;
   static constexpr size_t SHARED = (size_t)(KEYS + 2 * ROWS) * D * sizeof(E) + 2 * ROWS * sizeof(RowValues);
 };
 
@@ -30,7 +34,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
   const int c0 = blockIdx.x * X::KEYS, key = c0 + warp_id() * MT * 16 + fragment_row(), thread = threadIdx.x;
   const Rows all = seeing(a, x, c0);
   const int heads = all.heads.n, count = all.count;
-  int seen = 0; /* how many keys this thread's row of the next tile sees */
+  int seen = 0; /* how many keys the row that this thread loaded last sees */
   const auto load = [&](int stage, int g, int r0) {
     if (g == x.G || r0 >= count) return RowValues{};
     const Rows some = {all.head + g, all.from, count, all.heads};
@@ -52,7 +56,7 @@ static __global__ void __launch_bounds__(ScoreTile<E, D>::THREADS, ScoreTile<E, 
 #pragma unroll 1
     for (int r0 = 0; r0 < count; r0 += X::ROWS, stage ^= 1) {
       cp_async_wait<0>();
-      /* The tile is there; the one before has been read. */
+      /* The tile is there; all warps have read the previous one. */
       const bool full = __syncthreads_and(thread >= X::ROWS || seen >= c0 + X::KEYS), last = r0 + X::ROWS >= count;
       const RowValues next = load(stage ^ 1, last ? g + heads : g, last ? 0 : r0 + X::ROWS);
       const RowValues *now = values + stage * X::ROWS;

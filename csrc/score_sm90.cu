@@ -1,9 +1,9 @@
-/* score on Hopper, in 16 bits: S^T = K Q^T by wgmma.
+/* Computes score on Hopper, in 16 bits, with S^T = K Q^T by wgmma.
  *
  * A block holds the fragments of KEYS keys in registers and goes over tiles of rows, which TMA copies to a ring in
- * shared memory. While the terms of one tile are added the next tile is multiplied. Sums are those of score_cuda.cu, in
- * the same order. */
-// budget: regs 168, smem 120832
+ * shared memory. While the terms of one tile are added, the next tile is multiplied. Terms are reduced by the
+ * functions of score.cuh, as in score_cuda.cu. */
+// budget: regs 168, smem 120832 (registers of a thread, bytes of a block)
 #include "hopper.cuh"
 
 #include <stdlib.h>
@@ -12,11 +12,12 @@
 
 constexpr int TILE_ROWS = 64; /* query rows of a tile */
 
-/* Three warpgroups of 64 keys. K's tile is read once, before the loop; a stage of the ring is ATOMS atoms of a tile. */
+/* Sizes of a block: three warpgroups with 64 keys each. The keys' tile is read once, before the loop. A stage of the
+ * ring has one tile of rows as ATOMS atoms (hopper.cuh). */
 template <int D>
 struct Sm90Tile {
   static constexpr int ROWS = TILE_ROWS, WARPS = 12, KEYS = WARPS * 16, THREADS = WARPS * 32, STAGES = 4;
-  static constexpr int ATOMS = (D + ATOM - 1) / ATOM, STAGE = ROWS * ATOMS * ATOM; /* in numbers */
+  static constexpr int ATOMS = (D + ATOM - 1) / ATOM, STAGE = ROWS * ATOMS * ATOM; /* STAGE: numbers of a stage */
   static constexpr size_t SHARED =
       896 + (STAGES * STAGE + KEYS * D) * 2 + STAGES * (ROWS * sizeof(RowValues) + sizeof(uint64_t));
 };
@@ -34,10 +35,11 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
   const Observed x = observed<E>(a.rows, head);
   const int c0 = blockIdx.x * X::KEYS, column = c0 + warp_id() * 16, thread = threadIdx.x;
   const Rows all = seeing(a, x, c0);
-  const int heads = all.heads.n, steps = X::ROWS / heads, tile = steps * heads; /* rows of a tile, of its ROWS */
+  const int heads = all.heads.n, steps = X::ROWS / heads, tile = steps * heads; /* tile: used rows of a tile */
   const int tiles = (all.count + tile - 1) / tile * (x.G / heads);
 
-  /* Starts copying the next tile of rows; returns this thread's row of it. */
+  /* Starts copying tile t of the rows and returns the RowValues of this thread's row of the tile. Calls come in the
+   * order of t. */
   int next_g = 0, next_row = 0;
   const auto load = [&](int t) {
     if (t >= tiles) return RowValues{};
@@ -54,7 +56,7 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
     if (next_row >= all.count) next_row = 0, next_g += heads;
     return thread < tile ? row_values(a.rows, x, some, row + thread) : RowValues{};
   };
-  int seen[3] = {}; /* how many keys this thread's row of this tile, of the next two see */
+  int seen[3] = {}; /* how many keys this thread's rows of this tile and of the next two see */
   const auto keep = [&](int t, const RowValues &row) {
     seen[0] = seen[1], seen[1] = seen[2], seen[2] = row.seen;
     if (thread < X::ROWS) values[t % X::STAGES * X::ROWS + thread] = {row.lse * power, row.weight, row.seen};
@@ -68,7 +70,7 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
   cp_async_commit();
   for (int t = 0; t < X::STAGES - 1; t++) keep(t, load(t));
   cp_async_wait<0>();
-  __syncthreads(); /* K and the barriers are there */
+  __syncthreads(); /* K has arrived; the barriers are initialized */
   uint32_t keys[D / 16][4];
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
@@ -88,13 +90,13 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
   float total[1][2] = {};
   int g = 0, row = 0;
   const auto add = [&](int t, float(&s)[1][NT][4], float(&next)[1][NT][4]) {
-    /* All warps are done with the tile before; this tile's values are there. */
+    /* All warps are done with the previous tile; this tile's RowValues are there. */
     const bool full = __syncthreads_and(thread >= X::ROWS || seen[0] >= c0 + X::KEYS);
     const RowValues later = load(t + X::STAGES - 1);
     multiply(t + 1, next);
     add_tile(a, total, s, values + t % X::STAGES * X::ROWS, logits, column + fragment_row(), full);
     keep(t + X::STAGES - 1, later);
-    wgmma_wait<0>(next[0]); /* here, since ptxas serialises products that are under way at the loop's end */
+    wgmma_wait<0>(next[0]); /* here, since ptxas would serialise products still running at the end of the loop's body */
     row += tile;
     if (row < all.count || g == x.G) return;
     add_heads(a, x, group, total, head, g, heads, column);
@@ -108,11 +110,12 @@ static __global__ void __launch_bounds__(Sm90Tile<D>::THREADS, 1)
     add(t, s[0], s[1]);
     add(t + 1, s[1], s[0]);
   }
-  for (; g < x.G; g += heads) add_heads(a, x, group, total, head, g, heads, column); /* no row sees the keys */
+  /* Heads have no tile if no row sees the block's keys: their results are 0. */
+  for (; g < x.G; g += heads) add_heads(a, x, group, total, head, g, heads, column);
 }
 
-/* Whether this kernel is to compute score: KVEVICT_WGMMA is 1, the compute capability 9.0, numbers have 16 bits and
- * heads up to 128 dimensions. */
+/* Returns whether this kernel is to compute score: KVEVICT_WGMMA is 1, the GPU's compute capability is 9.0, numbers
+ * have 16 bits and heads at most 128 dimensions. */
 static bool wanted(const kv_score &a) {
   const char *const wish = getenv("KVEVICT_WGMMA");
   int device = 0, major = 0, minor = 0;

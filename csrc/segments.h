@@ -5,7 +5,7 @@
 
 #ifdef __cplusplus
 #define KV_ADDRESSING static __device__ __forceinline__
-typedef int32_t kv_span; /* 32 bits, since registers are scarce; the caller refuses larger strides */
+typedef int32_t kv_span; /* 32 bits, since a GPU's registers are scarce; tensors.h refuses larger strides */
 typedef uint32_t kv_unsigned;
 #else
 #define KV_ADDRESSING static inline
@@ -15,7 +15,7 @@ typedef uint64_t kv_unsigned;
 
 /* Slot i is stored row i if i < len, else a new row. The address of a slot that does not exist is never read. */
 typedef struct {
-  uint64_t stored, chunk;              /* addresses that slot 0 would have in the two parts */
+  uint64_t stored, chunk;              /* addresses that slot 0 would have among stored rows and in the chunk */
   kv_span stored_stride, chunk_stride; /* in bytes */
   kv_span len, n;                      /* n slots, len of them stored */
 } kv_segments;
@@ -25,9 +25,10 @@ KV_ADDRESSING uint64_t kv_segments_at(const kv_segments *x, kv_span i) {
   return (i < x->len ? x->stored : x->chunk) + (uint64_t)(kv_unsigned)i * stride;
 }
 
-/* Makes the segments of one head. rows: the layer's [rows, D], in which row `offset` is slot 0; chunk: [B, Hkv, S, D]
- * with strides b, h, s, of which keys first .. stop - 1 are alive; size: bytes of an element. An empty chunk may have
- * any address and strides, so its rows get the address 0: copies of 0 bytes may name it. */
+/* Returns the addresses of one head's slots. rows: the layer's [rows, D], in which row `offset` is slot 0; chunk: [B,
+ * Hkv, S, D] with strides of b, h and s in elements, of which new keys first .. stop - 1 are alive; size: bytes of an
+ * element. An empty chunk may have any address and strides, so it gets address 0 and stride 0: copies of 0 bytes may
+ * name these. */
 KV_ADDRESSING kv_segments kv_segments_of(const void *rows, int64_t offset, int64_t len, const void *chunk,
                                          const int64_t *stride, int64_t b, int64_t h, int64_t first, int64_t stop,
                                          int64_t D, int64_t size) {
@@ -44,7 +45,8 @@ KV_ADDRESSING kv_segments kv_segments_of(const void *rows, int64_t offset, int64
 
 typedef enum { KV_KEYS, KV_VALUES } kv_side;
 
-/* The keys or values of head h of batch row b, and below their positions. */
+/* kv_rows_of returns the addresses of the keys or values of kv head h of batch row b, kv_positions_of those of their
+ * positions. */
 KV_ADDRESSING kv_segments kv_rows_of(kv_side side, const kv_slots *slots, const kv_new *chunk, int64_t b, int64_t h,
                                      int64_t Hkv, int64_t stop, int64_t D, int64_t size) {
   const int64_t head = b * Hkv + h;

@@ -1,8 +1,8 @@
 /* Vectors of floats for every instruction set, made of GCC's vector extensions, so that a kernel is written once.
  *
- * A file that includes this is compiled once per instruction set, with -DKV_ISA=<name> and that set's flags. Vectors
- * are as wide as the flags allow, and KV_OP(attend) names the function kv_attend_<name>. A float vector is a `vf`, its
- * bits a `vu`. */
+ * A file that includes this header is compiled once per instruction set, with -DKV_ISA=<name> and that set's flags.
+ * Vectors are as wide as the flags allow, and KV_OP(attend) names the function kv_attend_<name>. A `vf` is a vector of
+ * floats, a `vu` the same bits as uint32, a `vi` as int32. */
 #ifndef KVEVICT_SIMD_H
 #define KVEVICT_SIMD_H
 #include <math.h>
@@ -15,7 +15,7 @@
 
 #include "kvevict.h"
 
-/* -std=c11 forbids the compiler to contract a * b + c into one multiply-add; these pragmas allow it. */
+/* -std=c11 forbids the compiler to contract a * b + c into one multiply-add instruction; these pragmas allow it. */
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #elif defined(__GNUC__)
@@ -33,7 +33,7 @@
 #define KV_PROTOTYPE(op, with) kv_status KV_OP(op)(const kv_##op *a);
 KV_OPS(KV_PROTOTYPE, )
 
-/* A vector has VL floats; a register tile has MR rows of NV vectors, whose sums leave NV + 2 or more registers free. */
+/* A vector has VL floats. A register tile is MR rows of NV vectors of sums; it leaves NV + 2 or more registers free. */
 #if defined(__AVX512F__)
 #define KV_VL 16
 #define KV_NV 4
@@ -57,7 +57,7 @@ enum { VL = KV_VL, MR = 6, NV = KV_NV };
 typedef float vf __attribute__((vector_size(4 * KV_VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * KV_VL)));
 typedef int32_t vi __attribute__((vector_size(4 * KV_VL)));
-typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* at any address of a float */
+typedef float vf_any __attribute__((vector_size(4 * KV_VL), aligned(4), may_alias)); /* may start at any float */
 typedef uint32_t vu_any __attribute__((vector_size(4 * KV_VL), aligned(2), may_alias));
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_any __attribute__((vector_size(16), aligned(2), may_alias));
@@ -71,7 +71,8 @@ KV_INLINE void vf_store(float *x, vf a) { *(vf_any *)x = a; }
 KV_INLINE vf vf_of_vi(vi x) { return __builtin_convertvector(x, vf); }
 KV_INLINE vu vu_load(const void *x) { return *(const vu_any *)x; }
 
-/* Loads VL numbers of 16 bits, zero-extended to 32. GCC makes seven instructions of its own vector conversion. */
+/* Loads VL 16-bit numbers, zero-extended to 32 bits. Intrinsics, since GCC makes seven instructions of its own vector
+ * conversion. */
 KV_INLINE vu vu_of_16bit(const void *x) {
 #if defined(__AVX512F__)
   return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(x));
@@ -83,7 +84,7 @@ KV_INLINE vu vu_of_16bit(const void *x) {
 #endif
 }
 
-/* Keeps x in a register from here on: the compiler would rather read it from memory at every use. */
+/* Keeps x in a register from here on. Without it, the compiler reads x from memory at every use. */
 #if defined(__x86_64__)
 #define KV_KEEP(x) __asm__("" : "+x"(x))
 #elif defined(__aarch64__)
@@ -100,7 +101,7 @@ KV_INLINE vf vf_of_f16(const void *x) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(x));
 #elif defined(__aarch64__)
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
-#else /* as kv_float_of_f16, but a multiplication rebiases normal and denormal numbers alike */
+#else /* as kv_float_of_f16, but one multiplication corrects the exponent of normal and denormal numbers */
   const vu u = vu_of_16bit(x), magnitude = (u & 0x7fff) << 13;
   const vu special = (vu)(magnitude >= 0x7c00u << 13) & 0x7f800000u;
   return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (u & 0x8000) << 16);
@@ -119,8 +120,9 @@ KV_INLINE vf vf_set1(float a) {
 #endif
 }
 
-/* Pairs of bf16, each in the 32 bits of a float with its first number in the low half. vf_dot_pairs returns acc + a0 b0
- * + a1 b1 with one pair a for all lanes; vf_pairs rounds two vectors of floats to one vector of pairs of neighbours. */
+/* A pair is two bf16 in the 32 bits of a float, the first in the low half. In each lane, vf_dot_pairs returns acc + a0
+ * b0 + a1 b1 for the lane's pair b and one pair a that all lanes share. vf_pairs rounds two vectors of floats to one
+ * vector of pairs, each of two neighbouring floats; those of a come first. */
 #if defined(__AVX512BF16__)
 enum { KV_PAIRS = 1 };
 KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
@@ -136,7 +138,7 @@ KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) {
 KV_INLINE vf vf_pairs(vf a, vf b) {
   return (vf)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)a), (float32x4_t)b);
 }
-#else /* never called */
+#else /* never called, since KV_PAIRS is 0 */
 enum { KV_PAIRS = 0 };
 KV_INLINE vf vf_dot_pairs(vf acc, float a, vf b) { return acc + a * b; }
 KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
@@ -145,7 +147,8 @@ KV_INLINE vf vf_pairs(vf a, vf b) { return a + b; }
 /* Returns a where mask is all ones, b where it is 0. */
 KV_INLINE vf vf_select(vu mask, vf a, vf b) { return (vf)(((vu)a & mask) | ((vu)b & ~mask)); }
 
-/* vf_max and vf_min return b if either is NaN, as x86's instructions do. Compilers do not make those of comparisons. */
+/* vf_max and vf_min return b if a or b is NaN, as x86's instructions do. Intrinsics, since compilers do not turn
+ * comparisons into these instructions. */
 #if defined(__AVX512F__)
 KV_INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 KV_INLINE vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -157,13 +160,14 @@ KV_INLINE vf vf_max(vf a, vf b) { return vf_select((vu)(a > b), a, b); }
 KV_INLINE vf vf_min(vf a, vf b) { return vf_select((vu)(a < b), a, b); }
 #endif
 
-/* The larger of two numbers >= 0, or NaN if either is NaN: as integers their bits have the same order, NaN last. */
+/* Returns the larger of |a| and |b|, or NaN if either is NaN: as integers, the bits of numbers >= 0 have the same
+ * order, with NaN last. */
 KV_INLINE vf vf_max_nan(vf a, vf b) {
   const vu x = (vu)a & 0x7fffffffu, y = (vu)b & 0x7fffffffu;
   return vf_select((vu)(x > y), (vf)x, (vf)y);
 }
 
-/* Adds the halves of a vector until four lanes remain. */
+/* Adds the halves of a vector until four lanes remain, and returns these. */
 KV_INLINE v4 v4_of_sum(vf a) {
 #if KV_VL == 4
   return a;
@@ -183,7 +187,7 @@ KV_INLINE float vf_sum(vf a) {
   return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-/* Lane i is the sum of the i-th of the four vectors. */
+/* Returns a vector whose lane i is the sum of all lanes of the i-th argument. */
 KV_INLINE v4 v4_sums(vf a, vf b, vf c, vf d) {
   const v4 x = v4_of_sum(a), y = v4_of_sum(b), z = v4_of_sum(c), w = v4_of_sum(d);
   const v4 xy = __builtin_shufflevector(x, y, 0, 4, 1, 5) + __builtin_shufflevector(x, y, 2, 6, 3, 7);
@@ -191,7 +195,8 @@ KV_INLINE v4 v4_sums(vf a, vf b, vf c, vf d) {
   return __builtin_shufflevector(xy, zw, 0, 1, 4, 5) + __builtin_shufflevector(xy, zw, 2, 3, 6, 7);
 }
 
-/* Lane i is the sum of the vector x[i], one of VL, added in the order of vf_sum. whole: the lanes of x are integers. */
+/* Returns a vector whose lane i is the sum of all lanes of x[i], for the VL vectors x, added in the order of vf_sum.
+ * whole: the lanes of x are integers; their sums are returned as floats. */
 KV_INLINE vf vf_sums(int whole, const vf *x) {
 #define KV_ADD(a, b) (whole ? (vf)((vi)(a) + (vi)(b)) : (vf)(a) + (vf)(b))
 #if defined(__AVX512F__)
@@ -235,7 +240,7 @@ KV_INLINE v4 v4_max(v4 a, v4 b) {
   return (v4)(((v4u)a & m) | ((v4u)b & ~m));
 }
 
-/* The largest lane of a vector without NaN. */
+/* Returns the largest lane of a vector without NaN. */
 KV_INLINE float vf_largest(vf a) {
 #if KV_VL == 16
   v4 x = v4_max(v4_max(__builtin_shufflevector(a, a, 0, 1, 2, 3), __builtin_shufflevector(a, a, 4, 5, 6, 7)),
@@ -249,7 +254,7 @@ KV_INLINE float vf_largest(vf a) {
   return x[0] > x[1] ? x[0] : x[1];
 }
 
-/* Returns ||x - y||_p over D numbers, a multiple of 8; p is 1 or 2. */
+/* Returns ||x - y||_p of x [D] and y [D]; D is a multiple of 8, p is 1 or 2. */
 KV_INLINE float kv_distance(const float *x, const float *y, int64_t D, int p) {
   v8 sum = {0};
   for (int64_t d = 0; d < D; d += 8) {
@@ -260,7 +265,7 @@ KV_INLINE float kv_distance(const float *x, const float *y, int64_t D, int p) {
   return p == 2 ? sqrtf(all) : all;
 }
 
-/* Returns ||x||_p, as kv_distance does. */
+/* Returns ||x||_p of x [D], computed as kv_distance does. */
 KV_INLINE float kv_norm_of(const float *x, int64_t D, int p) {
   static const float zeros[KV_MOST_D];
   return kv_distance(x, zeros, D, p);

@@ -1,31 +1,34 @@
-/* The softmax of a row over some of its slots as one value, which can be merged with that over other slots: kv_state,
- * and beside it o, the sum of the weights 2^(logit - m) times values. Each group of threads and each split of a head's
- * slots has a state of each row; they are merged in a fixed order: the same bits every time. */
+/* Softmax states. The state of a row over some of its slots is (o, m, d): m is the largest logit in log2 units, d
+ * the sum of the weights 2^(logit - m), o the sum of weights times values. kv_state holds m and d, and o lies beside
+ * it. States of a row over different slots can be merged. Each group of threads and each split of a head's slots has
+ * a state of each row; they are merged in a fixed order, so results have the same bits every time. */
 #ifndef KV_STATE_CUH
 #define KV_STATE_CUH
 #include "attention.cuh"
 
-constexpr int MOST_SPLITS = 64; /* the most splits of a tile of rows: a warp merges 64 states, two a lane */
+constexpr int MOST_SPLITS = 64; /* largest number of splits of a tile of rows: one warp merges them, two a lane */
 
 struct alignas(8) kv_state {
-  float m, d; /* the largest logit, -inf if no slot was seen; the sum of the weights */
+  float m, d; /* m: largest logit in log2 units, -inf if no slot was seen; d: sum of the weights */
 
-  /* The weight of a logit that is at most m, or the factor of a part whose maximum it is. */
+  /* Returns 2^(logit - m), for a logit of at most m: its weight, or the factor of a state whose largest logit it is. */
   __device__ __forceinline__ float weight(float logit) const { return exp2_approx(logit - (m == -INFINITY ? 0 : m)); }
 
-  /* Adds a part whose maximum is at most m, and one of its numbers, part_o, to o. */
+  /* Adds the state `part`, whose m is at most this one's, to this state, and part_o, one number of the part's o, to
+   * the same number of this state's o. */
   __device__ __forceinline__ void merge(kv_state part, float part_o, float &o) {
     const float factor = weight(part.m);
     o += factor * part_o;
     d += factor * part.d;
   }
 
-  /* The factor that makes o the mean of the values, if `factor` is yet to be applied to it; 0 if no slot was seen. */
+  /* Returns the factor that turns o into the weighted mean of the values, 0 if no slot was seen. factor: included in
+   * the result, for an o that was not yet multiplied by it. */
   __device__ __forceinline__ float normalize(float factor = 1) const { return d == 0 ? 0 : factor / d; }
   __device__ __forceinline__ float lse() const { return LN2 * (m + log2f(d)); }
 };
 
-/* Cuts scratch into arrays; with memory NULL it only counts the bytes. */
+/* Cuts scratch memory into arrays. If memory is NULL, it only counts the bytes. */
 struct Cutter {
   void *memory;
   int64_t bytes;
@@ -38,15 +41,16 @@ struct Cutter {
   }
 };
 
-/* The states of all splits. The G * T rows of a head, in time-major order, are `tiles` tiles of `rows` rows. */
+/* States that all splits leave in scratch. The G * T query rows of a kv head, in time-major order, are `tiles` tiles
+ * of `rows` rows; heads = B * Hkv. */
 struct Parts {
-  int splits, tiles, rows; /* splits: the most of a tile */
-  uint32_t *count;         /* [heads, tiles] the number of a tile's splits */
-  kv_state *states;        /* [heads, tiles, splits, rows] */
-  float *o;                /* [heads, tiles, splits, rows, D] */
+  int splits, tiles, rows; /* splits: largest number in any tile */
+  uint32_t *count;         /* [heads, tiles] number of splits of each tile */
+  kv_state *states;        /* [heads, tiles, splits, rows] m and d of each row */
+  float *o;                /* [heads, tiles, splits, rows, D] o of each row */
 };
 
-/* Takes Parts from scratch. all: rows of a head; rows: rows of a tile. */
+/* Takes the arrays of Parts from scratch. heads: B * Hkv; all: rows of a kv head; rows: rows of a tile. */
 static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows, int64_t splits, int64_t D) {
   Parts x = {(int)splits, (int)((all + rows - 1) / rows), (int)(all < rows ? all : rows), nullptr, nullptr, nullptr};
   const int64_t tiles = heads * x.tiles, parts = tiles * splits * x.rows;
@@ -56,11 +60,11 @@ static Parts parts_of(Cutter &scratch, int64_t heads, int64_t all, int64_t rows,
   return x;
 }
 
-/* Merges the states that groups of threads have of each row: states [rows, groups] and o [rows, groups, D], in shared
- * memory, become states_out [rows] and o_out [rows, D]. */
+/* Merges the states that `groups` groups of threads have of each row: states [rows, groups] and o [rows, groups, D],
+ * in shared memory, become states_out [rows] and o_out [rows, D]. */
 KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, int rows, int D, float *o_out,
                             kv_state *states_out) {
-  __syncthreads(); /* the parts are there */
+  __syncthreads(); /* the parts are there: all groups have written their states */
   for (int at = threadIdx.x; at < rows * D; at += blockDim.x) {
     const int r = at / D, d = at % D;
     kv_state all = {-INFINITY, 0};
@@ -72,8 +76,9 @@ KV_DEVICE void merge_groups(int groups, const kv_state *states, const float *o, 
   }
 }
 
-/* Merges a row's splits in one warp and writes its out and lse. part: the first split's o; splits are `step` floats and
- * `apart` states apart. rotated: o is rotated, as values of 4 bits are. */
+/* Merges the splits of one row in one warp and writes the row's out and lse. part, states: o and state of the first
+ * split; from split to split they are `step` floats and `apart` states apart. sink: the row's sink in log2 units, or
+ * -inf. rotated: o is still rotated by the Hadamard matrix, as packed values of 4 bits are. */
 template <class E>
 static __device__ void finish(const float *part, int step, const kv_state *states, int apart, int splits, int D,
                               float sink, E *out, float *lse, bool rotated = false) {
@@ -86,7 +91,7 @@ static __device__ void finish(const float *part, int step, const kv_state *state
       x[i] = i0 + i < splits && d < D ? *reinterpret_cast<const float4 *>(part + (i0 + i) * step + d)
                                       : make_float4(0, 0, 0, 0);
   };
-  load(0, 4 * lane); /* before the weights, so that memory is not idle */
+  load(0, 4 * lane); /* before the weights are computed, so that memory is not idle */
   kv_state mine[2], all = {sink, 0};
   float weight[2], sum = 0;
 #pragma unroll
@@ -126,18 +131,18 @@ static __device__ void finish(const float *part, int step, const kv_state *state
     }
 }
 
-/* The results of attend and decode; T is 1 for decode. */
+/* Where the results of attend or decode go. T is 1 for decode. */
 struct Outputs {
   int64_t B, H, Hkv, T, D;
-  const float *sinks; /* [H] or NULL */
+  const float *sinks; /* [H] sink logits, or NULL */
   void *out;          /* [B, T, H, D] */
   float *lse;         /* [B, H, T] */
-  bool rotated;       /* o is rotated, as values of 4 bits are */
+  bool rotated;       /* o is still rotated by the Hadamard matrix, as packed values of 4 bits are */
 };
 
 constexpr int COMBINE_WARPS = 4;
 
-/* A warp merges the states of one row. A tile whose count is 0 has no splits and is left alone. */
+/* Merges the splits of all rows, one row a warp. A tile whose count is 0 has no splits, and its rows are left alone. */
 template <class E>
 static __global__ void __launch_bounds__(COMBINE_WARPS * 32) combine_kernel(const Parts x, const Outputs y) {
   const int kv_head = block_head(), G = (int)y.H / (int)y.Hkv, r = blockIdx.x * COMBINE_WARPS + warp_id();

@@ -1,27 +1,28 @@
-/* The softmax of a row over some of its slots as one value, which can be merged with that over other slots. m is the
- * largest logit in log2 units, -inf if no slot was seen; d the sum of the weights 2^(logit - m); o the sum of the
- * weights times values. States are merged in the order of the slots, so the result has the same bits every time. */
+/* A state is the softmax of a row over some of its slots, in a form that can be merged with the row's states of other
+ * slots. m is the largest logit in log2 units, -inf if no slot was seen; d the sum of the weights 2^(logit - m); o the
+ * sum of these weights times the values. States are merged in the order of the slots, so the result has the same bits
+ * every time. */
 #ifndef KVEVICT_STATE_H
 #define KVEVICT_STATE_H
 #include "simd.h"
 
-/* The state of one row, or those of several rows that follow each other. */
+/* The state of one row, or the states of several consecutive rows. */
 typedef struct {
-  float *o, *m, *d; /* [rows, width], [rows], [rows] */
+  float *o, *m, *d; /* o [rows, width], m [rows], d [rows] */
 } kv_state;
 
-/* Returns the states of the i-th group of `rows` rows in memory; a row takes width + 2 floats. */
+/* Returns the i-th group of `rows` states in memory, counted from 0; a row's state takes width + 2 floats. */
 static inline kv_state kv_state_in(float *memory, int64_t i, int64_t rows, int64_t width) {
   memory += i * rows * (width + 2);
   return (kv_state){memory, memory + rows * width, memory + rows * (width + 1)};
 }
 
-/* Returns the states from row r on. */
+/* Returns the states of rows r, r + 1, ... of x. */
 static inline kv_state kv_state_from(kv_state x, int64_t width, int64_t r) {
   return (kv_state){x.o + r * width, x.m + r, x.d + r};
 }
 
-/* Makes the states of `rows` rows those of no slot. */
+/* Initialises the states of `rows` rows: no slot is seen yet. */
 static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
   memset(x.o, 0, (size_t)(rows * width) * sizeof *x.o);
   for (int64_t r = 0; r < rows; r++) x.m[r] = -INFINITY, x.d[r] = 0;
@@ -29,9 +30,9 @@ static inline void kv_state_start(kv_state x, int64_t rows, int64_t width) {
 
 static inline float kv_exp2(float x) { return vf_exp2(vf_set1(x))[0]; }
 
-/* One step of a row's online softmax. Turns logits s [width] into p = 2^(s - m), with m the maximum so far, adds their
- * sum to d and, if `pairs`, then rounds them to pairs of bf16. Returns alpha, by which the caller must multiply o.
- * Where m is -inf, since no column was seen, 0 replaces it. */
+/* Does one step of a row's online softmax. Replaces the logits s [width] by the weights p = 2^(s - m), with m the
+ * maximum so far, and adds the sum of p to d. If `pairs`, p is then rounded to pairs of bf16. Returns alpha, by which
+ * the caller must multiply o. While m is -inf, since no column was seen, 0 is subtracted in place of m. */
 static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, float *d) {
   const vf none = vf_set1(-INFINITY);
   vf top[2] = {none, none}, sum[2] = {vf_set1(0), vf_set1(0)}; /* two independent chains, to hide latency */
@@ -54,8 +55,8 @@ static inline float kv_softmax(int pairs, float *s, int64_t width, float *m, flo
   return alpha;
 }
 
-/* Merges n states of one row into y. The first is x, the others follow `step` floats apart; `sink` is one more logit,
- * without a value. y.o may be NULL. */
+/* Merges n states of one row into the state y. The first of the n is x, the others follow `step` floats apart; `sink`
+ * is one more logit, without a value. y.o may be NULL. */
 static inline void kv_state_merge(kv_state x, int64_t step, int64_t n, int64_t width, float sink, kv_state y) {
   *y.m = sink;
   for (int64_t i = 0; i < n; i++)
@@ -70,7 +71,7 @@ static inline void kv_state_merge(kv_state x, int64_t step, int64_t n, int64_t w
   }
 }
 
-/* Divides o of one row by d: it becomes the mean of the values, or 0 if no slot was seen. */
+/* Divides o of one row by d, so that o becomes the weighted mean of the values; 0 if no slot was seen. */
 static inline void kv_state_normalize(kv_state x, int64_t width) {
   for (int64_t d = 0; d < width; d++) x.o[d] = *x.d == 0 ? 0 : x.o[d] / *x.d;
 }

@@ -1,19 +1,20 @@
 /* Attention of few rows over many slots, for attend and decode. The slots of a head are cut into splits that depend
- * only on their number and the shapes. Each split leaves its states of the rows in scratch (state.cuh), and these are
- * merged in order: the same bits every time. */
+ * only on the number of slots, the shapes and the GPU. Each split leaves the states of its rows in scratch
+ * (state.cuh). Splits are merged in order, so results have the same bits every time. */
 #ifndef KV_STREAM_CUH
 #define KV_STREAM_CUH
 #include "state.cuh"
 
-/* Returns the size of a split, of n slots in at most `splits` splits: a multiple of STEP, as `least`, its minimum. */
+/* Returns the number of slots of a split when n slots are cut into at most `splits` splits. It is a multiple of STEP
+ * and at least `least`, itself a multiple of STEP. */
 template <int STEP>
 KV_DEVICE int split_size(int n, int splits, int least = 2 * STEP) {
   const int fair = (n + splits - 1) / splits;
   return max(least, (fair + STEP - 1) / STEP * STEP);
 }
 
-/* 16 query rows, in each of the warps, against KEYS keys, which the warps share out: reading takes longer than the
- * products of so few rows. Its members are those of RowTile. */
+/* A tile of 16 query rows against KEYS keys. Every warp has all 16 rows, and the warps divide the keys among them:
+ * reading keys takes longer than the products of 16 rows. The members mean what those of RowTile do. */
 template <class E, int D>
 struct NarrowTile {
   static constexpr int WARPS = 4, KEY_WARPS = WARPS, MT = 1, ROWS = 16, THREADS = WARPS * 32;
@@ -21,11 +22,11 @@ struct NarrowTile {
   static constexpr size_t TILES = (size_t)(ROWS + 2 * KEYS) * D * sizeof(E), SHARED = TILES + 2 * sizeof(Columns);
 };
 
-/* A tile of up to 64 rows, of which several blocks fit a multiprocessor. */
+/* A tile of up to 64 query rows, small enough that several blocks fit a multiprocessor. */
 template <class E, int D>
 using MediumTile = RowTile<E, D, 1>;
 
-/* The first row and the first key of a warp in a tile X. */
+/* warp_row returns the first row, warp_key the first key of this warp in a tile X. */
 template <class X>
 KV_DEVICE int warp_row() {
   return warp_id() / X::KEY_WARPS * X::MT * 16;
@@ -35,7 +36,7 @@ KV_DEVICE int warp_key() {
   return X::KEY_WARPS == 1 ? 0 : warp_id() * (X::KEYS / X::KEY_WARPS);
 }
 
-/* Returns columns c0 .. c1 - 1 as columns 0 .. c1 - c0 - 1. at.len is then no more than at.n. */
+/* Returns columns c0 .. c1 - 1 of x, renumbered from 0. The result's at.len (stored ones) is at most its at.n (all). */
 KV_DEVICE Columns between(Columns x, int c0, int c1) {
   const kv_unsigned from = (kv_unsigned)c0;
   x.at.stored += (uint64_t)from * (kv_unsigned)x.at.stored_stride;
@@ -44,16 +45,18 @@ KV_DEVICE Columns between(Columns x, int c0, int c1) {
   return x;
 }
 
-/* The states of a warp's rows over the columns so far; `sum` is the share of one lane. */
+/* Softmax states of a warp's rows over the columns so far, in the layout of fragments. top: the largest logit in
+ * log2 units; sum: this lane's part of the sum of the weights. */
 template <int MT, int D>
 struct Attended {
   float o[MT][D / 8][4], top[MT][2], sum[MT][2];
 };
 
-/* Computes rows r0 .. r0 + ROWS - 1 of `rows` against all keys.at.n keys and their values. Every row sees the columns
- * before `fewest`, and seen_by(m, half) of the columns in all. look(s, c) gets s [16 MT, 8 NT], the warp's logits
- * before their scale, of the columns from c on. EXACT: as in add_values. Shared memory holds the tiles q, k, v and then
- * the Columns of keys and values, since registers are scarce; it is free again afterwards. */
+/* Computes the attention of rows r0 .. r0 + ROWS - 1 of `rows` over all keys.at.n columns. Every row sees at least
+ * the first `fewest` columns; seen_by(m, half) returns how many a row of this lane sees. look(s, c) gets the warp's
+ * logits s [16 MT, 8 NT] of the columns from c on, not yet multiplied by logits.scale. EXACT: as in add_values. q:
+ * shared memory for the tiles q, k and v, then for `keys` and `values` themselves, since registers are scarce; it is
+ * free again when this returns. */
 template <class E, int D, class X, bool EXACT, class From, class Seen, class Look>
 KV_DEVICE void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int r0, const Columns &keys,
                               const Columns &values, int fewest, int dims, const Logits &logits, Seen seen_by,
@@ -68,20 +71,22 @@ KV_DEVICE void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int
   if (LOADERS == X::THREADS || threadIdx.x < LOADERS) tile_load<E, D, X::ROWS, LOADERS>(q, rows, r0, dims);
   tile_copy<E, D, X::KEYS, X::THREADS>(k, keys, 0, dims);
   cp_async_commit();
-  __syncthreads(); /* kept is there */
+  __syncthreads(); /* kept is written */
 #pragma unroll 1
   for (int c0 = 0; c0 < n; c0 += X::KEYS) {
     const bool masked = c0 + X::KEYS > fewest;
-    tile_unpack<E, D, X::KEYS, X::THREADS>(k, kept[0], c0, dims); /* apart from the copies: here registers are free */
+    /* not together with the copies: only here are registers free */
+    tile_unpack<E, D, X::KEYS, X::THREADS>(k, kept[0], c0, dims);
     cp_async_wait<0>();
-    __syncthreads(); /* K is there; V of the tile before has been read */
+    __syncthreads(); /* K is there; all warps have read the previous tile's V */
     tile_load<E, D, X::KEYS, X::THREADS>(v, kept[1], c0, dims);
     cp_async_commit();
     float s[MT][NT][4], alpha[MT][2];
     multiply<E, D, X::STEPS>(s, q, warp_row<X>(), k + key * D);
     cp_async_wait<0>();
-    if (D % 64 && kept[1].packed() > c0) __syncthreads(); /* other threads wrote the rows that tile_finite reads */
-    /* V is there; K has been read */
+    /* tile_finite reads rows that other threads wrote in tile_unpack */
+    if (D % 64 && kept[1].packed() > c0) __syncthreads();
+    /* V is there; all warps have read K. */
     const bool finite = __syncthreads_and(sizeof(E) == 4 || !masked || tile_finite<E, D, X::KEYS, X::THREADS>(v));
     tile_copy<E, D, X::KEYS, X::THREADS>(k, kept[0], c0 + X::KEYS, dims);
     cp_async_commit();
@@ -91,7 +96,7 @@ KV_DEVICE void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int
     look(s, c0 + key);
     if (masked) read_seen(), mask(s, seen);
     softmax_step(s, logits.scale, x.top, x.sum, alpha);
-    bool moved = false; /* most tiles leave the maxima where they are */
+    bool moved = false; /* most tiles do not change the maxima */
     each_row<MT>([&](int m, int half) { moved |= alpha[m][half] != 1; });
     if (__any_sync(ALL_LANES, moved))
       each_number<MT, D / 8>([&](int m, int d, int half, int j) { x.o[m][d][2 * half + j] *= alpha[m][half]; });
@@ -107,11 +112,12 @@ KV_DEVICE void attend_columns(Attended<X::MT, D> &x, E *q, const From &rows, int
       add_values<E, D, EXACT>(x.o, s, v + key * D);
     }
   }
-  cp_async_wait<0>(); /* the copy of Q, where a split has no columns */
-  __syncthreads();    /* and the caller's work in shared memory before */
+  cp_async_wait<0>(); /* waits for the copy of Q, if there are no columns */
+  __syncthreads();    /* and the caller may reuse shared memory: all warps are done with it */
 }
 
-/* Writes the tile's first `rows` states [rows] and o [rows, dims]. q: shared memory as in attend_columns. */
+/* Writes the states [rows] and o [rows, dims] of the tile's first `rows` rows. Where warps have divided the keys,
+ * their states are merged first. q: shared memory as in attend_columns. */
 template <class E, int D, class X>
 KV_DEVICE void put_part(const Attended<X::MT, D> &x, E *q, int rows, int dims, float *o, kv_state *states) {
   kv_state *const states_at = X::KEY_WARPS == 1 ? states : reinterpret_cast<kv_state *>(q);

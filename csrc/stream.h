@@ -1,14 +1,16 @@
-/* Attention of a few query rows over many slots, which are read once and in place: limited by memory bandwidth. Up to
- * SHARE rows share each load. A row's sums run over the slots in ascending order whatever else is computed with it, and
- * their bits do not depend on whether the slots lie in one segment or two. Logits are in log2 units. */
+/* Attention of a few query rows over many slots. It is limited by memory bandwidth, so slots are read once and in
+ * place, and up to SHARE rows share each load. A row's sums run over the slots in ascending order, whatever other rows
+ * are computed with it, and their bits do not depend on whether the slots lie in one segment or two. Logits are in log2
+ * units. */
 #ifndef KVEVICT_STREAM_H
 #define KVEVICT_STREAM_H
 #include "products.h"
 #include "state.h"
 
-enum { SPLIT = 512 /* slots of a split; splits are computed apart and their states merged in order */ };
+enum { SPLIT = 512 /* slots of a split; splits are computed separately and their states merged in order */ };
 
-/* Puts x [width], a query or an output, into the order that kv_stream_half has; if `back`, out of it. */
+/* Permutes x [width], a query, into the order in which kv_stream_half loads bf16 as floats; other forms keep their
+ * order. If `back`, x is an output, which is permuted from this order and whose Hadamard transform is undone. */
 static inline void kv_stream_order(const kv_stream *stream, int back, float *x) {
   if (back && stream->rotated) kv_hadamard(x, stream->D);
   if ((back ? stream->v_form : stream->k_form) != KV_FROM_BF16) return;
@@ -32,8 +34,8 @@ static inline kv_stream kv_stream_of(kv_dtype dtype, int64_t D, int64_t rows, co
   return x;
 }
 
-/* Allocates the scratch of x; returns memory that the caller frees, NULL if there is none. The padding of q and of
- * buffer starts as 0 and stays 0. */
+/* Allocates the scratch of x. Returns the memory, which the caller frees; NULL if there is none. The padding of q and
+ * of buffer starts as 0 and stays 0. */
 static inline void *kv_stream_alloc(kv_stream *x) {
   float **const fields[] = {&x->q, &x->s, &x->buffer, &x->alpha, &x->words, &x->by, &x->sum, &x->more};
   const int64_t n = x->rows, buffer = x->in_place ? 0 : BLOCK * x->width, words = kv_is_words(x->k_form) ? n : 0;
@@ -45,7 +47,8 @@ static inline void *kv_stream_alloc(kv_stream *x) {
   return memory;
 }
 
-/* Stores q [D], row r, as words for packed keys, whose products are q . k = q . (k - centre) + q . centre. */
+/* Stores q [D], the query of row r, as words for packed keys. These hold k - centre, and q . k = q . (k - centre) +
+ * q . centre; x->more gets the last term. */
 static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const float *q, const float *centre) {
   float row[KV_MOST_D];
   int16_t words[KV_MOST_D], *to = (int16_t *)(void *)x->words + r * x->D;
@@ -57,16 +60,17 @@ static inline void kv_stream_load_words(const kv_stream *x, int64_t r, const flo
   for (int64_t d = 0; d < x->D; d += VL) sum += vf_load(row + d);
   x->by[r] = kv_words_of(row, x->D, words);
   x->sum[r] = vf_sum(sum), x->more[r] = vf_sum(more);
-  for (int64_t d = 0; d < x->D; d += WORDS) /* of 4 bits: vectors of the lower and the upper half alternate */
+  for (int64_t d = 0; d < x->D; d += WORDS) /* 4-bit keys: vectors of the lower and the upper half of D alternate */
     memcpy(to + d, words + d / WORDS % pairs * (x->D / 2) + d / (pairs * WORDS) * WORDS, WORDS * sizeof *words);
 }
 
-/* Loads the queries in the form that these keys need. Rows are in time-major order, as in kv_rows. */
+/* Loads the queries from step t0 on, in the form in which the keys k are multiplied. Row r is head r % G at step
+ * t0 + r / G. */
 static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, int64_t t0, const kv_columns *k) {
   for (int64_t r = 0; r < x->rows; r++) {
     float *q = x->q + r * x->width;
     kv_load_query(query, r % query->G, t0 + r / query->G, q);
-    if (x->k_form == KV_BY_BF16) { /* not converted or scaled: products are scaled later */
+    if (x->k_form == KV_BY_BF16) { /* the words are neither converted nor scaled: their products are scaled later */
       kv_load_words(query, r % query->G, t0 + r / query->G, x->words + r * x->D / 2);
       x->by[r] = query->scale, x->more[r] = 0;
     } else if (kv_is_words(x->k_form)) {
@@ -76,8 +80,9 @@ static inline void kv_stream_load(const kv_stream *x, const kv_queries *query, i
   }
 }
 
-/* Splits slots c .. c + n - 1 into one or two pieces and returns their number. A piece lies in place, or is converted
- * into the buffer, whose padding stays 0. rotated: new values are rotated as the stored ones of 4 bits are. */
+/* Splits slots c .. c + n - 1 into one or two pieces and returns the number of pieces. A piece lies in place, or is
+ * converted into x->buffer, whose padding stays 0. rotated: stored values are Hadamard-transformed (4 bits), so new
+ * values are transformed, too. */
 static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns, kv_form form, int rotated, int64_t c,
                                    int64_t n, kv_stream_rows *piece) {
   const int packed = form > KV_BY_BF16;
@@ -93,7 +98,7 @@ static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns
   const kv_run run = kv_columns_run(columns, c, n);
   piece[0] = (kv_stream_rows){form, run.n, kv_is_words(form) ? x->D / WORDS : x->width / VL, run.stride, run.x};
   if (run.n == n) return 1;
-  if (packed && c + n <= columns->packed) { /* one piece, so that all weights share a scale */
+  if (packed && c + n <= columns->packed) { /* copied into one piece, so that all weights share a scale */
     for (int64_t i = 0; i < n; i++) memcpy(to + i * run.stride, kv_column(columns, c + i), (size_t)run.stride);
     piece[0].n = n, piece[0].x = to;
     return 1;
@@ -101,9 +106,9 @@ static inline int kv_stream_pieces(const kv_stream *x, const kv_columns *columns
   return 1 + kv_stream_pieces(x, columns, form, rotated, c + run.n, n - run.n, piece + 1);
 }
 
-/* Returns the address of column c, from where memory is fetched while `piece` is read. The reader fetches the bytes of
- * its vectors; a packed row is longer than these, so the rest is fetched here: a missing cache line costs as much as a
- * row. */
+/* Returns the address of column c, from which memory is fetched ahead while `piece` is multiplied. The products of
+ * `piece` fetch as many bytes as its vectors take. Packed rows are longer than their vectors, so the remaining bytes
+ * are fetched here: a missing cache line costs as much as a row. */
 static inline kv_stream_next kv_stream_ahead(const kv_columns *x, int64_t c, const kv_stream_rows *piece) {
   const kv_stream_next next = kv_columns_ahead(x, c);
   const int64_t end = c < x->packed ? piece->n * x->at.stored_stride : 0;
@@ -112,8 +117,8 @@ static inline kv_stream_next kv_stream_ahead(const kv_columns *x, int64_t c, con
   return next;
 }
 
-/* Adds slots c0 .. c1 - 1, which rows r0 .. r1 - 1 all see, to these rows' states. `state` is row 0's, and `logit`,
- * which may be NULL, gets the logits: row 0's first, the others `apart` floats apart. */
+/* Adds slots c0 .. c1 - 1 to the states of rows r0 .. r1 - 1, which all see these slots. `state` begins with row 0's
+ * state. `logit`, unless NULL, gets the logits: those of row r begin at logit + r * apart. */
 static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns *k, const kv_columns *v, int64_t c0,
                                  int64_t c1, int64_t r0, int64_t r1, kv_state state, float *logit, int64_t apart) {
   kv_stream_rows piece[2];
@@ -142,7 +147,8 @@ static inline void kv_stream_run(const kv_stream *x, float cap, const kv_columns
   }
 }
 
-/* Returns how many splits a thread takes at once: waking it costs more than computing about 32k numbers of K. */
+/* Returns how many splits a thread takes at once: as many as have about 32k numbers of K, since waking a thread costs
+ * more than computing these. */
 static inline int64_t kv_stream_grain(const kv_stream *x, int64_t slots) {
   return kv_max(1, 32768 / (kv_min(SPLIT, kv_max(slots, 1)) * x->D));
 }

@@ -1,4 +1,5 @@
-/* The rows of ops.def as arrays: tables::attend::args, ... A row that contradicts kvevict.h does not compile. */
+/* The rows of ops.def as one array per op: tables::attend::args, and so on. A row that contradicts kvevict.h does not
+ * compile. */
 #ifndef KVEVICT_TABLE_H
 #define KVEVICT_TABLE_H
 #include <algorithm>
@@ -23,26 +24,26 @@ enum : uint8_t { unused, one, KV_SIZES(KV_ENUMERATOR) count };
 #define KV_STRING(x) #x,
 constexpr const char *size_names[] = {"", "1", KV_SIZES(KV_STRING)};
 
-/* The kinds of rows that ops.def has. */
+/* What a row of ops.def describes: an argument of one of these kinds, or a result. */
 #define KV_ARG_KINDS(X) X(tensor) X(rows) X(slots) X(number) X(flag) X(integer) X(count) X(choice) X(result)
 enum class Kind : uint8_t { KV_ARG_KINDS(KV_ENUMERATOR) };
 constexpr const char *kind_names[] = {KV_ARG_KINDS(KV_STRING)};
 
-/* The elements of a tensor; `call`: those of the call's dtype. */
+/* The dtype of a tensor's elements; `call` is the dtype of the call's first tensor. */
 enum class Element : uint8_t { call, int32, int64, float32 };
 constexpr const char *dtype_names[] = {"", "int32", "int64", "float32"};
 
 /* A row of ops.def: an argument of an op, or a result. */
 struct Arg {
   Kind kind;
-  const char *type, *name;           /* as in the schema */
-  size_t at = 0;                     /* the offset of the field in the struct */
-  Element element = Element::call;   /* a tensor's elements */
-  std::array<uint8_t, 4> shape = {}; /* its sizes, of `sizes` */
-  const char *text = "";             /* its sizes or words, as written */
-  size_t stride_at = 0, strides = 0; /* the offset of the strides in the struct, and their number */
-  size_t kind_at = 0;                /* the offset of the slots' kind in the struct */
-  int64_t least = 0, most = 0;       /* bounds of an integer or a choice */
+  const char *type, *name;           /* the argument's type and name in the schema */
+  size_t at = 0;                     /* the offset of the field in the op's struct */
+  Element element = Element::call;   /* the dtype of a tensor's elements */
+  std::array<uint8_t, 4> shape = {}; /* a tensor's sizes, of the enum `sizes` */
+  const char *text = "";             /* a tensor's sizes or a choice's words, as ops.def has them */
+  size_t stride_at = 0, strides = 0; /* the offset of the field of strides, and the number of strides */
+  size_t kind_at = 0;                /* the offset of the field with the slots' kv_kind */
+  int64_t least = 0, most = 0;       /* bounds of the value of an integer or a choice */
 
   bool is_tensor() const { return kind == Kind::tensor || kind == Kind::rows || kind == Kind::slots; }
   bool is_optional() const { return type[6] == '?'; }
@@ -51,9 +52,9 @@ struct Arg {
 };
 
 using Arguments = std::span<const Arg>;
-constexpr size_t MOST_ROWS = 32; /* the most rows of an op */
+constexpr size_t MOST_ROWS = 32; /* the most arguments and results of an op */
 
-/* The elements to which a field of type Field points. */
+/* Returns the dtype of the elements to which a field of type Field points; Element::call for void. */
 template <typename Field>
 consteval Element element_of() {
   using T = std::remove_const_t<std::remove_pointer_t<Field>>;
@@ -63,7 +64,7 @@ consteval Element element_of() {
   return std::is_same_v<T, float> ? Element::float32 : Element::call;
 }
 
-/* Returns the offset of a field that must be a T; for an int it may be an enum. */
+/* Returns `offset`, that of a field of type Field. Field must be T or, if T is int, an enum. */
 template <typename T, typename Field>
 consteval size_t place(size_t offset) {
   static_assert(std::is_same_v<T, Field> || (std::is_same_v<T, int> && std::is_enum_v<Field>));
@@ -106,7 +107,7 @@ using namespace sizes;
 #include "ops.def"
 }  // namespace tables
 
-/* The schema of an op, as torch reads it. */
+/* Returns the schema of an op, as torch reads it. */
 std::string schema(const char *op, Arguments args) {
   std::string arguments, results;
   for (const Arg &x : args) {

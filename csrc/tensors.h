@@ -1,5 +1,6 @@
-/* How binding.cpp reads the arguments of an op. As ops.def says, each is checked for device, dtype, shape and layout
- * when its address is put into the struct of kvevict.h; then the kernel of the right device is run. */
+/* Reads the arguments of an op for binding.cpp. Each argument is checked for the device, dtype, shape and layout in
+ * ops.def, and its address is put into the op's struct of kvevict.h. Then the kernel for the arguments' device is
+ * run. */
 #ifndef KVEVICT_TENSORS_H
 #define KVEVICT_TENSORS_H
 #include <dlfcn.h>
@@ -42,12 +43,13 @@ void parallel(int64_t n, int64_t grain, kv_body body, void *ctx) {
   torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(ctx, begin, end); });
 }
 
-/* Called before every op, since torch's pool may have been resized. */
+/* Gives the kernels torch's number of threads. Called before every op, since torch's pool may have been resized. */
 void set_threads() { kv_set_parallel(parallel, static_cast<int>(torch::stable::get_num_threads())); }
 
 #ifdef KVEVICT_CUDA_ARCHS
-/* Returns torch's current stream of a GPU, a cudaStream_t. Nothing here is linked to libtorch_cuda, so that one binary
- * serves torch with and without CUDA; if there is a CUDA tensor, that library is loaded. */
+/* Returns torch's current stream of a GPU, a cudaStream_t. This extension is not linked to libtorch_cuda, so that one
+ * binary serves torch with and without CUDA. If a CUDA tensor exists, that library is loaded, and the function is found
+ * there. */
 void *current_stream(int32_t device) {
   using Get = AOTITorchError (*)(int32_t, void **);
   static const Get get = [] {
@@ -66,7 +68,7 @@ void put(void *a, size_t at, T value) {
   std::memcpy(static_cast<char *>(a) + at, &value, sizeof value);
 }
 
-/* Asks one of torch's C functions about a tensor, without the detour over the enums of its headers. */
+/* Returns what one of torch's C functions says about a tensor, without the detour over the enums of torch's headers. */
 int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &t) {
   int32_t value;
   TORCH_ERROR_CODE_CHECK(get(t.get(), &value));
@@ -75,7 +77,7 @@ int32_t asked(AOTITorchError (*get)(AtenTensorHandle, int32_t *), const Tensor &
 
 int32_t code_of(ScalarType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
 
-/* The memory of a tensor; empty if it has no elements. */
+/* The memory of a tensor: bytes begin .. end - 1; empty if the tensor has no elements. */
 struct Bytes {
   const char *begin = nullptr, *end = nullptr;
   bool meets(Bytes x) const { return begin != end && x.begin != x.end && begin < x.end && x.begin < end; }
@@ -89,10 +91,12 @@ struct Kernels {
   int (*cuda)(const Args *, void *scratch, void *stream);
 };
 
-/* One call of an op, on the device of its first tensor, where all must be. A GPU is current while this lives. */
+/* One call of an op. All its tensors must be on the device of the first one. If that is a GPU, it is CUDA's current
+ * device while this object lives. */
 class Call {
  public:
-  /* Takes every argument off torch's stack before anything is checked: those left there by an error are never freed. */
+  /* Takes every tensor off torch's stack before anything is checked: tensors that an error leaves there are never
+   * freed. */
   Call(Arguments args, StableIValue *stack) : args_(args), stack_(stack) {
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].is_tensor()) continue;
@@ -112,7 +116,7 @@ class Call {
   int64_t size(uint8_t which) const { return std::max<int64_t>(size_[which], 0); }
   void set_size(uint8_t which, int64_t value) { size_[which] = value; }
 
-  /* Checks the arguments and puts them into the struct `a` of the op; one that is None stays NULL. */
+  /* Checks the arguments and puts them into the struct `a` of the op; a field whose argument is None stays NULL. */
   void read(void *a) {
     for (size_t i = 0; i < args_.size(); i++) {
       const Arg &x = args_[i];
@@ -133,7 +137,7 @@ class Call {
           STD_TORCH_CHECK(size_[x.shape[0]] >= 0, x.name, " is ", size_[x.shape[0]]);
           break;
         case Kind::integer:
-        case Kind::choice: { /* the schema's int64 must not be cut to the field's int */
+        case Kind::choice: { /* checked as the schema's int64, before it is cut to the field's int */
           const int64_t value = torch::stable::detail::to<int64_t>(stack_[i]);
           const bool known = x.least <= value && value <= x.most;
           STD_TORCH_CHECK(known, x.name, " is ", value, ", expected ", x.least, "..", x.most);
@@ -146,7 +150,7 @@ class Call {
     }
   }
 
-  /* Allocates the results; all sizes are known by now. */
+  /* Allocates the results. All sizes are known by now, from the arguments. */
   void make_results(void *a) {
     for (size_t i = 0; i < args_.size(); i++) {
       const Arg &x = args_[i];
@@ -177,7 +181,8 @@ class Call {
       if (args_[i].kind == Kind::result) *top++ = torch::stable::detail::from(*tensors_[i]);
   }
 
-  /* The rows of all heads: head i's from offset[i] on, count[i] + more of them; or the one after its len[i] slots. */
+  /* rows_of returns for every head i the rows offset[i] .. offset[i] + count[i] + more - 1; row_after returns the one
+   * row offset[i] + len[i], which follows the head's slots. */
   HeadRows rows_of(const int64_t *offset, const int32_t *count, int64_t more = 0) const {
     return {heads_to_check(), offset, nullptr, count, more};
   }
@@ -185,12 +190,13 @@ class Call {
     return {heads_to_check(), offset, len, nullptr, 1};
   }
 
-  /* Checks the buffers that have `rows` rows. */
+  /* Check the heads' rows x in the buffers whose number of rows is the size `rows` of ops.def. */
   void check_inside(uint8_t rows, const HeadRows &x) const { x.check_inside(size(rows), buffer(rows)); }
   void check_apart(uint8_t rows, const HeadRows &x) const { x.check_apart(buffer(rows)); }
 
-  /* Written arguments may not lie in any other one's memory, except, if `is_shared`, that a field of the kv_slots at
-   * `written` may be the same field of the one at `read`. */
+  /* Checks that no written argument shares memory with another argument. If `is_shared`, there is one exception: a
+   * field of the kv_slots at offset `written` of the struct may be the same array as that field of the kv_slots at
+   * offset `read`. */
   void check_disjoint(bool is_shared, size_t written, size_t read) const {
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].is_tensor() || !args_[i].is_written()) continue;
@@ -203,7 +209,7 @@ class Call {
   }
 
  private:
-#ifdef KVEVICT_ON_CPU /* the CUDA kernels stand in for the CPU's */
+#ifdef KVEVICT_ON_CPU /* in tests the CUDA kernels run on the CPU, in place of the CPU's kernels */
   static constexpr bool needs_alignment() { return true; }
 #else
   bool needs_alignment() const { return cuda_; }
@@ -239,11 +245,13 @@ class Call {
     const uintptr_t unit = packed ? 4 : slots && x.kind != Kind::rows ? 16 : 1;
     STD_TORCH_CHECK(!needs_alignment() || reinterpret_cast<uintptr_t>(memory_[i].begin) % unit == 0, x.name,
                     " does not start at a multiple of ", unit, " bytes");
-    /* An array of no elements may have no address, which for the struct is None. */
+    /* An array without elements may have no address, but NULL in the struct means None: any other address is put
+     * there. */
     put<const void *>(a, x.at, memory_[i].begin ? memory_[i].begin : a);
   }
 
-  /* The kind of rows. For slots it is the argument before them, which is already in the struct. */
+  /* Returns the storage format of an argument's rows. For stored slots it is the argument before them, which is already
+   * in the struct a. */
   static kv_kind kind_of(const Arg &x, const void *a) {
     kv_kind kind = KV_AS_COMPUTED;
     if (x.kind == Kind::slots) std::memcpy(&kind, static_cast<const char *>(a) + x.kind_at, sizeof kind);
@@ -267,21 +275,21 @@ class Call {
     STD_TORCH_CHECK(false, x.name, " has shape ", shape_text(have), ", expected [", wanted, "]");
   }
 
-  /* Returns the memory of a tensor and puts its strides into the struct; if that has no field for them, the tensor must
-   * be dense. */
+  /* Returns the memory of a tensor and puts the tensor's strides into the struct. If the struct has no field for them,
+   * the tensor must be dense. */
   Bytes read_layout(const Arg &x, const Tensor &t, void *a) const {
     const auto sizes = t.sizes(), strides = t.strides();
     const int64_t element = static_cast<int64_t>(t.element_size());
     int64_t last = 0, elements = 1;
     bool dense = true;
     for (size_t d = sizes.size(); d-- > 0; elements *= sizes[d]) {
-      /* The stride of a single row may be anything; without rows it counts as 0, as copies of nothing must be
+      /* A dimension of size 0 or 1 may have any stride. It counts as 0, since even copies of nothing must be
        * aligned. */
       const int64_t stride = sizes[d] < 2 ? 0 : strides[d];
       dense &= sizes[d] < 2 || stride == elements;
       last += (sizes[d] - 1) * stride;
       if (d >= x.strides) continue;
-      /* The GPU's kernels hold the strides of heads and steps in 32 bits, in bytes. */
+      /* CUDA kernels hold the strides of heads and steps in 32 bits, as bytes. */
       STD_TORCH_CHECK(on_cpu() || d == 0 || stride <= INT32_MAX / element, x.name,
                       " has rows more than 2 GiB apart; read the prompt in chunks");
       put(a, x.stride_at + d * sizeof stride, stride);
@@ -293,7 +301,7 @@ class Call {
 
   static bool is_aligned(const void *x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
 
-  /* Whether every row starts at a multiple of 16 bytes. */
+  /* Returns whether every row starts at a multiple of 16 bytes. */
   static bool aligned(const Tensor &t) {
     bool all = is_aligned(t.data_ptr());
     for (int64_t d = 0; d < t.dim() - 1; d++)
@@ -303,7 +311,7 @@ class Call {
 
   Tensor empty(ScalarType type, std::span<const int64_t> shape) const {
     std::array<int64_t, 4> stride;
-    int64_t bytes = 4; /* 4 bytes a number; a tensor of bytes has one dimension */
+    int64_t bytes = 4; /* counts 4 bytes for every number, the most that a result's dtype has */
     bool fits = true;
     for (size_t d = shape.size(); d-- > 0;) {
       stride[d] = bytes / 4;
@@ -316,7 +324,7 @@ class Call {
     return Tensor(handle);
   }
 
-  /* The name of the first buffer with `rows` rows. */
+  /* Returns the name of the first argument whose number of rows is the size `rows`. */
   const char *buffer(uint8_t rows) const {
     return std::find_if(args_.begin(), args_.end(), [=](const Arg &x) { return x.is_tensor() && x.shape[0] == rows; })
         ->name;
@@ -327,7 +335,7 @@ class Call {
   std::array<std::optional<Tensor>, MOST_ROWS> tensors_;
   std::array<Bytes, MOST_ROWS> memory_;
   std::array<int64_t, sizes::count> size_;
-  ScalarType type_; /* type_ and all below are of the first tensor */
+  ScalarType type_; /* type_ and all members below describe the first tensor */
   bool cuda_;
   int32_t device_, index_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;

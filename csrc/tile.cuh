@@ -1,10 +1,10 @@
-/* Tiles of rows in shared memory, their products on tensor cores, and the online softmax, for attend and the ops of
- * observing rows. E is float, f16 or bf16; D is the head dimension rounded up to 64, 96, 128 or 256, padded with zeros.
- * Sums are fp32, logits in log2 units.
+/* Tiles of rows in shared memory, their products on tensor cores, and the online softmax, for attend, decode and the
+ * ops of observing rows. E is float, f16 or bf16; D is the head dimension rounded up to 64, 96, 128 or 256, padded
+ * with zeros. Sums are fp32, logits in log2 units.
  *
- * Products have the fragment layout of mma (ptx.cuh) for every E, so only multiply and add_values use tensor cores:
- * lane l holds rows g = l / 4 and g + 8 and columns c = 2 (l % 4) and c + 1 of each 16 x 8 block. fp32 is summed with
- * multiply-adds in the same layout. */
+ * Products of every E have the fragment layout of mma (ptx.cuh): lane l holds rows g = l / 4 and g + 8 and columns c
+ * = 2 (l % 4) and c + 1 of each 16 x 8 block. Only multiply and add_values use tensor cores, for f16 and bf16; float
+ * is summed with multiply-adds in the same layout. */
 #ifndef KV_TILE_CUH
 #define KV_TILE_CUH
 #include <math.h>
@@ -15,9 +15,9 @@
 KV_DEVICE int fragment_row() { return lane_id() / 4; }
 KV_DEVICE int fragment_column() { return lane_id() % 4 * 2; }
 
-/* Returns where vector c of row r lies in a tile [rows, D]. The swizzle puts rows 8 i .. 8 i + 7 of a column of
- * vectors, which ldmatrix reads together, into different banks. Rows of 96 16-bit numbers are 1.5 times as long as all
- * banks together and need another swizzle. */
+/* Returns the index of the first element of vector c of row r in a tile [rows, D]. The swizzle puts vector c of rows
+ * 8 i .. 8 i + 7, which ldmatrix reads together, into different banks. A row of 96 16-bit numbers is 1.5 times as
+ * long as all banks together and needs another swizzle. */
 template <class E, int D>
 KV_DEVICE int tile_at(int r, int c) {
   constexpr int vectors = D / VECTOR<E>;
@@ -26,15 +26,15 @@ KV_DEVICE int tile_at(int r, int c) {
 
 KV_DEVICE uint64_t row_at(const kv_segments &rows, int r) { return kv_segments_at(&rows, r); }
 
-/* Rows at equal distances; x: the first one's address; step: in bytes. */
+/* Consecutive rows that may be evenly spaced in memory; x: address of the first row; step: bytes from row to row. */
 struct Even {
-  bool all; /* whether the rows are at equal distances */
+  bool all; /* whether the rows are evenly spaced; if not, do not use x and step */
   uint64_t x;
   uint32_t step;
 };
 
-/* Returns whether and how rows r0 .. r0 + count - 1 are evenly spaced: most tiles of keys and values lie in the stored
- * rows alone, or in the new ones. */
+/* Returns whether and how rows r0 .. r0 + count - 1 are evenly spaced. They are if all of them are stored or all are
+ * new, as in most tiles of keys and values. */
 KV_DEVICE Even even(const kv_segments &rows, int r0, int count) {
   const bool stored = r0 + count <= rows.len;
   return {stored || (r0 >= rows.len && r0 + count <= rows.n), row_at(rows, r0),
@@ -45,14 +45,16 @@ KV_DEVICE Even even(const Rows &, int, int) {
   return {false, 0, 0};
 }
 
-/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows` (row_at has their addresses) into tile [ROWS, D]; cp_async_wait
- * ends it. Rows past the last and elements from dims on are 0. The tile's rows before `from_row` stay as they are. */
+/* Starts copying rows r0 .. r0 + ROWS - 1 of `rows`, at the addresses that row_at gives, into tile [ROWS, D].
+ * cp_async_wait waits for the copies. Rows past the last one and elements from dims on become 0. The tile's rows
+ * before `from_row` stay as they are. */
 template <class E, int D, int ROWS, int THREADS, class Rows>
 KV_DEVICE void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_row = 0) {
   constexpr int vectors = D / VECTOR<E>;
-  constexpr int count = ROWS * vectors / THREADS; /* vectors of a thread */
+  constexpr int count = ROWS * vectors / THREADS; /* vectors that a thread copies */
   static_assert(ROWS * vectors % THREADS == 0, "every thread must load equally many vectors");
-  /* Threads of a row, and the distance of a thread's rows, which all have one place in the swizzle. */
+  /* lanes: threads that share a row; apart: distance of a thread's rows. A multiple of 8, it gives all of them one
+   * place in the swizzle. */
   constexpr int lanes = vectors % 8 ? 4 : vectors, apart = THREADS / lanes;
   if constexpr (THREADS % lanes == 0 && apart % 8 == 0 && ROWS % apart == 0) {
     const Even run = even(rows, r0, ROWS);
@@ -68,8 +70,8 @@ KV_DEVICE void tile_load(E *tile, const Rows &rows, int r0, int dims, int from_r
       return;
     }
   }
-  /* The loop is unrolled where a thread's rows are evenly spaced; else their addresses would take too many registers.
-   * With fp32 of 256 dimensions no registers are left. */
+  /* The loop is unrolled where a thread's rows are evenly spaced; else their addresses would take too many
+   * registers. It is never unrolled for fp32 of 256 dimensions (64 vectors), where no registers are left. */
 #pragma unroll(THREADS % vectors || vectors == 64 ? 1 : 4)
   for (int i = 0; i < count; i++) {
     const int r = (threadIdx.x + i * THREADS) / vectors, c = (threadIdx.x + i * THREADS) % vectors;
@@ -91,13 +93,14 @@ KV_DEVICE uint4 vector_of(const float (&x)[VECTOR<E>]) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* The vectors of each lane, and the lanes that share a row that is unpacked into a tile. */
+/* A row that is unpacked into a tile is shared by TILE_LANES lanes with TILE_VECTORS vectors each. */
 template <class E, int D>
 constexpr int TILE_VECTORS = D / VECTOR<E> > 32 ? 2 : 1;
 template <class E, int D>
 constexpr int TILE_LANES = (D == 96 ? 128 : D) / VECTOR<E> / TILE_VECTORS<E, D>;
 
-/* Unpacks the packed columns of c0 .. c0 + ROWS - 1 into the tile, rounded to E; readers need a barrier after it. */
+/* Unpacks columns c0 .. c0 + ROWS - 1, as far as they are packed, into the tile, rounded to E. Other threads may
+ * read the rows after a barrier. */
 template <class E, int D, int ROWS, int THREADS>
 KV_DEVICE void tile_unpack(E *tile, const Columns x, int c0, int dims) {
   constexpr int L = TILE_LANES<E, D>, V = TILE_VECTORS<E, D>, vectors = D / VECTOR<E>;
@@ -114,11 +117,12 @@ KV_DEVICE void tile_unpack(E *tile, const Columns x, int c0, int dims) {
   }
 }
 
-/* Starts copying the columns that are not packed; next to packed slots these are the new ones. */
+/* Starts copying columns c0 .. c0 + ROWS - 1, as far as they are not packed, into the tile. If stored slots are
+ * packed, these are the new ones. */
 template <class E, int D, int ROWS, int THREADS>
 KV_DEVICE void tile_copy(E *tile, const Columns x, int c0, int dims) {
   kv_segments at = x.at;
-  if (x.kind != KV_AS_COMPUTED) at.len = 0; /* columns past the last, too, have addresses of rows of E */
+  if (x.kind != KV_AS_COMPUTED) at.len = 0; /* gives every column, also past the last, the address of an unpacked row */
   tile_load<E, D, ROWS, THREADS>(tile, at, c0, dims, x.packed() - c0);
 }
 
@@ -128,13 +132,13 @@ KV_DEVICE void tile_load(E *tile, const Columns &x, int c0, int dims) {
   tile_copy<E, D, ROWS, THREADS>(tile, x, c0, dims);
 }
 
-/* x [VECTOR] = the numbers of one vector of a tile. */
+/* x [VECTOR] = the numbers of one vector of a tile, as floats. */
 template <class E>
 KV_DEVICE void tile_floats(const E *vector, float (&x)[VECTOR<E>]) {
   vector_floats<E>(*reinterpret_cast<const uint4 *>(vector), x);
 }
 
-/* Whether all numbers that this thread loaded into the tile are finite. */
+/* Returns whether all numbers that this thread loaded into the tile are finite. */
 template <class E, int D, int ROWS, int THREADS>
 KV_DEVICE bool tile_finite(const E *tile) {
   constexpr int vectors = D / VECTOR<E>;
@@ -148,8 +152,8 @@ KV_DEVICE bool tile_finite(const E *tile) {
   return finite;
 }
 
-/* Calls f(m, n, half, j) for each number that a lane holds of MT x NT fragments of 16 x 8: s[m][n][2 half + j] is in
- * row 16 m + 8 half + g and column 8 n + c + j. */
+/* Calls f(m, n, half, j) for each number s[m][n][2 half + j] that a lane holds of MT x NT fragments of 16 x 8. It is
+ * in row 16 m + 8 half + fragment_row() and column 8 n + fragment_column() + j. */
 template <int MT, int NT, class F>
 KV_DEVICE void each_number(F f) {
 #pragma unroll
@@ -162,7 +166,7 @@ KV_DEVICE void each_number(F f) {
         for (int j = 0; j < 2; j++) f(m, n, half, j);
 }
 
-/* Calls f(m, half) for each row of which a lane holds numbers. */
+/* Calls f(m, half) for each row of which a lane holds numbers: row 16 m + 8 half + fragment_row(). */
 template <int MT, class F>
 KV_DEVICE void each_row(F f) {
   unrolled<MT, 2>(f);
@@ -173,7 +177,7 @@ KV_DEVICE void zero(float (&s)[MT][NT][4]) {
   each_number<MT, NT>([&](int m, int n, int half, int j) { s[m][n][2 * half + j] = 0; });
 }
 
-enum Pairing { DOT, L1, L2 }; /* of two numbers: x y, |x - y|, (x - y)^2 */
+enum Pairing { DOT, L1, L2 }; /* what pair_rows sums over pairs of numbers: x y, |x - y|, (x - y)^2 */
 
 template <int pairing>
 KV_DEVICE float paired(float x, float y, float sum) {
@@ -181,7 +185,8 @@ KV_DEVICE float paired(float x, float y, float sum) {
   return pairing == L1 ? sum + fabsf(x - y) : fmaf(x - y, x - y, sum);
 }
 
-/* s [16 MT, 8 NT] = the sum over D of paired(x, y), x in the rows of tile a from `row` on, y in the rows of tile b. */
+/* s [16 MT, 8 NT] = the sum over D of x y, |x - y| or (x - y)^2, for each row x of tile a from `row` on and each row
+ * y of tile b. */
 template <int pairing, class E, int D, int MT, int NT>
 KV_DEVICE void pair_rows(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   row += fragment_row();
@@ -209,15 +214,15 @@ KV_DEVICE void pair_rows(float (&s)[MT][NT][4], const E *a, int row, const E *b)
   }
 }
 
-/* s [16 MT, 8 NT] = A B^T, with A the rows from `row` on of tile a and B tile b. Registers hold the addresses of STEPS
- * steps along D. */
+/* s [16 MT, 8 NT] = A B^T, where A is 16 MT rows of tile a from `row` on and B is tile b. The loop along D is
+ * unrolled STEPS times; registers must hold the addresses of STEPS steps. */
 template <class E, int D, int STEPS, int MT, int NT>
 KV_DEVICE void multiply(float (&s)[MT][NT][4], const E *a, int row, const E *b) {
   if constexpr (sizeof(E) == 4) {
     pair_rows<DOT, E, D>(s, a, row, b);
   } else {
     const int lane = lane_id();
-    constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* the period of the swizzle in vectors; in rows it is 16 */
+    constexpr int period = D / VECTOR<E> % 8 ? 4 : 8; /* the swizzle's period in vectors; in rows it is 16 */
     zero(s);
 #pragma unroll(STEPS)
     for (int k = 0; k < D / 16; k++) {
@@ -237,8 +242,8 @@ KV_DEVICE void multiply(float (&s)[MT][NT][4], const E *a, int row, const E *b) 
   }
 }
 
-/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E. EXACT adds the rounding's remainders times V, too, so that
- * nearly all of P's fp32 counts; a value of inf then gives NaN. */
+/* o [16 MT, D] += P V, with P [16 MT, 8 NT] rounded to E. EXACT also adds the remainders of this rounding times V,
+ * so that P counts nearly as fp32; an inf in V then gives NaN. */
 template <class E, int D, bool EXACT = false, int MT, int NT>
 KV_DEVICE void add_values(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const E *v) {
   const int lane = lane_id();
@@ -267,7 +272,7 @@ KV_DEVICE void add_values(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4],
   }
 }
 
-/* Returns columns d and d + 1 of row r; d is even. */
+/* Returns elements d and d + 1 of row r of a tile, as floats; d is even. */
 template <class E, int D>
 KV_DEVICE float2 pair_at(const E *tile, int r, int d) {
   const E *x = tile + tile_at<E, D>(r, d / VECTOR<E>) + d % VECTOR<E>;
@@ -277,7 +282,7 @@ KV_DEVICE float2 pair_at(const E *tile, int r, int d) {
     return unpack<E>(*reinterpret_cast<const uint32_t *>(x));
 }
 
-/* o += P V with multiply-adds, over the first seen[m][.] columns of each row only. */
+/* o += P V in fp32 with multiply-adds; each row adds only the first seen[m][half] columns. */
 template <int D, int MT, int NT>
 KV_DEVICE void add_values_seen(float (&o)[MT][D / 8][4], const float (&p)[MT][NT][4], const float *v,
                                const int (&seen)[MT][2]) {
@@ -304,7 +309,8 @@ KV_DEVICE void add_values_seen(float (&o)[MT][D / 8][4], const float (&p)[MT][NT
 
 KV_DEVICE float zero_if_finite(float x) { return isfinite(x) ? 0 : x; }
 
-/* Adds each inf and NaN of the tile v [ROWS, D] to the rows of o that see it: a product would spread it to all rows. */
+/* Adds each inf and NaN of the tile v [ROWS, D] to those rows of o that see its slot; a row sees the first
+ * seen[m][half] slots. A matrix product would spread inf and NaN to all rows. */
 template <class E, int D, int ROWS, int MT>
 KV_DEVICE void add_nonfinite(float (&o)[MT][D / 8][4], const E *v, const int (&seen)[MT][2]) {
 #pragma unroll 1
@@ -319,7 +325,7 @@ KV_DEVICE void add_nonfinite(float (&o)[MT][D / 8][4], const E *v, const int (&s
     }
 }
 
-/* Makes each inf and NaN of a tile 0, after all threads of the block have read them. */
+/* Replaces each inf and NaN of tile v [ROWS, D] by 0, after all threads of the block have read the tile. */
 template <class E, int D, int ROWS, int THREADS>
 KV_DEVICE void clear_nonfinite(E *v) {
   __syncthreads();
@@ -329,7 +335,7 @@ KV_DEVICE void clear_nonfinite(E *v) {
   __syncthreads();
 }
 
-/* Makes s -inf from column seen[m][.] of each row on. */
+/* Makes s -inf in the columns that a row does not see: those from seen[m][half] on. */
 template <int MT, int NT>
 KV_DEVICE void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
   each_number<MT, NT>([&](int m, int n, int half, int j) {
@@ -337,9 +343,9 @@ KV_DEVICE void mask(float (&s)[MT][NT][4], const int (&seen)[MT][2]) {
   });
 }
 
-/* One step of the rows' online softmax. Turns s into p = 2^(scale s - top), with top the maximum so far, adds this
- * lane's part of p to sum and sets alpha, the factor of all earlier p. Where top is -inf, since no key was seen, 0
- * replaces it. */
+/* Does one step of the rows' online softmax. Replaces s by p = 2^(scale s - top), with top the row's maximum of
+ * scale s so far, adds this lane's part of p to sum, and sets alpha to the factor of all earlier p. Where top is
+ * -inf, since no key was seen, 0 is used in its place. */
 template <int MT, int NT>
 KV_DEVICE void softmax_step(float (&s)[MT][NT][4], float scale, float (&top)[MT][2], float (&sum)[MT][2],
                             float (&alpha)[MT][2]) {

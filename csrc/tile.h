@@ -1,6 +1,6 @@
 /* Tiles of queries against blocks of keys, shared by attend and the ops of observing rows: packing, S = Q K^T and O +=
- * P V. Sums are fp32, logits are in log2 units. Products are fp32 or, where the instruction set multiplies bf16, bf16:
- * P is then rounded to bf16, as flash attention does.
+ * P V, with S logits and P attention weights. Sums are fp32, logits are in log2 units. The factors of products are fp32
+ * or, where the instruction set multiplies bf16, bf16: P is then rounded to bf16, as flash attention does.
  *
  * A row's result does not depend on the tile or task that holds it, nor on the number of threads: every sum runs over
  * the columns in the same order, and columns that a row does not see add exact zeros. */
@@ -16,7 +16,7 @@
 enum {
   TILE = 48,                /* rows of an S tile, a multiple of MR and of SQUARE */
   PAD = KV_AMX ? TILE : MR, /* an operand is padded with rows of zeros to a multiple of PAD */
-  KEYS = 256,               /* columns of an S tile, a multiple of PANEL */
+  KEYS = 256,               /* the most columns of an S tile, a multiple of PANEL */
   PANEL = NV * VL,          /* columns of a packed key panel */
 };
 #define KV_LOG2E 1.4426950408889634f
@@ -26,24 +26,24 @@ static inline int64_t kv_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t kv_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t kv_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* The keys of a block: packed K and V take at most 256 KiB of the second-level cache. */
+/* Returns the number of keys of a block: packed K and V take at most 256 KiB of the second-level cache. */
 static inline int64_t kv_block(int64_t D) { return D > 128 ? KEYS / 2 : KEYS; }
 
-/* The causal bounds: row t sees columns 0 .. clamp(shift + t + 1, least, n) - 1. */
+/* Causal bounds: step t sees columns 0 .. clamp(shift + t + 1, least, n) - 1 of n columns. */
 typedef struct {
   int64_t shift, least, n;
 } kv_bounds;
 
 static inline int64_t kv_seen(kv_bounds x, int64_t t) { return kv_min(kv_max(x.shift + t + 1, x.least), x.n); }
 
-/* The query rows of one (b, kv head): its G heads at every step. In log2 units a logit is scale * q.k, or cap *
- * tanh(scale * q.k) if cap > 0. A row has `words` words of 4 bytes: numbers converted to fp32 or, where the processor
- * multiplies bf16, pairs of bf16 as they are. */
+/* The query rows of one (b, kv head): those of its G query heads at every step. In log2 units a logit is scale * q.k,
+ * or cap * tanh(scale * q.k) if cap > 0. A row has `words` words of 4 bytes: its numbers converted to fp32 or, where
+ * the processor multiplies bf16, pairs of bf16 as they are. */
 typedef struct {
   kv_dtype dtype;
-  int pairs, amx;                   /* words are pairs of bf16; pairs are multiplied in tile registers */
-  int64_t D, G, words;              /* words: of a row */
-  const char *q;                    /* head 0 of the group at step 0 */
+  int pairs, amx;                   /* whether words are pairs of bf16; whether tile registers multiply these */
+  int64_t D, G, words;              /* words: number of words of a row */
+  const char *q;                    /* the query of the group's head 0 at step 0 */
   int64_t head_stride, step_stride; /* in bytes */
   float scale, cap;
 } kv_queries;
@@ -60,13 +60,14 @@ static inline kv_queries kv_queries_of(kv_dtype dtype, int64_t D, int64_t G, con
   return x;
 }
 
-/* Loads q [D] = scale times the query of head g at step t. */
+/* Loads the query of head g at step t as floats q [D], times scale. */
 static inline void kv_load_query(const kv_queries *x, int64_t g, int64_t t, float *q) {
   kv_load_row(x->dtype, x->q + g * x->head_stride + t * x->step_stride, q, x->D);
   for (int64_t d = 0; d < x->D; d++) q[d] *= x->scale;
 }
 
-/* Loads q [words]: as kv_load_query does, or pairs of bf16 as they are, whose products are scaled later. */
+/* Loads the query of head g at step t as q [words]: floats times scale, or pairs of bf16 as they are, whose products
+ * are scaled later. */
 static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, float *q) {
   if (x->pairs)
     memcpy(q, x->q + g * x->head_stride + t * x->step_stride, (size_t)x->words * sizeof *q);
@@ -74,7 +75,8 @@ static inline void kv_load_words(const kv_queries *x, int64_t g, int64_t t, floa
     kv_load_query(x, g, t, q);
 }
 
-/* Called before and after kv_tile_s, kv_tile_o and kv_row_o. amx: these multiply in tile registers (kv_queries). */
+/* kv_tiles_begin is called before, and kv_tiles_end after, calls of kv_tile_s, kv_tile_o and kv_row_o. amx: whether
+ * these multiply in tile registers (kv_queries). */
 static inline kv_amx kv_tiles_begin(int amx) {
   kv_amx none;
   memset(&none, 0, sizeof none);
@@ -84,9 +86,9 @@ static inline void kv_tiles_end(int amx, kv_amx before) {
   if (amx) kv_amx_end(before);
 }
 
-/* C [MR, nv * VL] = scale (alpha C + A B), with A [MR, n] and B [n, nv * VL]; scale A B if alpha [MR] is NULL. pairs:
- * each word of A and B is two bf16; else scale is not applied. nv and pairs are constants at every call, so that the
- * sums stay in registers. */
+/* Computes C [MR, nv * VL] = scale (alpha C + A B), with A [MR, n], B [n, nv * VL] and a factor alpha [MR] per row;
+ * alpha NULL: scale A B. If `pairs`, each word of A and B is a pair of bf16; otherwise it is a float, and scale is not
+ * applied. nv and pairs are constants at every call, so that the sums stay in registers. */
 KV_INLINE void kv_multiply_nv(int nv, int pairs, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t n,
                               const float *alpha, float scale, float *c, int64_t ldc) {
   vf acc[MR][NV];
@@ -129,14 +131,14 @@ static inline void kv_multiply(int64_t nv, int pairs, const float *a, int64_t ld
 #undef KV_CASE
 }
 
-/* Packs columns c0 .. c0 + n - 1 into k [ceil(n / PANEL)][words][PANEL], the last vector padded with zeros. VL columns
- * at a time are transposed in 4 x 4 blocks of words. row: [VL, D] scratch. */
+/* Packs columns c0 .. c0 + n - 1 of one head's keys or values into k [ceil(n / PANEL)][words][PANEL], the last vector
+ * padded with zeros. VL columns at a time are transposed in 4 x 4 blocks of words. row: [VL, D] scratch. */
 static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *k, float *row) {
   static const float zeros[KV_MOST_D];
   const int64_t words = pairs ? x->D / 2 : x->D;
   for (int64_t c = 0; c < n; c += VL) {
     float *const panel = k + c / PANEL * PANEL * words + c % PANEL;
-    const char *from[VL]; /* bytes, since two bf16 may start where no float may */
+    const char *from[VL]; /* char, since a pair of bf16 may start where no float may */
     for (int i = 0; i < VL; i++)
       from[i] = c + i >= n ? (const char *)zeros
                 : pairs    ? (const char *)kv_column_pairs(x, c0 + c + i, row + i * x->D)
@@ -157,7 +159,8 @@ static inline void kv_pack_k(const kv_columns *x, int pairs, int64_t c0, int64_t
   }
 }
 
-/* Returns columns c0 .. c0 + n - 1 as rows [n, width] in place, *step floats apart; NULL if they must be packed. */
+/* Returns values c0 .. c0 + n - 1 in place, as rows [n, width] that are *step floats apart; NULL if they must be
+ * packed. */
 static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, int64_t n, int64_t width,
                                               int64_t *step) {
   const kv_run run = kv_columns_run(x, c0, n);
@@ -166,13 +169,13 @@ static inline const float *kv_values_in_place(const kv_columns *x, int64_t c0, i
   return (const float *)(const void *)run.x;
 }
 
-/* Packs columns c0 .. c0 + n - 1 into v: floats [n, width], or pairs of a column and the next [ceil(n / 2), width].
- * Rows are padded with zeros; with tile registers, zero rows follow up to a multiple of SQUARE. Returns whether all
- * numbers are finite. */
+/* Packs columns c0 .. c0 + n - 1 into v: floats [n, width] or, if `pairs`, words [ceil(n / 2), width] that each pair a
+ * column's number with the next column's. Rows are padded with zeros to width; with tile registers, rows of zeros
+ * follow up to a multiple of SQUARE rows. Returns whether all numbers are finite. */
 static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t n, float *v, int64_t width) {
   static const uint16_t zeros[KV_MOST_D];
   uint16_t rows[2][KV_MOST_D];
-  const uint32_t high = 0x7f800000u, low = high >> 16; /* the exponents of inf and NaN */
+  const uint32_t high = 0x7f800000u, low = high >> 16; /* bits of an exponent, all 1 in inf and NaN */
   uint32_t other = 0;
   for (int64_t c = 0; c < n; c += 1 + pairs, v += width) {
     if (pairs) {
@@ -193,16 +196,15 @@ static inline int kv_pack_v(const kv_columns *x, int pairs, int64_t c0, int64_t 
   return !other;
 }
 
-/* Multiplies each row of C [rows, columns] by its number of by [rows], unless `by` is NULL, and by `scale`. columns is
- * a multiple of VL. */
+/* Multiplies row r of C [rows, columns] by scale and, unless `by` is NULL, by by[r]. columns is a multiple of VL. */
 static inline void kv_scale_rows(int64_t rows, int64_t columns, const float *by, float scale, float *c, int64_t ldc) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < columns; j += VL)
       vf_store(c + r * ldc + j, (by ? by[r] * scale : scale) * vf_load(c + r * ldc + j));
 }
 
-/* Computes the logits s [rows, KEYS] of q [rows, words] and the first n columns of the packed block k. q and s have
- * rows up to a multiple of PAD. */
+/* Computes the logits s [rows, KEYS] of queries q [rows, words] and the first n keys of the packed block k. q and s
+ * must have room for rows up to a multiple of PAD. */
 static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t rows, const float *k, int64_t n,
                              float *s) {
   const int64_t words = query->words;
@@ -221,8 +223,9 @@ static inline void kv_tile_s(const kv_queries *query, const float *q, int64_t ro
   }
 }
 
-/* o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` floats apart. p and o
- * have rows up to a multiple of PAD; with amx, p and v have words up to a multiple of SQUARE, which are 0 in p. */
+/* Computes o [rows, width] = alpha o + p [rows, KEYS] v [n, width], with alpha [rows] and rows of v `step` floats
+ * apart. p and o must have room for rows up to a multiple of PAD. If `amx`, p and v have words up to a multiple of
+ * SQUARE, and the words of p after those of the n columns are 0. */
 static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, int64_t n, const float *v, int64_t step,
                              int64_t width, const float *alpha, float *o) {
   const int64_t words = pairs ? (n + 1) / 2 : n;
@@ -238,10 +241,11 @@ static inline void kv_tile_o(int pairs, int amx, const float *p, int64_t rows, i
   }
 }
 
-/* Does as kv_row_o below, with the sums of kv_tile_o. p is the first row of a tile, whose other rows are ignored. */
+/* Computes what kv_row_o below computes, in tile registers, with kv_tile_o's order of sums. p is the first row of a
+ * tile, whose other rows are ignored. */
 static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64_t width, float alpha, float *o) {
   const int64_t whole = n / (2 * SQUARE) * SQUARE, words = n / 2;
-  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* the first bf16 of a pair */
+  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* mask of the first bf16 of a pair */
   float sums[SQUARE][2 * SQUARE], seen[SQUARE][2 * SQUARE];
   for (int64_t d = 0; d < width; d += 2 * SQUARE) {
     memset(sums, 0, sizeof sums), memset(seen, 0, sizeof seen);
@@ -257,8 +261,8 @@ static inline void kv_row_o_amx(const float *p, int64_t n, const float *v, int64
   }
 }
 
-/* Does as kv_tile_o for one row and the n columns that it sees. Needed where v has an inf or a NaN, since 0 times that
- * of an unseen column is not 0. */
+/* Computes o as kv_tile_o does, but for one row and only the n columns that it sees. Needed where v has an inf or a
+ * NaN, since the weight 0 of an unseen column times such a number is not 0. */
 static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const float *v, int64_t width, float alpha,
                             float *o) {
   if (amx) {
@@ -266,7 +270,7 @@ static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const
     return;
   }
   const int64_t words = pairs ? n / 2 : n;
-  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* the first bf16 of a pair */
+  const vu first = (vu)vf_set1(kv_float(0xffffu)); /* mask of the first bf16 of a pair */
   for (int64_t d = 0; d < width; d += VL) {
     vf acc = alpha * vf_load(o + d);
     for (int64_t c = 0; c < words; c++) {
@@ -281,17 +285,19 @@ static inline void kv_row_o(int pairs, int amx, const float *p, int64_t n, const
   }
 }
 
-/* Caps a row's logits s [width], cap * tanh(s) if cap > 0; from column n on, which the row does not see, s is -inf. */
+/* Caps a row's first n logits of s [width], to cap * tanh(s), if cap > 0. Sets s to -inf from column n on, which the
+ * row does not see. */
 static inline void kv_cap_and_mask(float *s, float cap, int64_t n, int64_t width) {
   if (cap > 0)
     for (int64_t c = 0; c < n; c += VL) vf_store(s + c, cap * vf_tanh(vf_load(s + c)));
   for (int64_t c = n; c < width; c++) s[c] = -INFINITY;
 }
 
-/* Turns w, a gradient to logits x that kv_cap_and_mask made, into the gradient to the logits before it. */
+/* Returns the gradient to a logit before kv_cap_and_mask capped it, given w, the gradient to the capped logit x. */
 KV_INLINE vf kv_cap_grad(vf w, vf x, float cap) { return cap > 0 ? w * (1 - (x / cap) * (x / cap)) : w; }
 
-/* Allocates n arrays of sizes[i] floats at once. Returns the memory, which the caller frees; NULL if there is none. */
+/* Allocates one block of memory for n arrays, of which *fields[i] becomes array i, of sizes[i] floats. Returns the
+ * block, which the caller frees; NULL if there is no memory. */
 static inline void *kv_carve(int n, const int64_t *sizes, float **const *fields) {
   int64_t total = 0;
   for (int i = 0; i < n; i++) total += kv_round_up(sizes[i], 16);

@@ -1,11 +1,11 @@
-/* Vectors of 16 bytes, the unit of reads; unrolled loops; choosing a kernel by dtype. E is float, f16 or bf16. */
+/* Vectors of 16 bytes, the unit of reads; unrolled loops; choice of a kernel by dtype. E is float, f16 or bf16. */
 #ifndef KV_VECTOR_CUH
 #define KV_VECTOR_CUH
 #include "ptx.cuh"
 #include "segments.h"
 
 template <class E>
-constexpr int VECTOR = 16 / (int)sizeof(E); /* numbers in 16 bytes */
+constexpr int VECTOR = 16 / (int)sizeof(E); /* numbers of type E in 16 bytes */
 
 template <class E>
 KV_DEVICE void vector_floats(uint4 v, float (&x)[VECTOR<E>]) {

@@ -10,21 +10,22 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 KV_DEVICE int lane_id() { return threadIdx.x % 32; }
 KV_DEVICE int warp_id() { return threadIdx.x / 32; }
 
-/* Sums over aligned groups of `Width` lanes: 4 are a row of an mma fragment, 32 the warp. All get the same bits. */
+/* Returns the sum over each aligned group of Width lanes: 4 lanes hold a row of an mma fragment, 32 are the warp.
+ * All lanes of a group get the same bits. */
 template <int Width = 32, class T>
 KV_DEVICE T lanes_sum(T x) {
 #pragma unroll
   for (int step = Width / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
   return x;
 }
-/* The largest number of each group of lanes; ignores NaN, as fmaxf does. */
+/* Returns the largest number of each aligned group of Width lanes; ignores NaN, as fmaxf does. */
 template <int Width = 32>
 KV_DEVICE float lanes_max(float x) {
 #pragma unroll
   for (int step = Width / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
   return x;
 }
-/* The sum over the lanes before this one. */
+/* Returns the sum over the warp's lanes before this one. */
 KV_DEVICE int lanes_sum_before(int x) {
   int sum = x;
 #pragma unroll
@@ -35,7 +36,7 @@ KV_DEVICE int lanes_sum_before(int x) {
   return sum - x;
 }
 
-/* The sum over a block's threads. scratch [32]: in shared memory, free again when this returns. */
+/* Returns the sum over a block's threads. scratch [32]: in shared memory, free again when this returns. */
 template <class T>
 KV_DEVICE T block_sum(T x, T *scratch) {
   x = lanes_sum(x);
@@ -45,7 +46,8 @@ KV_DEVICE T block_sum(T x, T *scratch) {
   __syncthreads();
   return x;
 }
-/* The sum over the threads before this one; *total: over all. scratch as in block_sum. */
+/* Returns the sum over the block's threads before this one; *total becomes the sum over all. scratch [32]: in shared
+ * memory, free again when this returns. */
 KV_DEVICE int block_sum_before(int x, int *scratch, int *total) {
   const int before = lanes_sum_before(x);
   if (lane_id() == 31) scratch[warp_id()] = before + x;
@@ -57,8 +59,9 @@ KV_DEVICE int block_sum_before(int x, int *scratch, int *total) {
   return before + __shfl_sync(ALL_LANES, warps_before, warp_id());
 }
 
-/* Whether this block is the last of `blocks` that call this; it then sees all that the others wrote to global memory
- * before their calls. *counter: 0 before the first call and after the last. flag: one word in shared memory. */
+/* Returns whether this block is the last of the `blocks` blocks that call this. The last block then sees all that
+ * the others wrote to global memory before their calls. *counter: 0 before the first call and after the last. flag:
+ * one word in shared memory. */
 KV_DEVICE bool block_is_last(uint32_t *counter, uint32_t blocks, uint32_t *flag) {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -1,7 +1,7 @@
-/* Products of numbers of 16 bits, two at a time, for few rows on many slots: with keys of bf16, where the processor has
- * such products, and with packed rows. Numbers of 8 and 4 bits become words of 16 bits without rounding. A query row
- * and the weights of a block become words times one scale, each rounded by up to 2^-16 of the largest. The sums of
- * these products are exact in 32 bits. */
+/* Products of 16-bit words, two at a time, for few rows on many slots. They are used for keys of bf16, where the
+ * processor multiplies pairs of bf16, and for packed rows. The 8-bit or 4-bit numbers of a packed row become integer
+ * words without rounding. A query row, or a block's attention weights, become integer words times one scale; a word's
+ * rounding error is at most 2^-16 of the largest number. The sums of integer products are exact in 32 bits. */
 #ifndef KVEVICT_WORDS_H
 #define KVEVICT_WORDS_H
 #include "packed.h"
@@ -9,17 +9,18 @@
 #if defined(__AVX2__) || defined(__aarch64__)
 #define KV_WORDS 1
 #else
-#define KV_WORDS 0 /* packed rows are multiplied as floats */
+#define KV_WORDS 0 /* no products of integer words: packed rows are multiplied as floats */
 #endif
-#if defined(__AVX512BF16__) && !KV_AMX /* where there are tile registers, floats are faster */
+#if defined(__AVX512BF16__) && !KV_AMX /* on processors with tile registers, floats are faster */
 #define KV_BF16_WORDS 1
 #else
 #define KV_BF16_WORDS 0
 #endif
-enum { WORDS = 2 * VL }; /* words in a vector */
+enum { WORDS = 2 * VL }; /* number of words in a vector */
 #define KV_WORD_MOST 32767.0f
 
-/* The form in which rows are multiplied: as floats, converted from a dtype, or as words, of bf16 or of packed rows. */
+/* The form in which rows are multiplied: KV_FROM_*, as floats converted from that dtype; KV_BY_*, as 16-bit words of
+ * bf16 or of packed rows. */
 typedef enum {
   KV_FROM_F32 = KV_F32,
   KV_FROM_F16 = KV_F16,
@@ -29,14 +30,16 @@ typedef enum {
   KV_BY_INT4
 } kv_form;
 
-/* Returns the form of rows of this kind; `floats` if they cannot be multiplied as words. */
+/* Returns the form in which rows stored as `kind` are multiplied: as words or, if that is not possible, the form
+ * `floats`. */
 static inline kv_form kv_form_of(kv_kind kind, kv_dtype dtype, int64_t D, kv_form floats) {
   if (kind == KV_AS_COMPUTED) return KV_BF16_WORDS && dtype == KV_BF16 && D % WORDS == 0 ? KV_BY_BF16 : floats;
   if (kind == KV_INT8 && KV_WORDS && D % WORDS == 0) return KV_BY_INT8;
   return kind == KV_INT4 && KV_WORDS && D % (2 * WORDS) == 0 ? KV_BY_INT4 : floats;
 }
 
-/* Rounds x [n], n a multiple of VL, to words [n] times a scale, which is returned: NaN if x has an inf or a NaN. */
+/* Rounds x [n] to integer words [n] times one scale; n is a multiple of VL. Returns the scale, or NaN if x has an inf
+ * or a NaN. */
 KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) {
   vf most = vf_set1(0);
 #pragma GCC unroll 4
@@ -48,8 +51,8 @@ KV_INLINE float kv_words_of(const float *x, int64_t n, int16_t *restrict words) 
   return finite ? top / KV_WORD_MOST : NAN;
 }
 
-/* Reads the scales and the least numbers of n packed rows, and fills both arrays with 0 up to 64 numbers. Rows of 8
- * bits have no least numbers. */
+/* Reads the scales and the least numbers of n packed rows into the arrays `scale` and `least` of 64 floats, whose rest
+ * becomes 0. Rows of 8 bits have no least numbers; for them `least` is not written. */
 KV_INLINE void kv_words_ends(kv_form form, int64_t D, const char *x, int64_t stride, int64_t n, float *scale,
                              float *least) {
   uint32_t ends[64];
@@ -110,7 +113,7 @@ KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return _mm256_unpacklo_epi16(a, 
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return _mm256_unpackhi_epi16(a, b); }
 #define KV_FIRST(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
 #define KV_SECOND(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
-#elif defined(__aarch64__) /* vi_add_products adds words i and i + 4 to lane i: halves of two rows lie side by side */
+#elif defined(__aarch64__) /* vi_add_products adds products i and i + 4 to lane i, so kv_low16 joins halves */
 typedef int16x8_t kv_v16;
 KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) {
   return (vi)vmlal_high_s16(vmlal_s16((int32x4_t)acc, vget_low_s16(a), vget_low_s16(b)), a, b);
@@ -125,7 +128,7 @@ KV_INLINE kv_v16 kv_low16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_low_s16
 KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return vcombine_s16(vget_high_s16(a), vget_high_s16(b)); }
 #define KV_FIRST(a, b) (a)
 #define KV_SECOND(a, b) (b)
-#else /* never called */
+#else /* the form is never KV_BY_*, so these are never called */
 typedef vi kv_v16;
 KV_INLINE vi vi_add_products(vi acc, kv_v16 a, kv_v16 b) { return acc + a * b; }
 KV_INLINE kv_v16 kv_signed(const char *x) { return (kv_v16)vu_load(x); }
@@ -137,7 +140,8 @@ KV_INLINE kv_v16 kv_high16(kv_v16 a, kv_v16 b) { return a + b; }
 #define KV_SECOND(a, b) (b)
 #endif
 
-/* Returns acc + a0 b0 + a1 b1 for pairs of words. Words of bf16 are summed as floats, all others as integers. */
+/* Returns acc + a0 b0 + a1 b1 in each lane, for the lane's pairs of words. Words of bf16 are summed as floats, integer
+ * words as integers. */
 KV_INLINE vf vf_add_words(kv_form form, vf acc, kv_v16 a, kv_v16 b) {
 #if KV_BF16_WORDS
   if (form == KV_BY_BF16) return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);

@@ -1,7 +1,8 @@
-# ruff: noqa: F405  api has them
+# ruff: noqa: F405  kvevict.api defines the names of __all__
 """KV-cache eviction for Hugging Face models: long prompts in bounded memory, answers from the kept slots.
 
-`import kvevict` loads no torch: the first use of a name does (`kvevict.api`), so that a command line is read at once.
+`import kvevict` does not import torch, so that a command line is parsed without a wait. The first use of a public name
+imports `kvevict.api`, which imports torch.
 """
 
 import importlib
@@ -26,7 +27,7 @@ __all__ = [
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        """Load all public names at the first use of one; import a module that is named."""
+        """Return a public name or a submodule, on its first use. The first public name loads all of them."""
         if name in __all__:
             api = importlib.import_module(f"{__name__}.api")
             vars(self).update({each: getattr(api, each) for each in __all__})
@@ -41,7 +42,7 @@ class _Package(ModuleType):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Keep the import of the module kvevict.patch from replacing the function of that name."""
+        """Keep `kvevict.patch` the function: importing the module `kvevict.patch` would overwrite the function."""
         if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

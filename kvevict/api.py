@@ -1,5 +1,5 @@
-"""The public names of `kvevict`, which imports this module when the first of them is used. Each import has `as`, since
-type checkers take others for private."""
+"""Holds the public names of `kvevict`, which imports this module at the first use of one of them. Each import is
+written `X as X`, since type checkers treat other imports as private."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from .engine.measure.quantities import QUANTITIES as QUANTITIES
 from .engine.measure.quantities import Quantity as Quantity
 from .engine.measure.quantities import check_needs
 from .models.loading import small_llama as small_llama
-from .ops import _ops  # noqa: F401  checks torch and loads the kernels
+from .ops import _ops  # noqa: F401  importing it checks torch and loads the kernels
 from .patch import evicting as evicting
 from .patch import patch as patch
 from .patch import unpatch as unpatch
@@ -49,8 +49,8 @@ def policies() -> list[str]:
 
 
 def register_score(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a `Score` under a name, for policies, their JSON and the command line. Raises
-    ValueError for a taken name and for unknown quantities."""
+    """Return a decorator that registers a subclass of `Score` under a name, which policies, their JSON and the command
+    line then accept. Raises ValueError for a taken name and for unknown quantities."""
 
     def register(score: Any) -> Any:
         check_needs(score)
@@ -60,10 +60,11 @@ def register_score(name: str) -> Callable[[_Class], _Class]:
 
 
 def register_quantity(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a `Quantity` under a name, so that scores can need it."""
+    """Return a decorator that registers a subclass of `Quantity` under a name, so that scores can need it."""
     return QUANTITIES.add(name)
 
 
 def register_rows(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers `Rows` under a name, for policies, their JSON and the command line."""
+    """Return a decorator that registers a subclass of `Rows` under a name, which policies, their JSON and the command
+    line then accept."""
     return ROWS.add(name)

@@ -1,4 +1,4 @@
-"""Shows progress while a call runs, and warns, once for each cause, where answers are likely wrong."""
+"""Shows a progress bar while a call runs, and warns, once per cause, when answers are likely to be wrong."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -7,19 +7,20 @@ from typing import Any, TypeVar
 from .models.families import context_of
 
 T = TypeVar("T")
-LITTLE = 0.25  # share of a text below which answers about it are often wrong
+LITTLE = 0.25  # if a smaller share of a text is kept, answers about the text are often wrong
 _given: set[Hashable] = set()
 
 
 def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
-    """Warn, unless a warning with this key was given before. With stacklevel=1 the warning names the caller's line."""
+    """Issue the warning `text`, unless a warning with this key was issued before. `stacklevel` counts from this
+    function's caller, which is 1."""
     if key not in _given:
         _given.add(key)
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def of_text(meter: Any, budget: Hashable, stacklevel: int) -> None:
-    """Warn, once for each budget, if a read has kept little of a text for questions that come later."""
+    """Warn, once per budget, if a read kept less than the share `LITTLE` of a text whose questions come later."""
     kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
     if kept < LITTLE:
         once(
@@ -31,8 +32,9 @@ def of_text(meter: Any, budget: Hashable, stacklevel: int) -> None:
 
 
 def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
-    """Warn of a prompt that is longer than the model's context, and of one after slots that were chosen for an earlier
-    question. `seen` counts the tokens of each row, with those in the cache."""
+    """Warn of a prompt that is longer than the model's context, of recall=True with decode=True, and of a cache whose
+    slots were chosen for an earlier question. `seen` is the number of tokens of each row, those in the cache
+    included."""
     context = context_of(config)
     if context is not None and max(seen) > context:
         once(
@@ -64,7 +66,7 @@ def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:
 
 
 def of_scores(tokens: int) -> None:
-    """Warn that logits of a whole text of `tokens` tokens are not those under eviction."""
+    """Warn that the logits of all `tokens` tokens of a text were computed before any of its slots was evicted."""
     warnings.warn(
         f"these are logits of {tokens} tokens that were read before anything was evicted from them: to score a text "
         "under eviction read its first part into a cache and pass the rest, or evict after each chunk "
@@ -74,7 +76,8 @@ def of_scores(tokens: int) -> None:
 
 
 def of_norms(layers: list[int]) -> None:
-    """Warn of layers whose first chunk was stored in kinds that may not hold the rows of later chunks."""
+    """Warn of layers with keys or values whose norm exceeds 65504, the largest float16 number: their 4-bit slots may
+    not hold them."""
     if layers:
         once(
             "norms",
@@ -84,7 +87,7 @@ def of_norms(layers: list[int]) -> None:
 
 
 def bar(items: Sequence[T], what: str, unit: str, show: bool) -> Iterable[T]:
-    """Return the items, in a progress bar if it is to `show` and there are several."""
+    """Return the items to iterate over, wrapped in a progress bar if `show` is true and there are at least two."""
     if not show or len(items) < 2:
         return items
     from tqdm import tqdm

@@ -2,8 +2,9 @@
 
     python -m kvevict.lm_eval --model kvevict --model_args pretrained=DIR,policy=take+edie,budget=512 --tasks TASK
 
-runs lm-eval's command line with this model registered, since lm-eval alone looks for models in its package only. In
-Python, `import kvevict.lm_eval` registers it for `lm_eval.simple_evaluate(model="kvevict", model_args=...)`.
+This command is lm-eval's own, after the model `kvevict` was registered: lm-eval by itself finds only the models of its
+package. In Python, `import kvevict.lm_eval` registers the model, so that
+`lm_eval.simple_evaluate(model="kvevict", model_args=...)` finds it.
 """
 
 import dataclasses
@@ -38,11 +39,11 @@ class KVEvict(HFLM):
     """lm-eval's `hf` model with eviction.
 
     policy, budget, chunk_size, and any option of the policy   as `kvevict.patch` takes them
-    others                                                     as lm-eval's `hf` takes them
+    any other argument                                         as lm-eval's `hf` takes it
 
-    The patched model generates answers. For log-likelihoods each context is read and evicted from once, and each of the
-    context's continuations is scored after the kept slots. Raises ValueError for rolling log-likelihoods, since they
-    have no context.
+    The patched model generates answers. For log-likelihoods each context is read once, with eviction, and each of its
+    continuations is scored after the kept slots. Raises ValueError for rolling log-likelihoods, which have no context
+    to evict from.
     """
 
     def __init__(self, pretrained: Any, policy: Any = DEFAULT, budget: Any = 512, **arguments: Any) -> None:
@@ -50,7 +51,7 @@ class KVEvict(HFLM):
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)
         for name in arguments.keys() - inspect.signature(HFLM.__init__).parameters.keys():
-            if difflib.get_close_matches(name, names):  # else the model's constructor gets it
+            if difflib.get_close_matches(name, names):  # a name unlike any option is passed to the model's constructor
                 raise ValueError(unknown("argument", name, names))
         super().__init__(pretrained, **arguments)
         patch(self.model, policy, budget=budget, tokenizer=self.tokenizer, **options)
@@ -63,7 +64,8 @@ class KVEvict(HFLM):
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: object = None) -> list:
-        """Return (log-likelihood, whether it is the greedy choice) for each (_, context ids, continuation ids)."""
+        """Return, for each request (texts, context ids, continuation ids), the continuation's log-likelihood and
+        whether greedy decoding would write the continuation."""
         # A context that is too long loses its first tokens, as in lm-eval's `hf` model.
         contexts = [context[-max(self.max_length + 1 - len(continued), 1) :] for _, context, continued in requests]
         order = sorted(range(len(requests)), key=contexts.__getitem__)
@@ -79,7 +81,8 @@ class KVEvict(HFLM):
         return answers
 
     def _scored(self, read: Any, continuation: list[int]) -> tuple[float, bool]:
-        """Return (log-likelihood, whether it is the greedy choice) of continuation ids after the context's output."""
+        """Return the log-likelihood of a continuation, given as ids, and whether greedy decoding would write it. `read`
+        is the model's output for the context."""
         truth, logits = self._row(continuation), read.logits
         if len(continuation) > 1:
             rest = self.model(truth[:, :-1], **{CACHE: cache_of(read).fork()}, use_cache=True).logits
@@ -93,7 +96,7 @@ class KVEvict(HFLM):
 
 
 def option_names() -> set:
-    """Collect the names of every option that a policy may have, except its budget."""
+    """Return the names of all options of policies and of how they are run, except budget."""
     parts = [Policy, *(part for registry, _ in PARTS.values() for part in registry.values())]
     return {*OPTIONS, *(f.name for part in parts for f in dataclasses.fields(part) if f.init)} - {"budget"}
 

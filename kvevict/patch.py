@@ -1,4 +1,4 @@
-"""Install eviction into a loaded model, and take it out again."""
+"""Installs eviction into a loaded model, and removes it again."""
 
 import contextlib
 import warnings
@@ -33,21 +33,22 @@ def patch(
 
     policy      a preset's name (`kvevict.policies()` lists them), a text NAME:OPTION=VALUE,... or a `kvevict.Policy`;
                 default "take+edie"
-    budget      slots kept per kv head and layer, window and sinks included (int), the fraction kept, in (0, 1), or the
-                bytes of a sequence's slots in all layers ("64MiB")
-    chunk_size  tokens read at once, evicting after every chunk; None: the preset's own schedule
-    tokenizer   the model's tokenizer. rows="probe" (take, take+edie, ...) observe from the question of the last user's
-                turn, by its chat template, unless the question is within the prompt's last tokens. kernel="digits"
-                (take+edie) follows the number of digits in its tokens. None: the tokenizer in the folder that the model
-                was loaded from, if any; False: none, and a probe is the prompt's last tokens
+    budget      int: slots kept per kv head and layer, window and sinks included; float in (0, 1): the fraction of the
+                slots that is kept; text ("64MiB"): bytes of a sequence's slots in all layers
+    chunk_size  tokens per chunk; slots are evicted after every chunk. None: the preset's own schedule
+    tokenizer   the model's tokenizer. With rows="probe" (take, take+edie, ...) it serves to find the question in the
+                last user's turn, by the chat template: attention from the question scores the slots, if the prompt's
+                last tokens do not contain the question anyway. With kernel="digits" (take+edie) it serves to count the
+                tokens of a number. None: the tokenizer in the folder that the model was loaded from, if any; False: no
+                tokenizer, and the prompt's last tokens are the observation window
     options     any option of the policy (window=16, decode=True, ...) and of how it is run (kv="int8", compiled=True,
                 progress=True, ...): docs/options.md lists them
 
-    model may be a pipeline, or in a PEFT, DistributedDataParallel or DataParallel wrapper.
+    `model` may also be a pipeline, or a model wrapped by PEFT, DistributedDataParallel or DataParallel.
     `model.generate(...)`, `model(ids)` and pipelines work as before, in every thread. Patching again replaces the
     policy. A running `generate` keeps the policy that it began with; one that began on an unpatched model stores its
     remaining tokens under the new policy. Raises ValueError or TypeError, and leaves the model unchanged, for an
-    unknown name, an impossible number, or a model that cannot be patched.
+    unknown name, an option out of range, or a model that cannot be patched.
     """
     made = _made(model, policy, dict(options, budget=budget, chunk_size=chunk_size, tokenizer=tokenizer))
     installed.set_own(base_model(model), find_decoder(model), made)
@@ -56,7 +57,7 @@ def patch(
 
 
 def _made(model: torch.nn.Module, policy: str | Policy | Chosen, options: dict) -> Plan:
-    """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if they cannot be combined."""
+    """Make the `Plan` of a policy for a model. Raises ValueError or TypeError if the two cannot be combined."""
     tokenizer = options.pop("tokenizer", None)
     chosen, run = choose(policy, **options)
     if tokenizer is not None and tokenizer is not False:
@@ -100,13 +101,14 @@ def _made(model: torch.nn.Module, policy: str | Policy | Chosen, options: dict) 
 
 
 def in_slots(policy: Policy, run: Run, model: Any) -> Policy:
-    """Return the policy with a budget in bytes as slots per kv head of this model."""
+    """Return the policy, with a budget in bytes converted to slots per kv head of this model."""
     return policy.in_slots(slot_bytes(model, run.kv)) if isinstance(policy.budget, str) else policy
 
 
 def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
-    """Sum the bytes of one slot in each kv head, of all ranks, of each layer that evicts. `kind` is one of `kv.KINDS`;
-    `beside` counts the bytes of a slot beside its key and value."""
+    """Return the bytes of one slot in each kv head, summed over the kv heads of all tensor-parallel ranks and over all
+    layers that evict. `kind` is how slots are stored, one of `kv.KINDS`; `beside` is the number of bytes per slot in
+    addition to key and value."""
     decoder, dtype = find_decoder(model), base_model(model).dtype
     config, modules = decoder.config, families.attentions(decoder, families.evicting(decoder.config))
     widths = [families.widths(module, config)[0] for module in modules]
@@ -114,11 +116,11 @@ def slot_bytes(model: Any, kind: str = "model", beside: int = 0) -> int:
 
 
 def unpatch(model: Any) -> Any:
-    """Remove a model's policy, if it has one. The model is then exactly as before `patch`, as soon as running calls and
-    blocks of `evicting` in other threads have ended."""
+    """Remove a model's policy, if it has one. The model is exactly as before `patch` once all running calls, and all
+    blocks of `evicting` in other threads, have ended."""
     try:
         decoder = find_decoder(model)
-    except ValueError:  # no decoder that patch() would take
+    except ValueError:  # `patch` accepts no model without a decoder, so this one has no policy
         return model
     if installed.of(decoder) is not None:
         installed.set_own(base_model(model), decoder, None)
@@ -127,13 +129,13 @@ def unpatch(model: Any) -> Any:
 
 @contextlib.contextmanager
 def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any) -> Iterator[Any]:
-    """Give the calls of this thread and context a policy, in place of the one that `patch` set, for a block:
+    """Use a policy, in place of the one that `patch` set, for this thread's (or asyncio task's) model calls in a block:
 
     with kvevict.evicting(model, "take", budget=512): ...
 
-    Other threads and asyncio tasks are not affected. Nor is a thread that the block starts: its calls have the model's
-    policy, unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model,
-    policy and options are as `patch` takes them.
+    Other threads and asyncio tasks are not affected. A thread that is started in the block is not affected either,
+    unless it runs in a copy of the context (`contextvars.copy_context().run`, `asyncio.to_thread`). model, policy and
+    options are as `patch` takes them.
     """
     made = _made(model, policy, options)
     _warn_of_learned_tokens(model, made, 4)
@@ -143,7 +145,7 @@ def evicting(model: Any, policy: str | Policy | Chosen = DEFAULT, **options: Any
 
 def _warn_of_learned_tokens(model: torch.nn.Module, made: Plan, stacklevel: int) -> None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
-    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # these stand before every prompt
+    learned, policy = getattr(config, "num_virtual_tokens", None) or 0, made.policy  # tokens before every prompt
     most = families.context_of(find_decoder(model).config)
     holds_all = most is not None and policy.threshold is None and policy.slots(most) >= most
     if learned > policy.keep_first and not holds_all:
@@ -155,16 +157,16 @@ def _warn_of_learned_tokens(model: torch.nn.Module, made: Plan, stacklevel: int)
 
 
 def is_patched(decoder: torch.nn.Module) -> bool:
-    """Whether the caller's calls of a decoder have a policy."""
+    """Return whether calls of this decoder, in the running thread and context, have a policy."""
     return installed.plan_of(decoder) is not None
 
 
 def check_type(model: Any, decoder: Any) -> None:
-    """Raise ValueError for a model type that is known to give wrong output, and for an unknown type if its output
-    changes when the prompt is read in chunks."""
+    """Raise ValueError for a model type that is known to give wrong output under eviction, and for an unknown type
+    whose output changes when a prompt is read in chunks."""
     top = base_model(model)
     names = top.config.model_type, decoder.config.model_type
-    listed = families.is_transformers(decoder)  # not so for remote code, which may use a known type's name
+    listed = families.is_transformers(decoder)  # false for remote code, which may use a known type's name
     if listed and known.is_verified(*names):
         return
 

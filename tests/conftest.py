@@ -99,15 +99,9 @@ def pytest_runtest_call(item):
     seed(item.nodeid)
 
 
-def on_gpu() -> bool:
-    from kvevict.ops import _ops
-
-    return torch.cuda.is_available() and _ops.build_info()["cuda"]
-
-
 def pytest_generate_tests(metafunc):
     """With a GPU the ops' tests run there too."""
-    if metafunc.module.__name__ in OPS and metafunc.function.__name__ not in CPU_ONLY and on_gpu():
+    if metafunc.module.__name__ in OPS and metafunc.function.__name__ not in CPU_ONLY and helpers.on_gpu():
         metafunc.parametrize("device", ["cpu", "cuda"], indirect=True)
 
 

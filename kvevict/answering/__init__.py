@@ -1,1 +1,1 @@
-"""Answers questions about a cache, as rows of a batch that decode together."""
+"""Answers questions about the context in a cache; the answers decode together, as rows of a batch."""

@@ -1,4 +1,5 @@
-"""Answers many questions about one context: it is read and evicted from once, and each question continues a fork."""
+"""Answers many questions about one context. The context is read once, with eviction, and each question continues a fork
+of its cache."""
 
 import inspect
 import os
@@ -28,12 +29,13 @@ from ..policy.text import DEFAULT
 from ..store.resuming import Reading
 from .writing import Sampling, written
 
-KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # stores all tokens that it reads
-SHORTEST = 16  # fewest tokens of a chunk that is repeated at the end of the model's positions
+KEEPS = Policy(score="streaming", budget=PLENTY, decode=False)  # keeps the slots of all tokens
+SHORTEST = 16  # fewest tokens to which `within_positions` shortens a chunk that is repeated
 
 
 def unasked(decoder: torch.nn.Module) -> str:
-    """Return the default policy for a text that is asked about later: the best measured one (docs/results.md)."""
+    """Return the name of the default policy for a text whose questions come later: the best one measured
+    (docs/results.md)."""
     return "gate" if gates.fit(decoder) else "read-twice"
 
 
@@ -44,20 +46,21 @@ def read(
     """Read a text with a policy. Returns the cache of the kept slots, for `answer`, `save_cache` or `cache.fork()`.
 
     model             as `kvevict.patch` takes it
-    context           text; in the tokenizer's chat template, if it has one, it opens the user's turn
-    policy, options   as `kvevict.patch` takes them. None: a policy for questions that come later. It is the patched
-                      model's policy if that is for such questions (not take+edie, snapkv, h2o, ...). Else it is "gate"
-                      if the model's folder has gates of its weights or gates were named for the model before, or
-                      "read-twice", in chunks that can be repeated within the model's positions, with a patched model's
-                      budget and kv. With recall=True it is take+edie, and each question chooses from all tokens
+    context           the text; if the tokenizer has a chat template, the text opens the user's turn
+    policy, options   as `kvevict.patch` takes them. Without a policy: the patched model's, if it has recall=True or is
+                      for questions that come later (unlike take+edie, snapkv, h2o, ...); else, with recall=True,
+                      "take+edie"; else "gate", if gates were trained for the model (in its folder, or named for it
+                      before); else "read-twice", in chunks that can be repeated within the model's positions. Budget
+                      and kv are by default a patched model's. With recall=True each question chooses its slots from all
+                      tokens
     file              with recall=True: the file that the cache is written to, as by `save_cache`. During the read every
                       chunk is written to a part in the folder FILE.parts. A call with an equal text, model and policy
-                      loads the file, or goes on after the parts of a process that was killed; with a longer text that
-                      begins with the file's it reads the rest. Raises ValueError for files of another text, model or
-                      policy, and OSError if the folder cannot be written to, or another process reads into it
+                      loads the file, or goes on after the parts that a killed process left. If the text begins with the
+                      file's text and is longer, only the rest is read. Raises ValueError for a file of another text,
+                      model or policy, and OSError if the folder cannot be written to or another process reads into it
 
     The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
-    missing budget or a model in training mode. Warns, once for each budget, if less than a quarter of a text is kept.
+    missing budget or a model in training mode. Warns, once per budget, if less than a quarter of a text is kept.
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
@@ -93,24 +96,25 @@ def answer(
 ) -> list[str]:  # fmt: skip
     """Answer questions about a context that is read once. Returns a list of texts.
 
-    model             as `kvevict.patch` takes it; of its generation_config only the tokens that end an answer count
-    context           text, or a cache: of `read`, `load_cache`, or `past_key_values` of a patched model. A cache stays
-                      as it is
-    questions         a list of texts; none sees another. Each follows the context after two line ends; in a chat
-                      template it ends the user's turn
+    model             as `kvevict.patch` takes it; of its generation_config only the tokens that end an answer are used
+    context           a text, or a cache from `read`, from `load_cache` or from a patched model (`past_key_values`). A
+                      cache is not changed
+    questions         a list of texts, answered independently of each other. Each follows the context after two line
+                      ends; in a chat template it ends the user's turn
     policy, options   as `read` takes them; refused if the context is a cache
     max_new_tokens    most tokens of an answer
-    one_line          an answer ends with its first line, as suits a model that is not tuned to chat
-    temperature       None: greedy. Else tokens are drawn from softmax(logits / temperature), among the fewest likeliest
-                      tokens with a total probability of top_p; equal sampling_seeds give a question equal answers
+    one_line          whether an answer ends with its first line, as suits a model that is not tuned to chat
+    temperature       None: greedy. Else each token is drawn from softmax(logits / temperature), restricted to the
+                      fewest likeliest tokens with a total probability of top_p; a question gets equal answers with
+                      equal sampling_seeds
     batch_size        most questions asked at once; each takes the memory of its tokens and its answer's. Latents (MLA)
-                      and sliding windows of the context are copied for each question, all else is shared. With a
+                      and sliding windows of the context are copied for each question, everything else is shared. With a
                       sliding window, or rotary frequencies that depend on the length, only questions of equal length
-                      share a batch. With a state in a layer, or positions of several axes, each is asked alone
+                      share a batch. With a state in a layer, or positions of several axes, each question is asked alone
 
-    All questions share the context's kept slots. All tokens of a question and its answer are kept after them; where the
-    context was read with recall=True, a question chooses its slots anew, within the budget, from all tokens. Raises
-    ValueError or TypeError for a context or questions that cannot be used.
+    All questions share the context's kept slots. All tokens of a question and its answer are kept after them. But if
+    the context was read with recall=True, each question chooses its slots anew, within the budget, from all tokens.
+    Raises ValueError or TypeError for a context or questions that cannot be used.
     """
     count("max_new_tokens", max_new_tokens, 1)
     count("batch_size", batch_size, 1)
@@ -178,13 +182,13 @@ class Pipeline:
         return dict(answer=answers[0]) if questions is None else dict(answers=answers)
 
     def read(self, context: str) -> EvictionCache:
-        """Read a text, and return its cache, to be asked more than once or saved."""
+        """Read a text, and return its cache, which can be asked several times or saved."""
         return read(self.model, self.tokenizer, context, self.policy, **self.options)
 
 
 def _chosen(decoder: torch.nn.Module, policy: str | Policy | Chosen | None, options: dict, tokens: int = 0) -> Chosen:
-    """Return the policy that reads a text of `tokens` tokens: the named one; or the patched model's, if it recalls or
-    is for questions that come later; or the default for such questions."""
+    """Return the policy that reads a text of `tokens` tokens: the one given; or else the patched model's, if it recalls
+    or is for questions that come later; or else the default for questions that come later."""
     own = plan_of(decoder)
     recalls = options.get("recall", own is not None and own.policy.recall)
     if policy is None and own is not None:
@@ -209,7 +213,8 @@ def _chosen(decoder: torch.nn.Module, policy: str | Policy | Chosen | None, opti
 def _patched(
     model: torch.nn.Module, tokenizer: Tokenizer, policy: str | Policy | None, options: dict, tokens: int
 ) -> AbstractContextManager:
-    """Return a context manager that patches the model with the policy that `_chosen` returns."""
+    """Return a context manager that patches the model with the policy that `_chosen` returns for a text of `tokens`
+    tokens."""
     decoder = find_decoder(model)
     own, chosen = plan_of(decoder), _chosen(decoder, policy, options, tokens)
     if policy is None and own is not None and chosen == (own.policy, own.run):
@@ -218,8 +223,9 @@ def _patched(
 
 
 def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
-    """Shorten the chunks (or the parts of a prompt that was read before) that a policy repeats, so that the repetition
-    fits the model's positions. The policy is returned unchanged if that needs chunks under `SHORTEST` tokens."""
+    """Return the policy with the chunks that it reads a second time shortened, so that their repetition, after a text
+    of `tokens` tokens, fits the model's positions. With one cut at the end, the parts of the repeated prompt are
+    shortened instead. The policy is returned unchanged if fewer than `SHORTEST` tokens fit."""
     context: Any = families.context_of(config)
     if not policy.rows.repeats or context is None:
         return policy
@@ -241,8 +247,8 @@ def _check(model: torch.nn.Module, tokens: int, what: str) -> None:
 
 
 def together(model: torch.nn.Module, cache: EvictionCache, lengths: list[int], most: int) -> list[list[int]]:
-    """Group questions of these lengths into batches of at most `most` that can be asked of one cache. Returns lists of
-    indices; the questions of a batch are neighbours in length."""
+    """Group questions, given their lengths in tokens, into batches of at most `most` questions that can share a copy of
+    one cache. Returns lists of indices; a batch's questions are neighbours in length."""
     decoder = find_decoder(model)
     kinds, kept = set(families.layer_kinds(decoder.config)), [l for l in cache.layers if isinstance(l, EvictionLayer)]
     one = all(layer.counts is None or len(layer.counts) == 1 for layer in kept)
@@ -261,7 +267,7 @@ def together(model: torch.nn.Module, cache: EvictionCache, lengths: list[int], m
 
 
 def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
-    """Fork a cache of one row into one of `rows` equal rows."""
+    """Fork a cache of one row into a cache of `rows` equal rows."""
     fork = cache.fork()
     if rows > 1:
         fork.batch_select_indices(torch.zeros(rows, dtype=torch.long))
@@ -270,8 +276,8 @@ def rows_of(cache: EvictionCache, rows: int) -> EvictionCache:
 
 @torch.no_grad()
 def continued(model: torch.nn.Module, cache: EvictionCache, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
-    """Append a text, given as ids, to each row of a cache. Returns logits [B, keep, vocabulary] of the texts' last
-    tokens; with keep=0 of all tokens, and shorter texts are padded at the left."""
+    """Append a text, given as ids, to each row of a cache. Returns the logits [B, keep, vocabulary] of each text's last
+    `keep` tokens; with keep=0 those of all tokens, where shorter texts are padded on the left."""
     longest, here = max(map(len, texts)), device_of(model)
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in texts], device=here)
     known: dict = dict(logits_to_keep=keep, use_cache=True, return_dict=True)

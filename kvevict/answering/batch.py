@@ -1,4 +1,4 @@
-"""Decodes sequences together, one token of each in a step of the model. They join and leave between steps."""
+"""Decodes sequences together: in a step the model reads one token of each. Sequences join and leave between steps."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,22 +14,23 @@ __all__ = ["Batch", "Pools"]
 
 
 class Batch:
-    """The running sequences of a patched model: `rows`, in the order of the logits of a step.
+    """The sequences that a patched model decodes together. `rows` has an object for each sequence, in the order of the
+    logits.
 
-    A row is any object of the caller's that stands for a sequence. Caches that come from one `Pools` join and leave
+    A row may be any object by which the caller knows the sequence. Caches that come from one `Pools` join and leave
     without a copy; others are copied once, when they join. A row's slots, budgets and evictions equal those of the
     sequence alone; logits are equal up to rounding.
     """
 
     def __init__(self, model: torch.nn.Module, rows: Iterable[Any] = (), cache: Any = None) -> None:
-        """Begin with `rows`, one for each batch row of `cache`."""
+        """Start with `rows`, one for each batch row of `cache`."""
         self.model, self.rows, self.cache = base_model(model), list(rows), cache
         self.device = device_of(self.model)
-        self.unseen: Any = None  # a `kvevict.answering.writing.Unseen`, while the next tokens are not yet on the host
+        self.unseen: Any = None  # the next tokens (`kvevict.answering.writing.Unseen`), if the host has not read them
 
     def add(self, row: Any, cache: Any) -> None:
-        """Let a sequence decode in the next steps. The batch takes over `cache`, with the sequence's tokens so far.
-        Raises ValueError for a cache that cannot share a step with the others."""
+        """Add a sequence, which decodes from the next step on. The batch takes over `cache`, which holds the sequence's
+        tokens so far. Raises ValueError for a cache that cannot share a step with the batch's."""
         decoder = find_decoder(self.model)
         if self.rows and (rotary.axes(decoder) or rotary.rope_depends_on_length(decoder)):
             raise ValueError("positions of this model depend on the whole batch: decode one sequence at a time")
@@ -37,13 +38,13 @@ class Batch:
         self.rows.append(row)
 
     def remove(self, row: Any) -> Any:
-        """Take a sequence out, and return its cache, which can go on alone or in another batch."""
+        """Remove a sequence, and return its cache, which can go on alone or in another batch."""
         cache = self._part([row])
         self.keep([other for other in self.rows if other != row])
         return cache
 
     def keep(self, rows: Sequence[Any]) -> None:
-        """Drop all other sequences than these rows of the batch."""
+        """Drop all sequences of the batch except `rows`."""
         self.cache, self.rows = self._part(rows) if rows else None, list(rows)
 
     def _part(self, rows: Sequence[Any]) -> Any:
@@ -51,8 +52,8 @@ class Batch:
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Read one more token of each row, a list of ids or ids [B] on the model's device, and return the logits [B,
-        vocabulary] after it."""
+        """Read the next token of each row, and return the logits [B, vocabulary] after it. `tokens` is a list of ids,
+        or a tensor [B] of ids on the model's device."""
         if len(tokens) != len(self.rows):
             raise ValueError(f"tokens has {len(tokens)} ids, expected {len(self.rows)}: one for each row")
         ids = torch.as_tensor(tokens, device=self.device)[:, None]
@@ -67,7 +68,7 @@ class Batch:
         return logits[order.to(self.device)]
 
     def _logits(self, cache: object, ids: torch.Tensor) -> torch.Tensor:
-        """Read ids [B, 1] into a cache, and return the logits [B, vocabulary]."""
+        """Read ids [B, 1] into a cache, and return the logits [B, vocabulary] after them."""
         sequence = getattr(cache, "sequence", None)
         following = None if sequence is None else sequence.next_position
         place = {} if following is None else dict(position_ids=following[:, None])

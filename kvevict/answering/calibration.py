@@ -1,5 +1,5 @@
-"""Finds the smallest budget whose answers to a user's prompts are the full cache's, with a bound that holds for further
-prompts of the same kind (docs/methods.md section 16)."""
+"""Finds the smallest budget with which a model answers a user's prompts as with the full cache, and a bound on the
+share of different answers that holds for further prompts drawn likewise (docs/methods.md section 16)."""
 
 import hashlib
 import itertools
@@ -25,12 +25,12 @@ from ..policy.text import DEFAULT
 from ..store.files import decoded, write
 
 BUDGETS = (4096, 2048, 1024, 512, 256, 128)
-Prompt = str | list[dict[str, Any]]  # or messages
+Prompt = str | list[dict[str, Any]]  # a text, or a list of messages
 
 
 def bound(differing: int, prompts: int, confidence: float) -> float:
-    """Return the upper end of the exact one-sided interval (Clopper and Pearson 1934) of the share of prompts whose
-    answers differ, where `differing` of `prompts` do."""
+    """Return an upper confidence bound for the share of prompts whose answers differ, if `differing` of `prompts` did:
+    the end of the exact one-sided interval of Clopper and Pearson (1934)."""
     low, high = differing / prompts, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -40,8 +40,8 @@ def bound(differing: int, prompts: int, confidence: float) -> float:
 
 
 def allowed(prompts: int, agree: float, confidence: float) -> int:
-    """Return the most prompts whose answers may differ for a `bound` of at most 1 - agree. Raises ValueError where even
-    none is too many, and says how many prompts are enough."""
+    """Return the largest number of differing answers with which the `bound` is at most 1 - agree. Raises ValueError,
+    which names how many prompts are enough, if even 0 differing answers are too many."""
     found = [d for d in range(prompts) if bound(d, prompts, confidence) <= 1 - agree + 1e-12]
     if not found:
         least = math.ceil(math.log(1 - confidence) / math.log(agree))
@@ -54,20 +54,21 @@ def allowed(prompts: int, agree: float, confidence: float) -> int:
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting that was tried."""
+    """The result of one setting that `calibrate` tried."""
 
     policy: str
     kv: str
     budget: int
-    chunk_size: int | None  # tokens read at once; None: all
-    slots_bytes: int  # of a sequence
-    differing: int  # prompts whose answers differ; the count ends with the first one too many
-    agreed: float | None  # lower bound of the share of answers that are the full cache's; None: not promised
+    chunk_size: int | None  # tokens read at once; None: the whole prompt
+    slots_bytes: int  # bytes of a sequence's slots in all layers that evict
+    differing: int  # prompts whose answers differ; counting stops when they are too many
+    agreed: float | None  # lower bound of the share of equal answers; None: too many differ
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of `kvevict.calibrate`. `found` is the promised setting of the fewest bytes, or None."""
+    """The result of `kvevict.calibrate`. `found` is the setting of fewest bytes among those with a promised agreement
+    (`agreed` is not None), or None."""
 
     agree: float
     confidence: float
@@ -81,8 +82,8 @@ class Calibration:
         return min(promised, key=lambda each: each.slots_bytes, default=None)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the setting that was found, for `kvevict.patch(model, "calibrated.json")`. Raises ValueError where none
-        was found."""
+        """Write the setting `found`, for `kvevict.patch(model, "calibrated.json")`. Raises ValueError if there is
+        none."""
         found = self.found
         if found is None:
             raise ValueError("no budget was found, so there is nothing to save")
@@ -102,18 +103,19 @@ def calibrate(
 
     model, tokenizer  as `kvevict.patch` takes them
     prompts           texts (each a user's turn, in the chat template if there is one), or lists of messages. They must
-                      be drawn as the later ones are
-    agree, confidence the share of prompts, and the probability that the promise holds; 59 prompts without a difference
-                      are enough for .95 and .95 and one candidate
+                      be drawn in the way in which later prompts will be
+    agree, confidence the share of prompts, and the probability that the promise holds. With one candidate and .95 for
+                      both, 59 prompts are enough if none of their answers differs
     policies, kinds   policies as texts, and kinds of slots (kv=); every pair is a candidate
     budgets           slots per kv head, tried from the largest on, until one cannot be promised
     max_new_tokens    most tokens of an answer; answers are greedy
-    file              of lines that are appended; a call with equal arguments goes on from them
+    file              a file to which each answer is appended as a line; a later call with equal arguments reads the
+                      answers instead of writing them again
 
-    The full cache's answers are those of a cache that keeps all slots and is read in the same chunks. A fixed sequence
-    of tests per candidate, each at 1 - (1 - confidence) / candidates, holds the confidence for all of them. What is
-    promised is agreement with the model's own full cache, not truth. Raises ValueError for too few prompts, an empty
-    one, and one that is longer than the model's context.
+    The full cache's answers are those of a cache that keeps all slots and is read in the same chunks. The budgets of
+    each candidate are tested in a fixed sequence at the confidence 1 - (1 - confidence) / candidates, so that
+    `confidence` holds for all candidates together. What is promised is agreement with the model's own full cache, not
+    truth. Raises ValueError for too few prompts, an empty one, and one that is longer than the model's context.
     """
     asking.check(tokenizer)
     fraction("agree", agree)
@@ -155,7 +157,7 @@ def calibrate(
 
 
 def _ids(tokenizer: Tokenizer, prompt: Prompt, number: int) -> list[int]:
-    """Encode the prompt of this number."""
+    """Encode a prompt. Error messages name it by `number`, which counts from 1."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError(f"prompt {number} is empty: give its text")
@@ -169,7 +171,8 @@ def _ids(tokenizer: Tokenizer, prompt: Prompt, number: int) -> list[int]:
 
 
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:
-    """Read a file of JSON lines, each with a `prompt`, a text, or `messages`. Raises ValueError for other lines."""
+    """Read a file of JSON lines, each an object with `prompt` (a text) or `messages`. Raises ValueError for other
+    lines."""
     found: list[Prompt] = []
     for number, line in enumerate(decoded(Path(path).read_bytes(), path).split("\n"), 1):
         if not line.strip():
@@ -185,7 +188,7 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
 
 class _Answers:
-    """Greedy answers of a model, kept in a file of lines where one is given."""
+    """A model's greedy answers, which are also stored in a file of JSON lines if one is given."""
 
     def __init__(
         self, model: Any, tokenizer: Tokenizer, most: int, chunk_size: int | None, file: str | os.PathLike | None
@@ -196,12 +199,12 @@ class _Answers:
         self.known: dict[str, str] = {}
         if file is not None and os.path.exists(file):
             data = Path(file).read_bytes()
-            complete = data[: data.rfind(b"\n") + 1]  # a killed process may have cut the last line
+            complete = data[: data.rfind(b"\n") + 1]  # without a last line that a killed process did not finish
             os.truncate(file, len(complete))
             self.known.update(json.loads(line) for line in complete.splitlines())
 
     def agree(self, ids: list[int], setting: Chosen) -> bool:
-        """Return whether the answer to a prompt is the full cache's."""
+        """Return whether the answer to a prompt under a setting equals the full cache's."""
         policy, run = setting
         holds_all = run.kv == "model" and policy.tsp is None and policy.slots(PLENTY) >= len(ids) + self.most
         return holds_all or self._of(ids, setting) == self._of(ids, self.full)

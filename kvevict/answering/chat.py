@@ -1,4 +1,4 @@
-"""A chat whose turns may ask about anything that was said: each turn reads only its own tokens."""
+"""Holds a chat whose questions may be about anything said before: each turn reads only its own tokens."""
 
 import contextlib
 import json
@@ -27,30 +27,30 @@ from ..store.loading import load_cache
 from ..store.saving import write
 from .writing import ends_of
 
-Message = dict[str, Any]  # "role", "content" and what else the chat template takes
-NEW_TOKENS = 512  # most tokens of an answer, where `generate` is told no other limit
+Message = dict[str, Any]  # has "role", "content" and any other field that the chat template takes
+NEW_TOKENS = 512  # most tokens of an answer, if `generate` gets no other limit
 
 
 class Chat:
-    """A chat with a model, which stays as it is:
+    """A chat with a model; the model itself is not changed:
 
     chat = kvevict.Chat(model, tokenizer, budget=512, system="Answer briefly.")
     print(chat.ask(f"{report}\\n\\nWho signed it?"))
     for piece in chat.stream("And when?"):
         print(piece, end="")
-    chat.save("chat.safetensors")  # and tomorrow:
+    chat.save("chat.safetensors")  # and later, in another process:
     chat = kvevict.Chat.load("chat.safetensors", model, tokenizer)
 
     model, tokenizer  as `kvevict.patch` takes them; the tokenizer has a chat template
-    policy, options   as `kvevict.patch` takes them, with recall=True by default: all tokens stay in an archive, where
-                      every turn finds what it asks about, and a turn reads its own tokens alone. With recall=False
+    policy, options   as `kvevict.patch` takes them, with recall=True by default: all tokens stay in an archive, from
+                      which every turn chooses its slots, and a turn reads only its own tokens. With recall=False
                       memory is bounded, and every turn reads the whole chat again
     system            the system prompt, if any
     tools             the tools that the template shows to the model, as `apply_chat_template` takes them
 
     `messages` is the chat so far, a list of messages as the template takes them. `cache` is the cache after the last
-    answer, for `kvevict.report`; None before the first. Raises TypeError or ValueError as `kvevict.patch` does, and for
-    a tokenizer without a chat template.
+    answer, for `kvevict.report`; None before the first answer. Raises TypeError or ValueError as `kvevict.patch` does,
+    and for a tokenizer without a chat template.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Chat:
         self.model, self.tokenizer, self.tools, self._chosen = model, tokenizer, tools, policy
         self.messages: list[Message] = [] if system is None else [dict(role="system", content=system)]
         self.cache: EvictionCache | None = None
-        self._ids: list[int] = []  # all tokens of the chat, but for those that end an answer
+        self._ids: list[int] = []  # all tokens of the chat, except the end-of-turn tokens of the answers
         with self._evicting():
             pass  # a policy that does not fit the model is refused here
 
     def ask(self, message: str | Message | Sequence[Message], **generation: Any) -> str:
-        """Say something, and return the model's answer.
+        """Send a message, and return the model's answer.
 
-        message     the user's text; or a message, or several, with other roles, as results of tools have
+        message     the user's text; or one or several messages with other roles, such as a tool's result
         generation  options of `model.generate`; max_new_tokens is 512 if no limit is given
 
         Raises ValueError for a message that the chat template refuses, and for a chat that is longer than the model's
@@ -88,14 +88,14 @@ class Chat:
             written = self._generate(ids, cache, generation)
         text = self.tokenizer.decode(written, skip_special_tokens=True).strip()
         if written and written[-1] in ends_of(self.model, self.tokenizer):
-            written.pop()  # the template writes it before the next turn
+            written.pop()  # the end-of-turn token, which the template writes before the next turn
         self.messages += [*said, dict(role="assistant", content=text)]
         self.cache, self._ids = cache, ids + written
         return text
 
     def stream(self, message: str | Message | Sequence[Message], **generation: Any) -> Iterator[str]:
-        """Ask as `ask` does, and yield the answer's text while it is written. An answer that is no longer listened to
-        ends; what was written of it stays in the chat."""
+        """Send a message as `ask` does, and yield the answer's text while it is written. If the caller stops iterating,
+        the answer ends there, and what was written of it stays in the chat."""
         streamer: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore
         closed = threading.Event()
 
@@ -119,7 +119,7 @@ class Chat:
                 answered.result()
 
     def fork(self) -> "Chat":
-        """Return a second chat that goes on from here by itself. Both share what was said so far."""
+        """Return a second chat that continues from here independently of the first. Both share what was said so far."""
         fork = Chat(self.model, self.tokenizer, self._chosen, tools=self.tools)
         fork.messages, fork._ids = [*self.messages], self._ids
         fork.cache = None if self.cache is None else self.cache.fork()
@@ -138,8 +138,8 @@ class Chat:
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: Any, tokenizer: Tokenizer | None = None) -> "Chat":
-        """Read a chat that `save` wrote. tokenizer: by default the one in the model's folder. The policy is the file's.
-        Raises ValueError as `kvevict.load_cache` does, and for a file of a cache without a chat."""
+        """Read a chat, and its policy, from a file that `save` wrote. Without a tokenizer, the one in the model's
+        folder is used. Raises ValueError as `kvevict.load_cache` does, and for a file of a cache without a chat."""
         tokenizer = of_model(model) if tokenizer is None else tokenizer
         if tokenizer is None:
             raise ValueError("the model's folder has no tokenizer: give tokenizer=")
@@ -169,9 +169,9 @@ class Chat:
         return said
 
     def _new(self, said: list[Message], since: bool) -> list[int]:
-        """Return the tokens of the chat and of new messages, up to the start of the answer. since: return only those
-        after the last answer. The cache has the answers' tokens as they were written. Their text may be split into
-        other tokens, so the template gets a mark in place of each answer."""
+        """Return the tokens of the chat and of the new messages `said`, up to the start of the answer; if `since`, only
+        the tokens after the last answer. Then a placeholder stands for each answer in the template: the cache holds the
+        answers' tokens as the model wrote them, and tokenising an answer's text may give other tokens."""
         chat = [dict(each, content=MARK) if since and each["role"] == "assistant" else each for each in self.messages]
         options: dict[str, Any] = {} if self.tools is None else dict(tools=self.tools)
         text = rendered(self.tokenizer, [*chat, *said], "this chat", **options)
@@ -185,7 +185,7 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _generate(self, ids: list[int], cache: EvictionCache, generation: dict[str, Any]) -> list[int]:
-        """Return the tokens that the model writes after these ids, of which the cache has the first ones."""
+        """Return the tokens that the model writes after `ids`. The cache already holds the first of the `ids`."""
         limits = {"max_new_tokens", "max_length", "max_time"} & generation.keys()
         rows = torch.tensor([ids], device=device_of(find_decoder(self.model)))
         given: dict[str, Any] = {CACHE: cache, "tokenizer": self.tokenizer}

@@ -1,5 +1,5 @@
-"""Writes answers after a cache, token by token, greedy or drawn. Beams, penalties and caches of the model's
-generation_config are ignored."""
+"""Writes answers that continue a cache, token by token, either greedy or drawn. Beam search, penalties and the cache
+settings of the model's generation_config are ignored."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,12 @@ from .batch import Batch
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of how each token is chosen. Raises ValueError or TypeError for impossible numbers.
+    """Settings for choosing each token. Raises ValueError or TypeError for numbers out of range.
 
     temperature  None: the likeliest token is taken; else a token is drawn from softmax(logits / temperature)
     top_p        only the fewest likeliest tokens with this total probability are drawn (nucleus sampling, Holtzman et
                  al. 2020)
-    seed         the draws' seed
+    seed         seed of the draws
     """
 
     temperature: float | None = None
@@ -41,7 +41,8 @@ class Sampling:
         count("sampling_seed", self.seed, 0)
 
     def chooser(self, question: Iterable[int] = ()) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Make an `Answer.choose` for the answer to a question's ids. Seed and question determine the draws."""
+        """Return a function for `Answer.choose`. The draws depend only on the seed and on the ids of the question that
+        is answered."""
         temperature = self.temperature
         if temperature is None:
             return torch.argmax
@@ -51,8 +52,8 @@ class Sampling:
 
 
 def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: float = 1.0) -> torch.Tensor:
-    """Draw a token by logits [vocabulary], on their device. The Gumbel noise comes from a generator on the CPU, so that
-    all devices draw alike, up to rounding."""
+    """Draw a token from the distribution of logits [vocabulary], on the logits' device. The Gumbel noise comes from a
+    generator on the CPU, so that all devices draw alike, up to rounding."""
     row = row.float() / temperature
     if top_p < 1:
         chances, order = row.softmax(0).sort(descending=True)
@@ -62,7 +63,7 @@ def drawn(row: torch.Tensor, noise: torch.Generator, temperature: float, top_p: 
 
 
 def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy numbers of the CPU to a device, without waiting for it."""
+    """Copy a CPU tensor to a device, without waiting for the copy to end."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
@@ -73,30 +74,32 @@ def ends_of(model: torch.nn.Module, tokenizer: Tokenizer) -> set[int]:
 
 @dataclass(eq=False)
 class Answer:
-    """An answer while it is written: a row of a `Batch`."""
+    """An answer that is being written: a row of a `Batch`."""
 
     choose: Callable[[torch.Tensor], torch.Tensor]  # maps logits [vocabulary] to the next token, on the logits' device
-    ends: Callable[[list[int]], bool]  # whether the last of the ids so far ends the answer; called after each id
-    most: int | None = None  # most ids of the answer; None: unknown
+    ends: Callable[[list[int]], bool]  # maps the answer's ids so far to whether the last of them ends the answer
+    most: int | None = None  # largest number of ids of the answer; None: unknown
     ids: list[int] = field(default_factory=list)
     ended: bool = False
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose the next token by logits [vocabulary], on their device: the host does not know it yet."""
+        """Choose the next token by logits [vocabulary], and return it as a tensor on their device, without a copy to
+        the host."""
         return self.choose(logits)
 
     def see(self, token: int) -> None:
-        """Append a token that `pick` chose."""
+        """Append a token that `pick` chose, and check whether it ends the answer."""
         self.ids.append(token)
         self.ended = self.ends(self.ids)
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token by logits [vocabulary], and append it."""
+        """Choose the next token by logits [vocabulary], and append it to the answer."""
         self.see(int(self.pick(logits)))
 
 
 class Unseen:
-    """The next tokens [B] of answers, chosen on a device and not yet on the host, to which they are being copied."""
+    """The next tokens [B] of answers. They were chosen on a device and are being copied to the host, which has not read
+    them."""
 
     def __init__(self, answers: list[Answer], tokens: torch.Tensor) -> None:
         self.answers, self.tokens, self.copy, self.arrived = [*answers], tokens, tokens, None
@@ -107,8 +110,8 @@ class Unseen:
             self.arrived.record()
 
     def of(self, answers: list[Answer]) -> torch.Tensor:
-        """Return the last token of each of these answers, on the device: the one chosen here, or else, of an answer
-        that has joined since, the one that the host knows."""
+        """Return the last token of each of `answers`, on the device: the token held here, or else, for an answer that
+        joined the batch later, the last of its ids."""
         if answers == self.answers:
             return self.tokens
         chosen = dict(zip(self.answers, self.tokens, strict=True))
@@ -118,7 +121,7 @@ class Unseen:
         return torch.stack([chosen[answer] for answer in answers])
 
     def see(self, answers: list[Answer]) -> None:
-        """Wait for the tokens, and append each to its answer if that is among these."""
+        """Wait for the copy, and append each token to its answer, if that answer is one of `answers`."""
         if self.arrived is not None:
             self.arrived.synchronize()
         for answer, token in zip(self.answers, self.copy.tolist(), strict=True):
@@ -126,12 +129,12 @@ class Unseen:
                 answer.see(token)
 
 
-LATE = {"cuda"}  # kinds of devices on which the host launches a step before it looks at the tokens of the one before
+LATE = {"cuda"}  # device types on which the host launches a step before it reads the previous step's tokens
 
 
 def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
-    """Write the next token of each `Answer` in a batch, by the logits [B, vocabulary] of the last tokens; with None the
-    model reads the last tokens first. Answers that have ended leave the batch."""
+    """Append the next token to each `Answer` of a batch, chosen by the logits [B, vocabulary] of the last tokens. With
+    logits=None the model reads the last tokens first. Answers that have ended leave the batch."""
     if _is_late(batch):
         _step_late(batch, logits)
         return
@@ -143,7 +146,8 @@ def step(batch: Batch, logits: torch.Tensor | None = None) -> None:
 
 
 def _is_late(batch: Batch) -> bool:
-    """Whether the host may launch a step before it knows the tokens, as the step is recorded and can be taken back."""
+    """Return whether the host may launch a step before it knows the tokens that the step reads: the step must be
+    recorded, and it must be possible to undo it."""
     plan = plan_of(find_decoder(batch.model))
     if batch.device.type not in LATE or plan is None or plan.run.compiled is not True or batch.cache.sequence.awaits:
         return False
@@ -151,12 +155,13 @@ def _is_late(batch: Batch) -> bool:
 
 
 def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
-    """Write the next tokens as `step` does, but leave it to the next call to look at them, after it has launched the
-    step that reads them. If a token ends an answer, that step is taken back, and made again for the other answers."""
+    """Choose the next tokens as `step` does, but leave them on the device. The next call launches the step that reads
+    them, and only then waits for the copy of the tokens on the host. If one of them ends an answer, that step is
+    undone, and repeated for the other answers."""
     if logits is None:
         unseen = batch.unseen
         if unseen is not None and any(answer.most == len(answer.ids) + 1 for answer in unseen.answers):
-            _look(batch)  # an answer ends with this token, so no step follows it
+            _look(batch)  # the token completes an answer, which must not take part in the next step
             _leave(batch)
             unseen = None
         logits = _logits(batch)
@@ -171,14 +176,14 @@ def _step_late(batch: Batch, logits: Iterable[torch.Tensor] | None) -> None:
 
 
 def _logits(batch: Batch) -> Iterable[torch.Tensor]:
-    """Return the logits of the answers' last tokens, on their device; () without an answer."""
+    """Read the answers' last tokens with the model, and return the logits on the device; () if the batch is empty."""
     if not batch.rows:
         return ()
     return batch.step([each.ids[-1] for each in batch.rows] if batch.unseen is None else batch.unseen.of(batch.rows))
 
 
 def _look(batch: Batch) -> None:
-    """Wait for the tokens that the host does not know, and append them."""
+    """Wait for the tokens that the host has not read, and append them to their answers."""
     unseen, batch.unseen = batch.unseen, None
     unseen.see(batch.rows)
 
@@ -192,12 +197,13 @@ def written(
     model: torch.nn.Module, tokenizer: Tokenizer, logits: torch.Tensor, cache: Any, most: list[int],
     choosers: Sequence[Callable[[torch.Tensor], torch.Tensor]], one_line: bool = False,
 ) -> list[list[int]]:  # fmt: skip
-    """Write an answer after each row of a cache. Returns a list of ids per row, with the id that ends the answer.
+    """Write an answer after each row of a cache. Returns for each row the list of ids, including the one that ends the
+    answer.
 
-    logits    [B, T, vocabulary] of the cache's last tokens
-    most      largest number of ids of each row
-    choosers  `Answer.choose` of each row
-    one_line  an answer ends with its first line that is not empty
+    logits    [B, T, vocabulary] logits of the cache's last T tokens
+    most      largest number of ids of each row's answer
+    choosers  `Answer.choose` of each row's answer
+    one_line  whether an answer ends with its first line that is not empty
     """
     eos = ends_of(model, tokenizer)
 

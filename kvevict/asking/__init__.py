@@ -1,1 +1,1 @@
-"""Finds a prompt's question, by chat templates and by sentences that ask, and its tokens."""
+"""Finds a prompt's question, by the chat template and by sentences that ask, and the question's tokens."""

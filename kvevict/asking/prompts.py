@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
-MARK = "\u0001"  # put beside a message in a chat template, to keep the template from trimming it
-MARGIN = 256  # tokens after a cut that may change those before the cut: far more than a tokenizer looks at
+MARK = "\u0001"  # placeholder for a message's text in a chat template, which does not trim it as white space
+MARGIN = 256  # tokens beyond the needed ones: cutting a text may change tokens before the cut, but far fewer than these
 
 
 class Tokenizer(Protocol):
@@ -21,8 +21,9 @@ class Tokenizer(Protocol):
 
 
 def check(tokenizer: object, other: str = "") -> None:
-    """Raise TypeError for an object that is not a tokenizer; `other` names what else may be given."""
-    # A processor is for texts and pictures, and has a tokenizer.
+    """Raise TypeError for an object that is not a tokenizer. The error message ends in `other`, which names what else
+    may be given."""
+    # A processor, which encodes texts and pictures, is callable too; it contains a tokenizer.
     processor = hasattr(tokenizer, "tokenizer") and not hasattr(tokenizer, "vocab_size")
     if processor or not callable(tokenizer):
         advice = ": give the processor's own, processor.tokenizer" if processor else ""
@@ -33,8 +34,8 @@ def first_ids(
     tokenizer: Tokenizer, text: str, count: int, tokenise: Callable[["Tokenizer", str], list[int]] | None = None
 ) -> tuple[list[int], bool]:
     """Return (the first `count` ids of a text, whether these are all of its ids). Only the needed part of a long text
-    is tokenised, by `ids_of` or another function with its arguments."""
-    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # in characters
+    is tokenised, by `tokenise` or, by default, `ids_of`; both take the same arguments."""
+    size, tokenise = 8 * (count + MARGIN), tokenise or ids_of  # size: characters to tokenise
     while True:
         ids, complete = tokenise(tokenizer, text[:size]), size >= len(text)
         if complete or len(ids) >= count + MARGIN:
@@ -43,14 +44,14 @@ def first_ids(
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenise a text as it is: a special token's name in the text is plain text."""
+    """Tokenise a text without adding special tokens. A special token's name in the text is treated as plain text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def frame(tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = True) -> tuple[list[int], list[int]]:
-    """Return (ids before a text, ids after it); the question and the answer's opening follow a text. In a chat
-    template, if the tokenizer has one and `chat` is true, the question ends the user's turn and the opening starts the
-    assistant's. Raises ValueError for a template that refuses a single user's turn or changes its text."""
+    """Return (ids before a text, ids after it). After a text stand the question and the opening of the answer. In a
+    chat template, if the tokenizer has one and `chat` is true, the question ends the user's turn and the opening starts
+    the assistant's. Raises ValueError for a template that refuses a single user's turn or changes its text."""
     if not (chat and tokenizer.chat_template):
         return tokenizer("")["input_ids"], ids_of(tokenizer, question + opening)
     try:
@@ -65,8 +66,9 @@ def frame(tokenizer: Tokenizer, question: str, opening: str = "", chat: bool = T
 
 
 def turns_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids before the first user's turn, after a user's turn, and between an answer and the next user's turn.
-    Raises ValueError for a chat template that refuses two turns or changes their texts."""
+    """Return three lists of ids: those before the first user's text, those between a user's text and the answer, and
+    those between an answer and the next user's text. Raises ValueError for a chat template that refuses two turns or
+    changes their texts."""
     if not tokenizer.chat_template:
         return tokenizer("")["input_ids"], ids_of(tokenizer, "\nAnswer:"), ids_of(tokenizer, "\n")
     asked = [dict(role=role, content=MARK) for role in ("user", "assistant", "user")]
@@ -78,38 +80,40 @@ def turns_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
 
 
 def rendered(tokenizer: Tokenizer, messages: list[dict], what: str, **options: object) -> str:
-    """Render messages in the tokenizer's chat template, up to the start of the assistant's turn; the template gets
-    `options`. Raises ValueError with the template's error if it refuses the messages, which the error calls `what`."""
+    """Render messages in the tokenizer's chat template, up to the start of the assistant's turn; `options` are passed
+    to the template. Raises ValueError with the template's error if the template refuses the messages, which the error
+    message calls `what`."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except ImportError:  # Jinja is missing, and Transformers' error names it
+    except ImportError:  # Jinja is not installed, as Transformers' error says
         raise
-    except Exception as error:  # Jinja's errors, and any error of a template's expressions
+    except Exception as error:  # an error of Jinja, or of an expression in the template
         raise ValueError(f"the tokenizer's chat template refuses {what}: {error}") from None
 
 
 def line_ended(tokenizer: Tokenizer, tokens: list[int] | torch.Tensor) -> bool:
-    """Whether generated ids have ended a line that is not empty."""
+    """Return whether generated ids have completed a line that is not empty."""
     return "\n" in tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
 
 
 def until_line_end(tokenizer: Tokenizer, start: int) -> list[Callable[..., torch.Tensor]]:
-    """Make `generate`'s stopping_criteria for one row, which end it after a line that is not empty; lines count from
-    token `start` on."""
+    """Make a list of stopping_criteria with which `generate`, for one row, stops after the first line that is not
+    empty; the lines are those of the tokens from `start` on."""
     return [lambda ids, scores, **kwargs: torch.tensor([line_ended(tokenizer, ids[0, start:])], device=ids.device)]
 
 
-LONGEST = 16  # tokens of a piece at most: bytes that are not text may never complete a character
+LONGEST = 16  # most tokens of a piece: bytes that are not text may never complete a character
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[list]:
-    """Split ids into pieces [text, number of tokens], one for each token or for tokens that share a character. The
-    joined texts are the tokenizer's decoding of all ids.
+    """Split ids into pieces [text, number of tokens], each of one token or of several tokens that share a character.
+    The joined texts are the tokenizer's decoding of all ids.
 
-    A token's text is its addition to its predecessors' text, because decoders strip a space at a text's start, and
-    bytes of half a character decode to U+FFFD. Only ids are needed, so chat templates and cut text work too.
+    A piece's text is what it adds to the decoded text of the piece before it, because decoders strip a space at the
+    start of a text and decode the bytes of half a character to U+FFFD. The function needs the ids alone, so it works
+    for chat templates and cut texts too.
     """
-    made, known, start = [], 0, 0  # ids[known:start]: the previous piece, decoded before the next
+    made, known, start = [], 0, 0  # ids[known:start]: the previous piece, decoded again together with the next one
 
     def decode(stop: int) -> str:
         return tokenizer.decode(ids[known:stop], clean_up_tokenization_spaces=False)

@@ -1,5 +1,5 @@
-"""Finds the question of a prompt, wherever it stands, and the request around it. If the policy's rows are a probe, the
-question's tokens observe, and the request is kept."""
+"""Finds the question of a prompt, wherever it stands, and the request: the question with the text around it. Under a
+policy with rows="probe" the queries of the question's tokens score the slots, and the request's slots are kept."""
 
 import contextlib
 import math
@@ -22,28 +22,31 @@ from .sentences import PARAGRAPH, question_before, question_of, same
 from .tokens import find, squeezed, start_after
 from .turns import Turns
 
-FEW = 8  # tokens, at most, that a template puts after a question ("Answer:"): more begin an answer
-END = 256  # tokens at a prompt's end, at most a quarter of it, that may be a request with its question
-SHORT = 4  # words, at most, of a last question such as "What is your answer?", which refers to one before the text
-AGAIN = 8  # tokens, at least, of a question that is looked for earlier in the prompt: the text may have shorter ones
+FEW = 8  # most tokens that a template puts after a question ("Answer:"); more than these begin an answer
+END = 256  # tokens; a question that starts farther from the prompt's end is not near the end
+SHORT = 4  # most words of a last question that may only refer to an earlier one ("What is your answer?")
+AGAIN = 8  # fewest tokens of a question that is looked for earlier in the prompt: a shorter one may occur by chance
 LINE = "\n"
 
 
 @contextlib.contextmanager
 def observing(question: str | tuple[int, int] | list[Any], tokenizer: Any = None) -> Iterator[None]:
-    """Let a question's tokens observe the prompts that are read in this block, wherever the question stands:
+    """Let the queries of a question's tokens score the slots of the prompts that are read in this block, wherever in
+    its prompt the question stands:
 
     with kvevict.observing("Who is the captain?", tokenizer):
         model.generate(**inputs)
 
-    question   a text in the prompt, of which the last occurrence counts and white space does not; or its tokens,
-               (start, stop) as in a Python slice of the prompt without its padding; or a list of these, one for each
-               row of a batch
-    tokenizer  the model's tokenizer, for a question that is a text. With it the request around the question is kept
-               from its paragraph's start on; and if the prompt has the question twice, the last one observes alone
+    question   a text in the prompt, of which the last occurrence counts, white space aside; or (start, stop) of the
+               question's tokens, as in a Python slice of the prompt without its padding; or a list of these, one for
+               each row of a batch
+    tokenizer  the model's tokenizer, needed for a question that is a text. With a tokenizer, the request around the
+               question is kept from the start of the question's paragraph on; and if the prompt has the question twice,
+               the last occurrence alone scores the slots
 
     The question's tokens are appended to every chunk, so the policy's rows must be "probe" (take, take+edie, ...). A
-    read raises ValueError, before the cache changes, for a question that is not in its prompt or as long as a chunk.
+    read raises ValueError, before the cache changes, for a question that is not in its prompt or that is as long as a
+    chunk.
     """
     asked = question if isinstance(question, list) else [question]
     for each in asked:
@@ -72,7 +75,7 @@ def _check(question: Any, tokenizer: Any) -> None:
 
 
 class Finder:
-    """The base of the classes that find a prompt's question."""
+    """The base class of objects that find a prompt's question."""
 
     tokenizer: Any = None
 
@@ -81,14 +84,16 @@ class Finder:
         return Turns.of(self.tokenizer)
 
     def rows(self, arguments: Arguments, prompt: int) -> Rows:
-        """Return the policy's rows for the first `prompt` columns of a call."""
+        """Return the policy's `Rows`, which select the queries that score slots, for a prompt: a call's first `prompt`
+        columns."""
         raise NotImplementedError
 
     def before(
         self, ids: list[int] | None, span: tuple[int, int], tokens: int, seen: int
     ) -> tuple[int, int, bool] | None:
-        """Return `Question.before` of a prompt of `tokens` tokens after `seen` others: the question's span if it stands
-        before the text; else the last earlier place of its words, or None. `ids` is None for embeddings."""
+        """Return `Question.before`, (start, stop, whether nothing repeats the question), for a prompt of `tokens`
+        tokens that is read after `seen` earlier tokens. This is the question's `span` if the question stands before the
+        text, else the last earlier place of its words; None if there is neither. `ids` is None for embeddings."""
         start, stop = span
         if not in_last_part(span, tokens, seen):
             return start, stop, True
@@ -102,9 +107,10 @@ class Finder:
         self, arguments: Arguments, prompts: Sequence[list[int] | None], spans: Sequence[tuple[int, int] | None],
         tokens: list[int],
     ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-        """Count, for each row of a call, the request's tokens up to the prompt's end: from the question's paragraph on,
-        from its line on, and from the question on; () if no question is in the prompt's last part. A row has its
-        prompt's ids (None for embeddings) and its question's span (start, stop) or None."""
+        """Count, for each row of a call, the request's tokens from each place where the request may begin to the
+        prompt's end: from the question's paragraph, from its line and from the question itself. The tuple is () if no
+        question is in the prompt's last part. Each row has its prompt's ids (None for embeddings), its question's span
+        (start, stop) or None, and its number of tokens."""
         found: list[tuple[int, ...]] = []
         for ids, span, n, seen in zip(prompts, spans, tokens, arguments.seen, strict=True):
             if span is None or not in_last_part(span, n, seen):
@@ -124,7 +130,7 @@ class Finder:
 
 @dataclass(frozen=True)
 class Asked(Finder):
-    """Finds the question that the user gives to `observing`."""
+    """Finds the question that was given to `observing`."""
 
     asked: tuple  # one text or span for all rows of a batch, or one per row
     tokenizer: Any = None
@@ -158,7 +164,8 @@ class Asked(Finder):
         ])  # fmt: skip
 
     def _span(self, ids: list[int] | None, asked: tuple, tokens: int) -> tuple:
-        """Return the (start, stop) of a question in a prompt of `tokens` tokens; `ids` is None for embeddings."""
+        """Return (start, stop) of a question, in tokens of a prompt that has `tokens` of them. `ids` is None for
+        embeddings."""
         if isinstance(asked, str):
             if ids is None:
                 raise ValueError("a question that is a text is found in token ids: pass input_ids, or give its tokens")
@@ -173,17 +180,17 @@ class Asked(Finder):
 
 @dataclass(frozen=True)
 class LastTurn(Finder):
-    """Finds the question of the last user's turn, by the tokenizer's chat template, or of the whole prompt without a
-    template. A tool's result is no part of the user's turn, wherever the template writes it.
+    """Finds the question of the last user's turn, which the tokenizer's chat template delimits; without a template,
+    that of the whole prompt. A tool's result is not part of the user's turn, wherever the template writes it.
 
-    The question is the last sentence with a question mark near the turn's end, or else the first near its start; a
-    short turn without a question mark is itself the question. If a longer question stands before the text and the last
-    one has few words, both observe. The policy's rows stay as they are if no question is found, or if they contain the
-    question and the answer's first words follow it.
+    The question is the last sentence with a question mark near the turn's end, or else the first one near the turn's
+    start; a short turn without a question mark is itself the question. If the last question has few words and a longer
+    one stands before the text, the queries of both score the slots. The policy's own rows stay if no question is found,
+    or if they contain the question and the answer's first words follow it.
     """
 
     tokenizer: Any
-    request: str = ""  # the question of the turn, if the caller knows it
+    request: str = ""  # the question of the turn, if it is known
 
     def rows(self, arguments: Arguments, prompt: int) -> Rows:
         policy: Policy = arguments.policy
@@ -203,7 +210,7 @@ class LastTurn(Finder):
             near = bool(spans) and is_near(arguments, spans[0][0], n, seen)
             inside = bool(spans) and spans[0][0] >= n - own
             if not spans or (inside and (not near or self._begins(ids, spans[-1]))):
-                questions.append(Question(((n - own, n),), request, None, place, True))  # the policy's rows observe
+                questions.append(Question(((n - own, n),), request, None, place, True))  # the policy's own rows observe
             else:
                 questions.append(Question(spans, request, opens, near))
         if all(question.last for question in questions):
@@ -212,20 +219,21 @@ class LastTurn(Finder):
         return rows if not place and len(set(chosen.lengths(None))) > 1 else chosen
 
     def _begins(self, ids: list, span: tuple) -> bool:
-        """Whether the answer's first words follow the question."""
+        """Return whether the prompt already has the answer's first words, after the question."""
         rest, tail = squeezed(self.tokenizer.decode(ids[span[1] :])), squeezed(self._turns.tail)
         return len(ids) - span[1] > FEW and not (tail and rest.endswith(tail))
 
     def _found(self, ids: list, seen: int = 0) -> tuple:
-        """Find the question in a prompt after `seen` tokens. Returns (the spans that ask, in order; the question before
-        the text, as (start, stop, whether nothing repeats it), or None)."""
+        """Find the question in a prompt that is read after `seen` tokens. Returns a pair: the spans whose queries are
+        to score the slots, in order; and (start, stop, whether nothing repeats it) of a question before the text, or
+        None."""
         turn, rest = self._turns.last(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         if self.request and not self._turns.opened:  # without a template nothing shows where the last turn begins
             turn, rest = self.request, ""
         elif not turn or squeezed(self.request) in squeezed(turn):
             turn = self.request or turn
         asked, opens = question_of(turn), question_before(turn)
-        echo = asked and squeezed(asked) in squeezed(rest)  # a call of a tool, or its result, has the question's words
+        echo = asked and squeezed(asked) in squeezed(rest)  # a tool's call or result repeats the question
         after = find(self.tokenizer, ids, rest) if echo else None
         span = find(self.tokenizer, ids[: after[0]] if after else ids, asked) if asked else None
         if span is None:
@@ -240,14 +248,14 @@ class LastTurn(Finder):
 
 
 def in_last_part(span: tuple, tokens: int, before: int = 0) -> bool:
-    """Whether a question's span is so near to the end of a prompt of `tokens` tokens, read after `before` others, that
-    the request around the question may reach the end."""
+    """Return whether a question's span starts so near to the end of a prompt of `tokens` tokens, which is read after
+    `before` earlier tokens, that the request around the question may reach the prompt's end."""
     return tokens - span[0] <= min(END, (before + tokens) // 2)
 
 
 def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
-    """Warn, once for each budget, if a request of `needed` tokens takes more than half of the slots of a row that has
-    read `seen` tokens."""
+    """Warn, once per budget, if a request of `needed` tokens takes more than half of the slots that each head keeps of
+    a row of `seen` tokens."""
     budget = policy.slots(seen)
     if 2 * needed <= budget or seen <= budget:
         return
@@ -261,26 +269,28 @@ def warn_if_long(policy: Policy, needed: int, seen: int) -> None:
 
 
 def fitting(spans: tuple, most: int) -> tuple:
-    """Return those of the spans (start, stop) that have fewer than `most` tokens together: all, the last, or none."""
+    """Return all spans (start, stop) if they have fewer than `most` tokens together, else the last span if it has, else
+    ()."""
     sizes = ((each, sum(stop - start for start, stop in each)) for each in (spans, spans[-1:]))
     return next((each for each, size in sizes if size < most), ())
 
 
 def is_near(arguments: Arguments, start: int, tokens: int, seen: int) -> bool:
-    """Whether a question that starts at token `start` of a prompt of `tokens` tokens, read after `seen` others, is near
-    enough to the end to observe in place, not appended to the last chunk. It is not if the call's last rows are
-    measured, or if it starts before the tokens that every layer reads (tsp)."""
+    """Return whether a question that starts at token `start` is near enough to the prompt's end to observe where it
+    stands, instead of from a copy appended to the last chunk. The prompt has `tokens` tokens and is read after `seen`
+    earlier ones. The answer is no if the call's last rows are measured, or if the question starts before the tokens
+    that every layer reads (`tsp`)."""
     policy = arguments.policy
     most = min(END, policy.chunk_size or END, END if policy.tsp is None else policy.goes_on)
     return not reads_last_rows(arguments.plan) and tokens - start <= min(most, (seen + tokens) // 4)
 
 
 def reads_last_rows(plan: Plan) -> bool:
-    """Whether a plan takes the call's last rows for measurements (diagnose=True, TADA's budgets)."""
+    """Return whether a plan measures the last rows of a call, as diagnose=True and TADA's layer budgets do."""
     return plan.run.diagnose or plan.policy.layers.measures
 
 
 def ids_of_row(arguments: Arguments, row: int, tokens: int) -> list[int]:
-    """Return the ids of the first `tokens` tokens of a call's row, without its padding."""
+    """Return the ids of the first `tokens` tokens of row `row` of a call, without the row's padding."""
     first = int(arguments.padding[row])
     return arguments.ids[row, first : first + tokens].tolist()

@@ -1,19 +1,20 @@
-"""Finds the sentences of a text that ask, by their marks and words."""
+"""Finds the sentences of a text that ask a question, by their punctuation and question words."""
 
 import re
 
-NEAR = 1024  # characters at either end of a user's turn in which its question is looked for
-LINK = 4  # words, at most, between two questions that are asked together
+NEAR = 1024  # number of characters at either end of a long user's turn that are searched for the question
+LINK = 4  # most words between two questions that count as one
 PARAGRAPH = "\n\n"
 OPENING = re.compile(r"\n\s*\S+(?: \S+)?\s*:$")  # a last line such as "Answer:", which the answer continues
 GREEK = r"[\u0386-\u03ff\u1f00-\u1fff]{2}"
 THAI = r"อะไร|ใคร|ไหน|ใด(?!\s?ๆ)|เมื่อไ|เท่าไ|กี่|อย่างไร|ทำไม|หรือไม่"  # question words; Thai has no question mark
-# A sentence asks if it ends with a question mark (a Greek one with a semicolon), or if it is a short Thai line with a
-# question word.
+# A sentence asks if it ends with a question mark (in Greek: a semicolon), or if it has a Thai question word and at most
+# 200 characters.
 ASKS = re.compile(rf"[?\uff1f\u061f\u037e]$|{GREEK}.*;$|^(?=.{{1,200}}$).*(?:{THAI})")
-# The gap between two sentences: a line's end, or white space after a sentence's last mark (not an abbreviation's, an
-# initial's but "I", or a number's before a small letter), or after a colon that four words follow, the first with a
-# capital letter.
+# Matches the gap between two sentences: a line break; white space after a sentence's last punctuation mark, but not
+# after "Mr.", "Dr." and the like, after an initial other than "I.", or after "1." or "A." before a small letter; white
+# space after a colon that four words follow, the first with a capital letter. Chinese and Japanese marks need no white
+# space.
 BETWEEN = re.compile(
     r"\n|(?<=:)\s+(?=[A-Z](?:\S*\s+){3})"
     r"|(?<=[.!?\u061f\u0964\u06d4\u037e])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[^\W\d_I]\.)"
@@ -23,9 +24,9 @@ BETWEEN = re.compile(
 
 
 def question_of(turn: str) -> str:
-    """Find the question of a user's turn; "" if there is none. In a long turn, whole paragraphs near the end and then
-    near the start are looked at first. If none of them asks, and the turn's start is a single paragraph, the last
-    paragraph is the question: question marks before it are the text's."""
+    """Find the question of a user's turn; "" if there is none. A long turn is searched near its end, then near its
+    start, in whole paragraphs first. If no whole paragraph asks, and the turn's start is a single paragraph, the last
+    paragraph is the question: question marks before it belong to the text."""
     turn = OPENING.sub("", turn.strip())
     if len(turn) <= NEAR:
         return (questions(turn) or [turn])[-1]
@@ -42,21 +43,21 @@ def question_of(turn: str) -> str:
 
 
 def question_before(turn: str) -> str:
-    """Find the first question in whole paragraphs near a long turn's start; "" if there is none."""
+    """Find the first question in the whole paragraphs near a long turn's start; "" if there is none."""
     found = questions(turn.strip()[:NEAR].rpartition(PARAGRAPH)[0]) if len(turn.strip()) > NEAR else []
     return found[0] if found else ""
 
 
 def same(asked: str, opens: str) -> bool:
-    """Whether one question has all of the other's words in order."""
+    """Return whether one of two questions contains the other, white space and capitals aside."""
     a, b = (" ".join(text.split()).casefold() for text in (asked, opens))
     return a in b or b in a
 
 
 def questions(text: str) -> list:
-    """List the sentences of a text that ask. Questions at most LINK words apart are joined. A question mark before a
-    closing quotation mark does not count."""
-    found, between = [], None  # sentences since the last question
+    """List the sentences of a text that ask. Questions with at most `LINK` words between them are joined into one. A
+    question mark before a closing quotation mark does not count."""
+    found, between = [], None  # between: sentences since the last question; None before the first
     for sentence in filter(None, map(str.strip, BETWEEN.split(text))):
         asks = bool(ASKS.search(sentence))
         if asks and between is not None and len(" ".join(between).split()) <= LINK:

@@ -1,4 +1,4 @@
-"""Finds the place of a text among a prompt's ids."""
+"""Finds the tokens of a prompt that hold a text."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from .prompts import Tokenizer
 
 
 def find(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, int] | None:
-    """Find the (start, stop) of the fewest ids that hold the last occurrence of a text, white space aside; None if the
-    ids do not have the text."""
+    """Find (start, stop) of the fewest ids whose decoded text contains the last occurrence of `text`, white space
+    aside; None if `text` does not occur."""
     wanted = squeezed(text)
 
     def has(start: int, stop: int) -> bool:
@@ -24,8 +24,9 @@ def find(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, int] | N
 
 
 def start_after(tokenizer: Tokenizer, ids: list[int], marks: Iterable[str], most: int) -> int | None:
-    """Count the ids up to the last of the marks in their text, with the white space after it. Returns None if the last
-    `most` ids have none of the marks; an empty mark does not count."""
+    """Return the index of the id after the one in which the last of the marks begins, or of the next id that is not
+    white space. Without a mark in the last `most` ids, return None, or 0 if there are at most `most` ids. Empty marks
+    do not count."""
 
     def text(start: int, stop: int | None = None) -> str:
         return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
@@ -43,5 +44,5 @@ def start_after(tokenizer: Tokenizer, ids: list[int], marks: Iterable[str], most
 
 
 def squeezed(text: str) -> str:
-    """Remove all white space."""
+    """Return a text without its white space."""
     return "".join(text.split())

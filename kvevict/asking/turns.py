@@ -1,4 +1,4 @@
-"""Finds out how a chat template writes a user's turn, and the tools' results and schemas in it."""
+"""Finds the texts with which a chat template surrounds a user's turn, and a tool's result and schemas in this turn."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 from .prompts import Tokenizer, rendered
 
-MARK = "\ue000"  # the content of a message, with which a template is tried: JSON leaves it as it is
+MARK = "\ue000"  # placeholder for a message's text when a template is tried; JSON does not need to escape it
 
 
 def _tool(name: str) -> dict:
@@ -15,18 +15,18 @@ def _tool(name: str) -> dict:
     return dict(type="function", function=dict(name=name, description=name, parameters=schema))
 
 
-TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # what both renderings share is the template's text
+TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # their renderings share only the template's text
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The texts of a chat template; "" if a text is unknown, or without a template.
+    """The fixed texts of a chat template; each is "" if it is unknown or if there is no template.
 
     opened   the text that opens a user's turn
     ends     the text that ends a user's turn
     tail     the text that ends the last turn and opens the answer
-    result   the text that follows `opened` where a tool's result begins, not the user's words
-    schemas  the texts that begin and end the tools' schemas before the user's words
+    result   the text that follows `opened` if the turn is a tool's result instead of the user's words
+    schemas  the two texts at the start and the end of the tools' schemas, if a turn has them before the user's words
     """
 
     opened: str = ""
@@ -49,23 +49,23 @@ class Turns:
         except ValueError:  # the template refuses a second turn
             opened, ends = head, tail
         else:
-            # Tokens are compared, since "<s>[INST]" and "</s>[INST]" share characters of two different tokens.
+            # Tokens are compared, not characters: those shared by "<s>[INST]" and "</s>[INST]" begin within a token.
             both = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (head, begin))
             opened = tokenizer.decode(common(*both, last=True), clean_up_tokenization_spaces=False)
             ends = common(tail, end)
-        # White space alone marks nothing: texts have it, too.
+        # A text of white space alone cannot delimit turns: messages have white space, too.
         opened, ends, tail = (mark if mark.strip() else "" for mark in (opened, ends, tail))
         if not opened:
             return cls(opened, ends, tail)
         schemas = _before(tokenizer, opened, [[user]] * len(TOOLS))
-        for written in (dict, json.dumps):  # templates take a call's arguments as an object, or as text
+        for written in (dict, json.dumps):  # templates take a call's arguments as a dict or as JSON text
             result, _ = _before(tokenizer, opened, [[user, *_called(tool, written)] for tool in TOOLS])
             if result.strip():
                 break
         return cls(opened, ends, tail, result.strip(), schemas if schemas[0].strip() else ("", ""))
 
     def last(self, text: str) -> tuple[str, str]:
-        """Split a prompt into (last user turn, what follows it); ("", "") if there is no user turn."""
+        """Split a prompt into (the last user's turn, the text after it); ("", "") if there is no user's turn."""
         turns = text.split(self.opened) if self.opened else ["", text]
         results = (bool(self.result) and turn.lstrip().startswith(self.result) for turn in turns[:0:-1])
         at = next((len(turns) - 1 - n for n, result in enumerate(results) if not result), 0)
@@ -79,8 +79,9 @@ class Turns:
 
 
 def _called(tool: dict, written: Callable[[dict], object]) -> list[dict]:
-    """Return the messages of a call of a tool, and of its result."""
-    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's ids have nine characters
+    """Return two messages: the assistant's call of a tool, with its arguments encoded by `written`, and the tool's
+    result."""
+    name, known = tool["function"]["name"], tool["function"]["name"] * 9  # Mistral's call ids have nine characters
     call = dict(id=known, type="function", function=dict(name=name, arguments=written({name: name})))
     return [
         dict(role="assistant", content="", tool_calls=[call]),
@@ -89,9 +90,9 @@ def _called(tool: dict, written: Callable[[dict], object]) -> list[dict]:
 
 
 def _before(tokenizer: Tokenizer, opened: str, chats: list[list[dict]]) -> tuple[str, str]:
-    """Render chats, each with one of `TOOLS`, and return the (beginning, end) that they share in the text of the last
-    turn before its content; ("", "") if a template refuses a chat or writes the content elsewhere than into a user's
-    turn."""
+    """Render each chat with one of `TOOLS`, and return the longest (prefix, suffix) that the renderings share in the
+    text between the last user turn's opening and the turn's content. Returns ("", "") if a template refuses a chat or
+    writes the content outside a user's turn."""
     found = []
     for chat, tool in zip(chats, TOOLS, strict=True):
         try:
@@ -107,7 +108,7 @@ def _before(tokenizer: Tokenizer, opened: str, chats: list[list[dict]]) -> tuple
 
 
 def common(a: Any, b: Any, last: bool = False) -> Any:
-    """Return the longest beginning, or end if `last`, that two texts or lists share."""
+    """Return the longest common prefix of two texts or lists or, if `last`, their longest common suffix."""
     if last:
         return common(a[::-1], b[::-1])[::-1]
     return a[: next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))]

@@ -186,7 +186,8 @@ def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray 
     its smallest carried numbers. None: the policy does more than that, so all stages of `cut` are needed."""
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and not policy.keep_prompt
     equal = _inherits(policy.heads, Equal.keep) and _inherits(policy.select, Selection.rank, Selection.trim_to_runs)
-    plain = _inherits(policy.score, Score.pooled) and not policy.score.factors and not policy.refine.refines
+    refines = policy.refine.refines or policy.refine.picks
+    plain = _inherits(policy.score, Score.pooled) and not policy.score.factors and not refines
     if not (apart and equal and plain) or policy.select.shared or policy.select_by_layer:
         return None
     each = shares(keep, np.arange(counts.shape[1]))

@@ -1,2 +1,2 @@
-"""Measurements: what eviction costs and keeps, tasks with right answers, and their commands. Nothing else of the
-package imports from here but `kvevict.cli`."""
+"""Measures what eviction costs and what it keeps, and evaluates policies on tasks with right answers. Outside
+`kvevict.lab` only `kvevict.cli` imports from it."""

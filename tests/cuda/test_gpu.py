@@ -5,7 +5,6 @@ import copy
 import json
 from dataclasses import replace
 
-import conftest
 import helpers
 import pytest
 import ref
@@ -25,7 +24,7 @@ from kvevict.policy.kv import KINDS
 from kvevict.train.lookahead import Adapter, train
 from kvevict.train.lookahead.passes import loss, truth
 
-pytestmark = pytest.mark.skipif(not conftest.on_gpu(), reason="needs a GPU and a build with CUDA")
+pytestmark = pytest.mark.skipif(not helpers.on_gpu(), reason="needs a GPU and a build with CUDA")
 
 
 def made(device, seed=1, kv="model"):

@@ -93,7 +93,7 @@ def test_durations_are_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path, nearest", [
     ("csrc/attend_cpu.c", "tests/ops/test_attend.py"), ("csrc/simd.h", "tests/ops/test_score.py"),
     ("README.md", "tests/docs/test_pages.py"),
-    ("kvevict/policy/scores/later.py", "tests/policies/test_every_choice.py"),
+    ("kvevict/policy/scores/later.py", "tests/policies/test_gates.py"),
     ("kvevict/store/saving.py", "tests/hf/test_store.py"), ("tests/lib/oracle.py", "tests/policies/test_policies.py"),
     ("tests/hf/test_fork.py", "tests/hf/test_fork.py"),
 ])  # fmt: skip

@@ -111,7 +111,7 @@ def test_a_prompt_that_a_driver_reads(family, policy):
 def test_appended_rows_count_from_the_start(policy, schedule):
     net, options, widths = shared("llama"), dict(POLICIES[policy], schedule=schedule), {}
     if policy == "read-twice":
-        options["rows"] = kvevict.ROWS["repeat"]((1, 2), part=16)
+        options["rows"] = kvevict.ROWS["repeat"](part=16)
     kvevict.patch(net, policy, tokenizer=False, **options)
 
     def pause():
@@ -123,6 +123,6 @@ def test_appended_rows_count_from_the_start(policy, schedule):
     finally:
         kvevict.unpatch(net)
     read = list(widths.values())
-    assert len(read) >= 4 and sum(read) > (100 if policy == "read-twice" else 50)
+    assert len(read) >= 4 and sum(read) >= (100 if policy == "read-twice" else 51)
     assert [step.positions.shape[1] for step in steps] == read[:-1]
     assert [step.ahead for step in steps] == [sum(read[at:]) for at in range(1, len(read))]

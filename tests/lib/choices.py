@@ -100,7 +100,7 @@ VALUES_AND_KEYS = {
     "lagkv": dict(sink=2), "lagkv, ada": dict(sink=1, heads="ada"), "lagkv, no sink": dict(sink=0, heads="flat"),
     "lagkv, runs": dict(sink=2, select="chunk", c=2), "lagkv, wait": dict(sink=2, warmup_layers=3, warmup_budget=22),
     "compactor": dict(sink=3, recent=2), "read-once": dict(sink=2, recent=2),
-    "compactor, other ends": dict(sink=3, recent=3), "compactor, no ends": dict(sink=0, recent=0, heads="flat"),
+    "compactor, no ends": dict(sink=0, recent=0, heads="flat"),
     "defensive": dict(window=4), "defensive, covered": dict(window=3, kernel=3, keep_first=2, heads="flat"),
     "defensive, nothing first": dict(window=4, heads="equal"),
     "defensive, pool": dict(window=4, heads="flat", layers="pool", least=2),

@@ -7,7 +7,7 @@ import mmap
 import torch
 
 from kvevict.ops._native import PARTS
-from kvevict.ops._ops import Held
+from kvevict.ops._ops import Held, build_info
 
 ERRORS = (RuntimeError, ValueError, TypeError)
 
@@ -20,6 +20,11 @@ OUT = {torch.float32: FP32, torch.bfloat16: 2.0**-8 + FP32, torch.float16: 2.0**
 
 
 device = torch.device("cpu")  # where `call` and `opcheck` run ops; conftest.py sets it
+
+
+def on_gpu() -> bool:
+    """Whether ops can run on a GPU."""
+    return torch.cuda.is_available() and build_info()["cuda"]
 
 
 class Moved:

@@ -502,7 +502,7 @@ def test_a_run_has_its_kind(model):
     with pytest.raises(ValueError, match="unknown kv 'int3'"):
         choose("snapkv", budget=64, kv="int3")
     policy = build("snapkv", budget=64)
-    with pytest.raises(TypeError, match=r"kv is no part of a Policy.*kvevict.patch\(model, policy, kv=...\)"):
+    with pytest.raises(TypeError, match=r"kv is not part of a Policy.*kvevict.patch\(model, policy, kv=...\)"):
         dataclasses.replace(policy, kv="int4")
     old = json.dumps(json.loads(policy.to_json()) | dict(kv="int4", recall_kv=None, compiled=False, recall=False))
     with pytest.warns(UserWarning, match="does not hold kv='int4': give that beside it"):

@@ -1,1 +1,1 @@
-"""The cost of eviction and the slots that it keeps: diagnostics, plans, measurements, pictures."""
+"""Computes the cost of eviction, and shows which slots it keeps: diagnostics, plans, measurements, pictures."""

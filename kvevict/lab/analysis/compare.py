@@ -1,5 +1,5 @@
 """Compares the slots that a policy kept of one prompt with the full cache, by the attention of the full cache's
-response."""
+response to the prompt."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ from ...patch import evicting
 from ...policy.building import Chosen
 from ...policy.policy import Policy
 
-CHUNK = 4096  # tokens read at once for the full cache, to bound activations
+CHUNK = 4096  # tokens read at once into the full cache, which bounds the memory of activations
 NAMES = ("joint_error", "output_error", "recall", "top16")
 
 
 class _Queries(Watcher):
-    """Keeps every layer's last `rows` queries: `found` maps a layer to ([H, R, D], attention's options)."""
+    """Keeps the queries of the last `rows` rows: `found` maps a layer's index to (queries [H, R, D], the attention's
+    options)."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.found = rows, {}
@@ -33,16 +34,17 @@ class _Queries(Watcher):
 
 @dataclass
 class FullCache:
-    """The full cache of a prompt and of the first R <= 64 tokens of its response."""
+    """The full cache of a prompt and of the first R <= 64 tokens of the model's response."""
 
     response: list[int]  # the response's ids
     tokens: int  # number of the prompt's tokens
-    layers: list[tuple]  # per evicting layer: queries [H, R, D]; k and v [Hkv, tokens + R, D]; attention's options
+    layers: list[tuple]  # per evicting layer: (queries [H, R, D], k and v [Hkv, tokens + R, D], attention's options)
 
 
 @torch.no_grad()
 def full_cache(model: Any, ids: Tensor, max_new_tokens: int, stopping_criteria: list | None = None) -> FullCache:
-    """Generate the unpatched model's greedy response to ids [1, N], and read both into a full cache."""
+    """Generate the unpatched model's greedy response to a prompt, ids [1, N], and read prompt and response into a full
+    cache."""
     how = dict(max_new_tokens=max_new_tokens, do_sample=False, stopping_criteria=stopping_criteria)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     read = out[:, : ids.shape[1] + diagnostics.ROWS]
@@ -59,8 +61,8 @@ def full_cache(model: Any, ids: Tensor, max_new_tokens: int, stopping_criteria: 
 
 @torch.no_grad()
 def left(model: torch.nn.Module, ids: Tensor, policy: Policy | Chosen) -> list[list[tuple[Tensor, ...]]]:
-    """Read ids [1, N] under the policy, and return the slots that it stored: [evicting layer][kv head] (positions [n],
-    k and v [n, D])."""
+    """Read a prompt, ids [1, N], under the policy. Returns the slots that it stored, as [evicting layer][kv head]
+    (positions [n], k and v [n, D])."""
     with evicting(model, policy, tokenizer=False):
         cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
     return [
@@ -71,22 +73,24 @@ def left(model: torch.nn.Module, ids: Tensor, policy: Policy | Chosen) -> list[l
 
 
 def informed(policy: Policy, response: list[int]) -> Policy:
-    """Return the policy, whose rows get the response's ids if they are the oracle's."""
+    """Return the policy; rows that need the response's ids (the oracle's) get them."""
     rows = policy.rows.with_response(response)
     return policy if rows is policy.rows else dataclasses.replace(policy, rows=rows)
 
 
 @torch.no_grad()
 def compare(full: FullCache, kept: list) -> list:
-    """Compute a dict of `NAMES` for each evicting layer, from the result `kept` of `left`. The numbers are means over
-    the response's rows:
+    """Compute a dict of `NAMES` for each evicting layer; `kept` is the result of `left`. The numbers are means over the
+    rows of the response:
 
-    joint_error    CAOTE eq. 24 of all evicted slots, by the full cache's attention, keys and values
-    output_error   || o - o' || / || o ||, where o' attends to the keys and values that the policy stored (they differ
-                   from the full cache's if a chunk was read after an earlier eviction)
-    recall         share of the response's attention to the prompt that lies on kept slots, by the full cache
-    top16          kept share of the 16 prompt slots with the most attention, averaged over the group and the response's
-                   rows (EDIE figure 3)
+    joint_error    CAOTE's equation 24 for all evicted slots together, with the full cache's attention, keys and values
+    output_error   || o - o' || / || o ||, where o is the full cache's attention output, and o' the output over the keys
+                   and values that the policy stored (they differ from the full cache's if a chunk was read after an
+                   earlier eviction)
+    recall         share of the response's attention to the prompt that falls on kept slots, with the full cache's
+                   attention
+    top16          share that is kept of the 16 prompt slots with the most attention, averaged over the GQA group and
+                   the response's rows (EDIE figure 3)
     """
     return [_layer(full.tokens, *layer, heads) for layer, heads in zip(full.layers, kept, strict=True)]  # type: ignore[call-arg]
 
@@ -109,8 +113,9 @@ def _layer(tokens: int, q: Tensor, k: Tensor, v: Tensor, options: dict, heads: l
 
 
 def _head(tokens: int, group: tuple, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor, kept: Tensor) -> tuple:
-    """Return outputs [G, R, D] from the full cache, from its kept slots, and from the stored slots; the full cache's
-    attention [G, R] to the prompt and to its kept slots; the kept share of the best 16 slots."""
+    """Compute the numbers of one kv head, with G query heads. Returns three attention outputs [G, R, D], over the full
+    cache, over its kept slots and over the stored slots; the full cache's attention [G, R] to the prompt and to its
+    kept slots; and the kept share of the 16 slots with the most attention."""
     q, options = group
     column = torch.arange(len(k), device=k.device)
     sees = column <= column[tokens:, None]
@@ -128,6 +133,7 @@ def positions(kept: list) -> list:
 
 
 def overlap(a: list, b: list) -> float:
-    """Compute the mean Jaccard index, head by head, of two policies' `positions`: 1 if they keep equal slots."""
+    """Compute the mean Jaccard index, over all heads, of the `positions` that two policies kept: 1 if they keep equal
+    slots."""
     pairs = [pair for layers in zip(a, b, strict=True) for pair in zip(*layers, strict=True)]
     return sum(len(x & y) / len(x | y) if x | y else 1.0 for x, y in pairs) / len(pairs)

@@ -1,15 +1,16 @@
-"""Computes the cost of reading a prompt and decoding after it from a model's config, a policy and two hardware numbers,
-without weights.
+"""Computes the cost of reading a prompt and of decoding after it, from a model's config, a policy and two hardware
+numbers, without weights.
 
-Slots follow the policy chunk by chunk (slots.py): `cache_bytes` and `peak_cache_bytes` equal those of `kvevict.report`.
-Layer budgets that measure the prompt count as uniform, or as in TADA's history of this process; with them only
-`cache_bytes` is exact. Of a threshold, whose slots depend on the text, the upper bound is counted.
+The number of slots follows the policy chunk by chunk (slots.py), so `cache_bytes` and `peak_cache_bytes` equal those of
+`kvevict.report`. There are two exceptions. Layer budgets that measure the prompt count as uniform, or as in TADA's
+history of this process; with them only `cache_bytes` is exact. A threshold keeps slots by the text; its largest number
+of slots counts.
 
 FLOPs are those of matrix products (a multiply and an add are two). Bytes are the least possible: weights and a layer's
 slots are moved once per pass, and activations stay on the chip. Each stage of each chunk and of each decoded token
-takes the longer of FLOPs / rate and bytes / rate. The numbers leave out scoring and moving slots (2 to 5 % of a prefill
-under take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), drafts, norms, softmax, masks,
-"eager" attention's matrices and free slots.
+takes the longer of FLOPs / rate and bytes / rate. Left out are scoring and moving slots (2 to 5 % of a prefill under
+take and snapkv in docs/performance.md, more under h2o, kvzip and read-twice), drafts, norms, softmax, masks, "eager"
+attention's matrices and free slots.
 """
 
 from collections import Counter
@@ -26,13 +27,13 @@ from ...policy.run import Run
 from .shape import Shape
 from .slots import Layers, Taken
 
-UNPATCHED = "unpatched"  # the run of the unpatched model
+UNPATCHED = "unpatched"  # name of the unpatched model's run
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak TFLOP/s (10^12), memory GB/s (10^9), and the share of both that is reached; by default an H100 SXM's, in
-    bf16."""
+    """Peak compute in TFLOP/s (10^12), memory bandwidth in GB/s (10^9), and the share of both that a model reaches. The
+    default peaks are an H100 SXM's, in bf16."""
 
     tflops: float = 989.0
     bandwidth: float = 3350.0
@@ -49,13 +50,13 @@ class Hardware:
 
 
 class Bill:
-    """Sums of FLOPs, bytes and seconds over stages of work."""
+    """Sums of FLOPs, moved bytes and seconds over stages of work."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware, self.flops, self.moved, self.seconds = hardware, Counter(), Counter(), 0.0
 
     def add(self, stages: dict) -> float:
-        """Add stages {name: (FLOPs, bytes)}, and return the seconds that they take."""
+        """Add stages {name: (FLOPs, moved bytes)}, and return the seconds that they take."""
         taken = sum(self.hardware.seconds(*costs) for costs in stages.values())
         for stage, (operations, traffic) in stages.items():
             self.flops[stage] += operations
@@ -68,25 +69,27 @@ def plan(
     shape: Shape, policy: Policy | None, tokens: int, *, batch: int = 1, hardware: Hardware = Hardware(),
     causal: bool = True, new_tokens: int = 256, run: Run | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute the cost of reading a prompt of `tokens` tokens in each of `batch` rows and decoding `new_tokens` more.
-    With policy None it is the unpatched model's; `run` is how the policy is run. causal=False counts every (row, key)
-    pair of a chunk, as several papers do. The result has:
+    """Compute the cost of reading a prompt of `tokens` tokens in each of `batch` rows and of decoding `new_tokens`
+    more. With policy=None the cost is the unpatched model's. `run` is how the policy is run. causal=False counts every
+    (row, key) pair of a chunk, as several papers do. The result has:
 
     flops, moved         FLOPs and bytes of each stage: "linear", the products of the prompt's rows with weights;
-                         "attention" of these rows; "appended", both for the rows that are appended to chunks
-    cache_bytes, peak_cache_bytes    bytes of full-attention layers after the prompt and at most, as in `kvevict.report`
+                         "attention" of the prompt's rows; "appended", products and attention of the rows that are
+                         appended to chunks
+    cache_bytes, peak_cache_bytes    bytes of full-attention layers after the prompt, and the most at any time, as in
+                                     `kvevict.report`
     archive_bytes        with recall: bytes of the archive, positions included, after the `new_tokens`
     sliding_bytes        bytes of sliding-window layers after the prompt
     weight_bytes, activation_bytes   bytes of the model, and of the widest chunk's activations in one layer
     peak_bytes           the sum of peak slots, weights, sliding windows and activations
     seconds              time to the first token
-    decode               costs of the new tokens: `first` and `last`, those of one token (its flops, moved and
-                         tokens_per_second, means over an eviction's interval); `flops`, `moved` and `seconds` of all;
-                         and `cache_bytes` after them
+    decode               costs of the new tokens: `first` and `last`, each of one token (its flops, moved bytes and
+                         tokens_per_second, as means over the tokens from one eviction to the next); `flops`, `moved`
+                         and `seconds` of all new tokens; and `cache_bytes` after the last
     """
     for name, number, least in (("tokens", tokens, 1), ("batch", batch, 1), ("new_tokens", new_tokens, 0)):
         count(name, number, least)
-    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # with such a budget nothing is evicted
+    policy, run = policy or Policy(score="random", budget=tokens), run or Run()  # a budget of all tokens evicts nothing
     _check(shape, policy)
     shape = replace(shape, kv=run.kv)
     sizes = shape.slot_bytes * batch, shape.new_bytes * batch
@@ -97,7 +100,7 @@ def plan(
         peak, widest = max(peak, taken.peak), max(widest, taken.chunk.rows + taken.chunk.appended)
         chunks += 1
     row = shape.row_bytes * batch
-    if chunks > 1:  # the last hidden state of a chunk is held while the next one is read
+    if chunks > 1:  # a chunk's last hidden state is held while the next chunk is read
         row += shape.element * shape.hidden * batch
     result = dict(
         flops=dict(bill.flops), moved=dict(bill.moved), cache_bytes=round(slot * sum(layers.kept)),
@@ -113,7 +116,7 @@ def plan(
 
 
 def _check(shape: Shape, policy: Policy) -> None:
-    """Raise ValueError if the policy cannot run in a model of this shape, or misses an argument."""
+    """Raise ValueError if a model of this shape cannot run the policy, or if the policy lacks an argument."""
     if not policy.rows.n_d or policy.rows.needs_full_prompt:
         policy.rows.ready(None)
     policy.check_layers(shape.windows.count(None))
@@ -122,19 +125,19 @@ def _check(shape: Shape, policy: Policy) -> None:
 
 
 def pairs(rows: int, seen: int, window: int | None = None, causal: bool = True) -> int:
-    """Count the (row, key) pairs of one head: row t of a chunk sees `seen` earlier keys and the chunk's rows 0..t (all
-    of them, when not causal), but at most the last `window` keys."""
+    """Count the (row, key) pairs of one head in a chunk of `rows` rows. Row t sees `seen` earlier keys and the chunk's
+    rows 0..t (all of the chunk's rows, if not causal), but at most the last `window` keys."""
     most = seen + rows if window is None else window
     if not causal:
         return rows * min(seen + rows, most)
-    growing = min(rows, max(0, most - seen))  # rows before the window is full
+    growing = min(rows, max(0, most - seen))  # number of rows that the window does not limit
     return growing * seen + growing * (growing + 1) // 2 + (rows - growing) * most
 
 
 def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dict[str, tuple[float, ...]]:
     """Return {stage: (FLOPs, bytes moved)} of one chunk."""
     chunk, linear = taken.chunk, 2 * shape.products * batch
-    head = shape.head_weights if chunk.last else 0  # logits of the last row
+    head = shape.head_weights if chunk.last else 0  # weights that make the logits of the last row
     pair, slot, new = _pair_flops(shape, batch), shape.slot_bytes * batch, shape.new_bytes * batch
     seen = iter(zip(taken.stored, taken.read, strict=True))
     layers = [(*next(seen), None) if w is None else (chunk.start, chunk.rows, w) for w in shape.windows]
@@ -150,7 +153,7 @@ def work(shape: Shape, taken: Taken, batch: int = 1, causal: bool = True) -> dic
 
 
 def _pair_flops(shape: Shape, batch: int) -> int:
-    """Count the FLOPs of q.k and a.v for one key and one row of every query head."""
+    """Count the FLOPs of q.k and of a.v (attention weight times value) for one row and one key in every query head."""
     return 4 * shape.head_dim * shape.heads * batch
 
 
@@ -161,7 +164,7 @@ def _decode(
     if policy.keep_prompt:
         budgets = [kept + budget for kept, budget in zip(slots, budgets, strict=True)]
     slot = shape.slot_bytes * batch
-    # A mixture reads the chosen experts alone.
+    # A mixture of experts reads only the weights of the chosen experts.
     weights = min(shape.layer_weights, shape.products * batch) + shape.head_weights
     linear = 2 * batch * (shape.products + shape.head_weights), shape.element * weights
     for number in range(1, new_tokens + 1):

@@ -1,4 +1,5 @@
-"""Shows the kept slots of a prompt, as one self-contained HTML page (page.html with data in it) and as a picture."""
+"""Shows the kept slots of a prompt, as a self-contained HTML page (page.html with the data inserted) and as a
+picture."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ def page(
 ) -> str:  # fmt: skip
     """Return the HTML page of one prompt.
 
-    ids     [1, N] the prompt
+    ids     the prompt, ids [1, N]
     runs    a dict for each policy, or for each policy and question: name, answer, facts, and `positions` of
-            `kvevict.report(model, positions=True)`, of which those from N on are not shown. A question asked after the
-            text also has `before`, the index of the text's run: the page marks the slots that came back
-    facts   (name, text) pairs shown above the prompt, such as the model and the question; a run's facts are shown with
-            the run
+            `kvevict.report(model, positions=True)`; positions from N on are not shown. The run of a question that was
+            asked after the text also has `before`, the index of the text's run in `runs`: the page marks the slots that
+            came back since
+    facts   (name, text) pairs that are shown above the prompt, such as the model and the question; a run's facts are
+            shown with the run
     find    words that are underlined wherever the prompt has them
     """
     tokens = ids.shape[1]
@@ -40,11 +42,12 @@ def page(
     runs = [run | dict(kept=[*map(kept, run["positions"])], positions=None) for run in runs]
     data = dict(tokens=tokens, pieces=pieces(tokenizer, ids[0].tolist()), facts=[*facts], find=find, runs=runs)
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so that no text can end the script
+    return template.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))  # so that no text ends the script
 
 
 def gaps(positions: list) -> list:
-    """Encode ascending positions as [gap, length, gap, length, ...] of their runs: [0, 1, 2, 7] is [0, 3, 4, 1]."""
+    """Encode ascending positions as [gap, length, gap, length, ...] of their runs. Positions [0, 1, 2, 7] give [0, 3,
+    4, 1]."""
     made, end = [], 0
     for at in positions:
         if made and at == end:
@@ -56,7 +59,7 @@ def gaps(positions: list) -> list:
 
 
 def places(pieces: list, words: str) -> list:
-    """List the positions of the first tokens of all occurrences of `words` in the pieces' text."""
+    """List the position of the first token of each occurrence of `words` in the text of `pieces`."""
     text = "".join(text for text, _ in pieces)
     starts = list(accumulate((len(text) for text, _ in pieces), initial=0))
     positions = list(accumulate((count for _, count in pieces), initial=0))
@@ -68,8 +71,8 @@ def picture(
     path: str | os.PathLike, runs: list[dict[str, Any]], tokens: int, title: str, marks: Collection[int] = ()
 ) -> None:
     """Save a PNG of one prompt of `tokens` tokens. Each run, a dict as `page` takes it, is a map with a row per kv
-    head, layer by layer, dark at kept positions; marks stand above the positions `marks`. Raises ImportError without
-    matplotlib."""
+    head, layer by layer, which is dark at kept positions; triangles above it point to the positions `marks`. Raises
+    ImportError without matplotlib."""
     import numpy as np
     from matplotlib.figure import Figure
 

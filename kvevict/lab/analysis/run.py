@@ -1,4 +1,4 @@
-"""Runs a prompt, patched or not, and measures time and memory."""
+"""Runs a prompt, with the model patched or not, and measures time and memory."""
 
 import ctypes
 import os
@@ -23,12 +23,12 @@ from ...report import report
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """The token ids of a prompt, and of the answer that is scored after it."""
+    """The token ids of a prompt, and of the continuation that is scored after it, if any."""
 
     context: list[int]
-    question: list[int]  # all ids after the context: the question, a chat template's end, the answer's opening
-    answer: list[int] | None = None  # the continuation to score
-    said: tuple[int, int] | None = None  # (start, stop) of the question's own tokens, if a case names them
+    question: list[int]  # all ids after the context: question, end of the chat template, opening of the answer
+    answer: list[int] | None = None  # the continuation to score; None: the model writes one
+    said: tuple[int, int] | None = None  # (start, stop) of the question's tokens in the prompt; None: unknown
 
     def row(self, device: str | torch.device) -> torch.Tensor:
         """Return the prompt's ids [1, N]."""
@@ -38,8 +38,9 @@ class EncodedPrompt:
 def encode(
     tokenizer: Tokenizer, text: str, question: str, limit: int | None = None, opening: str = ""
 ) -> EncodedPrompt:
-    """Encode `text`, `question` and the answer's opening, in the tokenizer's chat template if it has one. The text's
-    end is cut to fit `limit` prompt tokens; the question is never cut. Raises ValueError if no text is left."""
+    """Encode `text`, `question` and the answer's opening, in the tokenizer's chat template if it has one. If the prompt
+    exceeds `limit` tokens, the end of the text is cut off; the question is never cut. Raises ValueError if no text is
+    left."""
     head, question_ids = frame(tokenizer, f"\n\n{question}", f"\n{opening}" if opening else "")
     room = None if limit is None else limit - len(head) - len(question_ids)
     if room is not None and room < 1:
@@ -59,12 +60,12 @@ def measure(
     model: Any, tokenizer: Any, ids: torch.Tensor, chosen: Chosen | None = None, max_new_tokens: int = 64,
     positions: bool = False, one_line: bool = False, question: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate greedily under a policy (chosen=None: unpatched), to the line's end if `one_line`. `question` is the
-    request at the prompt's end: a probe observes from the question in it, as with `kvevict.patch(tokenizer=..)`.
+    """Generate greedily under a policy (chosen=None: unpatched), until a line ends if `one_line`. `question` is the
+    request at the prompt's end: with rows="probe" its question scores the slots, as with `kvevict.patch(tokenizer=..)`.
 
-    Returns answer (None without a tokenizer), new_tokens, read_seconds (to the first token), decode_seconds,
-    peak_bytes (peak memory above that in use before) and, if patched, the read's report, with the kept positions if
-    `positions`.
+    Returns a dict: answer (None without a tokenizer), new_tokens (their number), read_seconds (until the first token),
+    decode_seconds, peak_bytes (peak memory above that in use before) and, if patched, the read's report, which has the
+    kept positions if `positions`.
     """
     ids, timer = ids.to(device_of(model)), _Times()
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
@@ -97,8 +98,9 @@ def ask_each(
     model: torch.nn.Module, tokenizer: Tokenizer, ids: torch.Tensor, questions: list[list[int]], chosen: Chosen,
     max_new_tokens: int, one_line: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Read a text [1, N] without a question, then ask each question, given as ids, of a fork, as `kvevict.answer` does.
-    Returns answer ("" of the text) and report, with positions, of the text and of each question."""
+    """Read a text, ids [1, N], without a question. Then ask each question, given as ids, of a fork of the cache, as
+    `kvevict.answer` does. Returns a list of dicts, the first for the text and one for each question: answer ("" for the
+    text) and report, with positions."""
     by, recalls = chosen.with_tokenizer(tokenizer), chosen.policy.recall
     with evicting(model, by, tokenizer=False), torch.no_grad(), within(asks=False):
         text = cache_of(model(ids, use_cache=True, logits_to_keep=1))
@@ -114,7 +116,7 @@ def ask_each(
 
 
 class _Times(list[float]):
-    """A streamer that records the times at which the prompt and then each new token came."""
+    """A streamer that lists the times at which `generate` handed it the prompt and then each new token."""
 
     def put(self, tokens: torch.Tensor) -> None:
         self.append(time.perf_counter())
@@ -129,14 +131,14 @@ def _status(field: str) -> int:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Reset the peak memory of a GPU or of this process, and return the bytes in use now. Of a process other systems
-    than Linux do not tell; there the result is 0."""
+    """Reset the peak memory of a GPU, or else of this process, and return the bytes in use now. For a process this
+    works on Linux only; elsewhere the result is 0."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     if not os.path.exists("/proc/self/clear_refs"):
         return 0
-    ctypes.CDLL(None).malloc_trim(0)  # memory freed by an earlier run would hide this one's growth
+    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier run freed would hide this run's growth
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _status("VmRSS:")

@@ -1,4 +1,4 @@
-"""The sizes of a model that determine its costs, from its config alone: the model is built on the meta device."""
+"""Finds the sizes of a model that determine its costs, from its config alone: the model is built on the meta device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,48 +9,50 @@ from ...models import families, known, rotary
 from ...policy.checks import one_of
 from ...policy.kv import slot_bytes
 
-ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one number
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. Weights are counted in elements."""
+    """The sizes of a model. Weights are counted in numbers, not bytes."""
 
     hidden: int
-    mlp: int  # the most activations of a token in an MLP: gate, up, product, and a mixture's gathered inputs
+    mlp: int  # most activations of one token in an MLP: gate, up, product, inputs gathered by a mixture
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]  # each layer's sliding window in tokens; None: full attention
-    products: int  # elements of all matrices that a token is multiplied with, of the chosen experts alone
+    products: int  # weights of all matrices that a token is multiplied with; of experts, only the chosen
     layer_weights: int  # weights of all layers
-    head_weights: int  # weights of the matrix that makes logits
-    weights: int  # weights of the whole model, of which shared ones count once
-    element: int  # bytes of a weight, an activation, a key's or value's component
+    head_weights: int  # weights of the output matrix, which makes the logits
+    weights: int  # weights of the whole model; shared weights count once
+    element: int  # bytes of a number: a weight, an activation, a component of a key or value
     rope_depends_on_length: bool = False  # rotary frequencies change with the prompt's length
     kv: str = "model"  # how slots are represented (`kvevict.policy.kv.KINDS`)
 
     @property
     def new_bytes(self) -> int:
-        """Bytes of a token's computed key and value, in all kv heads of one layer."""
+        """Bytes of one token's key and value in the model's dtype, before they are stored, in all kv heads of one
+        layer."""
         return 2 * self.element * self.head_dim * self.kv_heads
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a stored slot, in all kv heads of one layer, scales included."""
+        """Bytes of one stored slot, scales included, in all kv heads of one layer."""
         return self.kv_heads * slot_bytes(self.kv, self.head_dim, self.element)
 
     @property
     def row_bytes(self) -> int:
-        """The most bytes of a token's activations at a time in a Transformers layer: embedding, layer input, residual
-        and its norm, rotary cosine and sine, position, and the larger of MLP and rotary embedding of queries."""
+        """Most bytes that one token's activations take at a time in a Transformers layer: embedding, layer input,
+        residual and its norm, rotary cosine and sine, position, and the larger of MLP and rotary embedding of
+        queries."""
         attention = (4 * self.heads + 2 * self.kv_heads) * self.head_dim
         return self.element * (4 * self.hidden + 2 * self.head_dim + max(self.mlp, attention)) + 8
 
 
 def shape_of(config: Any, dtype: str = "auto") -> Shape:
-    """Return the shape of a Transformers config's text decoder. With dtype "auto" it is the config's, or bfloat16 if
-    the config has none. Raises ValueError for a model that `kvevict.patch` refuses by its config."""
+    """Return the shape of the text decoder of a Transformers config. dtype="auto" takes the config's dtype, or bfloat16
+    if the config has none. Raises ValueError for a model that `kvevict.patch` refuses by its config."""
     whole, config = config, config.get_text_config(decoder=True)
     if dtype == "auto":
         dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
@@ -72,7 +74,8 @@ def shape_of(config: Any, dtype: str = "auto") -> Shape:
 
 
 def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
-    """Return the shape of a text decoder's config; `names` are its model types in `kvevict.models.known`."""
+    """Return the shape of a text decoder's config. `names` are the model's two types, whole and decoder, in
+    `kvevict.models.known`; `kinds` are the kinds of its layers."""
     from transformers import AutoModelForCausalLM
 
     from ...models.refusals import check_model
@@ -85,11 +88,11 @@ def _measured(config: Any, names: tuple, kinds: list, dtype: str) -> Shape:
         raise ValueError(f"model_type {names[0]!r} cannot be planned, as it cannot be patched: {reason}")
     layers = families.layers_of(decoder)
     matrices = {n: w for n, w in layers.named_parameters() if w.ndim > 1 and not n.endswith("bias")}
-    mixture = any(w.ndim == 3 for w in matrices.values())  # [experts, in, out]
+    mixture = any(w.ndim == 3 for w in matrices.values())  # the experts share weights [experts, in, out]
     taken = config.num_experts_per_tok if mixture else 1
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     own = kinds.index(families.FULL_ATTENTION)
-    fused = any("gate_up" in name for name in matrices)  # both halves live on after one is activated
+    fused = any("gate_up" in name for name in matrices)  # one tensor holds gate and up, so gate lives as long as up
     return Shape(
         hidden=config.hidden_size,
         mlp=taken * ((4 if fused else 3) * inner + (config.hidden_size if mixture else 0)),

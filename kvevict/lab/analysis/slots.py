@@ -1,9 +1,9 @@
-"""Simulates the slots of every layer while a prompt is read: the engine's chunks, budgets and decisions, run on counts
-instead of tensors, without weights or text.
+"""Simulates the slots of every layer while a prompt is read. The engine's chunks, budgets and decisions run on numbers
+of slots instead of tensors, without weights or text.
 
-Three things are assumed: a layer's slots are split evenly over its heads, which does not change their sum; a threshold,
-or a selection that leaves a part of the budget unused (chunk, exact=False), uses all of it; and all layers measure
-equal values, where layer budgets depend on measurements.
+Three things are assumed. A layer's slots are split evenly over its heads, which does not change their sum. A threshold,
+or a selection that may leave a part of the budget unused (chunk, exact=False), uses all of it. All layers measure equal
+values, if layer budgets depend on measurements.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,19 @@ from ...policy.policy import Policy
 
 @dataclass
 class Taken:
-    """One chunk of a read. Slots are per kv head; lists have an entry per full-attention layer."""
+    """The numbers of slots around one chunk of a read. Slots are counted per kv head; lists have an entry per
+    full-attention layer."""
 
     chunk: Chunk
-    read: list  # rows of the chunk that the layer reads (fewer after tsp)
-    stored: list  # slots before the chunk
-    kept: list  # slots after the chunk
-    peak: float  # the most bytes of slots alive at once, of all layers
+    read: list  # rows of the chunk that the layer reads (fewer in layers after `Policy.tsp`)
+    stored: list  # slots before the chunk is read
+    kept: list  # slots after the chunk is read and cut
+    peak: float  # most bytes of slots alive at once, summed over all layers
 
 
 class Layers:
-    """The slots of `count` layers that evict, from chunk to chunk of a prompt. `sizes` are the bytes of a stored slot
-    and of a new one, for `Taken.peak`."""
+    """The slots of `count` layers that evict, from chunk to chunk of a prompt. `sizes`, for `Taken.peak`, are the bytes
+    of a stored slot and of a new one."""
 
     def __init__(self, policy: Policy, tokens: int, count: int, kv_heads: int = 1, sizes: tuple = (1, 1)) -> None:
         self.policy, self.tokens, self.count, self.kv_heads, self.sizes = policy, tokens, count, kv_heads, sizes
@@ -43,12 +44,12 @@ class Layers:
 
     @property
     def kept(self) -> list:
-        """Slots per kv head of each layer."""
+        """The number of slots per kv head that each layer holds."""
         return self._per_head(self.slots)
 
     @property
     def budgets(self) -> list:
-        """Slots per kv head that each layer may hold while decoding."""
+        """The number of slots per kv head that each layer may hold while decoding."""
         decided = self.planned.budgets
         return self._per_head(self.planned.split(None, [None]) if decided is None else decided)
 
@@ -57,14 +58,14 @@ class Layers:
         return map(self.take, schedule.chunks(self.policy, self.tokens, tokens))
 
     def take(self, chunk: Chunk) -> Taken:
-        """Read one chunk into the layers."""
+        """Simulate the reading of one chunk in all layers."""
         policy, stored = self.policy, self.kept
         read = schedule.read(policy, self.planned.narrow, np.array([chunk.rows]))[:, 0].tolist()
         decisions = self.planned.decide(chunk, np.array([chunk.rows]), self.slots, np.array([True]))
         peak = self._carry_out(decisions, read)
         if chunk.last and self.planned.cuts.any() and policy.rows.needs_full_prompt:
-            assert self.planned.targets is not None  # something was cut
-            # All layers hold the chunk while the model drafts over a cache copy cut to the budgets.
+            assert self.planned.targets is not None  # since something was cut
+            # All layers hold the chunk while the model drafts over a copy of the cache that is cut to the budgets.
             most = zip(stored, read, self._per_head(self.planned.targets), strict=True)
             copy = sum(min(n + rows, target) + policy.rows.n_d for n, rows, target in most)
             peak = self.sizes[0] * (sum(stored) + copy) + self.sizes[1] * sum(read)

@@ -1,4 +1,4 @@
-"""Runs of a model under several policies, beside the unpatched model."""
+"""Compares runs of a model under several policies with runs of the unpatched model."""
 
 from collections.abc import Callable
 from statistics import median
@@ -17,23 +17,25 @@ from .run import measure
 
 T = TypeVar("T")
 
-# The largest allowed ratio of two distances from the exact logits, the patched model's to the unpatched one's. Both
-# come from rounding in different orders of sums, so their ratio is that of the lengths of two random vectors. With as
-# many independent parts as tokens are decoded it is above 4 once in 2,700 models for 8 tokens, the fewest.
+# The largest allowed ratio of the patched model's distance from the exact logits to the unpatched model's distance.
+# Both distances come from rounding in different orders of sums, so their ratio is that of the lengths of two random
+# vectors. If these have as many independent components as tokens are decoded, the ratio exceeds 4 in one of 2,700
+# models with 8 tokens, the smallest number.
 ALLOWED = 4
-DECODED = 32  # tokens that are decoded at the prompt's end, at most half of the prompt
+DECODED = 32  # number of the prompt's last tokens that are decoded, at most half of the prompt
 
 
 def slots(seen: dict) -> str:
-    """Format the kept slots per kv head, as a range over layers and heads, from the report of a batch of one row."""
+    """Format the kept slots per kv head, as a range over layers and heads. `seen` is the report of a read of one
+    row."""
     counts = [count for layer in seen["kept"] if layer is not None for count in layer[0]]
     least, most = min(counts), max(counts)
     return str(least) if least == most else f"{least}..{most}"
 
 
 def held(run: dict, seen: dict) -> tuple:
-    """Return (slots per kv head, bytes) of the cache after a run of `measure`. `seen` is the report of any patched run
-    of the prompt: it has the unpatched model's slots and bytes, too."""
+    """Return (slots per kv head, bytes) of the cache after a run of `measure`. For an unpatched run, whose result has
+    no report, they come from `seen`, the report of any patched run of the same prompt."""
     own = run.get("report")
     return (slots(own), own["cache_bytes"]) if own else (str(seen["seen"][0]), seen["full_cache_bytes"])
 
@@ -42,14 +44,14 @@ COSTS = ("slots/head", "KV MiB", "read s", "decode s", "peak growth MiB")
 
 
 def costs(run: dict, slots: str, cache_bytes: int) -> list:
-    """Format the columns `COSTS`."""
+    """Format the columns `COSTS` of a run of `measure`."""
     seconds = [f"{run[key]:.2f}" for key in ("read_seconds", "decode_seconds")]
     return [slots, f"{cache_bytes / 2**20:.2f}", *seconds, f"{run['peak_bytes'] / 2**20:.1f}"]
 
 
 class Wide(TorchFunctionMode):
-    """Lets a model of 16-bit weights compute in fp32, and one of fp32 weights in float64, where torch can. Each weight
-    is cast when it is read."""
+    """Lets a model with 16-bit weights compute in fp32, and one with fp32 weights in float64, where torch can. Each
+    weight is cast when it is read."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -60,19 +62,19 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         given, name = (args, kwargs or {}), func.__name__
         if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-            return func(*given[0], **given[1])  # an operation in place keeps its tensor's dtype
+            return func(*given[0], **given[1])  # an in-place operation keeps its tensor's dtype
         args, kwargs = _cast(given, self.wider)
         if name in ("float", "half", "bfloat16"):
             return args[0].to(_cast(getattr(torch, name), self.wider))
         try:
             return func(*args, **kwargs)
-        except RuntimeError:  # torch has no grouped product of float64
+        except RuntimeError:  # torch has no grouped matrix product for float64
             args, kwargs = _cast(given, self.narrower)
             return func(*args, **kwargs)
 
 
 def _cast(values: T, to: dict[torch.dtype, torch.dtype]) -> T:
-    """Replace dtypes by others in nested values: cast tensors, and exchange dtypes."""
+    """Cast all tensors in nested values, and replace all dtypes, from the keys of `to` to its values."""
 
     def one(x: object) -> object:
         if isinstance(x, torch.Tensor):
@@ -83,10 +85,11 @@ def _cast(values: T, to: dict[torch.dtype, torch.dtype]) -> T:
 
 
 def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
-    """Read ids [1, N] and decode their last tokens with a budget that holds everything, all layers reading all tokens.
+    """Check that nothing but eviction changes a model's logits: read ids [1, N] and decode their last tokens with a
+    budget that holds all slots, where all layers read all tokens.
 
-    Raises ValueError unless each policy's logits are as near those of more exact arithmetic as the unpatched model's
-    are, to a factor of `ALLOWED`.
+    Raises ValueError if a policy's logits are more than `ALLOWED` times as far from those of more exact arithmetic as
+    the unpatched model's logits are.
     """
     count = min(DECODED, ids.shape[1] // 2)
     read, dtype = ids[:, :-count], next(model.parameters()).dtype
@@ -102,7 +105,7 @@ def check(model: Any, ids: torch.Tensor, policies: dict[str, Chosen]) -> None:
 
     with using(
         base_model(model), find_decoder(model), None
-    ):  # one row's products are then rounded as in a patched model
+    ):  # the products of one row are then rounded as in a patched model
         want = distance()
     for name, chosen in policies.items():
         ample = choose(chosen, budget=ids.shape[1], threshold=None, tsp=None, kv="model")
@@ -119,9 +122,9 @@ def alternate(
     model: Any, ids: torch.Tensor, policies: dict[str, Chosen], max_new_tokens: int, repeat: int,
     progress: Callable[[], Any] = lambda: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return {name: medians of `repeat` runs} of the unpatched model and of each policy: read_seconds,
-    decode_tokens_per_second, peak_bytes, cache_bytes; and `slots`, kept per kv head. Runs alternate, so that a machine
-    that slows down slows all of them."""
+    """Return {name: medians of `repeat` runs} for the unpatched model and each policy: read_seconds,
+    decode_tokens_per_second, peak_bytes, cache_bytes, and `slots`, the number kept per kv head. The runs of all names
+    alternate, so that a machine that slows down slows all names."""
     runs = {name: [] for name in (UNPATCHED, *policies)}
     for _ in range(repeat):
         for name, made in runs.items():
@@ -133,7 +136,7 @@ def alternate(
 
 
 def medians(made: list[dict[str, Any]], full: int) -> dict[str, Any]:
-    """Return the medians of runs of `measure`; `full` is the full cache's bytes."""
+    """Return the medians over `made`, runs of `measure`; `full` is the number of bytes of the full cache."""
     return dict(
         read_seconds=median(run["read_seconds"] for run in made),
         decode_tokens_per_second=median((run["new_tokens"] - 1) / run["decode_seconds"] for run in made),

@@ -1,4 +1,4 @@
-"""The commands that measure, and the arguments that only they have."""
+"""Loads the commands that measure, and adds the arguments that several of them have."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def add_question(
     parser: argparse.ArgumentParser, new_tokens: int | None, needed: bool = True, several: str = ""
 ) -> None:
-    """Add the question and its options to a command's parser. `several`: the command takes several questions, and this
-    end of the help text tells what they mean."""
+    """Add a question and its options to a command's parser. If the command takes several questions, `several` is the
+    end of the help text, which says what they mean."""
     told = "" if needed else "; default: made-up facts"
     default = "as long as the right one needs, 32 with --file" if new_tokens is None else new_tokens
     parser.add_argument("question", nargs="+" if several else None if needed else "?", type=words,
@@ -38,8 +38,8 @@ def add_question(
 def load_prompts(
     args: argparse.Namespace, questions: list[str]
 ) -> tuple[str, torch.nn.Module, Tokenizer, list[EncodedPrompt]]:
-    """Load (name, model, tokenizer, an `EncodedPrompt` of each question) by the arguments of `add_model` and
-    `add_question`."""
+    """Load (name, model, tokenizer, an `EncodedPrompt` for each question) by the arguments that `add_model` and
+    `add_question` added."""
     from ...policy.checks import count
     from ..analysis.run import encode
 
@@ -54,8 +54,8 @@ def load_prompts(
 
 
 def room(model: torch.nn.Module, new_tokens: int, limit: int | None = None) -> int | None:
-    """Return the largest number of prompt tokens by `--limit` and by the model's context, less the answer's tokens;
-    None if there is neither."""
+    """Return the largest number of prompt tokens that --limit and the model's context allow; the context must also hold
+    the answer's `new_tokens`. None if neither sets a limit."""
     from ...models.families import context_of, find_decoder
 
     context = context_of(find_decoder(model).config)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command
 def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Time to first token, decode speed and memory of policies next to the unpatched model."""
+    """Measure time to first token, decode speed and memory of policies and of the unpatched model."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv"))
     add_budget(parser)
@@ -34,7 +34,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
     count("--new-tokens", args.new_tokens, 2)
     policies = complete_policies(args.policies, args)
     name, model, tokenizer = loaded(args)
-    model.generation_config.eos_token_id = None  # all runs decode equally many tokens
+    model.generation_config.eos_token_id = None  # no end token: all runs decode equally many tokens
     prompts = make_prompts(model, tokenizer, args)
     checked = prompts[min(prompts)][:, :1024]
     check(model, checked, policies)
@@ -57,7 +57,7 @@ def bench(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def make_prompts(model: torch.nn.Module, tokenizer: Tokenizer, args: Namespace) -> dict[int, torch.Tensor]:
-    """Return {length: ids [1, length]} of generated text."""
+    """Return {length: ids [1, length]} of generated text, for each prompt length in tokens."""
     import torch
 
     from ...models.families import context_of, device_of, find_decoder
@@ -79,7 +79,7 @@ def make_prompts(model: torch.nn.Module, tokenizer: Tokenizer, args: Namespace) 
 
 
 def cells(row: dict, base: dict) -> str:
-    """Format the numbers of a row, and in brackets their ratios to the unpatched model's."""
+    """Format the numbers of a policy's `row`, and in brackets their ratios to the unpatched model's, `base`."""
     scales = dict(read_seconds=1, decode_tokens_per_second=1, peak_bytes=2**20, cache_bytes=2**20)
     shown = (
         f"{row[key] / scale:.4g} " + (f"({row[key] / base[key]:.2f})" if base[key] else "(-)")

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from ..evaluate.tasks import Case
 
 TASK = "facts"
-LONGEST = 2048  # prompt tokens at most: two cores read all of it in seconds
+LONGEST = 2048  # most prompt tokens: two CPU cores read such a prompt in seconds
 ANSWER = 32  # tokens of the context that are left for the answer
-WIDE = 24  # characters shown of an answer
+WIDE = 24  # number of characters that are shown of an answer
 FULL = "full cache"
 
 
 @command
 def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Facts in a long text, asked of the bundled model with a full cache and with small ones."""
+    """Ask the bundled model for facts in a long text, with a full cache and with small ones."""
     add_model(parser)
     add_policies(parser, default=(DEFAULT, "snapkv", "streaming"))
     add_budget(parser, budget=128, chunk_size=256)
@@ -70,8 +70,8 @@ def demo(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Chosen], args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a dict for each case: case, ids [1, N], and runs, {name: the result of `kvevict.lab.analysis.run.measure`
-    with `right`, whether the answer is}."""
+    """Yield a dict for each case: case, ids [1, N], and runs, which maps a run's name to the result of
+    `kvevict.lab.analysis.run.measure` and `right`, whether the answer is right."""
     from tqdm import tqdm
 
     from ...models.families import device_of
@@ -94,7 +94,7 @@ def ask(model: Any, tokenizer: Tokenizer, policies: dict[str, Chosen], args: Nam
 
 
 def total(name: str, asked: list) -> dict:
-    """Return a run's median costs over all cases, and its number of right answers."""
+    """Return the median costs of the run `name` over all cases, and its number of right answers."""
     from ..analysis.speed import held
 
     runs = [one["runs"][name] for one in asked]
@@ -119,8 +119,8 @@ def asks(case: Case) -> str:
 def write(
     out: Path, tokenizer: Tokenizer, asked: list[dict[str, Any]], policies: dict[str, Chosen], model: str
 ) -> list[str]:
-    """Write the page and, with matplotlib, the picture of the first case of which the runs give right and wrong
-    answers. Returns their paths."""
+    """Write the page and, with matplotlib, the picture of one case: the first case that some runs answer right and
+    others wrong. Returns the paths."""
     from ...asking.prompts import pieces
     from ..analysis.page import page, picture, places
 

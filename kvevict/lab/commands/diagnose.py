@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ...policy.building import Chosen
     from ..analysis.run import EncodedPrompt
 
-NEW = 32  # tokens of an answer about a file's text
+NEW = 32  # most tokens of an answer about a file's text
 
 
 @command
 def diagnose(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Compare the slots that policies keep with the full cache's attention for its response."""
+    """Compare the slots that policies keep with those that the full cache's response attends to."""
     add_question(parser, new_tokens=None, needed=False)
     parser.add_argument("--cases", type=int, default=1,
                         help="made-up texts; of several, means and their standard errors; default 1")  # fmt: skip
@@ -64,7 +64,7 @@ def load_file(args: Namespace) -> tuple[str, Module, Tokenizer, list[tuple[Encod
 
 
 def load_facts(args: Namespace) -> tuple[str, Module, Tokenizer, list[tuple[EncodedPrompt, int, bool]]]:
-    """Load what `load_file` does, with prompts of the task that `kvevict demo` asks."""
+    """Load what `load_file` returns, with prompts of the task that `kvevict demo` asks."""
     from ...policy.checks import count
     from ..evaluate.ask import encode
     from ..evaluate.tasks import TASKS, TaskSettings
@@ -85,7 +85,7 @@ def one(
     model: Module, tokenizer: Tokenizer, policies: dict[str, Chosen], prompt: EncodedPrompt, new_tokens: int,
     one_line: bool, bar: tqdm,
 ) -> tuple[dict, str]:  # fmt: skip
-    """Measure one prompt; return its numbers, and the first line of the full cache's answer."""
+    """Measure one prompt. Returns the policies' numbers, and the first line of the full cache's answer."""
     from ...asking.prompts import until_line_end
     from ...models.families import device_of
     from ..analysis import compare
@@ -108,7 +108,7 @@ def one(
 
 
 def mean(found: list[Any]) -> Any:
-    """Average each number over equally nested dicts and lists."""
+    """Average equally nested dicts and lists, number by number."""
     first = found[0]
     if isinstance(first, dict):
         return {key: mean([each[key] for each in found]) for key in first}
@@ -118,7 +118,7 @@ def mean(found: list[Any]) -> Any:
 
 
 def cells(run: dict, errors: dict) -> list[str]:
-    """Format a policy's slots per head, and its numbers with their standard errors."""
+    """Format a policy's number of slots per head, and its other numbers with their standard errors."""
     least, most = (f"{slots:.0f}" for slots in run["slots"])
     beside = {name: "" if wide is None else f" ±{wide:.3f}" for name, wide in errors.items()}
     return [least if least == most else f"{least}..{most}", *(f"{run[name]:.3f}{beside[name]}" for name in errors)]

@@ -7,7 +7,7 @@ from ...policy.checks import installed
 
 @command
 def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
-    """Put policies to tasks: accuracy tables, a line per case in a file that an interrupted run resumes."""
+    """Evaluate policies on tasks: print accuracy tables, and write each case to a file that lets a run resume."""
     parser.add_argument("--out", default="results.jsonl",
                         help="a JSON line per case and run, resumed if begun; default results.jsonl. "
                         "`accelerate launch -m kvevict eval ...` shares the cases among processes")  # fmt: skip
@@ -58,9 +58,10 @@ def eval(parser: ArgumentParser, argv: list[str]) -> dict[str, object] | None:
     tags = {tag for line in lines for tag in line["tags"]}
     if set(args.by) - tags and lines:
         raise ValueError(f"--by {' '.join(args.by)}: the cases' tags are {', '.join(sorted(tags))}; give some of them")
-    print(render(lines, tuple(args.by)))
+    tables = [render(lines, tuple(args.by))]
     if settings.get("protocol"):
-        print(_claims(settings, lines))
+        tables.append(_claims(settings, lines))
+    print(*tables, sep="\n")
     return {"model": settings.get("model"), "out": args.out, "lines": len(lines)}
 
 
@@ -91,14 +92,14 @@ def _evaluate(args: Namespace) -> None:
         haystack=args.haystack, data=args.data, temperature=args.temperature,
         protocol=args.protocol, adapter=args.adapter, draft=args.draft, **chosen,
     )  # fmt: skip
-    plan.runs(), plan.groups(None)  # raise for mistakes before the model is loaded
+    plan.runs(), plan.groups(None)  # both raise ValueError for mistakes, before the model is loaded
     check_file("--out", args.out)
     name, model, tokenizer = loaded(args)
     evaluate(model, tokenizer, plan, args.out, name, args.batch_size)
 
 
 def _protocol(args: Namespace) -> None:
-    """Set the arguments that a protocol fixes. Raises ValueError for arguments that contradict it."""
+    """Set the arguments that a protocol determines. Raises ValueError for arguments that contradict the protocol."""
     from ..evaluate.protocols import PROTOCOLS, TASKS
 
     PROTOCOLS.find(args.protocol)

@@ -29,7 +29,8 @@ def generate(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def table(runs: dict, tokens: int) -> str:
-    """Format runs of `measure` of one prompt side by side, then the answers. At least one run has a policy."""
+    """Format the runs of one prompt, results of `measure`, side by side, and then their answers. At least one run has a
+    policy."""
     from ..analysis.speed import COSTS, costs, held
 
     seen = next(run["report"] for run in runs.values() if "report" in run)

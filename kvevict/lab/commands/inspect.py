@@ -63,7 +63,7 @@ def inspect(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def told_of(seen: dict) -> str:
-    """Describe in words how many slots a read kept, and the share of them that came back from the archive."""
+    """Describe in words how many slots a read kept, and the share of them that came from the archive."""
     from ..analysis.speed import slots
 
     kept = f"{slots(seen)} of {seen['seen'][0]} slots per kv head"
@@ -77,8 +77,8 @@ def told_of(seen: dict) -> str:
 
 
 def page_run(name: str, chosen: Chosen, answer: str, seen: dict, facts: Iterable = ()) -> dict:
-    """Make a run, as `kvevict.lab.analysis.page.page` takes it, from a policy's report with positions. `facts` come
-    first."""
+    """Make a run, a dict as `kvevict.lab.analysis.page.page` takes it, from a policy's report with positions. `facts`
+    are shown before the run's own facts."""
     kept, full = seen["cache_bytes"], seen["full_cache_bytes"]
     sizes = f"{kept / 1024:,.0f} of {full / 1024:,.0f} KiB ({kept / full:.1%}), once the prompt was read"
     said = [("answer", answer)] if answer else []

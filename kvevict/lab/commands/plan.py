@@ -102,8 +102,8 @@ def _text(value: float | None) -> str:
 
 
 def table(plain: tuple[str, dict[str, Any]], patched: tuple[str, dict[str, Any]]) -> str:
-    """Format (name, run) of the unpatched model and of a policy side by side, and the second as a share of the first.
-    Rows that neither has are left out."""
+    """Format two pairs (name, run), of the unpatched model and of a policy, side by side, with the policy's numbers as
+    shares of the unpatched model's. Rows that neither run has are left out."""
     rows = [("", plain[0], patched[0], "share")]
     for label, value in ROWS:
         a, b = value(plain[1]), value(patched[1])

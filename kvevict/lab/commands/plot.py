@@ -9,7 +9,7 @@ from ...store.files import replacing
 
 @command
 def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
-    """Draw the scores of `kvevict eval` against the budget, or of the tasks `turns` against the turn."""
+    """Draw the scores of `kvevict eval` against the budget, or the scores of the tasks `turns` against the turn."""
     parser.add_argument("results", nargs="?", help="file written by `kvevict eval`; it is required")
     parser.add_argument("--kind", choices=["budget", "turns"], default="budget", help="the axis; default budget")
     parser.add_argument("--out", default="figure.png", help=".png, .svg or .pdf; default figure.png")
@@ -37,8 +37,8 @@ def plot(parser: ArgumentParser, argv: list[str]) -> dict[str, object]:
 
 
 def chosen(lines: list[dict[str, Any]], args: Namespace) -> list[dict[str, Any]]:
-    """Return the lines that the arguments ask for. Raises ValueError with the name of the first argument that leaves no
-    line of a policy."""
+    """Return the result lines that the arguments select. Raises ValueError, which names the first argument that leaves
+    no line of a policy."""
     for field, wanted in dict(task=args.tasks, policy=args.policies, budget=args.budgets).items():
         if wanted:
             known = {line[field] for line in lines if line["policy"] != "full" or field == "task"}

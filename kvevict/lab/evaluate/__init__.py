@@ -1,1 +1,1 @@
-"""Tasks, metrics, and the runner that puts policies to them."""
+"""Evaluates policies: tasks, metrics, and the runner that measures every policy on every task."""

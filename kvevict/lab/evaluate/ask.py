@@ -1,7 +1,7 @@
-"""Runs one case in one way, and measures it.
+"""Measures one run of one case: how the prompt is read, and how the question is answered.
 
-One call, which does not evict, scores the continuation of a perplexity case, or a fidelity case's response, which the
-full run writes.
+In a perplexity case the tokens of the continuation are scored, in a fidelity case those of the response that the full
+run wrote. One model call scores them all, and evicts nothing.
 """
 
 import copy
@@ -39,14 +39,14 @@ from .tasks import FIDELITY, PERPLEXITY, Case
 
 @dataclass
 class AskedCase:
-    """A case while its runs are measured."""
+    """A case, and what its runs share, while they are measured."""
 
     case: Case
     prompt: EncodedPrompt
     seed: int = 0
-    temperature: float | None = None  # tokens are drawn, with equal noise in all runs; None: the likeliest are taken
-    response: list[int] | None = None  # ids that the full run generated; None before it
-    logits: Tensor | None = None  # fidelity: the full cache's [R, vocabulary] that predict the response's tokens
+    temperature: float | None = None  # sampling temperature, with equal noise in all runs; None: the likeliest token
+    response: list[int] | None = None  # ids that the full run generated; None before the full run
+    logits: Tensor | None = None  # fidelity: the full cache's logits [R, vocabulary], which predict the response
 
     def scored(self, run: RunSpec) -> list[int] | None:
         """Return the ids that a run scores; None if the run generates an answer."""
@@ -83,15 +83,15 @@ class ReadResult:
     """The result of a run's read, before a question is asked."""
 
     out: Any  # the model's output, with the last token's logits and the cache
-    held: dict  # fields by `measured` or `measured_all`
-    chosen: Chosen | None  # the policy and its run; None: the unpatched model read
+    held: dict  # fields of the result's line, from `measured` or `measured_all`
+    chosen: Chosen | None  # the policy and how it is run; None: the unpatched model read
     options: dict | None  # the policy's options, for the result's line
     seconds: float  # how long the read took
 
 
 @torch.no_grad()
 def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, alone: bool = True) -> ReadResult:
-    """Read a case's context or, with alone=False, context and question in one call, as a run does."""
+    """Read a case's context under a run's policy or, with alone=False, context and question in one call."""
     prompt, scored = asked.prompt, asked.scored(run)
     ids, later = (prompt.context, prompt.question) if alone else (prompt.context + prompt.question, [])
     chosen = options = None
@@ -114,15 +114,16 @@ def read(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, al
 
 @torch.no_grad()
 def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, text: ReadResult | None = None) -> Line:
-    """Run one case in one way, and return the fields of its line beside the key. `text` is the run's `read` of the
-    case's context, and the question is asked of a fork; with None the case is read here. The fields:
+    """Measure one run of one case. Returns the fields of the result's line without the key. If `text` is given, the
+    run's `read` of the case's context, the question is asked of a fork of that cache; with None the case is read here.
+    Among the fields are:
 
-    read_seconds, decode_seconds   of reading, with a question that follows the text, and of decoding
+    read_seconds, decode_seconds   time of reading, with a question that follows the text, and of decoding
     ask_seconds, ask_bytes         of a fork: seconds of question and answer, and the bytes that they add to the cache;
-                                   its read_seconds are the text's
-    kept, cache_bytes              slots [layer][kv head] (None for sliding-window layers) and their bytes after the
+                                   read_seconds is then the time of reading the text
+    kept, cache_bytes              slots [layer][kv head] (None for sliding-window layers), and their bytes, after the
                                    read under the policy
-    nats                           the mean negative log likelihood of the right answer's tokens, if the case wants it
+    nats                           mean negative log likelihood of the right answer's tokens, if the case wants it
     """
     case, prompt, scored = asked.case, asked.prompt, asked.scored(run)
     alone = run.mode == "later" or text is not None
@@ -163,8 +164,9 @@ def ask(model: Module, tokenizer: Tokenizer, asked: AskedCase, run: RunSpec, tex
 def ask_together(
     model: Module, tokenizer: Tokenizer, asked: list[AskedCase], run: RunSpec, text: ReadResult
 ) -> list[Line]:
-    """Do what `ask` does for several cases about one text, as rows of one batch. No case scores given tokens. Numbers
-    equal those of `ask` up to rounding; each case's seconds are an equal share of the batch's."""
+    """Do what `ask` does for several cases about one text, as rows of one batch. Every case generates its answer; none
+    scores given tokens. Numbers equal those of `ask` up to rounding; each case's seconds are an equal share of the
+    batch's."""
     cases, questions = [each.case for each in asked], [each.prompt.question for each in asked]
     cache, start = rows_of(cache_of(text.out), len(asked)), now(model)
     with _asking(model, tokenizer, text.chosen):
@@ -187,16 +189,18 @@ def ask_together(
 
 
 def _likelihoods(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Cache, cases: list[Case]) -> list[float]:
-    """Compute the `nats` of each case's right answer after its row of a cache, whose last tokens have `logits`."""
+    """Compute, for each case, the mean negative log likelihood in nats of the right answer, read after the case's row
+    of `cache`. The cache's last tokens have the logits `logits`; the cache is not changed."""
     answers = [ids_of(tokenizer, f" {case.answers[0]}") for case in cases]
     rows = _follow(model, logits, forked(cache), answers)
     return [_nats(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
 
 def _asking(model: Module, tokenizer: Tokenizer, chosen: Chosen | None) -> AbstractContextManager:
-    """Return a context manager that patches a model for a question after a text that was read under `chosen`."""
+    """Return a context manager that patches a model for a question after a text that was read under `chosen` (None: by
+    the unpatched model)."""
     if chosen is not None and chosen.policy.recall:
-        return evicting(model, chosen, tokenizer=tokenizer)  # a probe then finds the question, as in `kvevict.answer`
+        return evicting(model, chosen, tokenizer=tokenizer)  # for a probe to find the question, as in `answer`
     return _patched(model, None if chosen is None else KEEP_ALL)
 
 
@@ -206,7 +210,8 @@ def _patched(model: Module, chosen: Chosen | Policy | None) -> AbstractContextMa
 
 
 def forked(cache: Cache) -> Any:
-    """Return a separate cache with another's tokens: kept slots are shared, an unpatched model's are copied."""
+    """Return a cache that continues from the tokens of `cache` and leaves `cache` as it is. Kept slots are shared; an
+    unpatched model's cache is copied."""
     return cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
 
 
@@ -223,8 +228,9 @@ def judged(text: str, case: Case) -> dict:
 
 
 def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:
-    """Score ids by logits [R, vocabulary]. The score is their mean negative log likelihood in nats; for fidelity it is
-    the mean KL divergence from the full cache's distributions in nats, beside the share of equal first choices."""
+    """Return the score of ids by the logits [R, vocabulary] that predict them: their mean negative log likelihood in
+    nats. In a fidelity case, return the mean KL divergence in nats from the full cache's next-token distributions, and
+    `same`, the share of tokens for which both have the same likeliest token."""
     if asked.case.metric == PERPLEXITY:
         return dict(score=_nats(logits, ids))
     full, own = asked.logits.log_softmax(1), logits.log_softmax(1)
@@ -233,13 +239,13 @@ def _compared(asked: AskedCase, logits: Tensor, ids: list) -> dict:
 
 
 def _nats(logits: Tensor, ids: list[int]) -> float:
-    """Compute the mean negative log likelihood of ids by the logits [R, vocabulary] that predict them."""
+    """Compute the mean negative log likelihood of ids, in nats, by the logits [R, vocabulary] that predict them."""
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids, device=logits.device)))
 
 
 def _follow(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) -> list[Tensor]:
-    """Append a text, given as ids, to each row of a cache, whose last tokens have `logits`. Returns for each row the
-    fp32 logits [R, vocabulary] that predict the text's R ids."""
+    """Append a text, given as ids, to each row of a cache, whose last tokens have the logits `logits`. Returns for each
+    row the fp32 logits [R, vocabulary] that predict the R ids of its text."""
     further = [ids[:-1] for ids in texts]
     rows = continued(model, cache, further, 0) if any(further) else logits[:, :0]
     each = zip(logits, rows, further, strict=True)
@@ -247,7 +253,7 @@ def _follow(model: Module, logits: Tensor, cache: Any, texts: list[list[int]]) -
 
 
 def now(model: Module) -> float:
-    """Read the clock, in seconds, once the model's device has finished its work."""
+    """Wait until the model's device has finished its work, and return the time in seconds."""
     device = device_of(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -259,15 +265,15 @@ def as_row(model: Module, ids: list) -> Tensor:
 
 
 def write(model: Module, tokenizer: Tokenizer, logits: Tensor, cache: Cache, asked: list[AskedCase]) -> list:
-    """Write each case's answer after its row of a cache, and return its ids. Either all answers end with a line, or
-    none does."""
+    """Write each case's answer after its row of a cache. Returns a list of ids per case. Either all cases are
+    `one_line`, or none is."""
     most, choosers = [each.case.new_tokens for each in asked], [each.chooser() for each in asked]
     return written(model, tokenizer, logits, cache, most, choosers, asked[0].case.one_line)
 
 
 def measured(model: Module) -> dict:
-    """Return the fields of a line that describe a patched model's last read. recalled_bytes counts the kept slots that
-    had been evicted before."""
+    """Return the fields of a result's line that describe a patched model's last read. recalled_bytes are the bytes of
+    the kept slots that had been evicted before."""
     seen = report(model)
     kept, back = ([layer and layer[0] for layer in seen[key] or ()] for key in ("kept", "recalled"))
     slots, recalled = (sum(sum(heads) for heads in layers if heads) for layers in (kept, back))
@@ -276,7 +282,8 @@ def measured(model: Module) -> dict:
 
 
 def measured_all(cache: Cache) -> dict:
-    """Return the fields `measured` of an unpatched model's cache. As in a report, only full-attention layers count."""
+    """Return the fields of `measured` for an unpatched model's cache. As in a report, only full-attention layers
+    count."""
     kept = [None if l.is_sliding else [l.keys.shape[2]] * l.keys.shape[1] for l in cache.layers]
     live = _bytes(cache)
     return dict(kept=kept, cache_bytes=live, peak_cache_bytes=live)

@@ -1,5 +1,5 @@
-"""Tests a protocol's claims on results: the mean difference of a claim's two sides over the same cases, its 95 %
-interval, and a verdict."""
+"""Tests a protocol's claims on results: for each claim the mean difference between its two sides over the same cases,
+the mean's 95 % interval, and a verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from .runs import FULL, RunSpec
 from .tasks import FIDELITY, PERPLEXITY
 
 SEEN, CONTRADICTED, OPEN = "yes", "no", "open"
-FEWEST = 10  # with fewer cases there is no verdict
+FEWEST = 10  # fewest cases for a verdict
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a claim's two sides: its mean over cases, in the scores' unit and positive if the side `better`
-    is better; its 95 % interval; and the number of cases that each side won."""
+    """The difference between a claim's two sides over cases: the mean, in the scores' unit and positive if the side
+    `better` is better; the mean's 95 % interval; and the number of cases that each side won."""
 
     mean: float
     low: float
@@ -28,15 +28,17 @@ class Difference:
     cases: int
 
     def verdict(self, margin: float) -> str:
-        """Judge whether the mean is above -margin: seen, contradicted, or open (also where no case differs)."""
+        """Judge whether the mean is above -margin: seen, contradicted, or open. The verdict is also open if there are
+        fewer than `FEWEST` cases or none of them differs."""
         if self.cases < FEWEST or not self.won + self.lost:
             return OPEN
         return SEEN if self.low > -margin else CONTRADICTED if self.high < -margin else OPEN
 
 
 def difference(values: Sequence[float], least: float = 0) -> Difference:
-    """Compute the `Difference` of one number per case. Half the interval's width is Student's or, if that is less,
-    `least` (for scores 3 / n, the largest difference that n equal cases leave possible)."""
+    """Compute the `Difference` from one number per case. The interval reaches Student's half width, or `least` if that
+    is larger, to both sides of the mean. For scores `least` is 3 / n, the largest difference that n equal cases leave
+    possible."""
     n, mean = len(values), sum(values) / len(values)
     half = max(least, student(values))
     return Difference(mean, mean - half, mean + half, sum(x > 0 for x in values), sum(x < 0 for x in values), n)
@@ -46,7 +48,7 @@ Scores = dict[tuple[tuple, RunSpec], float]  # {(case, run): score}
 
 
 def scores(lines: list[Line], fidelity: bool) -> Scores:
-    """Collect the scores of results' lines: divergences if `fidelity`, else right answers."""
+    """Collect {(case, run): score} from the lines of results: KL divergences if `fidelity`, else scores of answers."""
     return {
         (tuple(line[name] for name in CASE), RunSpec(*(line[name] for name in vars(FULL)))): line["score"]
         for line in lines
@@ -55,8 +57,9 @@ def scores(lines: list[Line], fidelity: bool) -> Scores:
 
 
 def compared(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> Difference | None:
-    """Compare the two runs of a claim at each budget. A case's number is its mean difference over the budgets that
-    have both sides, so that cases stay independent. Returns None if no case has both."""
+    """Compare the two runs of a claim at each budget; `sides` has the two for each budget. A case's number is its mean
+    difference over the budgets at which both were run, so that cases stay independent. Returns None if no case has both
+    runs."""
     values, sign = [], -1 if fidelity else 1
     for case in dict.fromkeys(case for case, _ in known):
         held = [(better, than) for better, than in sides if {(case, better), (case, than)} <= known.keys()]
@@ -67,8 +70,8 @@ def compared(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool
 
 
 def usual(known: Scores, sides: list[tuple[RunSpec, RunSpec]], fidelity: bool) -> float:
-    """Return the full cache's mean score or, if `fidelity`, the second sides' mean divergence: margins are shares of
-    it."""
+    """Return the value of which a claim's margin is a share: the full cache's mean score or, if `fidelity`, the mean
+    divergence of the runs `than` in `sides`, pairs (better, than)."""
     than = {both[1] for both in sides} if fidelity else {FULL}
     own = [score for (_, run), score in known.items() if run in than]
     return sum(own) / len(own) if own else 0.0
@@ -78,7 +81,7 @@ def render(
     lines: list[Line], name: str, budgets: Sequence[int], mode: str, layers: int,
     adapter: str | None = None, draft: str | None = None,
 ) -> str:  # fmt: skip
-    """Make the table of a protocol's claims, with a row for each claim and kind of score."""
+    """Make the table of a protocol's claims, with a row for each claim and kind of score (answers, fidelity)."""
     table = [["claim", "better", "than", "of", "difference", "95 %", "won", "lost", "cases", "seen"]]
     kinds = {fidelity: scores(lines, fidelity) for fidelity in (False, True)}
     for claim, sides in pairs(name, budgets, mode, layers, adapter, draft):

@@ -4,8 +4,8 @@
     text = haystack(settings).passage(rng, tokens, settings, facts={0.5: "The code is 7."}, before=intro, after=asked)
 
 `haystack(settings)` reads `settings.haystack` (a .txt, a folder of them, or .jsonl or .jsonl.xz with a field "text").
-Without one it makes English sentences from words.py, which have no digits and are not copied from a corpus. All draws
-are from `rng`, so equal seeds give equal text.
+If that setting is None, it makes English sentences from words.py, which have no digits and are not copied from a
+corpus. All draws are from `rng`, so equal seeds give equal text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .tasks import TaskSettings
 
 SENTENCE = re.compile(r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')\]”’]*(?= [^a-z]|$)|$)")
-LONGEST = 80  # words of a sentence at most: verse and tables have no full stops, and one could fill a passage
+LONGEST = 80  # most words of a sentence: without full stops (verse, tables) a sentence could fill a passage
 
 
 def sentences(text: str) -> list[str]:
@@ -38,7 +38,8 @@ def sentences(text: str) -> list[str]:
 
 
 def insert(text: str, facts: dict[float, str]) -> str:
-    """Insert each fact between the two sentences nearest to its depth: 0 is the text's start, 1 its end."""
+    """Insert each fact between two sentences of the text, as near to the fact's depth as possible: 0 is the text's
+    start, 1 its end."""
     if wrong := [depth for depth in facts if not 0 <= depth <= 1]:
         raise ValueError(f"facts: depth {wrong[0]} must be between 0 (the text's start) and 1 (its end)")
     parts = sentences(text)
@@ -50,7 +51,8 @@ def insert(text: str, facts: dict[float, str]) -> str:
 
 
 def most(fits: Callable[[int], bool], guess: int = 1) -> int:
-    """Find the largest n >= 0 with `fits(n)`, which is true up to some n and false beyond. `fits(0)` is not called."""
+    """Find the largest n >= 0 with `fits(n)`, which is true up to some n and false beyond. `guess` is tried first;
+    `fits(0)` is not called."""
     low, n, step = 0, max(guess, 1), 1
     high: float = math.inf
     while high - low > 1:
@@ -66,7 +68,8 @@ def most(fits: Callable[[int], bool], guess: int = 1) -> int:
 
 
 def growing(source: Iterator[str]) -> Callable[[int], list[str]]:
-    """Return a function take(n) that, at every call, gives the first n items of an iterator or, of fewer, all."""
+    """Return a function take(n) that returns the first n items of an iterator, at every call, or all items if there are
+    fewer."""
     items: list[str] = []
 
     def take(n: int) -> list[str]:
@@ -77,14 +80,15 @@ def growing(source: Iterator[str]) -> Callable[[int], list[str]]:
 
 
 class Haystack:
-    """Text without end: passages of `documents` or, if there are none, made-up sentences."""
+    """An endless source of text: the sentences of `documents` or, without documents, made-up sentences."""
 
     def __init__(self, documents: Sequence[str] = ()) -> None:
         self.documents = documents
         self.split = functools.cache(lambda i: sentences(documents[i]))
 
     def sentences(self, rng: Random) -> Iterator[str]:
-        """Yield sentences without end, from a random one of the documents on. The first document follows the last."""
+        """Yield sentences without end, from a random sentence of a random document on. After the last document follows
+        the first."""
         if not self.documents:
             yield from made_up(rng)
         which = rng.choices(range(len(self.documents)), list(map(len, self.documents)))[0]
@@ -97,8 +101,8 @@ class Haystack:
         self, rng: Random, tokens: int, settings: TaskSettings, facts: dict[float, str] | None = None,
         before: str = "", after: str = "",
     ) -> str:  # fmt: skip
-        """Return as many whole sentences, with the facts inserted, as keep `before + passage + after` within `tokens`
-        tokens, or a part of a sentence if not even one fits. Raises ValueError if nothing fits."""
+        """Return as many whole sentences, with the facts (depth: text) inserted, as keep `before + passage + after`
+        within `tokens` tokens, or a part of a sentence if no whole one fits. Raises ValueError if nothing fits."""
 
         def text(parts: list) -> str:
             return insert(" ".join(parts), facts or {})
@@ -109,7 +113,7 @@ class Haystack:
         if (left := room([])) < 0:
             raise ValueError(f"length: {tokens} tokens are too few for the task's own {tokens - left}; give more")
         take, guess = growing(self.sentences(rng)), 0
-        while left >= 0:  # a guess: tokens of the sentences add up to about those of the text
+        while left >= 0:  # a guess: the sentences' tokens add up to about the text's
             guess += 1
             left -= settings.tokens(" " + take(guess)[-1])
         if n := most(lambda n: room(take(n)) >= 0, guess - 1):
@@ -129,7 +133,8 @@ def made_up(rng: Random) -> Iterator[str]:
 
 
 def filled(template: str, cast: dict[str, str], rng: Random) -> str:
-    """Fill a template with the cast's words, and no other word twice."""
+    """Fill the slots of a template: with the cast's words where it has any, else with random words, none of them
+    twice."""
     seen = set()
 
     def word(match: re.Match) -> str:
@@ -158,13 +163,13 @@ def words(rng: Random) -> Iterator[str]:
 
 
 def haystack(settings: TaskSettings) -> Haystack:
-    """Return the haystack that the settings ask for. Raises ValueError if its file is missing or of another format."""
+    """Return the haystack of the settings. Raises ValueError if its file is missing or of another format."""
     return Haystack() if settings.haystack is None else _read(Path(settings.haystack))
 
 
 def hide(settings: TaskSettings, rng: Random, facts: Sequence[str], asked: Iterable[str]) -> tuple[str, list[float]]:
-    """Hide n facts in a text, one in each n-th of it. Returns the text, which leaves room for the longest of the
-    questions that are `asked`, and the facts' depths."""
+    """Hide n facts in a text, one in each n-th part of the text. Returns the text, which leaves room for the longest of
+    the questions `asked`, and the facts' depths."""
     depths = [(part + rng.random()) / len(facts) for part in range(len(facts))]
     said, longest = dict(zip(depths, facts)), max(asked, key=settings.tokens)
     return haystack(settings).passage(rng, settings.length, settings, facts=said, after=longest), depths

@@ -1,4 +1,4 @@
-"""95 % intervals of means over independent cases, by scipy."""
+"""Computes 95 % intervals of means over independent cases, with scipy."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -16,14 +16,14 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def student(values: Sequence[float]) -> float:
-    """Compute half the width of Student's interval for the mean; infinite for a single value."""
+    """Compute half the width of Student's 95 % interval for the mean; infinite for a single value."""
     return clustered(values, range(len(values)))
 
 
 def clustered(values: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """Compute half the width of Student's interval for the mean of values of which those of one group may be
-    correlated. groups[i] is the group of values[i]. The standard error is Liang and Zeger's (1986), with one degree of
-    freedom fewer than groups. Infinite for a single group."""
+    """Compute half the width of Student's 95 % interval for a mean of values in groups: values of the same group may be
+    correlated, others are independent. groups[i] is the group of values[i]. The standard error is Liang and Zeger's
+    (1986); the degrees of freedom are the number of groups minus one. Infinite for a single group."""
     from scipy import stats
 
     mean, sums = sum(values) / len(values), {}
@@ -37,8 +37,8 @@ def clustered(values: Sequence[float], groups: Sequence[Hashable]) -> float:
 
 
 def of_scores(scores: Sequence[float]) -> tuple[float, float, float]:
-    """Compute (mean, low, high) of scores in [0, 1]: Wilson's interval if all are 0 or 1, else a normal one, cut to
-    [0, 1]."""
+    """Compute (mean, low, high) of scores in [0, 1], with Wilson's interval if all scores are 0 or 1, else with a
+    normal interval that is cut to [0, 1]."""
     from scipy import stats
 
     n, mean = len(scores), sum(scores) / len(scores)

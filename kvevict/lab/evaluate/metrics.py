@@ -1,7 +1,8 @@
-"""Scores of an answer: METRICS maps a name to a function(prediction, answers) -> a number in [0, 1].
+"""Scores answers: METRICS maps a metric's name to a function(prediction, answers) -> a number in [0, 1].
 
-The best of the accepted answers counts; of "contains_all" the share of the answers, which are parts. "contains_any" and
-"contains_all" follow RULER (arXiv 2404.06654). ask.py computes "perplexity" and "fidelity", which need logits.
+The score is that of the accepted answer that fits best. For "contains_all" the answers are parts, and the score is the
+share of the parts that the prediction has. "contains_any" and "contains_all" follow RULER (arXiv 2404.06654). ask.py
+computes "perplexity" and "fidelity", which need logits.
 """
 
 import re
@@ -12,11 +13,11 @@ from collections.abc import Callable, Sequence
 from ...policy.registry import Registry
 
 METRICS = Registry("metric")
-Score = Callable[[str, str], float]  # how well a prediction fits one answer
+Score = Callable[[str, str], float]  # (prediction, one answer) -> how well the prediction fits the answer
 
 
 def best(name: str) -> Callable[[Score], Score]:
-    """Return a decorator that registers the best of a score over all answers as the metric `name`."""
+    """Return a decorator that registers a metric under `name`: the decorated score's best value over all answers."""
 
     def register(score: Score) -> Score:
         def over_answers(prediction: str, answers: tuple) -> float:
@@ -30,7 +31,7 @@ def best(name: str) -> Callable[[Score], Score]:
 
 @best("exact")
 def exact(prediction: str, answer: str) -> bool:
-    """Whether the stripped prediction starts with the stripped answer, at a word's end."""
+    """Return whether the prediction starts with the answer, both stripped, and no letter or digit follows it."""
     return re.match(re.escape(answer.strip()) + r"(?!\w)", prediction.strip()) is not None
 
 
@@ -47,7 +48,8 @@ def contains_all(prediction: str, answers: Sequence[str]) -> float:
 
 @best("f1_line")
 def f1_line(prediction: str, answer: str) -> float:
-    """SQuAD's F1 over lower-case words, without punctuation and articles, of the first line that is not empty."""
+    """Compute SQuAD's F1 of the prediction's first line that is not empty, over lower-case words without punctuation
+    and articles."""
 
     def words(text: str) -> list[str]:
         text = "".join(c for c in text.lower() if c not in string.punctuation)

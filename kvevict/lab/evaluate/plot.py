@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>p"
 STYLES = ("-", "--", "-.", ":")
-MOST = 24  # panels of a figure at most
-DODGE = 0.2  # octaves, or turns, over which the points at one place are spread, to show their intervals side by side
+MOST = 24  # most panels of a figure
+DODGE = 0.2  # octaves (or turns) over which points at one budget (or turn) are spread: no interval hides another
 
 
 def budget(lines: list[Line]) -> Figure:
-    """Draw scores against the budget, with 95 % intervals: a panel per task and mode, and a line per policy. The full
-    cache and the oracle are references."""
+    """Draw scores against the budget, with 95 % intervals: a panel per task and mode, and in it a line per policy. The
+    full cache and the oracle are drawn as references."""
     summary = summarize(lines)
     rows = [row for row in summary if row[1] is not None]
     if not rows:
@@ -39,7 +39,7 @@ def budget(lines: list[Line]) -> Figure:
     figure, panels = _panels(len(columns))
     for panel, column in zip(panels, columns):
         _draw(panel, summary, column, names, budgets)
-        half = 2**0.5  # axes extend half an octave beyond the budgets: of a single one shifts would look large
+        half = 2**0.5  # the axis goes half an octave beyond the budgets: with one budget, shifts look small
         panel.set(xscale="log", xlabel=f"budget, {unit}", xlim=(budgets[0] / half, budgets[-1] * half))
         panel.set_xticks(budgets, [f"{each:,}" for each in budgets], rotation=45)
         panel.minorticks_off()
@@ -47,8 +47,8 @@ def budget(lines: list[Line]) -> Figure:
 
 
 def turns(lines: list[Line]) -> Figure:
-    """Draw scores against the turn of a conversation, with 95 % intervals: a panel per task and mode, and a line for
-    each policy and budget and for the full cache."""
+    """Draw scores against the turn of a conversation, with 95 % intervals: a panel per task and mode, and in it a line
+    for each policy and budget and for the full cache."""
     summary = summarize(lines, ("turn",))
     columns = list(dict.fromkeys((task, mode) for row in summary.values() for task, _, mode in row))
     if not columns:
@@ -98,7 +98,7 @@ def _errorbar(panel: Axes, x: list, cells: list, scale: int, label: str, style: 
 
 
 def _draw(panel: Axes, summary: dict, column: tuple, names: list, budgets: list) -> None:
-    """Draw the lines `names`, each (policy, chunk size), of a panel for `column` (task, tags, mode)."""
+    """Draw a line for each (policy, chunk size) in `names`, in the panel of the `column` (task, tags, mode)."""
     task, _, mode = column
     metric = next(row[column].metric for row in summary.values() if column in row)
     scale = 1 if metric in NOT_IN_PERCENT else 100

@@ -1,6 +1,7 @@
-"""Papers' claims about their methods, as comparisons that `kvevict eval --protocol NAME` repeats on any model.
+"""Papers' claims about their methods, as comparisons of two runs that `kvevict eval --protocol NAME` repeats on any
+model.
 
-A comparison changes one thing, gives both sides the same cases, and pairs them case by case.
+The two runs of a comparison differ in one thing. Both read the same cases, and are compared case by case.
 """
 
 import itertools
@@ -18,19 +19,19 @@ TASKS = ("facts", "keyvalue", FIDELITY)  # the default of --tasks
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that `better` answers better than `than`; with a margin, that `better` is not worse by more than this
-    share of the full cache's score.
+    """A claim that `better` answers better than `than` or, with a margin, that `better` is not worse by more than
+    `margin` times the full cache's score.
 
     better, than   policies, NAME or NAME:OPTION=VALUE,... with words in braces: {B} and {B20} are the budget and 20
                    times the budget; {L4}, {L2}, {L34} and {L} a quarter, half, three quarters and all of the layers
                    that evict; {adapter} or, after other options, {and_adapter} the option that names --adapter; {draft}
                    the folder of --draft (without --draft the claim is left out)
-    chunks         tokens read at once by each of the two; None: the prompt is read in one pass
-    least          smallest budget that can test it, in slots
-    layers         fewest evicting layers of a model that can test it
+    chunks         tokens read at once by each of the two policies; None: the prompt is read in one pass
+    least          smallest budget, in slots, at which the claim can be tested
+    layers         fewest evicting layers of a model on which the claim can be tested
     """
 
-    says: str  # the paper's claim, with its place
+    says: str  # the paper's claim, and its place in the paper
     better: str
     than: str
     margin: float | None = None
@@ -39,14 +40,14 @@ class Claim:
     layers: int = 1
 
     def runs(self, budget: int, mode: str, names: dict[str, object]) -> tuple[RunSpec, ...]:
-        """Return the `RunSpec`s of both sides; `names` has the values of the words in braces."""
+        """Return the `RunSpec`s of `better` and `than`; `names` maps the words in braces to their values."""
         sides = zip((self.better, self.than), self.chunks)
         return tuple(RunSpec(policy.format(**names), budget, chunk, mode) for policy, chunk in sides)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A paper's claims, and remarks about claims that cannot be tested here and about differences from the paper."""
+    """A paper's claims; `cannot` says which claims cannot be tested here, and what differs from the paper."""
 
     paper: str
     claims: tuple[Claim, ...]
@@ -57,7 +58,8 @@ Claims = Callable[[], Iterable[Claim]]
 
 
 def protocol(name: str, paper: str, *cannot: str) -> Callable[[Claims], Claims]:
-    """Return a decorator that registers the `Protocol` of the claims that a function yields."""
+    """Return a decorator that registers a `Protocol` under `name`, with the claims that the decorated function
+    yields."""
 
     def register(claims: Claims) -> Claims:
         PROTOCOLS.add(name)(Protocol(paper, tuple(claims()), cannot))
@@ -67,15 +69,16 @@ def protocol(name: str, paper: str, *cannot: str) -> Callable[[Claims], Claims]:
 
 
 def each(says: str, policies: Iterable[str], than: str, **options: Any) -> list[Claim]:
-    """Make a claim for every policy; {better} and {than} in the text are the two sides."""
+    """Make a claim that each of the policies beats `than`; {better} and {than} in `says` become the two policies."""
     return [Claim(says.format(better=better, than=than), better, than, **options) for better in policies]
 
 
 def pairs(
     name: str, budgets: Iterable[int], mode: str, layers: int, adapter: str | None = None, draft: str | None = None
 ) -> list[tuple[Claim, list[tuple[RunSpec, RunSpec]]]]:
-    """List (claim, its two runs at each budget that can test it) of a protocol. With few layers some shares of the
-    layers are equal; a claim whose sides are then equal is left out."""
+    """List (claim, [its two runs at each budget that can test it]) for a protocol's claims on a model in which `layers`
+    layers evict. Claims that the model or the budgets cannot test are left out, and so are claims whose two sides are
+    equal, as shares of few layers may be."""
     option, found = f"adapter={adapter}" if adapter else "", []
     for claim in PROTOCOLS.find(name).claims:
         if layers < claim.layers or ("{draft}" in claim.better + claim.than and not draft):
@@ -95,7 +98,7 @@ def pairs(
 
 
 def runs(*args: Any) -> list[RunSpec]:
-    """List every run of a protocol once, `full` first; takes the arguments of `pairs`."""
+    """List every run of a protocol once, the full cache's run first; takes the arguments of `pairs`."""
     return [FULL, *dict.fromkeys(run for _, sides in pairs(*args) for both in sides for run in both)]
 
 
@@ -129,8 +132,8 @@ def caote_claims() -> Iterator[Claim]:
         yield Claim(says, f"snapkv+{refine}", SNAPKV, chunks=(size, size))
 
 
-ALONE = "chunkkv:per_head=True"  # runs chosen by every head, like SnapKV's slots
-HYBRID = 'chunkkv:select_by_layer=[[{L2},null,"token"]]'  # runs in the lower half of the layers, single slots above
+ALONE = "chunkkv:per_head=True"  # each head chooses its own runs of slots, as in SnapKV
+HYBRID = 'chunkkv:select_by_layer=[[{L2},null,"token"]]'  # runs of slots in lower layers, single slots above
 
 
 @protocol(
@@ -152,7 +155,7 @@ def chunkkv_claims() -> Iterator[Claim]:
     yield from each("its table of index reuse: {better} costs little", reuse, "chunkkv", margin=0.05)
 
 
-ADAKV = "adakv:pool=avg"  # EDIE's appendix: mean pooling
+ADAKV = "adakv:pool=avg"  # mean pooling, as in EDIE's appendix
 WEIGHTS = ("none", "all", "i<=t-2w", "i>w")
 
 
@@ -180,7 +183,7 @@ def edie_claims() -> Iterator[Claim]:
 
 
 LEARNED = "lookahead{adapter}"
-# Appendix F: 32 drafted rows and a window of 32 observe together, and the mean over a group counts.
+# LookaheadKV's appendix F: 32 drafted tokens and a window of 32 score slots together, by the mean over a GQA group.
 LAQ = "laq:n_d=32,window=32,draft_keys=true"
 
 
@@ -204,8 +207,8 @@ def lookaheadkv_claims() -> Iterator[Claim]:
 
 
 Z = (256, 256)
-NO_PROBE = "take:append=false"  # table 2's ablations: a chunk's last 32 rows observe
-NO_DELAY = "take:warmup_layers=none"  # no layer waits
+NO_PROBE = "take:append=false"  # table 2's ablation: the queries of a chunk's last 32 tokens score
+NO_DELAY = "take:warmup_layers=none"  # no layer delays its eviction
 NEITHER = NO_PROBE + ",warmup_layers=none"
 RELAXED = "take:warmup_budget={B20},warmup_layers="  # B_warmup is 20 times the budget, as in the paper
 LARGEST = "edie:rows=probe,heads=equal,kernel=31"

@@ -1,4 +1,4 @@
-"""Reads and writes the file of an evaluation: a line {"settings": ...}, then a line per (case, run)."""
+"""Reads and writes the file of an evaluation: first a line {"settings": ...}, then a line per (case, run)."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def _tags(x: dict) -> bool:
 
 
 _counts = _all(_number(PLENTY))
-# The fields of a line, with their checks. Numbers are limited so that their sums and squares are finite.
+# {field of a line: its check}. Numbers are limited so that their sums and squares are finite.
 FIELDS = dict(
     task=_text, id=lambda x: isinstance(x, (str, int)), seed=lambda x: isinstance(x, int), policy=_text, metric=_text,
     budget=_or_none(_budget), chunk_size=_or_none(_number(PLENTY)), mode=_or_none(_text), score=_number(1e9),
@@ -56,14 +56,15 @@ OPTIONAL = dict(
     peak_cache_bytes=_measure, archive_bytes=_measure, recalled_bytes=_measure, read_seconds=_or_none(_measure),
     ask_seconds=_measure, ask_bytes=_measure,
 )  # fmt: skip
-KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the fields of `RunSpec`; no two lines share all
-OLD_MODES = {"aware": "known", "agnostic": "later"}  # names of modes in files of earlier versions
-ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later evaluation may extend
+KEY = (*CASE, "policy", "budget", "chunk_size", "mode")  # the case and the `RunSpec`, which identify a line
+OLD_MODES = {"aware": "known", "agnostic": "later"}  # {a mode's name in files of earlier versions: its name now}
+ADDED = {"policies", "budgets", "chunk_sizes", "modes"}  # settings that a later run with the same file may change
 
 
 class Results:
-    """A results file that is open for more lines; the incomplete last line of a killed process is cut off. Raises
-    ValueError if the file was begun with other settings: only those in `ADDED` may differ, and none of a protocol's.
+    """A results file that is open for more lines. An incomplete last line, which a killed process leaves, is cut off.
+    Raises ValueError if the file was begun with other settings: only those in `ADDED` may differ, and with a protocol
+    none.
 
     keys        the values of `KEY` of every line
     responses   {values of `CASE`: ids that the full run generated}
@@ -79,7 +80,7 @@ class Results:
             for line in lines:
                 self._note(line)
         if path.exists():
-            complete = path.read_bytes().rfind(b"\n") + 1  # bytes up to the end of the last complete line
+            complete = path.read_bytes().rfind(b"\n") + 1  # number of bytes up to the end of the last complete line
             with path.open("r+b") as file:
                 file.truncate(complete)
         self.file = path.open("a", encoding="utf-8")
@@ -107,9 +108,9 @@ class Results:
 
 
 def read(path: str | Path) -> tuple[dict, list[Line]]:
-    """Read (settings, lines) of a results file, without an incomplete last line and with today's names of modes. Raises
-    ValueError for other files."""
-    first, *rest = Path(path).read_bytes().split(b"\n")  # the last one is empty, or was not completed
+    """Read (settings, lines) of a results file, without an incomplete last line and with the modes' present names.
+    Raises ValueError for other files."""
+    first, *rest = Path(path).read_bytes().split(b"\n")  # the last item is empty or an incomplete line
     try:
         settings = parsed(first)["settings"]
     except (ValueError, TypeError, KeyError):
@@ -138,7 +139,7 @@ def _line(path: str | Path, number: int, text: bytes) -> dict:
 
 
 def _only_a_start(path: str | Path) -> bool:
-    """Whether a file has no more than a part of its first line."""
+    """Return whether a file holds only a part of its first line, the settings."""
     text, start = path.read_bytes(), b'{"settings": '
     return not set(text) & set(b"\r\n") and (text.startswith(start) or start.startswith(text))
 

@@ -1,5 +1,5 @@
 """Evaluates policies, or a paper's protocol, on tasks. One JSON line per (case, run) is written as soon as it is known;
-every case's first run is `full`."""
+the first run of every case is `full`, the unpatched model."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,8 @@ from .turns import converse
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every task at every length and seed, under every combination of policy, budget, chunk size and mode."""
+    """The plan of an evaluation: every task at every length and seed, under every combination of policy, budget, chunk
+    size and mode."""
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -39,14 +40,14 @@ class Evaluation:
     chunk_sizes: tuple[int | None, ...] = (None,)
     modes: tuple[str, ...] = MODES[:2]
     seeds: tuple[int, ...] = (0,)
-    cases: int = 20  # number per length and seed, and per depth if the task has depths
+    cases: int = 20  # number of cases per length and seed, and per depth if the task has depths
     depths: tuple[float, ...] = TaskSettings.depths
     haystack: str | None = None
     data: str | None = None
-    temperature: float | None = None  # None: the likeliest token; else tokens are drawn
+    temperature: float | None = None  # sampling temperature; None: the likeliest token is taken
     protocol: str | None = None  # name of a paper's protocol, whose policies and chunk sizes replace those above
-    adapter: str | None = None  # folder of lookahead rows, for a protocol that learns them
-    draft: str | None = None  # folder of a smaller model, for a protocol with a drafting model
+    adapter: str | None = None  # folder of a lookahead adapter, for a protocol that needs one
+    draft: str | None = None  # folder of a smaller model that drafts, for a protocol that needs one
 
     def runs(self, layers: int = 1) -> list[RunSpec]:
         """List all runs, `full` first, for a model in which `layers` layers evict. Raises ValueError for a policy that
@@ -63,7 +64,7 @@ class Evaluation:
     def groups(
         self, tokenizer: Tokenizer | None
     ) -> list[tuple[Callable[[TaskSettings], Iterator[Case]], TaskSettings]]:
-        """List (a task's function, its settings) of every seed, length and task."""
+        """List (task function, its settings) for every seed, length and task."""
         haystack, data = (None if path is None else Path(path) for path in (self.haystack, self.data))
         return [
             (find(task), TaskSettings(tokenizer, length, self.cases, seed, self.depths, haystack, data))
@@ -74,10 +75,10 @@ class Evaluation:
 def evaluate(
     model: Module, tokenizer: Tokenizer, plan: Evaluation, out: str | Path, name: str = "", batch_size: int = 1
 ) -> None:
-    """Append every missing line to the file `out`, with a progress bar. Processes of one launch share the cases, and
-    the first one writes the file. Up to `batch_size` questions about a text that was read once are asked together, but
-    of the full cache one by one. Raises ValueError if `out` was begun with another plan or model (its `name` and
-    weights), and for a prompt longer than the model's context."""
+    """Append all lines that the file `out` lacks, with a progress bar. Processes that were launched together share the
+    cases, and the first process writes the file. Up to `batch_size` questions about a text that was read once are asked
+    together; the full cache is asked one by one. Raises ValueError if `out` was begun with another plan or model (its
+    `name` and weights), and for a prompt longer than the model's context."""
     layers = families.layer_kinds(find_decoder(model).config).count(families.FULL_ATTENTION)
     runs, groups = plan.runs(layers), plan.groups(tokenizer)
     about = dict(model=name, layers=layers, weights=fingerprint(model), dtype=str(model.dtype))
@@ -98,7 +99,7 @@ def evaluate(
             cases = list(task(settings))
             if len({case.id for case in cases}) < len(cases):
                 raise ValueError(f"two cases of {cases[0].task} have the same id; give every case its own")
-            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # an estimate for unequal groups
+            bar.total = bar.n + len(cases) * len(runs) * (len(groups) - done)  # an estimate, if groups differ in size
             missing = {
                 case.id: [r for r in runs if (case.task, case.id, settings.seed, *dataclasses.astuple(r)) not in keys]
                 for case in cases
@@ -122,8 +123,9 @@ def _lines(
     model: Module, tokenizer: Tokenizer, cases: list[Case], wanted: dict[RunSpec, set[str]], responses: dict, seed: int,
     plan: Evaluation, batch_size: int,
 ) -> Iterator[Line]:  # fmt: skip
-    """Yield the line of every run of cases with one context. `wanted` maps a run to the ids of its cases; `responses`
-    has the known responses of full runs. Runs that need only one read of the context come first."""
+    """Yield the line of every wanted run of cases with one context. `wanted` maps a run to the ids of the cases that
+    lack it; `responses` maps (task, case id, seed) to the response of a full run that is known already. Runs that need
+    only one read of the context come first."""
     asked = {}
     for case in cases:
         response = responses.get((case.task, case.id, seed))

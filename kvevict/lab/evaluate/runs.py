@@ -1,15 +1,16 @@
 """Describes the ways to read and answer a case, and builds their policies.
 
-A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks. Its mode
-tells whether the policy reads the question:
+A run is `full` (the unpatched model), or a policy at a budget that reads the prompt in one pass or in chunks. The run's
+mode says whether the policy reads the question:
 
-    known   the policy reads context and question as one prompt; if it evicts while decoding, it does so here. If the
-            case has the question's place, the question's tokens observe
+    known   the policy reads context and question as one prompt; if it evicts while decoding, it does so in this mode.
+            If a case gives the question's place, the queries of the question's tokens score the slots
     later   the policy reads the context alone. The question and the answer follow, and all their tokens are kept: the
             budget is the context's. (An ordinary further turn would evict again, this time knowing the question.) A
             policy with recall=True reads the question too, and chooses the slots anew
-    other   a control, for conversations: a turn is asked of the slots that the turn before chose, and all its tokens
-            are kept. Then the policy reads the turn, as in `known`, and the next turn is asked of the slots chosen here
+    other   a control, for conversations: a turn is asked of the slots that were chosen for the turn before, and all
+            tokens of the turn are kept. Then the policy reads the turn, as in `known`, and chooses the slots for the
+            next turn
 """
 
 import dataclasses
@@ -30,12 +31,12 @@ from ...policy.text import CALIBRATED, parse_policy
 MODES = ("known", "later", "other")
 ONE_PASS = 2**30  # a chunk size above every prompt's length
 KEEP_ALL = Policy(score="knorm", budget=2**30)
-OBSERVERS = ("window", "probe", "recent")  # options that are limited to half of a small budget
+OBSERVERS = ("window", "probe", "recent")  # options, in tokens, that `policy_for` limits to half of the budget
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A way to read and answer a case."""
+    """A way to read and answer a case, with one policy."""
 
     policy: str  # NAME or NAME:OPTION=VALUE,...
     budget: int | float | str | None = None
@@ -50,8 +51,8 @@ def specs(
     policies: Iterable[str], budgets: Iterable[int | float | str], chunk_sizes: Iterable[int | None],
     modes: Iterable[str],
 ) -> Iterator[RunSpec]:  # fmt: skip
-    """Yield the runs of every policy, budget, chunk size and mode. A file of `kvevict calibrate` has its own budget and
-    chunk size."""
+    """Yield the runs of every policy, budget, chunk size and mode. A policy that is a file of `kvevict calibrate` has
+    its own budget and chunk size."""
     for name in policies:
         given = parse_policy(name)[1] if name.endswith(CALIBRATED) else {}
         own = [given["budget"]] if given else budgets
@@ -69,11 +70,11 @@ def policy_for(
     run: RunSpec, tokens: int, response: Sequence[int], task: str = "eval", model: Module | None = None
 ) -> Chosen:
     """Build the policy of a run that reads `tokens` tokens. TADA keeps a separate history of each run and `task`, for
-    the life of the process. A budget in bytes becomes slots of the model; without a model it stays in bytes.
+    as long as the process lives. A budget in bytes becomes slots of the model; without a model it stays in bytes.
 
-    A window, probe or number of recent slots that the run's name leaves open is limited to half the budget. The
-    oracle's rows get the response's ids. The prompt is then read in one pass, because the response must have seen all
-    of it to observe.
+    A window, probe or number of recent slots that the run's policy does not name is limited to half the budget. Rows
+    that need the response's ids (the oracle's) get them; the prompt is then read in one pass, because the response's
+    queries score the slots only after they have seen the whole prompt.
     """
     name, given = parse_policy(run.policy)
     if run.policy.endswith(CALIBRATED):
@@ -96,7 +97,7 @@ def policy_for(
 
 
 def reads_alone(run: RunSpec) -> bool:
-    """Whether a run reads a context alike for all questions, so that one read is enough."""
+    """Return whether a run reads a context in the same way for all questions, so that one read is enough."""
     if run == FULL or run.mode == "known":
         return run == FULL
     return policy_for(run, 1, (0,)).policy.rows == policy_for(run, 1, (1,)).policy.rows

@@ -1,5 +1,5 @@
-"""Averages results per policy and task, with 95 % intervals and the share of the full cache's score. The text of each
-average is its cell in a table."""
+"""Averages results per policy and task, with 95 % intervals and the share of the full cache's score. An average as
+text, by `str`, is its cell in a table."""
 
 import math
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ NOT_IN_PERCENT = (PERPLEXITY, FIDELITY)
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """The mean score of cases, in [0, 1], or their perplexity, with its interval."""
+    """The mean score of cases, in [0, 1], or their perplexity, with its 95 % interval from `low` to `high`."""
 
     mean: float
     low: float
     high: float
-    share: float | None  # of the full run's mean (perplexities: the inverse); None without a full run or if 0
+    share: float | None  # mean / full run's mean (perplexity: inverse); None without a full run or if its mean is 0
     cases: int
     metric: str
 
@@ -33,13 +33,13 @@ class ScoreCell:
 
 @dataclass(frozen=True)
 class FidelityCell:
-    """Mean differences from the full cache on the same cases, with their standard errors."""
+    """Mean differences from the full cache on the same cases, with standard errors."""
 
     mean: float  # the KL divergence in nats
     low: float
     high: float
     error: float
-    same: float  # the share of equal first choices
+    same: float  # the share of tokens for which both have the same likeliest token
     same_error: float
     metric: str = FIDELITY
 
@@ -49,15 +49,15 @@ class FidelityCell:
 
 @dataclass(frozen=True)
 class QuestionsCell:
-    """Numbers of questions with a known likelihood of the right answer."""
+    """Averages over questions for which the likelihood of the right answer is known."""
 
-    mean: float  # the score of the `counted` questions, with its interval
+    mean: float  # mean score of the `counted` questions, with its interval from `low` to `high`
     low: float
     high: float
-    counted: int  # questions that the full cache answers, with a score of at least 1/2
-    cases: int  # all questions
-    dnll: float  # over all questions, the nats per token of the right answer above the full cache's
-    half: float  # half the width of its paired interval; a text's questions may be correlated
+    counted: int  # number of questions that the full cache answers, with a score of at least 1/2
+    cases: int  # number of all questions
+    dnll: float  # mean over all questions of the right answer's nats per token, minus the full cache's
+    half: float  # half the width of dnll's 95 % interval, where questions about one text may be correlated
     metric: str
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class QuestionsCell:
 
 @dataclass(frozen=True)
 class Average:
-    """The mean of tasks' scores, with equal weights, and its share of the full cache's."""
+    """The mean of several tasks' scores, with equal weights, and the mean's share of the full cache's mean."""
 
     mean: float
     share: float | None
@@ -83,10 +83,11 @@ Summary = dict[Row, dict[Column, Cell]]
 
 
 def summarize(lines: list[Line], by: Sequence[str] = ()) -> Summary:
-    """Average results by row and by column, with the values of the tags `by`; both in the results' order.
+    """Average results by row and by column, which includes the values of the tags `by`; rows and columns are in the
+    results' order.
 
-    Cases and seeds are pooled. The full run does not depend on the mode and stands under every one. Cases that lack one
-    of the tags are left out.
+    Cases and seeds are pooled. The full run does not depend on the mode and appears under every mode. Cases that lack
+    one of the tags are left out.
     """
     lines = [line for line in lines if all(tag in line["tags"] for tag in by)]
     modes = [mode for mode in MODES if any(line["mode"] == mode for line in lines)] or MODES[:1]
@@ -101,8 +102,8 @@ def summarize(lines: list[Line], by: Sequence[str] = ()) -> Summary:
 
 
 def averages(summary: Summary, mode: str) -> dict[Row, Average]:
-    """Return the `Average` over its tasks in per cent for each row of a `summary` without tags that has every task; {}
-    if there are fewer than two tasks."""
+    """Return {row: `Average` over the tasks of a mode} for each row of a `summary` (made without tags) that has every
+    task. Only tasks with scores in per cent count. Returns {} if there are fewer than two tasks."""
     own = {row: {c: cell for c, cell in cells.items() if c[2] == mode} for row, cells in summary.items()}
     columns = {c for cells in own.values() for c, cell in cells.items() if cell.metric not in NOT_IN_PERCENT}
     complete = [row for row, cells in own.items() if columns <= cells.keys()] if len(columns) > 1 else []
@@ -112,7 +113,7 @@ def averages(summary: Summary, mode: str) -> dict[Row, Average]:
 
 
 def _cell(lines: list[Line], full: dict[tuple, Line]) -> Cell:
-    """Average the lines of one cell, by their metric. `full` maps a case to the full run's line."""
+    """Average the lines of one cell, in the way of their metric. `full` maps a case to the line of its full run."""
     metric, *others = dict.fromkeys(line["metric"] for line in lines)
     if others:
         raise ValueError(f"lines of {lines[0]['task']} are of several metrics, {metric} and {', '.join(others)}")
@@ -136,7 +137,7 @@ def _cell(lines: list[Line], full: dict[tuple, Line]) -> Cell:
 
 
 def _questions(pairs: list[tuple[Line, Line]], metric: str) -> QuestionsCell:
-    """Average questions, each (its line, the full run's line)."""
+    """Average questions; `pairs` has (a question's line, the line of the question's full run)."""
     scores = [line["score"] for line, base in pairs if base["score"] >= 0.5]
     dnll = [line["nats"] - base["nats"] for line, base in pairs] or [math.nan]
     texts: list = [_text(line) for line, _ in pairs] or [None]
@@ -145,7 +146,7 @@ def _questions(pairs: list[tuple[Line, Line]], metric: str) -> QuestionsCell:
 
 
 def _text(line: Line) -> tuple:
-    """Identify the text of a line: questions of one text depend on each other."""
+    """Return a key for the text that a line's question is about: questions about one text may be correlated."""
     return line["task"], line["seed"], line["tags"].get("length"), line["tags"].get("text", line["id"])
 
 

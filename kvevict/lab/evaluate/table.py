@@ -10,9 +10,9 @@ from .tasks import FIDELITY
 
 
 def render(lines: list[Line], by: Sequence[str] = ()) -> str:
-    """Make a table with a column per task and mode, and first the average if there are several tasks. With tags `by`
-    make a table per task and mode, with a column per value. Tables of costs follow: of reading and of a question, if
-    texts were read once for many questions; of each turn, if there are conversations."""
+    """Make a table with a column per task and mode, preceded by the tasks' average if there are several. With tags
+    `by`, make a table per task and mode, with a column per value of the tags. Tables of costs follow: of reading a text
+    and of a question, if texts were read once for many questions; of each turn, if there are conversations."""
     if not lines:
         return "no results yet"
     near, likely = any(line["metric"] == FIDELITY for line in lines), any("nats" in line for line in lines)
@@ -45,7 +45,8 @@ def _tables(summary: Summary, by: Sequence[str]) -> list[str]:
 
 
 def _costs(lines: list, columns: dict, *by: str) -> list:
-    """Make a table's rows, the head first: one for each setting and its values of the fields or tags `by`."""
+    """Make the rows of a table of median costs, the head first: a row for each policy, budget, chunk size and
+    combination of values of the fields or tags `by`. `columns` maps a heading to (field, unit)."""
     rows: dict = {}
     for line in lines:
         known = line | line["tags"]
@@ -64,7 +65,7 @@ def _costs(lines: list, columns: dict, *by: str) -> list:
 
 
 def _place(value: tuple) -> list:
-    """Return the sort key of tags' values, which may be words and numbers."""
+    """Return the sort key of the values of tags: numbers come before words."""
     return [(isinstance(each, str), each) for each in value]
 
 
@@ -100,7 +101,7 @@ OF_TURNS = {
 
 
 def _cells(summary: dict, columns: dict) -> list:
-    """Make rows of text, the head first. `columns` is {head: key of the cell}."""
+    """Make the rows of a table, as texts, the head first. `columns` maps a heading to the key of the row's cell."""
     table = [["policy", "budget", "chunk", *columns]]
     for (policy, budget, chunk), row in summary.items():
         cells = [str(row[key]) if key in row else "" for key in columns.values()]
@@ -114,5 +115,5 @@ def _setting(budget: float | None, chunk: int | None) -> list:
 
 
 def _left(table: Sequence[Sequence[str]]) -> str:
-    """Format rows of text, the head first, in columns that are aligned left."""
+    """Format rows of text, the head first, in left-aligned columns."""
     return grid(table, left=len(table[0]))

@@ -1,6 +1,6 @@
 """Runs conversations: the cases about one text are the turns of a chat, one after the other on one cache.
 
-A run reads every turn under its policy, as `generate` does with the cache of the turns before. In mode `known` the
+A run reads every turn under its policy, as `generate` does with the cache of the earlier turns. In mode `known` the
 first turn is the text and a question; in modes `later` and `other` the text is read alone first. The model's own
 answers stay in the history. The run `full` is the unpatched model with Transformers' cache.
 """
@@ -24,9 +24,9 @@ from .runs import FULL, KEEP_ALL, RunSpec, policy_for
 
 @torch.no_grad()
 def converse(model: Any, tokenizer: Tokenizer, asked: list[AskedCase], run: RunSpec) -> Iterator[Line]:
-    """Yield the fields of each turn's line beside the key. read_seconds is the time to the turn's first token, with
-    that of a text that was read alone before, and decode_seconds the time of the answer's other tokens. Slots and bytes
-    are counted after the turn was read."""
+    """Yield, for each turn, the fields of its result line without the key. read_seconds is the time until the turn's
+    first token; for the first turn it includes reading the text, if the text is read alone. decode_seconds is the time
+    of the answer's other tokens. Slots and bytes are counted once the turn was read."""
     head, ends, between = turns_frame(tokenizer)
     context, plain = ids_of(tokenizer, asked[0].case.context), not tokenizer.chat_template
     texts = [f"\n\nQuestion: {each.case.question.strip()}" if plain else each.case.question for each in asked]

@@ -1,4 +1,4 @@
-"""The material of the generated haystack: words by slot, and sentence templates with `{slot}`s."""
+"""Lists the material of the generated haystack: words for each `{slot}`, and sentence templates with `{slot}`s."""
 
 _WORDS = {
     "noun": """account acorn almanac anchor anvil apron arch archway attic awning axle badge bakery balcony barge
@@ -90,8 +90,8 @@ the first cold day, on market day, on the last day of the month, one rainy after
 night, the following week, the next morning, years later, towards evening, when the bells rang"""
 LISTS["when"] = _WHEN.replace("\n", " ").split(", ")
 
-# {A} and {B} are a paragraph's two people, {P} its place; {he} and {his} stand for {A}. A capital first letter
-# capitalises the word.
+# {A} and {B} are a paragraph's two people, {P} its place; {he} and {his} are pronouns for {A}. A slot whose name begins
+# with a capital letter, such as {When}, gets a capitalised word.
 _TEMPLATES = """{A} {did} the {adj} {noun} {by} the {noun}.
 {When}, {B} {did} a {adj} {noun} in {P}.
 The {trade} of {P} {did} the {noun} {how}.

@@ -1,9 +1,9 @@
-"""Tasks: the questions of an evaluation. A file for each family of tasks registers functions
+"""Defines tasks, which yield the questions of an evaluation. The file of each family of tasks registers functions
 
     task(settings) -> iterator of `settings.cases` `Case`s per length (and depth, if the task has depths)
 
-Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so that an evaluation that was
-interrupted goes on with equal cases.
+Case i depends only on the settings, the task's name and i (`settings.rng(name, i)`), so that an
+interrupted evaluation resumes with equal cases.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from ....asking.prompts import ids_of
 from ....policy.registry import Registry, load_folder
 
 TASKS = Registry("task", listed=True)
-FIDELITY = "fidelity"  # the task, and its metric
+FIDELITY = "fidelity"  # name of a task and of its metric
 PERPLEXITY = "perplexity"  # the metric of cases scored by the mean negative log likelihood of answers[0], in nats
-RESPONSE = 64  # tokens of the full cache's response for fidelity, at most; more where the task's answers have more
-MARGIN = 8  # tokens that an answer may have beyond those of the right one
+RESPONSE = 64  # most tokens of the full cache's response in a fidelity case, if the task's answers are not longer
+MARGIN = 8  # tokens that an answer may have beyond the right answer's
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Case:
     question: str  # begins with a newline or space, ends where the answer starts
     answers: tuple[str, ...]  # accepted answers; for the metric contains_all, all wanted parts
     metric: str  # a name in `kvevict.lab.evaluate.metrics.METRICS`, FIDELITY or PERPLEXITY
-    new_tokens: int  # tokens to generate at most
+    new_tokens: int  # most tokens to generate
     tags: dict = field(default_factory=dict)  # for grouping tables: length, depth, facts, ...
     opening: str = ""  # the end of `question` that opens the answer: a chat template gives it to the assistant
-    one_line: bool = False  # the answer ends with its line
-    said: str = ""  # the question alone, if `context + question` has other words around it
-    likelihood: bool = False  # measure the likelihood of answers[0] after the question too
-    classes: tuple[str, ...] = ()  # all classes of a classification, for its metric
+    one_line: bool = False  # whether the answer ends with its first line
+    said: str = ""  # the question alone, if the prompt has other words around it; else ""
+    likelihood: bool = False  # whether the likelihood of answers[0] after the question is measured too
+    classes: tuple[str, ...] = ()  # all classes of a classification task, which its metric needs
     turn: int = 0  # number of the case's turn in a conversation about the context, from 1; 0: no conversation
 
 
@@ -48,9 +48,9 @@ class Case:
 class TaskSettings:
     """The settings that a task builds its cases from."""
 
-    tokenizer: Any  # for the lengths of texts
-    length: int  # most tokens of context + question (in RULER's tasks of these and the answer)
-    cases: int  # number per length, and per depth if the task has depths
+    tokenizer: Any  # measures the lengths of texts
+    length: int  # most tokens of context + question (in RULER's tasks also + answer)
+    cases: int  # number of cases per length, and per depth if the task has depths
     seed: int = 0
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     haystack: Path | None = None  # a .txt, a folder of them, a .jsonl or .jsonl.xz (field "text"); None: generated text
@@ -63,13 +63,15 @@ class TaskSettings:
         return len(ids_of(self.tokenizer, text))
 
     def room(self, answers: Iterable[str], every: bool = False) -> int:
-        """Count the tokens to generate for the longest of the answers or, if `every`, for all of them."""
+        """Return the number of tokens to generate: enough for the longest of the answers or, if `every`, for all of
+        them."""
         sizes = [self.tokens(f" {answer}") + MARGIN for answer in answers]
         return sum(sizes) if every else max(sizes)
 
 
 def find(name: str) -> Callable[[TaskSettings], Iterator[Case]]:
-    """Find a task's function by its name. "fidelity/NAME" measures fidelity on the prompts of the task NAME."""
+    """Return a task's function by the task's name. "fidelity/NAME" measures fidelity on the prompts of the task
+    NAME."""
     prefix, slash, other = name.partition("/")
     if prefix == FIDELITY and slash:
         return functools.partial(only_prompts, TASKS.find(other))
@@ -77,7 +79,7 @@ def find(name: str) -> Callable[[TaskSettings], Iterator[Case]]:
 
 
 def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskSettings) -> Iterator[Case]:
-    """Yield a task's cases with the full cache's response in place of answers."""
+    """Yield a task's cases as fidelity cases: the full cache's response takes the place of the answers."""
     for case in task(settings):
         yield dataclasses.replace(
             case, task=f"{FIDELITY}/{case.task}", id=f"{FIDELITY}/{case.id}", metric=FIDELITY, answers=(),
@@ -86,7 +88,7 @@ def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskS
 
 
 def opening(question: str, mark: str = "Answer:") -> str:
-    """Return the answer's opening: the end of a question from its last `mark` on."""
+    """Return the answer's opening, with which a question ends: its text from the last `mark` on."""
     return question[question.rindex(mark) :]
 
 

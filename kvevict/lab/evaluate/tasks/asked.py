@@ -1,13 +1,13 @@
-"""Tasks about the question's place in the prompt: questions about facts that are hidden in other text
-(`settings.haystack`) stand at four places in turn. A case's tag `place` is "last" if the question ends the prompt,
-"before" if instructions of 30 to 100 tokens follow it, "long" if it stands within a request of 60 to 200 tokens, and
-"first" if it stands before the text.
+"""Tasks that vary the question's place in the prompt. The questions are about facts that are hidden in other text
+(`settings.haystack`), and stand at four places in turn. A case's tag `place` is "last" if the question ends the prompt,
+"before" if instructions of 30 to 100 tokens follow the question, "long" if the question stands within a request of 60
+to 200 tokens, and "first" if the question stands before the text.
 
     asked           the answer is written freely
-    asked/opened    the fact's words open the answer, as small models need it
+    asked/opened    the prompt ends with the first words of the answer, as small models need it
 
-A text has facts of eight kinds (those of `many`, a sentence, and a constant of source code) and one question of each
-kind; `settings.cases` counts texts. A case's `said` is the question alone.
+A text has facts of eight kinds (the six of many.py, a sentence, and a constant of source code) and one question of each
+kind. `settings.cases` is the number of texts. A case's `said` is the question alone.
 """
 
 import functools
@@ -20,7 +20,7 @@ from . import TASKS, Case, TaskSettings
 from .many import drawn_facts
 
 PLACES = ("last", "before", "long", "first")
-ROOM = 24  # tokens of a free answer before the fact, at most
+ROOM = 24  # most tokens of a free answer before the fact
 INSTRUCTIONS = (
     "Answer in one short sentence. Do not explain how you found it, do not repeat the question and do not add anything "
     "that the text does not say.",
@@ -49,7 +49,8 @@ MORE = dict(
 
 
 def facts_of(rng: Random) -> list[tuple]:
-    """Draw a fact of each kind, in random order: [(kind, statement, question, answers, the answer's opening)]."""
+    """Draw a fact of each kind, in random order. Returns a list of (kind, statement, question, answers, the answer's
+    opening)."""
     of_many = {}
     for kind, fact, asked, answers, counts in drawn_facts(rng):
         if counts:
@@ -68,7 +69,8 @@ def facts_of(rng: Random) -> list[tuple]:
 
 
 def framed(place: str, question: str, number: int) -> tuple:
-    """Put a question at its place: return (words before the text, words after it), in the number-th wording."""
+    """Return (words before the text, words after it) that put a question at its place. `number` chooses among the
+    wordings."""
     if place == "first":
         return f"Read the text with this question in mind: {question}\n\n", REMINDER
     if place == "before":

@@ -1,8 +1,8 @@
 """Tasks about the continuation of a text.
 
 fidelity     compares a policy's next-token distributions with the full cache's, on a response that the full cache
-             writes. It needs no right answers, so any text will do: here the haystack's, in `fidelity/NAME` the
-             prompts of the task NAME
+             writes. This needs no right answers, so any text will do: the haystack's, or in `fidelity/NAME` the prompts
+             of the task NAME
 perplexity   scores the continuation of a long text by its likelihood, and generates nothing
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from ..haystack import haystack, most, sentences
 from . import FIDELITY, RESPONSE, TASKS, Case, TaskSettings
 
-SCORED = 256  # tokens of a continuation, about
+SCORED = 256  # approximate number of tokens of a continuation
 
 
 @TASKS.add(FIDELITY)
 def fidelity(settings: TaskSettings) -> Iterator[Case]:
-    """Yield passages of at most `length` tokens, which the model continues."""
+    """Yield passages of at most `length` tokens, which the model is to continue."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng(FIDELITY, i), settings.length, settings)
         id, tags = f"{FIDELITY}/{settings.length}/{i}", {"length": settings.length, "chat": False}
@@ -25,7 +25,7 @@ def fidelity(settings: TaskSettings) -> Iterator[Case]:
 
 @TASKS.add("perplexity")
 def perplexity(settings: TaskSettings) -> Iterator[Case]:
-    """Yield complete sentences of at most `length` tokens; the answer is the text after them, to a sentence's end."""
+    """Yield whole sentences of at most `length` tokens; the answer is the text after them, up to a sentence's end."""
     for i in range(settings.cases):
         text = haystack(settings).passage(settings.rng("perplexity", i), settings.length + SCORED, settings)
         parts = sentences(text)

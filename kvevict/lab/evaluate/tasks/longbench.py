@@ -1,13 +1,13 @@
 """The tasks of LongBench (Bai et al. 2024, arXiv 2308.14508): questions about documents, summaries, examples and code.
 Prompts, answer lengths and metrics are those of lm-eval's tasks (`pip install 'lm_eval[longbench]'`).
 
-    longbench         every task of which there are records, with `settings.cases` records of each
-    longbench/NAME    one of these tasks, for instance longbench/multi_news
+    longbench         every task that has records in `settings.data`, with `settings.cases` records of each task
+    longbench/NAME    the task NAME alone, for instance longbench/multi_news
 
 `settings.data` is a file of records or a folder of such files (.jsonl, .jsonl.xz): LongBench's (`dataset`, `context`,
 `input`, `answers`, `all_classes`), or MiniLongBench's (`task`, `prompt`, `gold`), whose prompts are complete. A prompt
 of more than `settings.length` tokens loses the middle of its context, as in LongBench, and has the tag `cut`. The tag
-`work` is the kind of work, for tables with `--by work`.
+`work` is a task's kind of work, a key of `WORK`, for tables with `--by work`.
 """
 
 import ast
@@ -39,11 +39,11 @@ FIELDS = (("dataset", "context", "input", "answers"), ("task", "prompt", "gold")
 
 @functools.cache
 def _official(name: str) -> dict[str, Any]:
-    """Read lm-eval's settings of a task: `doc_to_text`, `generation_kwargs`, `process_results`."""
+    """Read lm-eval's settings of a task, of which `doc_to_text`, `generation_kwargs` and `process_results` are used."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads the name of a function as text."""
+        """A YAML loader that reads the name of a function as text."""
 
     Loader.add_constructor("!function", lambda loader, node: node.value)
     return yaml.load((_folder() / f"{name}.yaml").read_text("utf-8"), Loader)
@@ -57,7 +57,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _metrics() -> Any:
-    """Import lm-eval's module of LongBench's metrics."""
+    """Import lm-eval's module with LongBench's metrics."""
     spec: Any = importlib.util.spec_from_file_location("kvevict_longbench_metrics", _folder() / "metrics.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -65,16 +65,16 @@ def _metrics() -> Any:
 
 
 def score(prediction: str, answers: Sequence[str], classes: Sequence[str] = (), *, name: str) -> float:
-    """Compute LongBench's score of a prediction by lm-eval, the best over the answers. `classes` are those of a
-    classification; without them the answers are the only known ones."""
+    """Compute LongBench's score of a prediction with lm-eval: the best over the answers. `classes` are all classes of a
+    classification task; if empty, the answers are taken as the classes."""
     function = getattr(_metrics(), _official(name)["process_results"].removeprefix("metrics."))
     return float(function(dict(answers=answers, all_classes=classes or answers), [prediction])["score"])
 
 
 @functools.lru_cache(maxsize=2)
 def records(data: Path | None) -> tuple[dict[str, Any], ...]:
-    """Read the records of a file or folder: `task`, `before`, `context`, `after`, `answers`, `classes`. Raises
-    ValueError for missing files, and for records without the fields of either format."""
+    """Read the records of a file or folder, as dicts of `task`, `before`, `context`, `after`, `answers` and `classes`.
+    Raises ValueError for missing files, and for records that have the fields of neither format."""
     if data is None or not data.exists():
         raise ValueError(
             f"--data {data}: give a file or folder of LongBench's or MiniLongBench's records (.jsonl[.xz])"
@@ -110,7 +110,8 @@ def _record(each: Any, file: Path) -> dict[str, Any]:
 
 
 def cut(record: dict[str, Any], settings: TaskSettings) -> tuple[str, bool]:
-    """Cut the tokens that do not fit from the middle of a record's context; return it, and whether it lost any."""
+    """Cut tokens out of the middle of a record's context until the prompt fits. Returns (the context, whether it was
+    cut)."""
     ids = ids_of(settings.tokenizer, record["context"])
     room = settings.length - settings.tokens(record["before"]) - settings.tokens(record["after"])
     if len(ids) <= room:

@@ -2,11 +2,11 @@
 evaluation reads the text once per run (mode later).
 
     many                facts of six kinds in other text (`settings.haystack`), at even depths
-    many/paraphrased    the facts of `many`, asked for in other words than the text's
+    many/paraphrased    the facts of `many`; the questions use other words than the text
     many/xquad          articles of XQuAD or SQuAD, joined up to the length
     many/loogle         the first tokens of a LooGLE text, and the questions with their evidence in them
 
-`settings.cases` counts texts. The likelihood of the right answer, as the text words it, is measured too.
+`settings.cases` is the number of texts. The likelihood of the right answer, as the text words it, is measured too.
 """
 
 import ast
@@ -20,14 +20,14 @@ from ..haystack import hide, most, records, sentences, text_of
 from ..words import LISTS
 from . import MARGIN, TASKS, Case, TaskSettings, opening
 
-EACH = 2  # questions of each kind about a text
-QUESTIONS = 24  # questions about a joined text, at most
-AFTER = 3  # tokens of an answer beyond those of the right one: after its opening no other words are likely
-MORE_KEYS = 2  # further facts of the kind "keys", worded alike, which no question asks for
+EACH = 2  # number of questions of each kind about a text
+QUESTIONS = 24  # most questions about a text of many/xquad or many/loogle
+AFTER = 3  # tokens that an answer may have beyond the right one's: few, since its opening is given
+MORE_KEYS = 2  # number of further facts of the kind "keys", in the same wording, which no question asks for
 
 # {kind: (subjects, ((statement, question, the question in other words), ...))}. {of} is the fact's subject, {answer}
-# the fact; the statement's words before {answer} open the answer. Two facts of a kind in one text have different
-# wordings; all facts of "keys" share one.
+# what is asked for; the statement's words before {answer} open the answer. Two facts of a kind in one text have
+# different wordings, but all facts of "keys" share one wording.
 SAID = dict(
     digits=(LISTS["house"], (
         ("The safe in the {of} opens with the combination {answer}.", "Which combination opens the safe in the {of}?",
@@ -79,7 +79,7 @@ SAID = dict(
 
 
 def value(rng: Random, kind: str) -> tuple[str, ...]:
-    """Draw the answer to a question of a kind: all accepted spellings, first that of the text."""
+    """Draw the answer to a question of a kind. Returns all accepted spellings, the text's own spelling first."""
     if kind == "digits":
         number = rng.randrange(10_000, 100_000)
         return str(number), f"{number:,}"
@@ -96,8 +96,8 @@ def value(rng: Random, kind: str) -> tuple[str, ...]:
 
 
 def drawn_facts(rng: Random, paraphrased: bool = False) -> list[tuple[str, str, str, tuple[str, ...], bool]]:
-    """Draw the facts of one text: [(kind, statement, question with the answer's opening, answers, whether the question
-    is asked)]. No two facts share a subject, and no two of a kind an answer."""
+    """Draw the facts of one text, a list of (kind, statement, question with the answer's opening, answers, whether the
+    question is asked). No two facts have the same subject, and no two facts of a kind the same answer."""
     facts, used = [], set()
     for kind, (subjects, lines) in SAID.items():
         count = EACH + MORE_KEYS * (kind == "keys")
@@ -119,7 +119,7 @@ def one(
     settings: TaskSettings, task: str, text: int, number: int, context: str, asked: str, answers: tuple[str, ...],
     after: int = MARGIN, metric: str = "contains_any", **tags: object,
 ) -> Case:  # fmt: skip
-    """Make the case of the number-th question about a text. The answer may be `after` tokens longer than the right
+    """Make the case of question `number` about text `text`. The answer may have `after` tokens more than the right
     one."""
     tags, case = dict(length=settings.length, text=text) | tags, f"{task}/{settings.length}/{text}/{number}"
     room, opens = settings.room(answers) - MARGIN + after, opening(asked)
@@ -146,7 +146,7 @@ def plain(question: str) -> str:
 
 
 def file_of(settings: TaskSettings, task: str, pattern: str, origin: str) -> Path:
-    """Find the first file in `settings.data` that matches the pattern. Raises ValueError if none does."""
+    """Return the first file in `settings.data` that matches `pattern`. Raises ValueError if none does."""
     found = [] if settings.data is None else sorted(Path(settings.data).glob(pattern))
     if not found:
         raise ValueError(f"data: {task} found no {pattern} in {settings.data}; give the folder that has it ({origin})")
@@ -157,15 +157,15 @@ def asked_of(
     settings: TaskSettings, rng: Random, task: str, text: int, context: str,
     pairs: Sequence[tuple[str, Iterable[str]]], metric: str = "contains_any",
 ) -> Iterator[Case]:  # fmt: skip
-    """Draw at most `QUESTIONS` of the pairs (question, answers), and yield their cases."""
+    """Draw at most `QUESTIONS` of the pairs (question, answers) about a text, and yield their cases."""
     for number, (question, answers) in enumerate(rng.sample(pairs, min(len(pairs), QUESTIONS))):
         yield one(settings, task, text, number, context, plain(question), tuple(answers), metric=metric)
 
 
 @TASKS.add("many/xquad")
 def xquad(settings: TaskSettings) -> Iterator[Case]:
-    """Yield questions about XQuAD's or SQuAD's articles, joined in random order. A text has as many whole paragraphs as
-    fit, and no paragraph comes twice."""
+    """Yield questions about XQuAD's or SQuAD's paragraphs, with the articles in random order. A text has as many whole
+    paragraphs as fit, and no paragraph is used twice."""
     task = "many/xquad"
     path = file_of(settings, task, "*.json", "xquad.en.json of the repository google-deepmind/xquad")
     try:
@@ -198,7 +198,8 @@ def xquad(settings: TaskSettings) -> Iterator[Case]:
 
 @TASKS.add("many/loogle")
 def loogle(settings: TaskSettings) -> Iterator[Case]:
-    """Yield questions about the first complete sentences of a text, up to the length, in which their evidence is."""
+    """Yield questions about the beginning of a text, as many whole sentences as fit the length; only questions whose
+    evidence is in these sentences are asked."""
     task = "many/loogle"
     path = file_of(settings, task, "shortdep_qa.jsonl", "the hub's dataset bigai-nlco/LooGLE")
     articles = list(enumerate(records(path)))

@@ -1,14 +1,14 @@
-"""Tasks of recalling made-up facts, which are hidden in other text or, by `keyvalue`, listed.
+"""Tasks that ask for made-up facts, which are hidden in other text or, in `keyvalue`, listed.
 
-    needle       four facts about four names, the asked one at each of the settings' depths
+    needle       four facts about four names, the one asked for at each of the settings' depths
     facts        eight facts about eight names anywhere
-    multivalue   eight facts, of which two to four give values of the asked name
-    tracking     eight facts, three of them in a chain: the asked name's value is another name's
+    multivalue   eight facts, two to four of them about the name that is asked for
+    tracking     eight facts, three of them in a chain: the first name's value is that of a second name, and so on
     keyvalue     as many lines "name: value" as fit
-    listed       the numbers of twelve lockers at even depths, all asked for in order: a long answer that walks through
-                 the text. The score is the share of the numbers that the answer has
+    listed       the numbers of twelve lockers at even depths, all asked for in order: the long answer walks through
+                 the text. The score is the share of the numbers that are in the answer
 
-Names, but for those of `listed`, are invented from syllables. The bundled model was trained on such facts
+Names, except those of `listed`, are invented from syllables. The bundled model was trained on such facts
 (examples/small_llama), but never on a name with `held_out` true, and these tasks use only such names.
 """
 
@@ -22,8 +22,8 @@ from ..words import LISTS
 from . import TASKS, Case, TaskSettings, opening
 
 RELATIONS = ("code", "number", "key", "price", "level", "score", "mark", "signal")
-LOCKERS = 12  # facts of `listed`
-ENTRY = 16  # tokens of a line of its answer beside the number
+LOCKERS = 12  # number of facts of the task `listed`
+ENTRY = 16  # tokens of a line of the answer of `listed`, without the number's
 LISTED = (
     "\n\nQuestion: The text says in which locker the parcel of each of twelve people lies. List all twelve in the "
     "text's order, one in a line, each with the number of the locker."
@@ -44,12 +44,12 @@ def name(rng: Random) -> str:
 
 
 def held_out(word: str) -> bool:
-    """Whether a name is kept away from training, as one in eight is."""
+    """Return whether a name is kept out of the training data; one name in eight is."""
     return zlib.crc32(word.encode()) % 8 == 0
 
 
 def unseen_names(rng: Random, count: int) -> list[str]:
-    """Draw different names that no training sequence held."""
+    """Draw `count` different names that are in no training sequence."""
     names = set()
     while len(names) < count:
         word = name(rng)
@@ -86,21 +86,21 @@ def one_line(
     settings: TaskSettings, task: str, id: str, context: str, asked: str, answers: tuple[str, ...], metric: str,
     tags: dict,
 ) -> Case:  # fmt: skip
-    """Make a case with an answer of one line, whose beginning ends the question."""
+    """Make a case whose answer is one line. The question ends with the answer's opening."""
     room = settings.room(answers, every=metric == "contains_all")
     return Case(task, id, context, asked, answers, metric, room, tags, opening(asked), one_line=True)
 
 
 def draw(rng: Random, count: int) -> list[Fact]:
-    """Draw facts about different names, with different values."""
+    """Draw `count` facts about different names, with different values."""
     values = rng.sample(range(100_000, 1_000_000), count)
     return [(rng.choice(RELATIONS), who, str(what)) for who, what in zip(unseen_names(rng, count), values)]
 
 
 def of_facts(name: str, count: int = 8, at_depths: bool = False) -> Callable[[Build], Build]:
     """Return a decorator that registers a task of `count` facts. The decorated function build(rng, facts) returns
-    (facts, question, answers, metric, further tags) of a case. With at_depths the first fact is at each of the
-    settings' depths in turn, else anywhere."""
+    (facts, question, answers, metric, further tags) of a case. The first fact is at each of the settings' depths in
+    turn if `at_depths`, else anywhere like the other facts."""
 
     def register(build: Build) -> Build:
         @TASKS.add(name)

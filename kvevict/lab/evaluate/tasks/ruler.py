@@ -23,8 +23,8 @@ from ..haystack import growing, haystack, most, words
 from ..words import LISTS
 from . import TASKS, Case, TaskSettings, opening
 
-# RULER's constants.py: words before the units; the question after them with the answer's beginning, which a chat
-# template gives to the assistant; and the number of tokens to generate.
+# From RULER's constants.py, {prompt: (words before the units, question after them, number of tokens to generate)}. The
+# question ends with the answer's beginning, which a chat template gives to the assistant.
 PROMPTS = {
     "needle": (
         "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -55,12 +55,12 @@ PROMPTS = {
 }  # fmt: skip
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's 40 depths of a needle in essays, in whole percents
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's 40 depths of a needle in essays, in percent steps
 
 
 def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[str]]], **parameters: str | int) -> None:
-    """Add the task "ruler/<name>". `build(settings, rng, room, **parameters)` makes a case's (context, question,
-    answers), where context and question have at most `room` tokens."""
+    """Register the task "ruler/<name>". `build(settings, rng, room, **parameters)` makes a case's (context, question,
+    answers), whose context and question have at most `room` tokens together."""
     name, published = f"ruler/{name}", PROMPTS[prompt][2]
     mark = "The special" if prompt.startswith("needle") else "Answer:"
 
@@ -76,7 +76,7 @@ def register(name: str, prompt: str, build: Callable[..., tuple[str, str, list[s
 
 
 def fill(settings: TaskSettings, room: int, before: str, body: Callable[[int], str], after: str, least: int) -> str:
-    """Return `body(n)` of the largest n >= least with `before + body(n) + after` within `room` tokens."""
+    """Return `body(n)` for the largest n >= least with which `before + body(n) + after` has at most `room` tokens."""
 
     def size(n: int) -> int:
         return settings.tokens(before + body(n) + after)
@@ -90,8 +90,8 @@ def fill(settings: TaskSettings, room: int, before: str, body: Callable[[int], s
 
 
 def shuffled(items: list, seed: float) -> list:
-    """Return a shuffled copy. Its order depends on the seed and the length alone, since `fill` tries several
-    lengths."""
+    """Return a shuffled copy. The order depends only on the seed and the number of items, so that `fill` can try
+    several numbers."""
     return random.Random(seed).sample(items, len(items))
 
 
@@ -110,7 +110,7 @@ def codes(rng: random.Random, alphabet: str, length: int) -> Iterator[str]:
 
 
 def hidden(lines: list[str], facts: list[str], seed: float) -> str:
-    """Join the lines with the facts among them, in the facts' order and each before another line."""
+    """Join the lines with the facts among them, in the facts' order, each fact before a different line."""
     at = sorted(random.Random(seed).sample(range(len(lines)), len(facts)))
     for moved, (i, fact) in enumerate(zip(at, facts)):
         lines.insert(i + moved, fact)
@@ -131,7 +131,8 @@ def niah(
     settings: TaskSettings, rng: random.Random, room: int, hay: str, key: str = "word", kind: str = "number",
     keys: int = 1, values: int = 1, queries: int = 1,
 ) -> tuple[str, str, list[str]]:  # fmt: skip
-    """Hide `values` needles for each of `keys` keys in "noise", "essay" or other needles; ask for `queries` keys."""
+    """Hide `values` needles for each of `keys` keys in `hay`: "noise", "essay" or other needles ("needle"). The
+    question asks for `queries` of the keys."""
     some_key, some_value = drawn(rng, key), drawn(rng, kind)
     sought = {k: list(islice(some_value, values)) for k in islice(some_key, keys)}
     needles = [NEEDLE.format(kind=kind, key=k, value=v) for k in sought for v in sought[k]]
@@ -158,7 +159,8 @@ def chain(rng: random.Random, length: int, value: int, hops: int = 4) -> tuple[l
 
 
 def vt(settings: TaskSettings, rng: random.Random, room: int) -> tuple[str, str, list[str]]:
-    """Write a solved example of at most 500 tokens with three-letter variables, then the task with five-letter ones."""
+    """Make a prompt of a solved example with three-letter variables (at most 500 tokens) and the task with five-letter
+    variables."""
     head, tail, _ = PROMPTS["vt"]
     known, value = rng.sample(range(10000, 99999), 2)
     (shown, shown_links), (names, links) = chain(rng, 3, known), chain(rng, 5, value)
@@ -180,12 +182,13 @@ def numbered(items: list[str]) -> str:
 
 
 def mixed(chosen: list[str], common: int, often: int, rarely: int, seed: float) -> str:
-    """Number, in random order, the first `common` words `often` times each and the others `rarely` times."""
+    """Return a numbered list, in random order, of the first `common` words `often` times each and of the other words
+    `rarely` times each."""
     return numbered(shuffled(chosen[:common] * often + chosen[common:] * rarely, seed))
 
 
 def cwe(settings: TaskSettings, rng: random.Random, room: int, common: int = 10) -> tuple[str, str, list[str]]:
-    """Write a solved example, then the list. Below 4096 tokens words come less often, as in RULER's code."""
+    """Make a prompt of a solved example and the list. Below 4096 tokens words occur less often, as in RULER's code."""
     size, shown, asked = (20, (3, 1), (6, 1)) if settings.length < 4096 else (40, (10, 3), (30, 3))
     seed, (before, after) = rng.random(), PROMPTS["cwe"][:2]
     take = growing(words(rng))
@@ -199,8 +202,8 @@ def cwe(settings: TaskSettings, rng: random.Random, room: int, common: int = 10)
 
 
 def fwe(settings: TaskSettings, rng: random.Random, room: int) -> tuple[str, str, list[str]]:
-    """Write a text in which the k-th of n words takes the share k^-2 / ζ(2). The first word is the noise "...", the
-    next three are the answers."""
+    """Make a text in which the k-th most frequent word has the share k^-2 / ζ(2). The first word is the noise "...",
+    the next three are the answers."""
     zeta, seed, (before, after) = math.pi**2 / 6, rng.random(), PROMPTS["fwe"][:2]
     coded = ["...", *islice(codes(rng, string.ascii_lowercase, 6), max(room // 50 - 1, 4))]
 
@@ -208,7 +211,7 @@ def fwe(settings: TaskSettings, rng: random.Random, room: int) -> tuple[str, str
         return [int(n / (zeta * k**2)) for k in range(1, len(coded) + 1)]
 
     def body(n: int) -> str:
-        while counts(n)[3] == counts(n)[4]:  # of 42 to 52 words the last answer is no more frequent than the next word
+        while counts(n)[3] == counts(n)[4]:  # in 42 to 52 words the last answer is as frequent as the next word
             n -= 1
         return " ".join(shuffled([word for word, count in zip(coded, counts(n)) for _ in range(count)], seed))
 

@@ -1,12 +1,12 @@
-"""Tasks of conversations: ten turns about one text, each after the model's own answers (evaluate/turns.py). Eight turns
-ask questions of a task of many.py, without the answers' openings. Turns 5 and 10 repeat an earlier question.
+"""Tasks of conversations: ten turns about one text, each after the model's own earlier answers (evaluate/turns.py).
+Eight turns ask questions of a task of many.py, without the answers' openings; turns 5 and 10 repeat earlier questions.
 
     turns               twelve facts of six kinds in other text, at even depths
-    turns/paraphrased   the facts of `turns`, asked for in other words than the text's
-    turns/xquad         questions of people, as in `many/xquad`
-    turns/loogle        questions of people, as in `many/loogle`
+    turns/paraphrased   the facts of `turns`; the questions use other words than the text
+    turns/xquad         the questions of `many/xquad`, which people wrote
+    turns/loogle        the questions of `many/loogle`, which people wrote
 
-`settings.cases` counts texts. A case's tag `turn` counts from 1; its tag `again` is true for a repeated question.
+`settings.cases` is the number of texts. A case's tag `turn` counts from 1; `again` is true for a repeated question.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 
 from . import TASKS, Case, TaskSettings
 
-NEW = 8  # different questions of a text
+NEW = 8  # number of different questions about a text
 AGAIN = (5, 10)  # turns that repeat an earlier question
-ROOM = 24  # tokens of an answer beyond those of the right one: without an opening it is a sentence
+ROOM = 24  # tokens that an answer may have beyond the right one's: without an opening it is a sentence
 
 
 def turns(settings: TaskSettings, other: str, task: str) -> Iterator[Case]:
-    """Yield the questions about each text of the task `other` as turns. Texts with fewer than `NEW` questions are left
-    out. Raises ValueError if that leaves none."""
+    """Yield the questions about each text of the task `other` as turns of a conversation. Texts with fewer than `NEW`
+    questions are left out. Raises ValueError if no text is left."""
     few = True
     for text, group in itertools.groupby(TASKS.find(other)(settings), lambda case: case.context):
         cases = list(group)
