@@ -27,10 +27,8 @@ class Plan:
         self.policy, self.run, self.ranks, self.question = policy, run, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder.config)
-        self.local_heads = (
-            heads[0] // ranks.size,
-            heads[1] // ranks.size,
-        )  # numbers of query and of kv heads on this rank
+        # Number of query heads and number of kv heads on this rank
+        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size
         self.kv_heads = families.slot_heads(decoder.config)  # number of kv heads, of all ranks, to choose slots for
         # decoder layer -> its number among the layers that evict
         self.order = {index: order for order, index in enumerate(families.evicting(decoder.config))}

@@ -150,9 +150,8 @@ class Prefill:
         self.parts = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(len(self.parts) + bool(self.candidates) + (self.parts[-1].appended > 0))
         budgets.check_groups(policy, cache, layers, plan.ranks)
-        scores = (
-            arguments.top is not None and wanted != 1 and arguments.tokens > 1
-        )  # whether a text's logits are wanted
+        # Whether the caller wants the logits of a text
+        scores = arguments.top is not None and wanted != 1 and arguments.tokens > 1
         if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(self.parts) == 1):
             cautions.of_scores(prompt)
         cautions.of_prompt(policy, cache, arguments.decoder.config, seen)

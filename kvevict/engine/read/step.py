@@ -90,8 +90,8 @@ class Step(CallRows):
 
     @cached_property
     def unseen_columns(self) -> torch.Tensor:
-        """Counts int32 [2, B] of the chunk's columns whose positions are before the start, and before the stop, of
-        `unseen`."""
+        """int32 [2, B]: number of the chunk's columns with positions before the start of `unseen`, and number of those
+        before its stop."""
         chunk = self.positions.shape[1] - self.appended
         valid = torch.arange(chunk, device=self.first.device) >= self.first[:, None]
         return ((self.positions[:, :chunk] < self.unseen.T[..., None]) & valid).sum(-1, dtype=torch.int32)
