@@ -41,8 +41,8 @@ class Pools:
 
     def hold(self, cache: EvictionCache) -> None:
         """Move each layer's slots into its pool, if the pool has room, so that forks of the cache can be joined with
-        other sequences of the pools without a copy. Slots in a file stay in the file; slots that a fork keeps out of
-        the file go to the pools."""
+        other sequences of the pools without a copy. Slots in a file stay in the file until a fork evicts; the slots
+        that the fork keeps go to the pools."""
         for index, pool in self.of.items():
             layer = cache.layers[index]
             held = replace(layer.storage.gathered(), pool=pool)
