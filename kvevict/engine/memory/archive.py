@@ -31,7 +31,7 @@ def put_aside(layer: EvictionLayer, awaited: Awaited) -> None:
     if layer.archive.on_host:
         layer.awaited = replace(awaited, lse=None)
         return
-    kept = layer.storage  # with copied counts, since the cache's `Table` may go on counting in these arrays
+    kept = layer.storage  # `len` and `counts` are copied below, since the cache's `Table` may overwrite the originals
     kept = replace(kept, len=kept.len.clone(), counts=kept.counts.copy())
     layer.awaited = replace(awaited, chosen=(kept, layer.head_offsets))
     _restore(layer, layer.archive)
@@ -83,7 +83,7 @@ def represent(layer: EvictionLayer, kind: str, *seen: Any) -> None:
         assert isinstance(layer.archive, Storage)  # not `Apart`: batch rows have centres before they are joined
         _, centre, known = layer.packing(None, *seen)
         layer.archive = layer.archive.centred_at(centre.to(layer.archive.device), known)
-        layer.storage = layer.storage.centred_as(layer.archive)  # after a recall both have the same packed slots
+        layer.storage = layer.storage.centred_as(layer.archive)  # after a recall the layer has the archive's slots
 
 
 def _near(layer: EvictionLayer, archive: Storage | Apart) -> Storage:

@@ -85,7 +85,7 @@ class EvictionCache(DynamicCache):
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
 
     def settle(self) -> None:
-        """Let every answer that attends to the slots of all tokens continue with the slots kept at its prompt's end."""
+        """Restore the slots kept at the prompt's end, for answers that attend to the slots of all tokens until now."""
         archive.settle(self.sequence, [*self._own().values()])
 
     def end_archive(self) -> None:
@@ -230,7 +230,7 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
             _check_import(layer)
     cache.layers = layers
     sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # a call after an error can repeat this
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # may be repeated after an error
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = copy.copy(layer)
             layers[index].__class__ = SlidingLayer

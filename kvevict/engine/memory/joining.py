@@ -124,7 +124,7 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
         for cache in caches:
             cache.sequence.run = first.sequence.run
             for layer in cache.layers:
-                archive.append_last(layer)  # so that all rows' archives end at the same column
+                archive.append_last(layer)  # so that the archives of all batch rows end at the same column
     for each in zip(*(cache.layers for cache in caches), strict=True):
         kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
         if len(kinds) > 1:  # some caches hold the slots of all tokens, others hold kept slots that are packed otherwise

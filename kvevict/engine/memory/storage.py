@@ -22,7 +22,7 @@ from .stored import Stored
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
 ROOM_TO_REPLAY = 256  # `ROOM` when decoding is recorded, since a recording ends when slots move
-OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # `Storage`'s fields of batch rows
+OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # fields [B, ..] of a storage
 Lender = SlotPool | Files  # an object that lends buffers
 Decoded = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, probs) as `_ops.decode` returns them
 
@@ -217,7 +217,7 @@ class Storage(Stored):
         return self.prefix.gathered() if self.prefix is not None and not self.counts.any() else self.whole()
 
     def whole(self) -> Storage:
-        """Return all slots in a storage without a prefix, which has copies of the prefix's slots."""
+        """Return all slots in one storage without a prefix; the prefix's slots are copied into its buffers."""
         if self.prefix is None:
             return self
         if self.far:

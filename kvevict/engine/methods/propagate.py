@@ -26,9 +26,9 @@ from ..read.plan import Plan
 class Onward(NamedTuple):
     """The tokens of a call that layers after layer `tsp` read: K columns of the call's rows."""
 
-    columns: torch.Tensor  # [B, K] which columns, ascending; those of appended rows are last
+    columns: torch.Tensor  # [B, K] numbers of these columns, ascending; the columns of appended rows are last
     first: torch.Tensor  # [B] number of padding columns at the start of the K columns
-    padding: np.ndarray  # `first` on the host
+    padding: np.ndarray  # [B] `first` on the host
 
 
 def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:

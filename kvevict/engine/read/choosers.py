@@ -67,8 +67,9 @@ class Deciding(Chooser):
         return sum(each.call.columns > 0 for each in self.pending.values())
 
     def takes(self, call: LayerCall) -> bool:
-        """Whether the layer exceeds its budget or `layer` has to update its carried scores. Before that, remember the
-        decoded token's query row, or add its attention weights to the carried scores, if the policy needs this."""
+        """Whether the layer exceeds its budget, or the method `layer` has to update the layer's carried scores. First,
+        if the policy needs this, the layer remembers the decoded token's query row, or adds the token's attention
+        weights to its carried scores."""
         step, layer, policy = call.step, call.layer, call.step.plan.policy
         order = step.plan.order[call.module.layer_idx]
         observing = observes(policy, order, len(step.plan.order))
@@ -157,7 +158,7 @@ class Deciding(Chooser):
             self.pending[decided.layer] = Pending(call.stored(), None, ranks)
 
     def _chosen(self, call: LayerCall, ranks: torch.Tensor, decided: Cut, keep: torch.Tensor | None) -> Choice | None:
-        """Choose the slots that stay in a layer by the layer's own ranks; None if all stay."""
+        """Choose the slots that stay in a layer, by ranks of its own slots; None if all stay."""
         policy, slots, most, bar = call.policy, call.slots, decided.slots, self.decisions.bar
         with call.step.meter.clock("select"):
             if keep is not None:

@@ -39,7 +39,7 @@ class LayerCall:
     out: Any = None  # [B, T, H, D] attention's output
     lse: Any = None  # [B, H, T] log-sum-exp of the logits
     probs: Any = None  # [B, Hkv, C] attention weights of a decoded token, mean over a GQA group; None: not needed
-    held: Any = None  # result of `EvictionLayer.slots`, from attention on
+    held: Any = None  # result of `EvictionLayer.slots`; None before attention
     known: dict[Need, Any] = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number

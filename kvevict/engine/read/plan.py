@@ -44,8 +44,8 @@ class Plan:
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
-        # The score's only quantity, if a token's hidden state alone determines it; then the slot of a decoded token
-        # carries its score at once
+        # `of_tokens`: the policy's quantity, if it needs only one and a token's hidden state alone determines that one.
+        # Then the slot of a decoded token carries its score at once
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
