@@ -1,1 +1,1 @@
-"""Where slots are stored, and the cache that Transformers sees."""
+"""The storage of slots: flat buffers, cache layers, archives, and the cache object that Transformers sees."""

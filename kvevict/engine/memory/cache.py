@@ -28,25 +28,26 @@ class EvictionCache(DynamicCache):
     """A `DynamicCache` that a patched model has filled; `adopt` changes the class of the caller's object."""
 
     layers: list[Any]  # each an EvictionLayer or a layer of Transformers
-    sequence: Sequence  # the tokens that it has read
-    record_past = False  # whether tokens may be removed (assisted decoding removes rejected ones)
-    meter: Meter | None = None  # the meter of the last read
-    owner = Owner(None)  # the weights that filled it
-    ranks = ALONE  # the ranks that share the layers' heads, for save_cache
-    plain: type = DynamicCache  # the class before adoption
+    sequence: Sequence  # counts of the tokens that the cache has read
+    record_past = False  # whether assisted decoding is on, which removes rejected tokens
+    meter: Meter | None = None  # measurements of the last read
+    owner = Owner(None)  # the model and the state of its weights that computed the slots
+    ranks = ALONE  # the ranks that share the layers' heads; `save_cache` needs them
+    plain: type = DynamicCache  # the object's class before `adopt`
 
     def fork(self) -> EvictionCache:
-        """A copy-on-write fork: one context, many questions, a fork for each.
+        """Return a copy-on-write fork of this cache, for instance one for each of many questions about one text.
 
-        A fork appends to slots of its own and shares the stored ones, which it copies only when it must: to evict
-        again, to decode with a policy that evicts, to decode over latents, to be saved. States are copied at once. A
-        change of the fork or of this cache never affects the other. A fork can be forked, decoded in another thread,
-        and outlives this cache.
+        A fork shares the stored slots and appends slots of its own. It copies the shared slots only in order to evict
+        from them, to decode with a policy that evicts, to decode over latents, or to be saved. States are copied at
+        once. A change of the fork never affects this cache, and a change of this cache never affects the fork. A fork
+        can be forked again, can decode in another thread, and can outlive this cache.
         """
         return self.with_storages({})
 
     def with_storages(self, storages: Mapping[int, Storage]) -> EvictionCache:
-        """A fork with other slots in some layers, {layer: storage}; these have no archive, and await no answer."""
+        """Fork this cache, with other slots in some layers. storages: layer -> its slots; such a layer has no archive,
+        and no slots that were put aside for an answer."""
         layers = [_forked(layer, storages.get(index)) for index, layer in enumerate(self.layers)]
         twin = self.with_layers(copy.copy(self.sequence), layers)
         if storages:
@@ -55,13 +56,14 @@ class EvictionCache(DynamicCache):
         return twin
 
     def recalled(self) -> EvictionCache:
-        """A fork whose layers have the slots of all tokens, from their archives; this cache if it has no archive."""
+        """Fork this cache, with the slots of all tokens in every layer that has an archive; without any archive, return
+        this cache itself."""
         own = {index: layer for index, layer in self._own().items() if layer.archive is not None}
         return self.with_storages({index: archive.whole(layer) for index, layer in own.items()}) if own else self
 
     def first(self, tokens: int) -> EvictionCache:
-        """A fork of the first `tokens` tokens of a cache of one row. Every layer must have the slots of all tokens (as
-        in `recalled`), and none a window or a state."""
+        """Fork the first `tokens` tokens of this cache, which must have one batch row. Every layer must hold the slots
+        of all tokens (as `recalled` returns them), and no layer may have a sliding window or a state."""
         count = self.sequence.columns - tokens
         twin = self.with_storages({index: layer.fork().storage.crop(count) for index, layer in self._own().items()})
         if count:
@@ -70,7 +72,7 @@ class EvictionCache(DynamicCache):
         return twin
 
     def with_layers(self, sequence: Sequence, layers: Iterable[CacheLayerMixin]) -> EvictionCache:
-        """A copy of this cache, without its meter, that has these layers with this sequence."""
+        """Copy this cache, without its meter, with other layers, whose tokens `sequence` counts."""
         twin = copy.copy(self)  # `__reduce__` leaves the meter out
         twin.sequence, twin.layers = sequence, list(layers)
         for layer in twin.layers:
@@ -79,33 +81,36 @@ class EvictionCache(DynamicCache):
         return twin
 
     def _own(self) -> dict[int, EvictionLayer]:
-        """{index: layer} of the layers that are evicted from."""
+        """Return {index: layer} for the layers that slots are evicted from."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictionLayer)}
 
     def settle(self) -> None:
-        """Let answers that attend to the slots of all tokens continue with the slots that their prompts chose."""
+        """Restore the slots kept at the prompt's end, for answers that attend to the slots of all tokens until now."""
         archive.settle(self.sequence, [*self._own().values()])
 
     def end_archive(self) -> None:
-        """Drop the archives, since no turn follows; keep those from which an answer is still to choose."""
+        """Free the archives, since no turn follows, except in layers whose answer is still to choose slots from the
+        archive."""
         for layer in self._own().values():
             if layer.awaited is None or layer.awaited.chosen is not None:
                 layer.archive = None
 
     def tick(self, layers: Items[EvictionLayer], room: int = ROOM) -> None:
-        """Count one more slot in every head of these layers. room: free rows per head in new buffers."""
+        """Count one more slot in every head of the layers, for the token to be decoded next. room: free rows per head
+        in buffers that have to grow."""
         table = self.__dict__.setdefault("table", Table())
         if not table.holds([layer.storage for layer in layers]):
-            ready = [layer for layer in layers if layer.is_represented]  # others tick in hook/attention.py
+            ready = [layer for layer in layers if layer.is_represented]  # hook/attention.py counts for the other layers
             for layer in ready:
                 layer.storage = layer.storage.with_room(layer.expected, room)
             table.take([layer.storage for layer in ready])
         table.tick()
 
     def check_owner(self, decoder: torch.nn.Module, kinds: Items[str], thorough: bool = True) -> None:
-        """Raise ValueError if another model filled the cache, or this one before it was cast, moved or changed.
+        """Raise ValueError if another model than `decoder` filled the cache, or `decoder` filled it before it was cast,
+        moved or changed.
 
-        thorough   False: check only adapters (`Owner.difference`), before a decoded token or candidates
+        thorough   False, before a decoded token or candidates: of the weights, check only adapters (`Owner.difference`)
         """
         if self.owner.form not in (None, now := form(decoder)):
             before, after = ("{} on {}".format(*each).removeprefix("torch.") for each in (self.owner.form, now))
@@ -140,7 +145,7 @@ class EvictionCache(DynamicCache):
         """Remove the last -tokens_to_remove tokens, which must have been read since the last eviction. If a layer
         cannot remove them, raise an error and change no layer."""
         count = self.sequence.count_to_remove(tokens_to_remove)
-        layers = [  # a layer's crop changes its attributes and the dicts of its states, and writes to no tensor
+        layers = [  # enough for an undo: a layer's crop changes attributes and dicts of states, and writes to no tensor
             {name: dict(value) if type(value) is dict else value for name, value in layer.__dict__.items()}
             for layer in self.layers
         ]
@@ -158,7 +163,7 @@ class EvictionCache(DynamicCache):
             self.sequence.crop(count)
 
     def batch_select_indices(self, indices: torch.Tensor | Items[int]) -> None:
-        """Keep the batch rows `indices`: a boolean mask, or numbers in any order, also repeated."""
+        """Keep the batch rows `indices`: a boolean mask, or row numbers in any order, which may repeat."""
         if self.sequence.seen is None:
             return
         every = torch.arange(len(self.sequence.seen))
@@ -187,7 +192,7 @@ class EvictionCache(DynamicCache):
 
 
 def _kind(plain: type[DynamicCache]) -> type[EvictionCache]:
-    """The class for a cache of class `plain`: a subclass of both, so that a user's class keeps its methods."""
+    """Return a subclass of `EvictionCache` and of `plain`, so that a user's cache class keeps its methods."""
     if plain is DynamicCache:
         return EvictionCache
     return type(plain.__name__, (EvictionCache, plain), dict(plain=plain))
@@ -206,8 +211,8 @@ def _forked(layer: CacheLayerMixin, storage: Storage | None) -> CacheLayerMixin:
 def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, first: torch.Tensor | None = None) -> None:
     """Make a `DynamicCache` an `EvictionCache` in place, so that the caller's reference stays valid.
 
-    kinds   per layer, as `families.layer_kinds(config)`
-    first   [B] left padding of the tokens in a plain cache (a prefix read before patching)
+    kinds   what each of the model's layers stores (slots, a window, a state): `families.layer_kinds(config)`
+    first   [B] number of columns of left padding in a cache that the unpatched model has filled; None: 0
 
     Raises ValueError, and leaves the cache as it was, for layers that cannot be evicted from.
     """
@@ -225,7 +230,7 @@ def adopt(cache: Any, kinds: Items[str], config: Any, ranks: Ranks = ALONE, firs
             _check_import(layer)
     cache.layers = layers
     sequence, columns = cache.__dict__.setdefault("sequence", Sequence()), cache.get_seq_length()
-    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # can be repeated after an error
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):  # may be repeated after an error
         if kind == families.SLIDING and not isinstance(layer, SlidingLayer):
             layers[index] = copy.copy(layer)
             layers[index].__class__ = SlidingLayer
@@ -250,7 +255,7 @@ def _check_depth(layers: list, kinds: Items[str], exact: bool = False) -> None:
 
 
 def _imported(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor | None) -> EvictionLayer:
-    """An `EvictionLayer` with the tokens of a plain `DynamicLayer`, which may hold latents."""
+    """Make an `EvictionLayer` that has the slots of a layer of Transformers. latent: the slots are latents (MLA)."""
     plain = LatentLayer if latent else EvictionLayer
     ours = StatefulLayer(sequence, layer) if _has_both(layer) else plain(sequence)
     if getattr(layer, "keys", None) is not None and layer.get_seq_length() > 0:
@@ -265,12 +270,12 @@ def _imported(layer: Any, sequence: Sequence, latent: bool, first: torch.Tensor 
 
 
 def _has_both(layer: object) -> bool:
-    """Whether a layer has keys and values, and a state."""
+    """Whether a layer has both keys and values and a state (of a convolution or a recurrence)."""
     return isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")
 
 
 def _check_import(layer: object) -> None:
-    """Raise ValueError for a layer whose tokens `_imported` cannot take over."""
+    """Raise ValueError if `_imported` cannot take over a layer's slots."""
     wide = type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window
     if not (type(layer) is DynamicLayer or _has_both(layer) or wide):
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Caches of several sequences that decode together. Joining and parting them moves no slot of a pool."""
+"""Join the caches of several sequences into one, to decode them together, and part them again. Slots that lie in a pool
+are not moved."""
 
 import copy
 from collections.abc import Sequence as Items
@@ -24,14 +25,14 @@ from .stateful import states_of
 
 
 class Pools:
-    """A pool for each layer of a decoder that is evicted from, of `rows` slots over all heads."""
+    """One pool of slots for each layer of a decoder that evicts. rows: number of slots in a pool, over all kv heads."""
 
     def __init__(self, decoder: Any, rows: int) -> None:
         self.config, self.kinds = decoder.config, families.layer_kinds(decoder.config)
         self.of = {index: SlotPool(rows) for index in families.evicting(self.config)}
 
     def cache(self) -> DynamicCache:
-        """An empty cache, with its slots in the pools."""
+        """Create an empty cache that will store its slots in the pools."""
         cache = DynamicCache(config=self.config)
         adopt(cache, self.kinds, self.config)
         for index, pool in self.of.items():
@@ -39,8 +40,9 @@ class Pools:
         return cache
 
     def hold(self, cache: EvictionCache) -> None:
-        """Move a cache's slots into the pools that have room for them, so that its forks join other sequences of the
-        pools without a copy. Slots in a file stay there; those that a fork keeps of them go to the pools."""
+        """Move each layer's slots into its pool, if the pool has room, so that forks of the cache can be joined with
+        other sequences of the pools without a copy. Slots in a file stay in the file until a fork evicts; the slots
+        that the fork keeps go to the pools."""
         for index, pool in self.of.items():
             layer = cache.layers[index]
             held = replace(layer.storage.gathered(), pool=pool)
@@ -51,7 +53,7 @@ class Pools:
 
 
 def obstacle(cache: EvictionCache) -> str | None:
-    """Why the rows of a cache cannot be joined with other caches' rows; None: they can."""
+    """Return what prevents the batch rows of a cache from being joined with those of other caches; None if nothing."""
     for layer in cache.layers:
         if type(layer) not in (EvictionLayer, LatentLayer):
             return f"a {type(layer).__name__}, with {'a state' if states_of(layer) else 'one length for all rows'}"
@@ -63,7 +65,8 @@ def obstacle(cache: EvictionCache) -> str | None:
 
 
 def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
-    """A property in which two caches differ and which the rows of one batch must share; None: there is none."""
+    """Return a property in which two caches differ although the rows of one batch must share it; None if there is no
+    such property."""
     if not one.owner.agrees(other.owner):
         return "model"
     mine, yours = one.sequence.policy, other.sequence.policy
@@ -74,7 +77,7 @@ def unlike(one: EvictionCache, other: EvictionCache) -> str | None:
 
 
 def _shared(layer: EvictionLayer) -> dict[str, object]:
-    """What a layer must have in common with those that it is joined with."""
+    """Return {name: property} of a layer; layers can be joined only if these properties are equal."""
     queries = layer.decode_queries
     return {
         "dtype or device": (layer.dtype, layer.device),
@@ -85,8 +88,8 @@ def _shared(layer: EvictionLayer) -> dict[str, object]:
 
 
 def go_on(caches: Items[EvictionCache]) -> bool:
-    """Whether answers that attend to the slots of all tokens can continue to do so when these caches are joined: those
-    slots must be in the same buffers, of the kinds of the chosen ones, and in no archive."""
+    """Whether answers that attend to the slots of all tokens can continue to do so after these caches are joined. For
+    that, the caches must share each layer's prefix, must pack slots in the same way, and may not have an archive."""
     if any(obstacle(cache) for cache in caches):
         return False
     for layers in zip(*(cache.layers for cache in caches), strict=True):
@@ -100,9 +103,9 @@ def go_on(caches: Items[EvictionCache]) -> bool:
 
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
-    """Concatenate the batch rows of caches into one cache; the single caches may not be used any more. Each row keeps
-    its own archive. Answers that attend to the slots of all tokens (`Policy.recall_after`) continue to do so if
-    `go_on`; else they continue with the slots that their prompts chose.
+    """Concatenate the batch rows of caches into one cache, which replaces the given caches. Each row keeps its own
+    archive. Answers that attend to the slots of all tokens (`Policy.recall_after`) continue to do so if `go_on` returns
+    True; otherwise they continue with the slots kept at their prompts' ends.
 
     Raises ValueError for caches that cannot share a step.
     """
@@ -121,10 +124,10 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
         for cache in caches:
             cache.sequence.run = first.sequence.run
             for layer in cache.layers:
-                archive.append_last(layer)  # so that all rows' archives end at the same column
+                archive.append_last(layer)  # so that the archives of all batch rows end at the same column
     for each in zip(*(cache.layers for cache in caches), strict=True):
         kinds = {(layer.storage.kinds, layer.archive and layer.archive.kinds) for layer in each}
-        if len(kinds) > 1:  # some caches have the slots of all tokens, others chosen ones
+        if len(kinds) > 1:  # some caches hold the slots of all tokens, others hold kept slots that are packed otherwise
             raise ValueError("two caches differ in their kind of stored slots: decode them in batches of their own")
     sequence = Sequence.joined([cache.sequence for cache in caches], first.layers[0].device)
     layers = [_joined(each) for each in zip(*(cache.layers for cache in caches), strict=True)]
@@ -132,7 +135,8 @@ def join(caches: Items[EvictionCache]) -> EvictionCache:
 
 
 def part(cache: EvictionCache, rows: Items[int]) -> EvictionCache:
-    """A cache with these batch rows, in which they are decoded from here on; the old cache may not decode them."""
+    """Return a cache of the batch rows `rows`, to decode them from now on; the old cache may not decode them any
+    more."""
     apart = cache.with_layers(copy.copy(cache.sequence), map(copy.copy, cache.layers))
     apart.batch_select_indices(torch.tensor(rows, dtype=torch.long))
     apart.sequence.trim()
@@ -152,7 +156,7 @@ def _joined(layers: tuple[EvictionLayer, ...]) -> EvictionLayer:
     starts = [0, *accumulate(len(layer.counts) for layer in layers)]
     awaited = [layer.awaited.moved(at) for layer, at in zip(layers, starts) if layer.awaited is not None]
     whole.awaited = Awaited.joined(awaited) if awaited else None
-    archives = [layer.archive for layer in layers if layer.archive is not None]  # of all layers, or of none
+    archives = [layer.archive for layer in layers if layer.archive is not None]  # every cache has one, or none has
     whole.archive = Apart.of(archives) if archives else None
     whole.memory = {name: torch.cat([layer.memory[name] for layer in layers]) for name in first.memory}
     whole.carry = None

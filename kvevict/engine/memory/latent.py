@@ -1,10 +1,11 @@
-"""Latent attention (MLA): the slots of a layer are latents that all its heads share.
+"""Multi-head latent attention (MLA): the slots of a layer are latents that all its heads share.
 
 A slot stores the latent and the rotated part of the key. Attention and scores read keys and values that the module
 expands from the stored latents for one call. The layer has one kv head for eviction, with all query heads as its group.
 
-A decoded token attends to the latents themselves: q . (W_k c) = (W_k^T q) . c, and the sum of p W_v c is W_v times the
-sum of p c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so W is multiplied once and not for every slot.
+A decoded token attends to the latents c themselves. Let q be its query, p its attention weights, and W_k, W_v the
+up-projections of latents to keys and values: q . (W_k c) = (W_k^T q) . c, and sum(p W_v c) = W_v sum(p c) (DeepSeek-V2,
+arXiv 2405.04434, section 2.1.2). So each up-projection is multiplied once per token instead of once per slot.
 """
 
 import functools
@@ -22,8 +23,9 @@ from .stored import Later, Stored
 
 
 def up_projection(module: Any) -> tuple[Tensor, Tensor] | None:
-    """A module's up-projections of latents in fp32: [H, nope, r] for keys, without the rotated part, and [H, v, r] for
-    values. None if the projection is not a plain product (quantised, adapted, hooked, with a bias)."""
+    """Return a module's up-projections of latents of r numbers, in fp32: [H, nope, r] to keys, without the rotated
+    part, and [H, v, r] to values. None if the projection is not a plain matrix product: it is quantised, adapted or
+    hooked, or has a bias."""
     made = module.kv_b_proj
     plain = type(made) is torch.nn.Linear and type(made.weight) is torch.nn.Parameter and made.bias is None
     if not plain or made._forward_hooks or made._forward_pre_hooks or "forward" in vars(made):
@@ -34,13 +36,14 @@ def up_projection(module: Any) -> tuple[Tensor, Tensor] | None:
 
 
 class LatentLayer(EvictionLayer):
-    """`k` and `v` [rows, W] are the two halves of [latent, rotated part, zeros up to a multiple of 16]."""
+    """A layer that stores latents: its buffers `k` and `v` [rows, W] hold the first and the second half of [latent |
+    rotated part of the key | zeros up to a multiple of 16 numbers]."""
 
-    widths: tuple = ()  # (r of the latents, p of the rotated parts)
+    widths: tuple = ()  # (r, p): numbers in a latent, and in the rotated part of a key
     decodes_after_prefix = False
 
     def pack(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # the base's is static
-        """Pack latents [B, 1, S, r] and rotated parts [B, 1, S, p] into the stored halves [B, 1, S, W]."""
+        """Pack latents [B, 1, S, r] and rotated parts of keys [B, 1, S, p] into two stored halves [B, 1, S, W]."""
         self.widths = latent.shape[-1], rotated.shape[-1]
         both = torch.cat([latent, rotated], -1)
         width = -(-both.shape[-1] // 16) * 8
@@ -53,12 +56,13 @@ class LatentLayer(EvictionLayer):
         return self.pack(*pending)
 
     def slots(self, module: torch.nn.Module) -> Later:
-        """The stored slots with every head's keys and values, expanded at first use: most decoded tokens need none."""
+        """Return the slots as keys and values of every head. They are expanded from the latents at first use, since
+        most decoded tokens do not use them."""
         storage = self.storage.gathered()
         return Later(functools.cache(lambda: self.expanded(storage, module)))
 
     def expanded(self, storage: Storage, module: Any) -> Stored:
-        """Expand the slots of a storage to every head's keys and values."""
+        """Expand the latents of a storage into keys and values of every head."""
         rows = torch.cat([torch.arange(s.start, s.stop, device=storage.device) for _, _, s in storage.segments()])
         both = torch.cat([storage.k[rows], storage.v[rows]], -1)[None, None, :, : sum(self.widths)]
         if not len(rows):  # modules do not expand empty tensors
@@ -73,11 +77,11 @@ class LatentLayer(EvictionLayer):
             counts=storage.counts.repeat(heads, 1), starts=starts, like=key[0, 0, :0],
         )  # fmt: skip
 
-    def decode(  # type: ignore[override]  # it needs the module
+    def decode(  # type: ignore[override]  # needs the module, to expand latents
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: torch.nn.Module, columns: int = 0, **options: Any
     ) -> Decoded:
         stored = self.storage
-        at = (stored.offset + stored.before.len).flatten()  # the decoded token's slots
+        at = (stored.offset + stored.before.len).flatten()  # buffer rows of the decoded token's slots
         stored.k[at], stored.v[at] = k.flatten(0, 2).to(stored.k.dtype), v.flatten(0, 2).to(stored.v.dtype)
         stored.pos[at] = pos.expand(-1, stored.len.shape[1]).flatten()
         weights = up_projection(module)
@@ -99,7 +103,8 @@ class LatentLayer(EvictionLayer):
         self, of_keys: Tensor, of_values: Tensor, q: Tensor, columns: int, *, scale: float, softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Decoded:  # fmt: skip
-        """`decode` in fp32 with the up-projections [H, nope or v, r]. q [B, H, 1, nope + rotated, zero-padded]."""
+        """Compute `decode` over the latents, in fp32. of_keys [H, nope, r] and of_values [H, v, r]: the up-projections;
+        q [B, H, 1, D]: the query's unrotated part (nope numbers), its rotated part, and zeros up to D."""
         nope, (latent, rotated), width = of_keys.shape[1], self.widths, self.k.shape[1]
         rows = q[:, :, 0].float()
         absorbed = torch.einsum("bhn,hnr->bhr", rows[..., :nope], of_keys)
@@ -125,7 +130,7 @@ class LatentLayer(EvictionLayer):
     values = property(lambda self: self._dense(1))
 
     def _dense(self, part: int) -> Tensor | None:
-        """Copy the latents or the rotated parts: [B, 1, longest, r or p]."""
+        """Copy the latents [B, 1, longest, r] (part=0), or the keys' rotated parts [B, 1, longest, p] (part=1)."""
         if not self.is_initialized:
             return None
         both = torch.cat([self.storage.dense("k"), self.storage.dense("v")], -1)

@@ -1,4 +1,4 @@
-"""The cache layer that is evicted from: Transformers' layer interface over a `Storage` of the kept slots."""
+"""The cache layer that slots are evicted from: Transformers' layer interface over a `Storage` of the kept slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HALF_READ = "past_key_values was left half read by an error; read the prompt int
 
 
 def fit(*tensors: Tensor) -> list[Tensor]:
-    """Pad tensors [..., D], of different D, with zeros to one width that the ops take."""
+    """Pad tensors [..., D], whose D may differ, with zeros to one common width, a multiple of 8 as the ops require."""
     width = -(-max(t.shape[-1] for t in tensors) // 8) * 8
     return [t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
@@ -41,49 +41,50 @@ def _of_the_cache(layer: object, *args: object) -> None:
 
 
 class EvictionLayer(CacheLayerMixin):
-    """The slots of one layer, in its `storage`: `len` slots per head, and `counts`, `len` on the host. The tokens read
-    are counted by the cache's `sequence`."""
+    """The cache of one layer. Its slots are in `storage`, `len` [B, Hkv] of them per head; `counts` is `len` on the
+    host. The cache's `sequence` counts the tokens read."""
 
     is_compileable = False
     is_sliding = False
     is_croppable = True
-    decodes_after_prefix = True  # `decode` attends to a storage's prefix too
+    decodes_after_prefix = True  # `decode` can attend to slots of a prefix, which lie in other buffers
 
     k, v, pos, offset, centre = _stored("k"), _stored("v"), _stored("pos"), _stored("offset"), _stored("centre")
     len, counts, longest = _stored("total_len"), _stored("total_counts"), _stored("longest")
     segments, positions = _stored("segments"), _stored("positions")
     live_bytes, padded_bytes = _stored("live_bytes"), _stored("padded_bytes")
-    # Copies [B, Hkv, longest, D], with zeros after shorter heads; None before the first tokens
+    # Copies of the slots [B, Hkv, longest, D], with zeros after a shorter head's slots; None before the first tokens
     keys = property(lambda self: self.storage.dense("k") if self.is_initialized else None)
     values = property(lambda self: self.storage.dense("v") if self.is_initialized else None)
 
-    pool: SlotPool | None = None  # the pool that the slots are in
+    pool: SlotPool | None = None  # lends the buffers of the slots; None: the layer has its own buffers
 
     def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence  # the tokens that the cache has read
+        self.sequence = sequence  # counts the tokens that the cache has read
         self.is_initialized = False
         self.storage = Storage()
         self.pending_kv: tuple[Tensor, Tensor] | None = None  # new keys and values, until the layer attends
-        self.carry: Tensor | None = None  # [B, Hkv, C] fp32 numbers that stay with their slots (carried.py)
-        # name -> tensor [B, ..] returned by a quantity's `accumulate`; replaced, never written to
+        self.carry: Tensor | None = None  # fp32 [B, Hkv, C] scores that slots carry from cut to cut (carried.py)
+        # Quantity's name -> tensor [B, ..] that its `accumulate` returned; the tensor is replaced, never written to
         self.memory: dict[str, Tensor] = {}
-        self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: without recall
-        self.decode_queries: Tensor | None = None  # [B, H, <= rows, D] the last decoded queries
-        self.awaited: Awaited | None = None  # set while an answer attends to the slots of all tokens
-        # On the host:
-        self.budget: np.ndarray | None = None  # [B] slots over all heads, of the last read
-        # [B, heads of all ranks] how many of a head's first slots are prompt; None: all, or unknown
+        self.archive: Storage | Apart | None = None  # the slots of all tokens read; None: the policy does not recall
+        self.decode_queries: Tensor | None = None  # [B, H, n, W] query rows of the last n decoded tokens
+        self.awaited: Awaited | None = None  # set while an answer that is still to choose attends to all slots
+        # Attributes in the host's memory:
+        self.budget: np.ndarray | None = None  # [B] budget of the last read, in slots over all kv heads
+        # [B, heads of all ranks] number of a head's first slots that belong to the prompt; None: all, or unknown
         self.prompt: np.ndarray | None = None
-        # [B, heads of all ranks] slot count minus that of this rank's first head; None: all 0
+        # [B, heads of all ranks] slot count of a head minus that of this rank's first head; None: 0 for every head
         self.head_offsets: np.ndarray | None = None
-        self.expected = 0  # slots per head that the running read is going to store
-        self.kinds: kv.Kinds | None = None  # how the slots are stored; None: no patched call has attended yet
+        self.expected = 0  # number of slots per head that the running read is going to store
+        self.kinds: kv.Kinds | None = None  # how keys and values are packed; None: no patched call has attended yet
 
     def reset(self) -> None:
         EvictionLayer.__init__(self, self.sequence)
 
     def fork(self, storage: Storage | None = None) -> EvictionLayer:
-        """An independent layer that reads the stored slots in place; or one with a `storage` and no archive."""
+        """Return an independent layer that shares the stored slots; or, given a `storage`, a layer that has its slots
+        instead, and no archive."""
         twin = copy.copy(self)
         if storage is not None:
             twin.storage, twin.archive, twin.head_offsets, twin.awaited = storage, None, None, None
@@ -105,7 +106,8 @@ class EvictionLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Note new keys and values [B, Hkv, S, D]; the attention function stores those that survive."""
+        """Hold new keys and values [B, Hkv, S, D] until the layer attends; the patched attention function then stores
+        the new slots that survive eviction."""
         if current() is None:
             raise RuntimeError(
                 "this cache was filled by a model patched with kvevict: call kvevict.patch(model, ...) before using "
@@ -120,7 +122,7 @@ class EvictionLayer(CacheLayerMixin):
         return query_length, self.sequence.columns
 
     def get_seq_length(self) -> int:
-        """Tokens read, not slots kept: the next token's position depends on it."""
+        """Return the number of tokens read, not of slots kept, since the next token's position depends on it."""
         return self.sequence.columns
 
     def get_max_length(self) -> int:
@@ -135,7 +137,8 @@ class EvictionLayer(CacheLayerMixin):
     reorder_cache = batch_select_indices = batch_repeat_interleave = _of_the_cache  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Called within `EvictionCache.crop`, which a user's class may override: `drop_last`."""
+        """Remove the slots of the tokens that a running `EvictionCache.crop` removes. Raises ValueError if the layer is
+        cropped by itself."""
         if self.sequence.removing is None:
             _of_the_cache(self)
         if self.sequence.removing:
@@ -148,9 +151,9 @@ class EvictionLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.storage = self.storage.crop(count)
-        archived = self.sequence.archived + count - self.sequence.columns  # how many removed tokens are in the archive
+        archived = self.sequence.archived + count - self.sequence.columns  # number of removed tokens in the archive
         if self.archive is not None and archived > 0:
-            self.archive = self.archive.as_prefix().crop(archived)  # a fork: others may read the archive
+            self.archive = self.archive.as_prefix().crop(archived)  # a fork, since other caches may share the archive
         if self.decode_queries is not None:
             left = self.decode_queries[:, :, : max(0, self.decode_queries.shape[2] - count)]
             self.decode_queries = left if left.shape[2] else None
@@ -162,7 +165,7 @@ class EvictionLayer(CacheLayerMixin):
             self.prompt = np.minimum(self.prompt, held if held.shape == self.prompt.shape else held[:, :1])
 
     def select(self, rows: list[int]) -> None:
-        """Keep these batch rows, in any order; a row may be named twice."""
+        """Keep the batch rows `rows`, in this order; a batch row may occur twice."""
         if not self.is_initialized:
             return
         at = torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -172,20 +175,22 @@ class EvictionLayer(CacheLayerMixin):
         self.memory = {name: value[at] for name, value in self.memory.items()}
         self.awaited = None if self.awaited is None else self.awaited.rows(rows)
         self.storage = self.storage.rows(rows)
-        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share it
+        self.archive = None if self.archive is None else self.archive.forked().rows(rows)  # beams share an archive
         self.carry = of_layer(self.carry, self)
 
     # -- called by eviction -----------------------------------------------------------------------------------------
 
     @property
     def chosen(self) -> Storage:
-        """The slots that were chosen last, also while all rows' answers attend to the slots of all tokens."""
+        """The slots that the last cut kept, even while they are put aside because answers attend to the slots of all
+        tokens."""
         return self.storage if self.awaited is None or self.awaited.chosen is None else self.awaited.chosen[0]
 
-    pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the stored form
+    pack = staticmethod(fit)  # new keys and values [B, Hkv, S, D] -> the rows to store [B, Hkv, S, W]
 
     def take(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, ...] | None:
-        """The tensors to store in place of the keys and values that `module` attends with; None: these themselves."""
+        """Return the tensors to store in place of the keys and values that `module` attends with; None: store the keys
+        and values themselves."""
         pending, self.pending_kv = self.pending_kv, None
         if pending is None or pending[0] is not key or pending[1] is not value:
             raise RuntimeError(
@@ -194,7 +199,7 @@ class EvictionLayer(CacheLayerMixin):
         return None
 
     def slots(self, module: torch.nn.Module) -> Storage | Later:
-        """Every head's slots in one place, as the ops read them."""
+        """Return the keys and values of every head's slots, in one set of buffers as the ops read them."""
         return self.storage.gathered()
 
     is_represented = property(lambda self: self.kinds is not None and self.storage.is_centred)
@@ -203,13 +208,14 @@ class EvictionLayer(CacheLayerMixin):
     def represent(
         self, kind: str, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> None:
-        """Before a patched call attends: choose the kinds of stored rows, once, and the centre of each batch row when
-        its first tokens are read. Slots that were stored before are packed; the choice is by their keys, not new ones.
+        """Prepare how slots are packed, before a patched call attends: choose once in how many bits keys and values are
+        stored (`kinds`), and set the centre of a batch row's keys when its first tokens are read. If slots are stored
+        already, they are packed, too, and `kinds` is chosen by the stored keys instead of the new ones.
 
-        kind         of `kv.KINDS`
-        query        new rows [B, H, T, D]; key and value [B, Hkv, S, D] from column first[b] on. Both end with the last
-                     column
-        options      of the logits
+        kind         the name in `kv.KINDS` that the run asks for
+        query        query rows [B, H, T, D] of the call's last T columns
+        key, value   [B, Hkv, S, D] of its last S columns, of which batch row b has those from first[b] on
+        options      scale, softcap and sinks of attention
         """
         is_first = self.kinds is None
         if self.kinds is None:
@@ -225,7 +231,8 @@ class EvictionLayer(CacheLayerMixin):
     def packing(
         self, kind: str | None, query: Tensor, key: Tensor, value: Tensor, first: Tensor, options: dict, ranks: Ranks
     ) -> tuple[kv.Kinds | None, Tensor, np.ndarray]:
-        """(kinds, None for `kind` None; centres fp32 [B, Hkv, D]; bool [B] rows with a centre). Else as `represent`."""
+        """Return (formats `kinds` of keys and values, None if `kind` is None; key centres fp32 [B, Hkv, D]; bool [B]
+        batch rows whose centre is known). The arguments are those of `represent`."""
 
         def seen(x: Tensor) -> Tensor:
             return torch.arange(key.shape[2] - x.shape[2], key.shape[2], device=x.device) >= first[:, None, None]
@@ -235,7 +242,7 @@ class EvictionLayer(CacheLayerMixin):
             keys, values = self.storage.dense("k"), self.storage.dense("v")
             held = torch.arange(keys.shape[2], device=keys.device) < self.len[..., None]
             weights = weights[:, :, : keys.shape[2]]
-        else:  # slot i is column first[b] + i
+        else:  # nothing is stored yet, so slot i of batch row b is column first[b] + i
             at = (torch.arange(keys.shape[2], device=keys.device) - first[:, None]).clamp_min(0)
             weights = weights.gather(2, at[:, None].expand(-1, keys.shape[1], -1))
         centre, known = kv.centre(keys, weights * held), held.any(2).any(1).cpu().numpy()
@@ -250,8 +257,8 @@ class EvictionLayer(CacheLayerMixin):
         return kv.chosen(kind, error, ranks.gather(torch.stack(norms)[None, None]).amax((0, 1)).tolist()), centre, known
 
     def _attention(self, query: Tensor, key: Tensor, first: Tensor, options: dict) -> Tensor:
-        """Attention weights fp32 [B, Hkv, C] that the last rows of query [B, H, T, D] give to each slot of [stored |
-        new], the new ones being key [B, Hkv, S, D] from column first[b] on."""
+        """Sum the attention weights that each slot of [stored | new] gets from the last `kv.ROWS` rows of query [B, H,
+        T, D]: fp32 [B, Hkv, C], mean over a GQA group. The new slots are key [B, Hkv, S, D] from column first[b] on."""
         rows, columns = query[:, :, -kv.ROWS :], key.shape[2]
         skip, stop = (first - (columns - rows.shape[2])).clamp_min(0), torch.full_like(first, columns)
         return _ops.score(
@@ -270,17 +277,18 @@ class EvictionLayer(CacheLayerMixin):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, module: torch.nn.Module | None = None, **options: Any
     ) -> Decoded:
-        """Store a row in the slot that was counted last, and attend to all slots."""
+        """Store a decoded token's row in the newest slot, which `tick` has counted, and attend to all slots."""
         return self.storage.decode(q, k, v, pos, **options)
 
     def tick(self) -> None:
-        """Count one more slot in every head, for `decode`."""
+        """Count one more slot in every head, which the next `decode` writes."""
         self.storage = self.storage.with_room(self.expected)
         self.storage.tick()
 
     def remember(self, row: Tensor, most: int) -> None:
-        """Keep a decoded row [B, H, 1, W] and those before it, `most` in all, to observe later."""
+        """Remember a decoded token's query row [B, H, 1, W], and earlier rows up to `most` in all, as observing rows
+        for later cuts."""
         before = self.decode_queries
-        if before is not None and before.shape[3] == row.shape[3]:  # the rows of another policy are dropped
+        if before is not None and before.shape[3] == row.shape[3]:  # else another policy's rows: drop them
             row = torch.cat([before, row], 2)
         self.decode_queries = row[:, :, -most:]

@@ -1,4 +1,4 @@
-"""Buffers in files that are mapped into memory: of an archive of `recall="FOLDER"`, and of a loaded cache."""
+"""Buffers in memory-mapped files, for the archives of a run with `recall="FOLDER"` and for loaded caches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from .stored import Stored
 
-ALIGNED = 64  # bytes; the start of each buffer is a multiple
+ALIGNED = 64  # bytes; each buffer in a file starts at a multiple of this
 
 
 class Lent(NamedTuple):
-    """Rows of a file, as a `Region` has rows of a pool."""
+    """Buffer rows that lie in a file and are lent to one storage, as a `Region` is lent by a pool."""
 
     buffers: tuple[torch.Tensor, ...]
     rows: int
@@ -24,29 +24,31 @@ class Lent(NamedTuple):
 
 
 def in_file(storage: Stored) -> bool:
-    """Whether slots are in a file: those of the prefix, if there are no others."""
+    """Whether the slots of a storage are in a file: the slots after its prefix, or, if there are none, the slots of the
+    prefix."""
     if storage.prefix is not None and not storage.counts.any():
         return in_file(storage.prefix)
     return any(isinstance(region, Lent) for region in storage.regions)
 
 
 def is_folder(archive: bool | str) -> bool:
-    """Whether a `Run.archive` names a folder for files."""
+    """Whether a value of `Run.archive` is the path of a folder, in which archives are to be files."""
     return isinstance(archive, str) and archive != "memory"
 
 
 class Files:
-    """Lends buffers in files of a folder. A file loses its name once it is mapped: no other process can open it, and it
-    is gone with the last cache that reads it, or with the process if that is killed."""
+    """Lends buffers that lie in files of a folder. A file's name is removed once the file is mapped: no other process
+    can open it, and its disk space is free again when the last cache that reads it is dropped or the process ends."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # the copy of a cache is in memory
+        return type(None), ()  # a copied or pickled cache has its slots in memory
 
     def lend(self, rows: int, like: Stored) -> Lent | None:
-        """Buffers for slots as those of `like`. None, with a warning, if the folder has no room for them."""
+        """Lend buffers of `rows` rows for slots like those of `like`. Returns None for 0 rows, and, with a warning, if
+        the folder has no room for the file."""
         if not rows:
             return None
         sizes = [rows * t[:0].new_empty(1, *t.shape[1:]).nbytes for t in like.buffers]
@@ -61,14 +63,15 @@ class Files:
             )
             return None
         flat = [file[start : start + size] for start, size in zip(starts, sizes)]
-        with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+        with torch.inference_mode(False):  # so that a cache filled in inference mode can be written to outside of it
             buffers = [x.view(t.dtype).view(rows, *t.shape[1:]) for x, t in zip(flat, like.buffers, strict=True)]
         return Lent(tuple(buffers), rows)
 
 
 def _mapped(folder: str, size: int) -> torch.Tensor:
-    """Map a new file without a name: uint8 [size]. Raises OSError if the disk is full."""
-    number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # mode 0600
+    """Create a file in a folder, map it into memory as uint8 [size], and remove its name. Raises OSError if the disk is
+    full."""
+    number, path = tempfile.mkstemp(dir=folder, prefix="kvevict-")  # a file of mode 0600
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(number, 0, size)  # a write to a hole on a full disk would raise SIGBUS
@@ -83,7 +86,7 @@ def _mapped(folder: str, size: int) -> torch.Tensor:
 
 
 def check(archive: bool | str) -> None:
-    """Raise ValueError if a `Run.archive` is a folder in which no file can be made."""
+    """Raise ValueError if `archive`, a value of `Run.archive`, is a folder in which no file can be created."""
     if not is_folder(archive):
         return
     try:

@@ -17,11 +17,12 @@ from .rows import Apart
 from .stateful import tensors_of
 from .storage import Storage
 
-Positions = list[list[torch.Tensor]]  # of a layer's slots, [row][head]
+Positions = list[list[torch.Tensor]]  # positions of a layer's slots, int32 [batch row][kv head]
 
 
 class _Clock:
-    """A context that adds its time to a stage. A generator would be slower: a decoded token enters many."""
+    """A context manager that adds the time spent in it to a stage. It is a class because a generator would be slower,
+    and a decoded token enters many clocks."""
 
     __slots__ = ("seconds", "stage", "start")
 
@@ -39,30 +40,35 @@ class Meter:
     """Measures one read and the tokens decoded after it, in one thread."""
 
     def __init__(self, live: Iterable[tuple[int | str, int]] = ()) -> None:
-        self.live = dict(live)  # layer -> live KV bytes stored
-        self.peak = 0  # the most live bytes at once, chunks in flight included
+        self.live = dict(live)  # layer, or "draft" -> bytes of its stored keys and values
+        self.peak = 0  # the most bytes of keys and values at any time, those of chunks not stored yet included
         self.seconds: dict[str, float] = defaultdict(float)  # stage -> seconds
-        self.replayed = 0  # decoded tokens after the read that were replayed
+        self.replayed = 0  # number of tokens decoded after the read by replaying a recording
         self.unrecorded: str | None = None  # the reason why the last decoded token was not to be recorded
-        # Per layer the slots before a recall, and with all tokens' slots; None: nothing was recalled.
+        # For each layer the positions of its slots (before the recall, right after it); None: nothing was recalled
         self.recalls: list[tuple[Positions, Positions]] | None = None
         self.back: list[tuple[Positions, Positions]] | None = None  # `recalls` of the read that `report` is about
         self.report: dict | None = None
-        # layer -> per chunk whether some row's norm exceeds what its packed slots hold
+        # layer -> bools, per chunk one for keys and one for values: a norm exceeds the largest that can be packed
         self.beyond: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def clock(self, stage: str) -> _Clock:
-        """A context that is timed as part of a stage."""
+        """Return a context manager whose time counts as part of a stage."""
         return _Clock(self.seconds, stage)
 
     def watch(self, new: torch.Tensor, tokens: np.ndarray, layers: int) -> None:
-        """Note the live KV bytes right now: all stored slots, and the chunks of `layers` layers (the running one and
-        those that wait). new: keys [B, Hkv, *, W] of a layer's chunk of tokens [B]."""
+        """Update `peak` by the bytes of keys and values that are alive now: all stored slots, and a chunk's new slots
+        in `layers` layers (the running layer, and layers that wait for their cuts).
+
+        new      the running layer's new keys [B, Hkv, *, W]
+        tokens   [B] number of the chunk's tokens
+        """
         row = 2 * new.element_size() * new.shape[3] * new.shape[1]
         self.peak = max(self.peak, sum(self.live.values()) + layers * row * int(tokens.sum()))
 
     def weigh(self, index: int, storage: Storage | Apart, *new: torch.Tensor) -> None:
-        """Note whether new keys or values [B, Hkv, S, D] of a layer exceed what the kinds of a storage can hold."""
+        """Note whether the norm of a layer's new keys or values exceeds the largest that packed rows of `storage` can
+        hold. new: keys and values, each [B, Hkv, S, D]."""
         for x, kind, centre in zip(new, storage.kinds, (storage.centre, None), strict=True):
             most = kv.ROW_KINDS[kind].most
             if most < math.inf:
@@ -70,7 +76,8 @@ class Meter:
                 self.beyond[index].append((kv.norms(x) > most).any())
 
     def write(self, layers: list[EvictionLayer | None], kind: str) -> None:
-        """Write the report of a read. layers: None for those that are not evicted from; kind: of `kv.KINDS`."""
+        """Write the report of a read. layers: the cache's layers, None for each that nothing is evicted from; kind: the
+        name in `kv.KINDS` that the run asked for."""
         own = [layer for layer in layers if layer is not None]
         assert own[0].sequence.seen is not None
         live, seen = sum(layer.live_bytes() for layer in own), own[0].sequence.seen.tolist()
@@ -99,7 +106,8 @@ class Meter:
         )
 
     def recalled(self) -> list | None:
-        """How many slots came back in the read of `report`, [layer][row][head]; None: none could."""
+        """Count the evicted slots that the read of `report` recalled and kept: [layer][batch row][head]. None if that
+        read recalled nothing."""
         if self.back is None or self.report is None:
             return None
         back = iter(self.back)
@@ -107,7 +115,8 @@ class Meter:
 
 
 def _recalled(kept: Positions, whole: Positions, now: Positions) -> list:
-    """How many slots came back, [row][head]: those `now` that were not `kept` before the recall of the `whole`."""
+    """Count the slots that a recall brought back for good: [batch row][head] number of positions that are held `now`,
+    were in the `whole` archive, and were not `kept` before the recall."""
     each = [
         (torch.isin(has.to(every.device), every) & ~torch.isin(has, before).to(every.device)).sum()
         for before, every, has in zip(chain(*kept), chain(*whole), chain(*now), strict=True)
@@ -116,12 +125,12 @@ def _recalled(kept: Positions, whole: Positions, now: Positions) -> list:
 
 
 def _bits(storage: Storage) -> list[int]:
-    """Bits of a number of the stored keys, and of the values."""
+    """Return [bits per number of the stored keys, bits per number of the stored values]."""
     return [kv.ROW_KINDS[kind].bits or 8 * storage.like.element_size() for kind in storage.kinds]
 
 
 def _place(archive: Storage | Apart | None) -> str | None:
-    """Where an archive is: in files, or on a device."""
+    """Return where an archive is, "files" or the name of a device; None without an archive."""
     if archive is None:
         return None
     one = archive.each[0] if isinstance(archive, Apart) else archive
@@ -129,5 +138,5 @@ def _place(archive: Storage | Apart | None) -> str | None:
 
 
 def allocated_bytes(layer: object) -> int:
-    """Bytes of all tensors of a cache's layer."""
+    """Count the bytes of all tensors of a cache layer."""
     return sum(t.nbytes for t in tensors_of(layer))

@@ -1,5 +1,5 @@
-"""Buffers that the sequences of a server share. A budget bounds each sequence, so it needs one region of known size per
-layer, and no pages. Rows of one pool decode together wherever they are; none is moved."""
+"""Slot buffers that the sequences of a server share. A budget bounds each sequence, so a sequence needs one region of
+known size per layer, and no pages. Sequences in one pool can decode together without being moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .stored import Stored
 
 
 class Region:
-    """Rows start .. start + rows - 1 of a pool; free again once nothing refers to this object."""
+    """Buffer rows start .. start + rows - 1 of a pool, which are free again once nothing refers to this object."""
 
     def __init__(self, pool: SlotPool, start: int, rows: int) -> None:
         self.start, self.rows, self.buffers = start, rows, pool.buffers
@@ -22,22 +22,24 @@ class Region:
 
 
 class SlotPool:
-    """`rows` slots of one layer: k and v [rows, D] and pos [rows], allocated for the first sequence."""
+    """Buffers for `rows` slots of one layer: k and v [rows, D], and pos [rows]. The buffers are allocated when the
+    first region is lent."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.buffers: tuple[Tensor, ...] = ()
-        self.lock, self.free = threading.Lock(), [(0, rows)]  # (start, rows) of the gaps, ascending
-        self.returned: deque[tuple[int, int]] = deque()  # (start, rows) of regions that are free again
+        self.lock, self.free = threading.Lock(), [(0, rows)]  # `free`: (start, rows) of each gap, ascending
+        self.returned: deque[tuple[int, int]] = deque()  # (start, rows) of free regions that are not in `free` yet
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # the copy of a cache has buffers of its own
+        return type(None), ()  # a copied or pickled cache has buffers of its own, and no pool
 
     def lend(self, rows: int, like: Stored) -> Region | None:
-        """A region for slots as those of `like`. None: no gap is large enough, or the pool has other slots."""
+        """Lend a region of `rows` rows for slots like those of `like`. Returns None if no gap is large enough, or if
+        the pool's buffers are for rows of another width or dtype."""
         with self.lock:
             if not self.buffers:
-                with torch.inference_mode(False):  # a cache filled in inference mode can be written to outside of it
+                with torch.inference_mode(False):  # so that a cache filled in inference mode can be written to later
                     self.buffers = tuple(t.new_empty(self.rows, *t.shape[1:]) for t in like.buffers)
             pairs = zip(self.buffers, like.buffers, strict=True)
             if any(a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for a, b in pairs):
@@ -52,13 +54,13 @@ class SlotPool:
         return None
 
     def left(self) -> int:
-        """Free rows, in gaps of any size."""
+        """Count the free rows, over gaps of any size."""
         with self.lock:
             self._merge()
             return sum(rows for _, rows in self.free)
 
     def _merge(self) -> None:
-        """Add the returned regions to the gaps, and join neighbours."""
+        """Move the returned regions to the list of gaps, and merge neighbouring gaps."""
         gaps, self.free = self.free, []
         while self.returned:
             gaps.append(self.returned.popleft())

@@ -1,7 +1,7 @@
 """Tensor parallel: each of several processes, the ranks, has an equal part of every layer's heads, in order.
 
-A rank decides alone about a single head. To compare heads, or to make one choice for all of them, every rank gathers
-the numbers of all heads: the same numbers give the same choice everywhere. Every rank has the full hidden states.
+A rank decides alone about a single head. To compare heads, or to make one choice for all heads, every rank gathers the
+scores of all heads, and so makes the same choice from the same scores. Every rank has the full hidden states.
 """
 
 from functools import reduce
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-KEYS = ("k_proj", "qkv_proj", "query_key_value")  # a module whose split by columns splits the kv heads
+KEYS = ("k_proj", "qkv_proj", "query_key_value")  # names of modules whose split by columns splits the kv heads
 
 
 class Ranks:
@@ -22,15 +22,16 @@ class Ranks:
         self.rank, self.size, self.group = rank, size, group
 
     def __deepcopy__(self, memo: object) -> "Ranks":
-        return self  # processes are not copied
+        return self  # a copy of the model runs in the same processes
 
     def mine(self, x: Any) -> Any:
-        """This rank's heads of a tensor or array x [B, heads of all ranks, ..]."""
+        """Return this rank's heads of a tensor or array x [B, heads of all ranks, ..]."""
         part = x.shape[1] // self.size
         return x if self.size == 1 else x[:, self.rank * part : (self.rank + 1) * part]
 
     def gather(self, x: Tensor, columns: int | None = None, fill: int = 0) -> Tensor:
-        """All ranks' heads of x [B, heads of a rank, ..], whose last dimension is first padded to `columns`."""
+        """Concatenate all ranks' heads of x [B, heads of a rank, ..]. With `columns`, the last dimension of x is first
+        padded to this size with `fill`."""
         if self.size == 1:
             return x
         if columns is not None:
@@ -38,7 +39,7 @@ class Ranks:
         return torch.cat(self._all(x), 1)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in rank order, so that it is the same on every rank."""
+        """Return the sum of all ranks' x, added in rank order so that every rank gets the same sum."""
         return x if self.size == 1 else reduce(torch.add, self._all(x))
 
     def _all(self, x: Tensor) -> list[Tensor]:
@@ -47,14 +48,14 @@ class Ranks:
         return parts
 
     def objects(self, value: object) -> list:
-        """Every rank's value, of any kind that can be pickled."""
+        """Return every rank's value, in rank order. A value is any object that can be pickled."""
         values = [value] * self.size
         if self.size > 1:
             distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def to_first(self, value: object) -> list | None:
-        """Every rank's value on the first rank; None on the others."""
+        """Return every rank's value on the first rank, and None on the other ranks."""
         values = [value] * self.size if self.rank == 0 else None
         if self.size > 1:
             to = distributed.get_global_rank(self.group, 0)
@@ -62,7 +63,8 @@ class Ranks:
         return values
 
     def counts(self, layer: Any) -> np.ndarray:
-        """Slot counts of an `EvictionLayer`'s heads of all ranks: int [B, heads of all ranks], on the host."""
+        """Return the slot counts of an `EvictionLayer`'s heads on all ranks: int [B, heads of all ranks], on the
+        host."""
         if self.size == 1:
             return layer.counts
         first, heads = layer.counts[:, :1], self.size * layer.counts.shape[1]
@@ -78,8 +80,8 @@ ALONE = Ranks()
 
 
 def of(model: Any) -> Ranks:
-    """The ranks that share a model's heads by Transformers' `tp_plan`. Some plans leave all heads on every rank (Phi-3,
-    OLMo 2): then every rank makes the same choice for all heads."""
+    """Return the ranks that share a model's heads by Transformers' `tp_plan`, or `ALONE` if no heads are shared. Some
+    plans leave all heads on every rank (Phi-3, OLMo 2): then every rank makes the same choice for all heads."""
     size, plan = getattr(model, "tp_size", None) or 1, getattr(model, "_tp_plan", None) or {}
     if size == 1 or not any(name.endswith(KEYS) and style == "colwise" for name, style in plan.items()):
         return ALONE

@@ -1,4 +1,4 @@
-"""Batch rows of several storages side by side: joined in one `Storage`, or kept `Apart`."""
+"""One batch made of the batch rows of several storages: `joined` in one `Storage`, or each in its own (`Apart`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .stored import Stored
 
 
 def together(parts: list) -> Any:
-    """Concatenate a field [B, ..] of several storages or layers; None if the first is None."""
+    """Concatenate a field [B, ..] of several storages or layers over their batch rows; None if the first is None."""
     return None if parts[0] is None else torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
 
 
 def joined(storages: Sequence[Storage]) -> Storage:
-    """Concatenate batch rows: without a copy if all are in the same buffers, else in new ones."""
+    """Concatenate the batch rows of storages: as a view if all storages have the same buffers, otherwise in new
+    buffers."""
     storages = [each.whole() if each.far else each for each in storages]
     first, prefix = storages[0], next((each.prefix for each in storages if each.prefix is not None), None)
     if prefix is not None:
@@ -38,7 +39,7 @@ def joined(storages: Sequence[Storage]) -> Storage:
 
 
 def _no_slots(storage: Storage, rows: int) -> Storage:
-    """`rows` batch rows without a slot, in the buffers of a storage."""
+    """Make `rows` batch rows that hold no slots, in the buffers of a storage."""
     first = storage.aliased([0] * rows)
     none = 0 * first.counts
     return replace(first, len=0 * first.len, counts=none, capacity=none, starts=none, prefix=None)
@@ -46,7 +47,8 @@ def _no_slots(storage: Storage, rows: int) -> Storage:
 
 @dataclass
 class Apart:
-    """Archives of rows that decode together, one each; no row is copied to join or leave. Methods as of `Storage`."""
+    """The archives of batch rows that decode together, one `Storage` per batch row, so that no slot is copied when a
+    row joins or leaves the batch. Properties and methods do the same as those of `Storage`."""
 
     each: list[Storage]
 
@@ -59,7 +61,7 @@ class Apart:
 
     @classmethod
     def of(cls, archives: Sequence[Storage | Apart]) -> Apart:
-        """The batch rows of several archives, each apart."""
+        """Split several archives into one archive per batch row."""
         each: list[Storage] = []
         for archive in archives:
             rows = range(len(archive.total_counts))
@@ -80,7 +82,7 @@ class Apart:
         return Apart([one.with_all(row) for one, row in self._beside(other)])
 
     def as_prefix(self) -> Apart:
-        return self  # each row's archive has one
+        return self  # each row's archive is a fork, with its slots in a prefix
 
     def crop(self, count: int) -> Apart:
         return Apart([one.crop(count) for one in self.each])
@@ -102,5 +104,5 @@ class Apart:
         return tuple(tensor for one in self.each for tensor in one.tensors())
 
     def _beside(self, other: Storage) -> Iterator[tuple[Storage, Storage]]:
-        """Yield each row's archive with its row of another storage."""
+        """Yield (archive of a batch row, view of the same batch row of `other`)."""
         return zip(self.each, (other.aliased([row]) for row in range(len(self.each))), strict=True)

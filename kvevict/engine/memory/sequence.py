@@ -15,48 +15,51 @@ from ...policy.run import Run
 
 
 class Sequence:
-    """What all layers of an `EvictionCache` share: how many tokens they have read, and by which policy.
+    """The counts of tokens read, and the policy, which all layers of an `EvictionCache` share.
 
-    Two lengths are never confused: `columns` (and `seen`, without padding) count tokens read, a layer's `len` counts
-    slots stored.
+    `columns` and, without padding, `seen` count tokens read; a layer's `len` counts slots stored, which are fewer after
+    an eviction.
     """
 
     def __init__(self) -> None:
         self.columns = 0  # tokens read, padding included: Transformers' sequence length
-        self.seen: np.ndarray | None = None  # int64 [B] tokens read without padding; None before the first ones
-        self.floor = 0  # first columns that crop may not remove: slots were evicted after them, or they are padding
-        # Columns of the running step, and how many tokens are among them, [B] or one number for all rows
+        self.seen: np.ndarray | None = None  # int64 [B] tokens read without padding; None before the first token
+        # Number of first columns that `crop` may not remove: slots were evicted since, or the columns are padding
+        self.floor = 0
+        # (columns of the running step; number of tokens, without padding, among them: [B], or one for all batch rows)
         self.coming: tuple[int, np.ndarray | int] = (0, 0)
-        self.archived = 0  # first columns whose slots are in the layers' archives
-        # int [B] tokens so far of an answer that attends to the slots of all tokens; -1: other rows; None: all others
+        self.archived = 0  # number of first columns whose slots are in the layers' archives
+        # int [B] tokens so far of the row's answer, if the answer attends to the slots of all tokens and has not chosen
+        # among them yet; -1: the row has no such answer; None: no row has one
         self.since: np.ndarray | None = None
-        self.removing: int | None = None  # tokens that a running crop of the cache removes
-        self.half_read = False  # a call that changes the cache has not ended
-        self.thread: int | None = None  # the thread where the last such call began
+        self.removing: int | None = None  # number of tokens that a running `EvictionCache.crop` removes
+        self.half_read = False  # True while a call changes the cache, and after such a call has ended with an error
+        self.thread: int | None = None  # id of the thread in which the last call that changes the cache began
         self.packed: tuple[tuple[int, int], ...] = ()  # (start, stop) of columns whose padding was moved to the left
-        self.next_position: torch.Tensor | None = None  # [B] int64 positions of the next tokens; None: `seen`
-        self.policy: Any = None  # the Policy of the last read; None: a loaded cache (unknown), or no budget
-        self.run = Run()  # how the last read was run
+        self.next_position: torch.Tensor | None = None  # int64 [B] position of the next token; None: equal to `seen`
+        self.policy: Any = None  # the Policy of the last read; None: unknown (a loaded cache), or no read yet
+        self.run = Run()  # the Run of the last read
 
     @property
     def removable(self) -> int:
-        """How many of the last columns crop may remove."""
+        """The number of last columns that `crop` may remove."""
         return max(0, self.columns - self.floor)
 
     @property
     def awaits(self) -> bool:
-        """Whether some row's answer attends to the slots of all tokens and has not chosen among them yet."""
+        """Whether some batch row's answer attends to the slots of all tokens and has not chosen among them yet."""
         return self.since is not None
 
     def choosing(self) -> tuple[list[int], list[int]]:
-        """(rows whose slots are chosen after their answer's next token, by `Policy.recall_after`; the other rows)."""
+        """Return (batch rows whose answer chooses slots after its next token, by `Policy.recall_after`; the other batch
+        rows). Both lists are empty if no answer is still to choose."""
         if self.since is None:
             return [], []
         due = self.since == self.policy.answered - 1
         return np.flatnonzero(due).tolist(), np.flatnonzero(~due).tolist()
 
     def fix(self) -> None:
-        """Let crop remove nothing of what was read up to here, the running step's columns included."""
+        """Forbid `crop` to remove any column read so far, the running step's columns included."""
         self.floor = self.columns + self.coming[0]
 
     def advance(self) -> None:
@@ -70,7 +73,8 @@ class Sequence:
         self.seen = self.seen + tokens
 
     def count_to_remove(self, tokens_to_remove: int) -> int:
-        """How many tokens `EvictionCache.crop` removes. Raises ValueError if it may not remove as many."""
+        """Return the number of tokens that `EvictionCache.crop` removes. Raises ValueError if it may not remove this
+        many."""
         if tokens_to_remove > 0:
             if not compat.CROP_TAKES_LENGTH:
                 raise ValueError(
@@ -101,7 +105,7 @@ class Sequence:
             self.next_position = self.next_position - count
 
     def select(self, rows: list[int]) -> None:
-        """Keep these batch rows, in any order; a row may be named twice."""
+        """Keep the batch rows `rows`, in this order; a batch row may occur twice."""
         assert self.seen is not None
         self.seen = self.seen[rows]
         if self.since is not None:
@@ -111,7 +115,7 @@ class Sequence:
             self.next_position = self.next_position[rows]
 
     def trim(self) -> None:
-        """Remove columns that are padding in all rows."""
+        """Remove the columns that are padding in all batch rows."""
         assert self.seen is not None
         longest = int(self.seen.max())
         gone = max(0, self.columns - longest)
@@ -120,14 +124,15 @@ class Sequence:
             self.next_position = None
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """[B] int64 positions of the rows' next tokens."""
+        """Return the position of each batch row's next token: int64 [B]."""
         if self.next_position is not None:
             return self.next_position
         return _ops.upload(self.seen, device)
 
     @classmethod
     def joined(cls, each: Items[Sequence], device: torch.device) -> Sequence:
-        """Concatenate batch rows. A row with fewer columns counts as padded at its left."""
+        """Concatenate the batch rows of several sequences. A row with fewer columns than the longest counts as padded
+        at its left."""
         whole = copy.copy(each[0])
         whole.columns = whole.archived = max(one.columns for one in each)
         whole.floor = whole.columns - min(one.removable for one in each)

@@ -16,20 +16,22 @@ from .storage import Storage
 
 
 def states_of(layer: object) -> list[Tensor]:
-    """The convolution's and recurrent states of a layer; an empty list if it has none."""
+    """Return the convolution and recurrent states of a layer; an empty list if the layer has none."""
     held = getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})
     return [t for states in held for t in states.values() if t is not None]
 
 
 def select_states(layer: object, rows: list[int]) -> None:
-    """Keep these rows of a layer's states, in new tensors and dicts, since a copy of the layer may share the old."""
+    """Keep the batch rows `rows` of a layer's states, in new tensors and dicts, since a copy of the layer may share the
+    old ones."""
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)
         setattr(layer, name, {index: None if t is None else t[rows] for index, t in states.items()})
 
 
 def tensors_of(layer: object) -> list[Tensor]:
-    """All tensors of a cache's layer: states, a window's keys and values, slots and what belongs to them."""
+    """Return all tensors of a cache layer: its states; its slots with their archive, carried scores and remembered
+    queries; or, for a sliding-window layer, its keys and values."""
     if isinstance(layer, EvictionLayer):
         parts = [each.tensors() for each in (layer.storage, layer.archive, layer.awaited) if each is not None]
         own = [*chain(*parts), layer.carry, layer.decode_queries, *layer.memory.values()]
@@ -39,14 +41,15 @@ def tensors_of(layer: object) -> list[Tensor]:
 
 
 class StatefulLayer(EvictionLayer):
-    """A layer that also has states, in Transformers' layer `state`, which has all other attributes, too."""
+    """A layer with slots and states. Transformers' own layer, `state`, holds the states and provides all attributes
+    that this class lacks."""
 
     def __init__(self, sequence: Sequence, state: Any = None) -> None:
         super().__init__(sequence)
         self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        if name == "state":  # not set yet, as while copying
+        if name == "state":  # `state` is not set yet, as while this object is being copied
             raise AttributeError(name)
         return getattr(self.state, name)
 
@@ -76,7 +79,7 @@ compat.keeps_state(StatefulLayer)
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' sliding window. Rows that are appended to a chunk attend to it and are not stored in it."""
+    """Transformers' sliding-window layer. Rows appended to a chunk attend to the window but are not stored in it."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

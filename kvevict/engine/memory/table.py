@@ -1,4 +1,4 @@
-"""The slot counts of a cache's layers while tokens are decoded, in memory that is not moved from token to token."""
+"""The slot counts of a cache's layers while tokens are decoded, at addresses that stay the same from token to token."""
 
 import weakref
 from collections.abc import Sequence as Items
@@ -11,16 +11,17 @@ from .storage import Storage
 
 
 class Counts:
-    """Counts of layers on one device: int32 [layers, B, Hkv] before and after the running step, and on the host."""
+    """Slot counts [layers, B, Hkv] of the layers on one device: int32 `before` and `after` the running step on the
+    device, and `after` also as `host`, in the host's memory."""
 
     def __init__(self, device: torch.device, shape: tuple[int, ...]) -> None:
-        with torch.inference_mode(False):  # a cache filled in inference mode is decoded outside of it, too
+        with torch.inference_mode(False):  # so that a cache filled in inference mode can be decoded outside of it
             self.before, self.after = torch.zeros(2, *shape, dtype=torch.int32, device=device)
         self.host = np.zeros(shape, np.int64)
         self.storages: list[Storage | None] = [None] * shape[0]
 
     def hold(self, at: int, storage: Storage) -> None:
-        """Move the counts of a layer's storage here."""
+        """Move the counts of a storage into row `at` of `after` and of `host`, and let the storage refer to them."""
         if self.storages[at] is storage:
             return
         self.after[at].copy_(storage.len)
@@ -33,23 +34,24 @@ class Counts:
 class Table:
     """Counts one more slot in every head of all layers, once for each decoded token.
 
-    If a storage has taken the place of another (by a cut, a fork, other batch rows), the next `take` holds it.
+    When a layer gets another storage (by a cut, a fork or a selection of batch rows), `take` must be called before the
+    next `tick`.
     """
 
     def __init__(self) -> None:
-        self.storages: list[Storage] = []  # replaced by a new list when slots have moved
-        self.groups: dict[tuple, Counts] = {}  # (device, batch, heads) -> counts of the layers there
-        self.room = 0  # how often `tick` can still be called with these storages
+        self.storages: list[Storage] = []  # the layers' storages; another list object after slots have moved
+        self.groups: dict[tuple, Counts] = {}  # (device, batch size, kv heads) -> counts of the layers with these
+        self.room = 0  # number of further calls of `tick` until some head is full
 
     def holds(self, storages: Items[Storage]) -> bool:
-        """Whether `tick` can be called for these storages."""
+        """Whether `tick` can be called for these storages: their counts are in this table, and every head has room."""
         return self.room > 0 and self._same(storages)
 
     def _same(self, storages: Items[Storage]) -> bool:
         return len(storages) == len(self.storages) and all(map(is_, storages, self.storages))
 
     def take(self, storages: Items[Storage]) -> None:
-        """Hold the counts of these storages, each of which must have room."""
+        """Move the counts of these storages into this table. Every head must have room for one more slot."""
         members: dict[tuple, list[Storage]] = {}
         for storage in storages:
             members.setdefault((storage.device, *storage.counts.shape), []).append(storage)
@@ -67,7 +69,7 @@ class Table:
         self.room = min((storage.room for storage in storages), default=0)
 
     def tick(self) -> None:
-        """Count one more slot; the next `Storage.decode` of each layer writes it."""
+        """Count one more slot in every head; the next `Storage.decode` of each layer writes it."""
         for counts in self.groups.values():
             counts.before.copy_(counts.after)
             counts.after += 1

@@ -1,1 +1,1 @@
-"""What single papers need beyond a part of a policy, a file each."""
+"""Methods of single papers that are more than a part of a policy, one file each."""

@@ -1,5 +1,6 @@
-"""Drafting by the model itself (LAQ): after a prompt was read with nothing evicted, a fork of the cache is cut and
-writes a few tokens, whose query rows then observe the prompt."""
+"""Drafting by the model itself (Lookahead Q-Cache, LAQ, Wang et al. 2025). Once a prompt is read, and before slots
+are evicted, the model writes a few draft tokens over an evicted fork of the cache. The query rows of these tokens then
+observe the prompt."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ FIRST_CUT = Policy(score="snapkv", rows=FirstWindow(), budget=2**30)
 
 
 class _Noting(Chooser):
-    """The chooser while a draft is written: it keeps all slots and notes the drafted rows."""
+    """The chooser of the steps that write a draft: it keeps all slots, and notes the draft tokens' rows."""
 
     looks = False
 
     def __init__(self, errors: Errors | None) -> None:
-        self.errors = errors  # TADA measures them over the drafted rows, too
-        self.rows = defaultdict(list)  # layer -> for each row (q [B, H, 1, D], k, v [B, heads, 1, D])
+        self.errors = errors  # the layers' errors (residual.py), which draft tokens contribute to
+        self.rows = defaultdict(list)  # layer -> (q [B, H, 1, D]; k, v [B, heads, 1, D]) of each draft token
 
     def takes(self, call: LayerCall) -> bool:
         self.rows[call.index].append((call.q, call.k, call.v))
@@ -46,9 +47,9 @@ class _Noting(Chooser):
 
 
 class Drafting(Chooser):
-    """The chooser of a prompt whose layers wait until tokens are drafted; then `chooser` gets the layers in order.
+    """The chooser of a prompt whose layers wait until a draft is written; then `chooser` evicts from them in order.
 
-    arguments   the call's `kvevict.engine.hook.arguments.Arguments`
+    arguments   the model call's `kvevict.engine.hook.arguments.Arguments`
     run         the decoder's original forward
     """
 
@@ -59,7 +60,7 @@ class Drafting(Chooser):
     held = property(lambda self: len(self.calls))
 
     def layer(self, call: LayerCall) -> None:
-        """Let a layer wait, with only the rows that observe the prompt."""
+        """Let a layer wait, and keep only those of its rows that observe the prompt."""
         self.calls.append(call.drafting(max(FIRST_CUT.rows.window, call.policy.rows.window)))
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
@@ -73,7 +74,7 @@ class Drafting(Chooser):
                 self.chooser.layer(call)
 
     def _drafted(self, step: Step, hidden: torch.Tensor, calls: list[LayerCall]) -> _Noting:
-        """Draft tokens over an evicted fork of the cache, and return the chooser that noted their rows."""
+        """Write draft tokens over an evicted fork of the cache. Returns the chooser that has noted their rows."""
         meter, n_d, noting = step.meter, step.plan.policy.rows.n_d, _Noting(self.errors)
         with meter.clock("draft"):
             policy = replace(FIRST_CUT, keep_first=step.plan.policy.keep_first)
@@ -87,13 +88,14 @@ class Drafting(Chooser):
         return noting
 
     def _write(self, step: Step, hidden: torch.Tensor, plan: Plan, cache: EvictionCache, noting: _Noting) -> None:
-        """Write the draft greedily over `cache`."""
+        """Write draft tokens over `cache` by greedy decoding. hidden: [B, 1, E] last hidden state of the prompt's last
+        token."""
         arguments, unseen = self.arguments, Meter()
         logits, at = head(arguments.top), step.positions[:, : step.columns][:, -1:]
         for number in range(1, step.plan.policy.rows.n_d + 1):
             ids, at = logits(hidden).argmax(-1), at + 1
             final = int(at.max()) if rotary.rope_depends_on_length(step.decoder) else None
-            mask = arguments.mask_for(step.chunk.end, number)  # for all tokens drafted so far
+            mask = arguments.mask_for(step.chunk.end, number)  # for the prompt and all draft tokens so far
             inputs = dict(input_ids=ids, attention_mask=mask, position_ids=at.long(), use_cache=True, return_dict=True)
             one = Step(
                 plan=plan, decoder=step.decoder, cache=cache, meter=unseen, positions=at, padding=0 * step.padding,
@@ -104,15 +106,15 @@ class Drafting(Chooser):
 
 
 def _cut(call: LayerCall, plan: Plan, room: int) -> Storage:
-    """Copy the slots that SnapKV keeps within the layer's budget, with `room` free rows per head."""
+    """Copy the slots that the SnapKV policy keeps within the layer's budget, with `room` free rows per head."""
     kv, rows = call.slots.kv, call.rows
     read = replace(call.step.read, rows=plan.policy.rows)
-    step = replace(call.step, plan=plan, read=read, meter=Meter())  # a draft is not in the report
+    step = replace(call.step, plan=plan, read=read, meter=Meter())  # a separate meter: the report leaves the draft out
     with call.layer.storage.here():
         first = LayerCall(step, call.module, rows.q, kv.k, kv.v, call.to_store, kv.options, out=rows.out, lse=rows.lse)
         alive = first.slots.alive
         slots = np.minimum(call.step.read.budgets.targets[call.order], alive)
-        slots = np.where(call.tokens > 0, slots, alive)  # a row with only padding in this chunk keeps all
+        slots = np.where(call.tokens > 0, slots, alive)  # a batch row with only padding in this chunk keeps all slots
         choice = choose(first, slots)
         storage = call.layer.storage.gathered()
         return storage.moved(choice.keep + room, choice.index, choice.keep, *call.to_store, call.slots.pos, kv.first)

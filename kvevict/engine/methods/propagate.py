@@ -1,11 +1,10 @@
-"""Token-selective propagation (FastKV, Jo et al. 2025): layers after `tsp` read only a chunk's best tokens.
+"""Token-selective propagation (FastKV, Jo et al. 2025): layers after layer `tsp` read only a chunk's best tokens.
 
-Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows and the first
-tokens that are always kept are always propagated, since without the first tokens, to which much attention goes, the
-layers after `tsp` lose most answers. A question before the text ranks before other tokens. Hooks cut the arguments of
-later layers (hidden states, rotary embeddings, position ids, and the step that our attention reads) to the propagated
-tokens, which keep their positions. Every layer counts all tokens as seen. Rows appended to a chunk go through all
-layers.
+Layer `tsp` ranks the chunk's tokens by its pooled scores, summed over its kv heads. The observing rows are always
+propagated, and so are the first tokens that are always kept: much attention goes to them, and without them the layers
+after `tsp` lose most answers. A question before the text ranks before other tokens. Hooks cut the arguments of later
+layers (hidden states, rotary embeddings, position ids, and the step that our attention reads) to the propagated tokens,
+which keep their positions. Every layer counts all tokens as seen. Rows appended to a chunk go through all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +24,16 @@ from ..read.plan import Plan
 
 
 class Onward(NamedTuple):
-    """The tokens of a call that layers after `tsp` read."""
+    """The tokens of a call that layers after layer `tsp` read: K columns of the call's rows."""
 
-    columns: torch.Tensor  # [B, K] ascending, appended rows last
-    first: torch.Tensor  # [B] number of padding columns
-    padding: np.ndarray  # `first` on the host
+    columns: torch.Tensor  # [B, K] numbers of these columns, ascending; the columns of appended rows are last
+    first: torch.Tensor  # [B] number of padding columns at the start of the K columns
+    padding: np.ndarray  # [B] `first` on the host
 
 
 def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:
-    """Raise ValueError if a chunk of `tokens` tokens loses rows that the caller wants: the last `wanted` rows (0: all),
-    or the rows of every layer, by the outputs named in `flags`."""
+    """Raise ValueError if layers after `tsp` do not read all rows that the caller wants of a chunk of `tokens` tokens:
+    the last `wanted` rows (0: all), or, because of the outputs named in `flags`, every layer's rows."""
     policy = plan.policy
     if plan.tsp is None or tokens == policy.propagated(tokens):
         return
@@ -50,13 +49,14 @@ def check(plan: Plan, tokens: int, wanted: int, flags: Sequence[str]) -> None:
 
 
 def due(call: LayerCall) -> bool:
-    """Whether this is layer `tsp`, and it has to choose among the chunk's tokens."""
+    """Whether the call is of layer `tsp`, and of a chunk with more tokens than later layers are to read."""
     step, tokens = call.step, int(call.tokens.max())
     return step.read is not None and call.index == step.plan.tsp and tokens > call.policy.propagated(tokens)
 
 
 def choose(call: LayerCall, score: torch.Tensor) -> Onward:
-    """Choose the chunk's tokens that are propagated; all appended rows are."""
+    """Choose the tokens of a chunk that later layers read, by the score of layer `tsp`. All appended rows are read,
+    too."""
     policy, slots, kv = call.policy, call.slots, call.slots.kv
     rows, device = kv.k.shape[2], call.slots.device
     tokens = rows - kv.first
@@ -64,35 +64,36 @@ def choose(call: LayerCall, score: torch.Tensor) -> Onward:
     most, keep = int(kept.max()), _ops.upload(kept, device, torch.int32)
     last = slots.protected[1].clamp_min(policy.goes_on).minimum(keep)
     before = _ops.upload(call.layer.sequence.seen, device, torch.int32)
-    first = slots.protected[0] - before  # number of first slots that are in this chunk
+    first = slots.protected[0] - before  # number of the protected first slots that are in this chunk
     first = first.clamp_min(0).minimum(keep - last).to(torch.int32)
     column = torch.arange(rows, device=device)
-    slot = (call.layer.len[..., None] + column).clamp_max(slots.columns - 1)  # slot of each token of a row
-    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # a shared score has one row for all heads
+    slot = (call.layer.len[..., None] + column).clamp_max(slots.columns - 1)  # slot number of each of the chunk's rows
+    pooled = policy.score.pooled(slots, score).expand(-1, slot.shape[1], -1)  # a score may be [B, 1, C] for all heads
     if slots.bounds.kept is not None:
         pooled = pooled.masked_fill(slots.between, torch.inf)
     by_head = slots.heads.gather(pooled.gather(2, slot))
-    worth = reduce(torch.add, by_head.unbind(1))  # in head order, so that every machine has the same sums
+    worth = reduce(torch.add, by_head.unbind(1))  # added in head order, so that every machine gets the same sums
     with call.step.meter.clock("select"):
         chosen = _ops.select(worth[:, None], tokens[:, None], keep[:, None], first, last, most)[:, 0]
     padding = most - keep
     rank = column[:most] - padding[:, None]
     columns = chosen.gather(1, rank.clamp_min(0)) + kv.first[:, None]
-    # A row shorter than the others keeps all its tokens, with padding at their left.
+    # A batch row with fewer tokens than the others keeps all of them, with padding at their left.
     columns = torch.where(rank < 0, column[:most], columns)
     appended = rows + torch.arange(call.step.appended, device=device).expand(len(columns), -1)
     return Onward(torch.cat([columns, appended], 1), padding, most - kept)
 
 
 def install(decoder: torch.nn.Module) -> list[RemovableHandle]:
-    """Add the hooks to the layers. A hook refers only to the layer's number, so copies of the model are independent."""
+    """Add hooks to the decoder's layers. A hook refers only to the number of its layer, so copies of the model are
+    independent."""
     layers = enumerate(families.layers_of(decoder))
     return [layer.register_forward_pre_hook(partial(_enter, index), with_kwargs=True) for index, layer in layers]
 
 
 def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-    """Cut a layer's arguments to the propagated tokens: arguments common to all layers, and the hidden states of the
-    first layer after `tsp`, whose output is that of the propagated tokens alone."""
+    """Cut a layer's arguments to the propagated tokens: in every layer after `tsp` those that all layers get, and in
+    the first one also the hidden states, which later layers then get already cut."""
     step = current()
     onward = step.chooser.onward if step is not None and step.chooser is not None else None
     if onward is None:
@@ -107,14 +108,15 @@ def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tu
 
 
 def _taken(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Take columns [B, K] of x [B or 1, T, ...], on x's device."""
+    """Gather the columns [B, K] of x [B or 1, T, ...], on the device of x: [B, K, ...]."""
     columns = columns.to(x.device)
     row = torch.arange(columns.shape[0], device=x.device)[:, None]
     return x.expand(len(row), *x.shape[1:])[row, columns]
 
 
 def cut(value: object, rows: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`part` of a tensor [B or 1, rows, ...], or of each in a tuple or list; any other value unchanged."""
+    """Apply `part` to a tensor [B or 1, rows, ...], or to each such tensor in a tuple or list; return any other value
+    unchanged."""
     if isinstance(value, (tuple, list)):
         return type(value)(cut(each, rows, part) for each in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == rows:

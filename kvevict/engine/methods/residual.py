@@ -1,4 +1,5 @@
-"""TADA's measurements of a call: each layer's error, from its scores and its rotation of the residual stream."""
+"""The layers' errors by which TADA (a layer budget, EDIE eq. 12-18) splits slots over layers. An error is measured from
+the layer's scores and the angle by which the layer rotates the residual stream (METHODS section 4)."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -16,16 +17,16 @@ from ..read.step import Step
 
 
 class Errors:
-    """The layers' errors in one chunk (METHODS section 4): E_int, the sum of scores outside the protected slots, times
-    the mean of 1 - cos(R, R + O) over the observing and drafted rows. R is the residual stream that enters a layer, and
-    O what its attention block (`until` = "attention") or the whole layer (`until` = "layer") adds.
+    """The layers' errors in one chunk. A layer's error is E_int, the sum of its scores outside the protected slots,
+    times the mean of 1 - cos(R, R + O) over the observing and drafted rows. R is the residual stream that enters the
+    layer, O what its attention block (`until` = "attention") or the whole layer (`until` = "layer") adds to R.
     """
 
     def __init__(self, until: str) -> None:
         self.until = until
-        self.scores: dict[int, torch.Tensor] = {}  # layer -> fp64 [B] E_int
-        self.residual: dict[int, torch.Tensor] = {}  # layer -> R
-        # layer -> (sum of 1 - cos over rows [B], number of rows [B])
+        self.scores: dict[int, torch.Tensor] = {}  # layer -> its E_int, fp64 [B]
+        self.residual: dict[int, torch.Tensor] = {}  # layer -> its R [B, T, E], until `note_rotation` has used it
+        # layer -> ([B] sum of 1 - cos(R, R + O) over rows, [B] number of these rows)
         self.rotation: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note_scores(self, call: LayerCall, score: torch.Tensor) -> None:
@@ -35,9 +36,10 @@ class Errors:
         self.scores[slots.index] = every.masked_fill(~slots.competing, 0).double().sum((1, 2))
 
     def note_rotation(self, step: Step, index: int, after: torch.Tensor) -> None:
-        """Add 1 - cos of `residual` and `after` over the call's observing rows, its last ones."""
+        """Add the sum of 1 - cos(R, after) over the call's observing rows, which are its last rows. after: R + O
+        [B, T, E] of layer `index`."""
         before = self.residual.pop(index).to(after.device)
-        after = after.reshape(before.shape)  # OPT's MLPs get [B * T, E]
+        after = after.reshape(before.shape)  # in OPT models the MLP gets [B * T, E]
         counts = step.rows.observing(step)
         rows, counts = max(int(counts.max()), 1), _ops.upload(counts, after.device)
         distance = 1 - torch.cosine_similarity(before[:, -rows:].float(), after[:, -rows:].float(), dim=-1)
@@ -46,7 +48,7 @@ class Errors:
         self.rotation[index] = total + (distance.clamp_min(0) * inside).sum(1), number + counts
 
     def layers(self, plan: Plan, device: torch.device) -> torch.Tensor:
-        """fp64 [layers, B] errors of the layers that evict, on `device`."""
+        """Return the errors of the layers that evict: fp64 [layers, B], on `device`."""
 
         def one(index: int) -> torch.Tensor:
             if index not in self.rotation:
@@ -60,10 +62,10 @@ class Errors:
 def install(
     decoder: torch.nn.Module, until: str, order: Iterable[int], after_attention: Mapping[int, str]
 ) -> list[RemovableHandle]:
-    """Add the hooks that call `Errors.note_rotation`. A hook refers only to its layer's number, so copies of the model
-    are independent.
+    """Add the hooks that call `Errors.note_rotation`. A hook refers only to the number of its layer, so copies of the
+    model are independent.
 
-    after_attention   layer -> its submodule that gets the residual stream with the attention's output added
+    after_attention   layer -> name of its submodule whose input is the residual stream after the attention block
     """
     hooks = []
     for index in order:
@@ -78,7 +80,7 @@ def install(
 
 
 def _measuring(until: str | None = None) -> Step | None:
-    """The running step if it measures errors (until: at that place); else None."""
+    """Return the running step if it measures errors, at the place `until` if one is given; otherwise None."""
     step = current()
     if step is None or step.chooser is None or step.chooser.errors is None:
         return None
@@ -92,8 +94,8 @@ def _enter(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> No
 
 
 def _after(index: int, until: str, module: torch.nn.Module, args: tuple, output: Any = None) -> None:
-    """If the running step measures at `until`, note the residual stream after a layer (its output), or after its
-    attention (the first argument of the submodule that follows)."""
+    """Note the residual stream after a layer (from the layer's output) or after its attention block (from the first
+    argument of the submodule that follows), if the running step measures at the place `until`."""
     step = _measuring(until)
     if step is not None:
         after = args[0] if output is None else output[0] if isinstance(output, tuple) else output

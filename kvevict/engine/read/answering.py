@@ -1,5 +1,5 @@
-"""Recall's second choice (`Policy.recall_after`, METHODS section 13): an answer's first tokens attend to the slots of
-all tokens. Then the rows of these tokens, and the prompt's last rows, choose the slots that stay."""
+"""The choice of slots during an answer, for recall (`Policy.recall_after`, METHODS section 13). The answer's first
+tokens attend to the slots of all tokens; then their rows, and the prompt's last rows, choose the slots that stay."""
 
 import numpy as np
 import torch
@@ -14,15 +14,16 @@ from .layer import LayerCall
 from .plan import Plan
 from .step import Step
 
-ROWS = 16  # number of the prompt's last rows that choose, beside the answer's
+ROWS = 16  # number of the prompt's last rows that choose together with the answer's rows
 
 
 class Asking(Chooser):
-    """Cuts the layers at a prompt's end as `chooser` does, and notes what the answer's first tokens will need."""
+    """The chooser at the end of a prompt whose answer is to choose, too: cuts the layers as `chooser` does, and notes
+    what the answer's choice will need."""
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser, self.errors = chooser, chooser.errors
-        self.asked: list[tuple] = []  # of each layer: itself, and the fields of its `Awaited` from `protected` on
+        self.asked: list[tuple] = []  # for each layer: the layer, then the fields of its `Awaited` from `protected` on
 
     held = property(lambda self: self.chooser.held)
 
@@ -43,8 +44,9 @@ class Asking(Chooser):
 
 
 class Answered(Chooser):
-    """The chooser of an answer's token that attends to the slots of all tokens. After the answer's token number
-    `Policy.answered`, its rows choose as many slots of the prompt as were kept before; the answer's slots stay."""
+    """The chooser of an answer's tokens that attend to the slots of all tokens. After the first `Policy.answered`
+    tokens, the answer's rows choose as many of the prompt's slots as were kept at the prompt's end. All slots of the
+    answer stay."""
 
     looks = False
 
@@ -67,7 +69,7 @@ class Answered(Chooser):
                 "some rows of the cache have chosen their slots, and others are about to: write the answers with "
                 "kvevict.answer, or step through the rows apart with kvevict.answering.batch.Batch"
             )
-        floor = sequence.floor  # restored below: no token of the answer is lost, so crop() may take all of them back
+        floor = sequence.floor  # restored below: the answer's slots all stay, so crop() may still remove any of them
         away = [call.layer for call in self.calls if call.layer.awaited.chosen is None]
         for layer in away:
             archive.append_last(layer)
@@ -83,13 +85,13 @@ class Answered(Chooser):
 
 
 def _come(layer: EvictionLayer | None) -> None:
-    """Start to copy the slots of all tokens of a layer from the host's memory."""
+    """Start to copy the slots of all tokens of a layer from the host's memory to the layer's device."""
     if layer is not None:
         archive.recall(layer, np.ones(len(layer.counts), bool))
 
 
 def _choose(call: LayerCall, since: np.ndarray) -> None:
-    """Cut a layer that has the slots of all tokens. since: int [B] number of an answer's tokens that choose."""
+    """Evict from a layer that holds the slots of all tokens. since: int [B] number of tokens of each row's answer."""
     layer, plan = call.layer, call.step.plan
     awaited, layer.awaited = layer.awaited, None
     with call.step.meter.clock("evict"), layer.storage.here():

@@ -12,7 +12,7 @@ from ...policy.layers import layer_slots
 from . import schedule
 from .decisions import Cascade, Decisions, RankedTogether
 
-if TYPE_CHECKING:  # these import Transformers, which counts do without
+if TYPE_CHECKING:  # these modules import Transformers, which `kvevict plan` does without
     from ...policy.policy import Policy
     from ..memory.cache import EvictionCache
     from ..memory.layer import EvictionLayer
@@ -20,34 +20,39 @@ if TYPE_CHECKING:  # these import Transformers, which counts do without
 
 
 class Budgets:
-    """The slots that the layers may keep, chunk by chunk of one prompt.
+    """The number of slots that each layer may keep after each chunk of one prompt.
 
     narrow   result of `schedule.narrow`: one entry for each evicting layer
-    heads    kv heads of a layer, of all ranks
-    seen     of each batch row the tokens read, this prompt included
+    heads    number of a layer's kv heads, over all ranks
+    seen     number of tokens read in each batch row, this prompt included
     """
 
     def __init__(self, policy: Policy, narrow: tuple[bool, ...], heads: int, seen: list[int]) -> None:
         self.policy, self.narrow, self.heads, self.seen = policy, narrow, heads, seen
         self.layers = layers = len(narrow)
-        self.spared = np.zeros(len(seen), bool)  # [B] rows that recall does not cut, since all their tokens fit
-        self.most = np.zeros((layers, len(seen)), np.int64)  # slots that each layer may keep of spared rows
-        self.targets: np.ndarray | None = None  # int [layers, B] slots of each layer after the last decided chunk
-        self.budgets: Any = None  # `targets`; of a batch row that is not cut now, its later limit
-        self.cuts = np.zeros(len(seen), bool)  # [B] rows that may lose slots after the last decided chunk
-        self.errors = np.zeros((layers, len(seen)))  # sums over chunks of the layers' errors
-        self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks in `errors`
+        self.spared = np.zeros(len(seen), bool)  # [B] batch rows not cut after a recall: their tokens fit the budget
+        self.most = np.zeros((layers, len(seen)), np.int64)  # [layers, B] slots that each layer may keep of spared rows
+        # int [layers, B] slots that each layer keeps after the last chunk for which `decide` has decided
+        self.targets: np.ndarray | None = None
+        self.budgets: Any = None  # `targets`, or, for a batch row within its budget, the limit for later tokens
+        self.cuts = np.zeros(len(seen), bool)  # [B] batch rows that may lose slots after the last decided chunk
+        self.errors = np.zeros((layers, len(seen)))  # [layers, B] sums of the layers' errors over chunks
+        self.measurements = np.zeros(len(seen), np.int64)  # [B] number of chunks that `errors` sums over
 
     def recall(self) -> None:
-        """From now on, cut rows whose tokens exceed the budget to `recall_slots`, and spare the others."""
+        """From now on, cut batch rows with more tokens than the budget to `recall_slots`, and spare the other rows."""
         if self.policy.recall_slots is not None:
             self.spared = np.array([n <= self.policy.slots(n) for n in self.seen])
             self.most = self.split(None, self.mean_errors())
             self.policy = self.policy.recalling
 
     def decide(self, chunk: schedule.Chunk, tokens: np.ndarray, stored: np.ndarray, observed: np.ndarray) -> Decisions:
-        """The `Decisions` for the layers after a chunk. tokens: [B] that it adds; stored: [layers, B] slots before it;
-        observed: bool [B] rows with observing tokens."""
+        """Decide how the layers are cut after a chunk.
+
+        tokens     [B] number of tokens that the chunk adds
+        stored     [layers, B] slots before the chunk, over all kv heads of a layer
+        observed   bool [B] batch rows with tokens that observe
+        """
         policy = self.policy
         if not chunk.last and policy.schedule != "chunk":
             return Decisions(policy, self.layers, None)
@@ -71,11 +76,12 @@ class Budgets:
         return Decisions(policy, self.layers, lambda layer, alive: most[layer], observed, bar)
 
     def split(self, alive: np.ndarray | None, measured: list) -> np.ndarray:
-        """Split the budget among the layers by `layer_slots`: int [layers, B]."""
+        """Split the budget among the layers by `layer_slots`: int [layers, B] slots over all kv heads. alive: [layers,
+        B] slots that the layers hold; None: no limit. measured: `mean_errors`, or preferences of the layers."""
         return layer_slots(self.policy, self.layers, self.heads, self.seen, alive, measured).numpy()
 
     def _shared(self, alive: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Split the budget by the preferences [layers, B] that the layers have asked for so far."""
+        """Split the budget by the preferences [layers, B] of the layers; a layer not read yet has 0."""
         slots = self.split(alive, asked.T.tolist())
         self.budgets = np.where(self.cuts, slots, self.budgets)
         return slots
@@ -86,19 +92,21 @@ class Budgets:
         self.measurements += self.cuts
 
     def mean_errors(self) -> list:
-        """Of each batch row the layers' mean errors over the chunks so far; None for a row without measurements."""
+        """Return for each batch row the list of the layers' mean errors over the chunks so far; None for a batch row
+        without measurements."""
         means = (self.errors / self.measurements.clip(1)).T.tolist()
         return [row if n else None for row, n in zip(means, self.measurements, strict=True)]
 
     def learn(self) -> None:
-        """Let the layer budget learn from every measured batch row, at the prompt's end."""
+        """At the prompt's end, let the policy's layer budget learn from the mean errors of all measured batch rows."""
         measured = [row for row in self.mean_errors() if row is not None]
         if measured:
             self.policy.layers.learn(measured)
 
 
 def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], ranks: Ranks) -> None:
-    """Raise ValueError unless layers, or heads, that share a choice hold the same slots, as this policy leaves them."""
+    """Raise ValueError if layers, or heads of a layer, that share a choice under this policy hold different slots,
+    because another policy has read the cache."""
     if layers[0].len is None or cache.sequence.policy is policy:
         return
     for group in policy.groups(len(layers)):
@@ -114,13 +122,15 @@ def check_groups(policy: Policy, cache: EvictionCache, layers: Sequence[Eviction
 
 
 def places(layer: EvictionLayer, shared: bool) -> list[list[list[int]]] | None:
-    """Positions of a layer's slots, by batch row and head; None if `shared` heads, which must be equal, differ."""
+    """Return the positions of a layer's slots, [batch row][head]; None if heads share a choice (`shared`) but hold
+    different slots."""
     heads = [[head.tolist() for head in row] for row in layer.positions()]
     return None if shared and any(head != row[0] for row in heads for head in row) else heads
 
 
 def renew(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer], heads: int, ranks: Ranks) -> None:
-    """Give the layers new budgets, for decoding, if another policy, or none, has read the cache."""
+    """Before a token is decoded, give the layers new budgets if the cache was last read by another policy or by
+    none."""
     sequence = cache.sequence
     if sequence.policy is policy:
         return
@@ -132,7 +142,7 @@ def renew(policy: Policy, cache: EvictionCache, layers: Sequence[EvictionLayer],
         if not (loaded or sequence.policy == policy) or layer.budget.min() < least:
             layer.budget = np.minimum(budget.numpy(), PLENTY)
         if not loaded and sequence.policy != policy:
-            layer.decode_queries = None  # they belong to another policy, or a gap follows them
+            layer.decode_queries = None  # another policy's rows, or rows that are not of the last tokens
             if policy.carry == "none":
                 layer.carry = None
     sequence.policy = policy

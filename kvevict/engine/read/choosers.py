@@ -1,5 +1,6 @@
-"""Choosers carry out evictions: they hand a layer's values to the stages of `kvevict.engine.cut`, and store the slots
-that these choose. A step's chooser sees the layers in order. methods/draft.py and answering.py have others."""
+"""Choosers carry out evictions: they pass a layer's values to the stages of `kvevict.engine.cut`, and store the slots
+that survive. A step has one chooser, which gets the layers in order. methods/draft.py and answering.py have further
+choosers."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,49 +24,52 @@ from .step import Step
 
 
 class Chooser:
-    """Keeps all slots, as for assisted decoding's candidates, which may be taken back."""
+    """A chooser that keeps all slots, for instance those of assisted decoding's candidates, which may be removed again.
+    It is also the base class of the choosers that evict."""
 
-    errors: Errors | None = None  # measured in this step
-    onward: propagate.Onward | None = None  # rows of this step that layers after `tsp` read
-    held = 0  # number of waiting layers with new slots
-    looks = True  # whether it reads slots after a decoded token, so that a fork's slots must lie in one buffer
+    errors: Errors | None = None  # the layers' errors in this step; None: they are not measured
+    onward: propagate.Onward | None = None  # tokens of this step that layers after `tsp` read; None: all
+    held = 0  # number of layers that wait for their cuts while their new slots are not stored yet
+    looks = True  # whether the chooser reads slots after a decoded token; then a fork's slots must lie in one buffer
 
     def takes(self, call: LayerCall) -> bool:
-        """Whether `layer` is to be called after a decoded token; if not, the layer keeps all slots."""
+        """Whether the method `layer` is to be called after a decoded token; if not, the layer keeps all slots."""
         return False
 
     def layer(self, call: LayerCall) -> None:
-        """Evict slots of a layer that has attended, or let it wait; here all slots are stored."""
+        """Evict slots of a layer that has attended, or let the layer wait for its cut. This base class stores all
+        slots."""
         of_tokens = call.step.plan.of_tokens is not None
         store(call, carried=numbers(call)[0] if of_tokens else call.layer.carry)
 
     def end(self, step: Step, hidden: torch.Tensor) -> None:
-        """End a step. hidden: [B, 1, E] the last row's hidden state after the last layer."""
+        """End a step. hidden: [B, 1, E] hidden state of the step's last row after the last layer."""
 
 
 class Pending(NamedTuple):
-    """A layer that was read and waits for its cut."""
+    """A layer that has attended and waits for its cut."""
 
     call: LayerCall
-    carried: torch.Tensor | None
-    ranks: Any  # [B, Hkv, C] result of `cut.ranked`; None: another layer chooses
+    carried: torch.Tensor | None  # [B, Hkv, C] scores that the alive slots carry after the cut; None: none
+    ranks: Any  # [B, Hkv, C] values to rank slots by (`cut.ranked`); None: another layer chooses for this one
 
 
 class Deciding(Chooser):
-    """Carries out the `Decisions` of a call."""
+    """A chooser that carries out `Decisions`: which layers are cut after a layer was read, and to how many slots."""
 
     def __init__(self, decisions: Decisions, errors: Errors | None = None) -> None:
         self.decisions, self.errors = decisions, errors
-        self.pending: dict[int, Pending] = {}  # by the layer's number among those that evict
-        self.choices: dict[int, Choice | None] = {}  # by the same number; None: the layer kept all slots
+        self.pending: dict[int, Pending] = {}  # the layer's number among those that evict -> the waiting layer
+        self.choices: dict[int, Choice | None] = {}  # the same number -> the layer's choice; None: it kept all slots
 
     @property
     def held(self) -> int:  # type: ignore[override]  # the base class has a constant
         return sum(each.call.columns > 0 for each in self.pending.values())
 
     def takes(self, call: LayerCall) -> bool:
-        """Whether the layer is over its budget. First, note the decoded row or its attention weights, as the policy
-        needs."""
+        """Whether the layer exceeds its budget, or the method `layer` has to update the layer's carried scores. First,
+        if the policy needs this, the layer remembers the decoded token's query row, or adds the token's attention
+        weights to its carried scores."""
         step, layer, policy = call.step, call.layer, call.step.plan.policy
         order = step.plan.order[call.module.layer_idx]
         observing = observes(policy, order, len(step.plan.order))
@@ -83,18 +87,21 @@ class Deciding(Chooser):
         return slots is not None or (policy.carry == "sum" and observing)
 
     def _slots(self, call: LayerCall) -> np.ndarray | None:
-        """The number of slots [B] that a layer keeps after a decoded token; None: all."""
+        """Return the number of slots [B] that a layer keeps after a decoded token; None if it keeps all."""
         return self.decisions.kept(call.order, call.step.plan.ranks.counts(call.layer).sum(1))
 
     def recall(self, call: LayerCall) -> None:
-        """Recall the slots of all tokens in batch rows that lose slots after a decoded token; `layer` then chooses."""
+        """Recall the slots of all tokens in batch rows that lose slots after a decoded token. The method `layer` then
+        chooses among these slots."""
         layer, slots = call.layer, self._slots(call)
         if slots is not None and call.policy.recall and layer.archive is not None:
             archive.recall(layer, slots < call.step.plan.ranks.counts(layer).sum(1))
-            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)  # these are results over fewer slots
+            # The token's attention results are over the kept slots only, so they are dropped.
+            call.probs, call.rows = None, replace(call.rows, out=None, lse=None)
 
     def layer(self, call: LayerCall) -> None:
-        """Score the layer, and carry out the cuts that its `Decision` lists; without a cut of its own it waits."""
+        """Score the layer, and carry out the cuts that the `Decision` for it lists. If none of these cuts is of this
+        layer, the layer waits."""
         policy, order, chunk = call.policy, call.order, call.step.chunk
         observed = chunk is None or chunk.observed
         observing = observed and observes(policy, order, len(call.step.plan.order))
@@ -128,7 +135,8 @@ class Deciding(Chooser):
                 self._carry_out(each, keep.get(each.layer))
 
     def _pool(self, cuts: tuple) -> dict[int, torch.Tensor]:
-        """The number of slots [B, heads of all ranks] that each layer keeps, by one ranking of all layers' slots."""
+        """Return layer -> number of slots [B, heads of all ranks] that each head keeps, by one ranking of all layers'
+        slots."""
         waiting = [self.pending[each.layer] for each in cuts]
         first, layers, ranks = waiting[0].call, [each.call.slots for each in waiting], [each.ranks for each in waiting]
         slots = sum(np.minimum(each.slots, one.alive) for each, one in zip(cuts, layers, strict=True))
@@ -137,7 +145,8 @@ class Deciding(Chooser):
         return {each.layer: one for each, one in zip(cuts, keep, strict=True)}
 
     def _carry_out(self, decided: Cut, keep: torch.Tensor | None = None) -> None:
-        """Cut a pending layer, to `keep` slots per head if given. It stays pending if a later layer cuts it again."""
+        """Cut a pending layer; keep: number of slots of each head, if known already. The layer stays pending if a later
+        layer cuts it again."""
         call, carried, ranks = self.pending.pop(decided.layer)
         if decided.by == decided.layer:
             self.choices[decided.layer] = self._chosen(call, ranks, decided, keep)
@@ -149,7 +158,7 @@ class Deciding(Chooser):
             self.pending[decided.layer] = Pending(call.stored(), None, ranks)
 
     def _chosen(self, call: LayerCall, ranks: torch.Tensor, decided: Cut, keep: torch.Tensor | None) -> Choice | None:
-        """The slots that stay in a layer that chooses for itself; None: all."""
+        """Choose the slots that stay in a layer, by ranks of its own slots; None if all stay."""
         policy, slots, most, bar = call.policy, call.slots, decided.slots, self.decisions.bar
         with call.step.meter.clock("select"):
             if keep is not None:
@@ -161,12 +170,13 @@ class Deciding(Chooser):
 
 
 def numbers(call: LayerCall) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(the numbers that the alive slots carry from now on, or None; the scores to rank them by), as `cut.joined`."""
+    """Return (the scores that the alive slots carry from now on, or None; the scores by which they are ranked), as
+    `cut.joined` does."""
     policy, chunk = call.policy, call.step.chunk
     with call.step.meter.clock("score"):
         score = scored(policy, call.slots, measured(call, policy.score.needs), call.rows.q.shape[1])
         if chunk is not None and chunk.again is not None:
-            parts, index = call.step.read.numbers, call.index  # the largest score over the parts so far; NaN: none
+            parts, index = call.step.read.numbers, call.index  # layer -> largest score over the parts so far, or NaN
             score = parts[index] = torch.fmax(parts[index], score) if index in parts else score
             if not chunk.last:
                 return call.layer.carry, score
@@ -175,20 +185,23 @@ def numbers(call: LayerCall) -> tuple[torch.Tensor | None, torch.Tensor]:
 
 
 def measured(call: LayerCall, needs: tuple) -> list:
-    """The quantities that a part of the policy needs; those measured for another part are in `call.known`."""
+    """Measure the quantities that a part of the policy needs. A quantity that was measured for another part before is
+    taken from `call.known`."""
     wanted = [quantities.quantity(each) for each in as_needs(needs) if each not in call.known]
     observation = call.observation if any(each.observes for each in wanted) else None
     return quantities.measured(needs, call.slots, observation, given(call, wanted), call.known)
 
 
 def choose(call: LayerCall, slots: np.ndarray) -> Choice:
-    """Choose slots [B] of a layer by all stages of a cut, where no other layer waits for this one's choice."""
+    """Choose the slots of a layer that stay, by all stages of a cut; for layers that share their choice with no other.
+    slots: [B] number of slots to keep, over all kv heads."""
     carried, inputs = call.layer.carry, given(call, call.step.plan.needed)
     return cut(call.policy, call.slots, call.observation, slots, order=call.order, carried=carried, given=inputs)
 
 
 def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor | None = None) -> None:
-    """Store the surviving slots in the layer, and what they carry. choice None: all slots survive."""
+    """Store the surviving slots in the layer, and the scores `carried` of all alive slots, as far as they survive.
+    choice: the slots that survive; None: all do."""
     layer, slots = call.layer, call.slots
     if choice is not None:
         for watcher in call.step.watchers:
@@ -197,7 +210,7 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
         if choice is not None:
             index = choice.index.to(slots.device)  # another layer, on another device, may have chosen
             layer.keep(index, choice.keep, *call.to_store, slots.pos, slots.kv.first)
-            layer.prompt = slots.prompt  # no slot of the prompt was cut
+            layer.prompt = slots.prompt  # unchanged, since no slot of the prompt was evicted
             slots.heads.ranks.note(layer, choice.all_ranks)
             carried = None if carried is None else kept(carried, index, torch.nan)
         elif call.columns:
@@ -213,8 +226,9 @@ def store(call: LayerCall, choice: Choice | None = None, carried: torch.Tensor |
 
 
 def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
-    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of attention weights, as `layer` would but
-    faster. Returns False, and does nothing, unless each head simply drops its smallest sums."""
+    """Cut a layer after a decoded token to slots [B] by sums [B, Hkv, C] of attention weights: the same cut as
+    `Deciding.layer` makes, but faster. Returns False, and changes nothing, if the policy does more than to drop the
+    slots with each head's smallest sums."""
     step, layer, policy = call.step, call.layer, call.policy
     counts = layer.counts
     keep = by_sums(policy, counts, slots) if step.plan.ranks.size == 1 else None
@@ -225,6 +239,6 @@ def drop(call: LayerCall, slots: np.ndarray, sums: torch.Tensor) -> bool:
         wanted = _ops.upload(keep, sums.device, torch.int32)
         index = _ops.select(sums.contiguous(), layer.len, wanted, first, last, int(keep.max()))
         layer.keep(index, keep)
-        level = keep.min() == keep.max()  # all heads keep as many slots, so that no index is -1
+        level = keep.min() == keep.max()  # all heads keep equally many slots, so no index is -1
         layer.carry = sums.gather(2, index.long()) if level else kept(sums, index, torch.nan)
     return True

@@ -1,5 +1,6 @@
-"""Decisions when each layer is cut, and to how many slots. The engine carries them out, and `kvevict plan` counts by
-them. They are free of tensors: NumPy numbers of slots [B], sums over all kv heads of a layer."""
+"""Decisions when each layer is cut, and to how many slots. The engine carries the decisions out, and `kvevict plan`
+counts slots by them. There are no tensors here: a number of slots is a NumPy array [B], over all kv heads of a
+layer."""
 
 from __future__ import annotations
 
@@ -20,29 +21,31 @@ Limit = Callable[[int, np.ndarray], np.ndarray | None]
 class Cut(NamedTuple):
     """One layer to cut, now that this layer or a later one was read."""
 
-    layer: int  # its number among those that evict
-    slots: np.ndarray | None  # [B] the most slots to keep; None: all
-    by: int  # the layer whose chosen slots it takes; by == layer: it chooses by its own scores
-    final: bool = True  # False: a later layer of this call cuts it again
+    layer: int  # the layer's number among those that evict
+    slots: np.ndarray | None  # [B] largest number of slots to keep; None: all
+    by: int  # number of the layer whose choice of slots is used; by == layer: the layer chooses by its own scores
+    final: bool = True  # False: when a later layer of this call has been read, the layer is cut again
 
 
 class Decision(NamedTuple):
-    """The cuts after a layer was read. A layer without a cut waits, its new slots not stored yet."""
+    """The cuts to make now that a layer was read. If no cut is of this layer, the layer waits, and its new slots are
+    not stored yet."""
 
-    scores: bool  # the layer chooses slots, so it has to be scored
+    scores: bool  # whether the layer that was read chooses slots, so that it has to be scored
     cuts: tuple[Cut, ...] = ()
-    pooled: bool = False  # one ranking of all slots splits the sum of the cuts' slots among their layers
+    pooled: bool = False  # one ranking of the slots of all `cuts` splits the sum of their `slots` among the layers
 
 
 class Decisions:
     """Decisions of one call of the decoder with `layers` layers that evict.
 
-    limit      (layer, slots [B] that it has) -> the most [B] that it may keep; None, or limit None: all
-    has_tokens bool [B] rows with tokens in this call; a row without cannot observe, and keeps all slots
-    bar        [B] the least score of a slot that stays, -inf: any; None: the policy has no threshold
+    limit      (layer, [B] slots that it holds) -> [B] largest number of slots that it may keep, or None: all. limit
+               None: every layer keeps all
+    has_tokens bool [B] batch rows with tokens in this call; a batch row without tokens keeps all slots
+    bar        [B] least score of a slot that stays, -inf for no threshold; None: the policy has none
     """
 
-    asks = False  # whether layers call `ask`
+    asks = False  # whether `ask` is to be called for each layer
 
     def __init__(
         self, policy: Policy, layers: int, limit: Limit | None, has_tokens: np.ndarray | bool = True,
@@ -50,11 +53,11 @@ class Decisions:
     ) -> None:  # fmt: skip
         self.policy, self.layers, self.limit, self.has_tokens, self.bar = policy, layers, limit, has_tokens, bar
         self.waiting: list[int] = []  # layers that wait for a later layer's choice
-        self.chosen: np.ndarray | None = None  # slots of the last choice
+        self.chosen: np.ndarray | None = None  # [B] number of slots kept by the last choice; None: all
         self.known: dict[int, np.ndarray | None] = {}  # layer -> result of `kept`
 
     def at(self, layer: int, alive: np.ndarray) -> Decision:
-        """The decision now that `layer` was read, which has alive [B] slots."""
+        """Return the decision to carry out now that `layer`, which holds alive [B] slots, was read."""
         if follows(self.policy, layer):
             return Decision(False, (Cut(layer, self.chosen, layer - layer % self.policy.n_reuse),))
         slots = self.kept(layer, alive)
@@ -67,10 +70,12 @@ class Decisions:
         return Decision(slots is not None, tuple(Cut(each, slots, layer) for each in (layer, *waiting)))
 
     def ask(self, layer: int, preference: np.ndarray) -> None:
-        """Note the preference [B] of a layer, if these decisions take preferences."""
+        """Note the preference [B] of a layer: its share of the budget relative to the other layers' preferences. Only
+        `Cascade` uses preferences."""
 
     def kept(self, layer: int, alive: np.ndarray) -> np.ndarray | None:
-        """The most slots [B] that the layer keeps of its alive [B] ones; None if no row loses any."""
+        """Return the largest number of slots [B] that the layer keeps of its alive [B] slots; None if no batch row
+        loses any."""
         if layer not in self.known:
             slots = None if self.limit is None else self.limit(layer, alive)
             if slots is not None:
@@ -81,15 +86,16 @@ class Decisions:
 
 
 class Cascade(Decisions):
-    """Layers share all slots by their preferences (`LayerBudget.preference`): each layer that is read cuts the earlier
-    ones again.
+    """Decisions that split the budget of all layers by the layers' preferences (`LayerBudget.preference`). Whenever a
+    layer has been read, the earlier layers are cut again.
 
-    Budgets only shrink until the last layer is read. The final ones equal those of a single cut over all layers: each
-    earlier cut leaves one spare slot per head, because of rounding. After layer l, layers 0..l hold at most the budget
-    of all layers, and one slot per head; with heads="ada" also slots that a head won and the average takes from it.
+    A layer's share only shrinks until the last layer is read. The final slots equal those of a single cut over all
+    layers, because each earlier cut leaves one spare slot per head for rounding. After layer l, layers 0..l hold
+    at most the budget of all layers, and one more slot per head; with heads="ada" a head may also hold slots that it
+    won and that the mix with the average takes from it later.
 
-    share   preferences [layers, B], 0 for layers yet to come -> int [layers, B] slots
-    cuts    bool [B] rows that lose slots
+    share   preferences [layers, B], 0 for layers not read yet -> int [layers, B] slots
+    cuts    bool [B] batch rows that lose slots
     """
 
     asks = True
@@ -102,7 +108,7 @@ class Cascade(Decisions):
         self.preferences = np.zeros((layers, len(cuts)))
 
     def ask(self, layer: int, preference: np.ndarray) -> None:
-        # At least 1e-300, so that a layer that asks for 0 outranks layers that were not read yet.
+        # At least 1e-300, so that a layer that asks for 0 still outranks the layers not read yet.
         self.preferences[layer] = np.maximum(np.nan_to_num(preference, nan=0.0), 1e-300)
 
     def at(self, layer: int, alive: np.ndarray) -> Decision:
@@ -113,10 +119,11 @@ class Cascade(Decisions):
 
 
 class RankedTogether(Decisions):
-    """All layers wait for the last one; then one ranking of all slots splits the sum of `targets` among the layers.
+    """Decisions for which all layers wait until the last one is read; then one ranking of all layers' slots splits the
+    sum of `targets` among the layers.
 
     targets   int [layers, B] each layer's part of the sum
-    cuts      bool [B] rows that lose slots
+    cuts      bool [B] batch rows that lose slots
     """
 
     def __init__(
@@ -132,7 +139,8 @@ class RankedTogether(Decisions):
 
 
 def while_decoding(policy: Policy, layers: int, heads: int, budgets: Callable[[int], np.ndarray]) -> Decisions:
-    """The decisions for a decoded token. budgets: layer -> its budget [B]; heads: kv heads of a layer."""
+    """Return the decisions for a decoded token. budgets: layer -> its budget [B]; heads: number of kv heads of a
+    layer."""
 
     def limit(layer: int, alive: np.ndarray) -> np.ndarray | None:
         over = overfull(policy, alive, budgets(layer), heads)

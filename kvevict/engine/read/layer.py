@@ -1,4 +1,4 @@
-"""One layer in a step: it attends to [stored | new] slots, and then its cut chooses among them."""
+"""One layer in a step: the layer attends to [stored | new] slots, and then a cut chooses among these slots."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from .step import Step
 
 @dataclass(eq=False)
 class LayerCall:
-    """One layer in a step: it attends with the step's T rows, and then slots may be evicted from it. A chunk's rows are
-    stored once the slots are chosen; a decoded token's row is stored by the op that attends."""
+    """One layer in a step: the layer attends with the step's T rows, and then slots may be evicted from it. The rows of
+    a chunk are stored when slots have been chosen; the row of a decoded token is stored by the op that attends."""
 
     step: Step
     module: Any  # the layer's attention module
-    q: Any  # [B, H, T, D]; of a call that waits, the rows that a watcher needs
-    k: torch.Tensor  # [B, heads, T, D]
-    v: torch.Tensor
+    q: Any  # [B, H, T, D] queries; in a call that waits for another layer's choice, only the rows that watchers need
+    k: torch.Tensor  # [B, Hkv, T, D] new keys; of all H heads if the layer stores latents
+    v: torch.Tensor  # new values, shaped as `k`
     new: Sequence[torch.Tensor]  # k, v [B, Hkv, T, W] as they are stored
-    options: dict[str, Any]  # scale, softcap, sinks of attention
+    options: dict[str, Any]  # scale, softcap and sinks of the attention
     hidden: torch.Tensor | None = None  # [B, T, E] the attention block's input; None: no quantity needs it
     out: Any = None  # [B, T, H, D] attention's output
     lse: Any = None  # [B, H, T] log-sum-exp of the logits
-    probs: Any = None  # [B, Hkv, C] attention weights of a decoded row, mean over the group; None: nothing needs them
-    held: Any = None  # result of `EvictionLayer.slots`; None: attention has not read it
+    probs: Any = None  # [B, Hkv, C] attention weights of a decoded token, mean over a GQA group; None: not needed
+    held: Any = None  # result of `EvictionLayer.slots`; None before attention
     known: dict[Need, Any] = field(default_factory=dict)  # quantities measured so far
 
     index = property(lambda self: self.module.layer_idx)  # the decoder layer's number
     layer = property(lambda self: self.step.cache.layers[self.module.layer_idx])  # the EvictionLayer
     policy = property(lambda self: self.step.plan.policy)
-    order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # its number among those that evict
-    # On the host, int [B] number of columns of padding among the S = `columns` rows that the cut stores
+    order = property(lambda self: self.step.plan.order[self.module.layer_idx])  # the layer's number among evicting ones
+    # int [B] on the host: number of padding columns among the S = `columns` rows that the cut stores
     padding = property(lambda self: np.minimum(self.step.padding, self.columns))
-    tokens = property(lambda self: self.columns - self.padding)  # int [B] number of these rows without padding
-    to_store = property(lambda self: [x[:, :, : self.columns] for x in self.new])  # k, v [B, Hkv, S, W] of these rows
+    tokens = property(lambda self: self.columns - self.padding)  # int [B] number of these S rows that are tokens
+    to_store = property(lambda self: [x[:, :, : self.columns] for x in self.new])  # k, v [B, Hkv, S, W] of the S rows
 
     @cached_property
     def columns(self) -> int:
-        """S, the number of rows that the cut stores."""
+        """The number S of rows that the cut stores."""
         return min(self.step.columns, self.k.shape[2])
 
     @cached_property
@@ -71,7 +71,8 @@ class LayerCall:
         return self.slots_of(counts, ends, observers.bounds(self.rows))
 
     def slots_of(self, counts: np.ndarray, ends: tuple[torch.Tensor, torch.Tensor], bounds: Bounds) -> Slots:
-        """Make `slots`, with these `Slots.all_counts`, `protected` and `bounds`."""
+        """Make the `Slots` of this layer. counts: slots [B, heads of all ranks], new ones included; ends: number of
+        first and of last slots that stay; bounds: positions that scores alone do not decide about."""
         step, layer, columns = self.step, self.layer, self.columns
         held = layer.slots(self.module) if self.held is None else self.held
         k, v, first = self.k[:, :, :columns], self.v[:, :, :columns], step.first.clamp_max(columns)
@@ -82,15 +83,16 @@ class LayerCall:
 
     @cached_property
     def observation(self) -> Observation:
-        """The rows that observe the layer's slots, with their attention outputs if the policy needs these."""
+        """The query rows that observe the layer's slots, with their attention outputs if the policy needs outputs."""
         step = self.step
         seen = self._decoded() if step.decoding else step.rows.observe(self.rows, step.read.memory.get(self.index))
-        if self.columns < self.rows.columns:  # the observing rows' own slots are not new any more
+        if self.columns < self.rows.columns:  # the observing rows' own slots have been stored already
             seen = Observation(tuple(replace(part, stop=part.stop.clamp_max(self.columns)) for part in seen.parts))
         return completed(seen, self.slots, step.plan.wants_outputs)
 
     def _decoded(self) -> Observation:
-        """The rows that observe after a decoded token: its row, or the last rows that the layer remembers."""
+        """Return the query rows that observe after a decoded token: this token's row, or the rows of the last decoded
+        tokens, which the layer remembers."""
         rows, none = self.rows, 0 * self.rows.first
         if self.policy.rows.newest or self.policy.carry == "sum":
             return Observation((Observers(rows.q, none, rows.end, True, rows.lse, rows.out, self.probs),))
@@ -99,22 +101,25 @@ class LayerCall:
         if q.shape[3] > rows.q.shape[3]:
             q, out = q.split(rows.q.shape[3], 3)
             out = out.transpose(1, 2)
-        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # rows without protected slots, which may be evicted
+        gone = int(self.slots.protected[1].min()) < q.shape[2] > 1  # whether a remembered row's slot may be gone
         until = self.step.positions[:, -1:] if gone else None
         return Observation((Observers(q, none, rows.end, True, None, out, until=until),))
 
     def waiting(self) -> LayerCall:
-        """A smaller copy of this call, which waits for another layer's choice: with keys, values and watched rows."""
+        """Return a smaller copy of this call for a layer that waits for another layer's choice. The only query rows in
+        the copy are those that watchers need."""
         watched = max((watcher.rows for watcher in self.step.watchers), default=0)
         q = self.watched(watched).clone() if watched and not self.step.decoding else None
         return self._reduced(q, replace(self.rows, q=None, out=None, lse=None, drafted=None))
 
     def drafting(self, rows: int) -> LayerCall:
-        """A smaller copy of this call, which waits while tokens are drafted: with keys, values and the last rows."""
+        """Return a smaller copy of this call for a layer that waits until a draft is written. The copy has the queries,
+        outputs and log-sum-exps of the last `rows` rows only."""
         return self._reduced(None, self.rows.stored_rows(rows, self.step.plan.wants_outputs))
 
     def _reduced(self, q: torch.Tensor | None, rows: LayerRows) -> LayerCall:
-        """A copy of this call with these rows. Keys and values of every head, expanded from latents, are dropped."""
+        """Copy this call with other `q` and `rows`. If slots are latents, the copy expands them anew instead of keeping
+        the keys and values of every head."""
         call = replace(self, q=q, hidden=None, out=None, lse=None, probs=None, held=None, known={})
         layer, module, stored = self.layer, self.module, self.slots.stored
         if layer.storage.far:
@@ -127,7 +132,8 @@ class LayerCall:
         return call
 
     def stored(self) -> LayerCall:
-        """This call after its survivors were stored: the same slots are protected, and none is new."""
+        """Return this call as it is after the surviving slots were stored: the same slots are protected, and no slot is
+        new."""
         k, v, *new = (x[:, :, :0] for x in (self.k, self.v, *self.new))
         call = LayerCall(self.step, self.module, None, k, v, new, self.options)
         counts = self.step.plan.ranks.counts(self.layer)
@@ -135,8 +141,8 @@ class LayerCall:
         return call
 
     def watched(self, count: int) -> torch.Tensor:
-        """The queries [B, H, count, D] of the call's last `count` rows; in a batch row that repeats fewer tokens than
-        others, of its last repeated ones."""
+        """Return the queries [B, H, count, D] of the call's last `count` rows. In a chunk that repeats tokens, batch
+        rows with fewer tokens end with padding: there the rows are those of the last repeated tokens."""
         rows, policy, q = self.rows, self.policy.rows, self.rows.q
         if q is None:
             return self.q[:, :, -count:]
@@ -147,11 +153,11 @@ class LayerCall:
 
 
 def attend(call: LayerCall) -> None:
-    """Compute the layer's attention, and store the row of a decoded token."""
+    """Compute the attention of a layer in a step, and store the row of a decoded token."""
     step, module, plan, layer = call.step, call.module, call.step.plan, call.layer
     if step.decoding:
         columns = 0
-        if plan.wants_probs:  # recorded calls are replayed for later tokens, with more slots
+        if plan.wants_probs:  # a recorded call is replayed for later tokens, which attend to more slots
             columns = layer.longest() if step.attended is None else int(layer.storage.capacity.max())
         with step.meter.clock("decode"):
             call.out, call.lse, probs = layer.decode(
@@ -166,12 +172,13 @@ def attend(call: LayerCall) -> None:
     with step.meter.clock("attend"):
         call.out, call.lse = unseen.attend(step, call.q, call.k, call.v, call.held, layer.longest(), call.options)
     if layer.sequence.coming[0] != call.columns:
-        layer.sequence.fix()  # fewer rows than columns get slots, so that crop() cannot count
+        layer.sequence.fix()  # not every column gets a slot here, so crop() cannot tell which slots to remove
 
 
 def _fetch(call: LayerCall) -> None:
-    """Start to copy slots that lie in the host's memory: the layer's, and the next layer's, which arrive while this one
-    computes. While layers wait, the next one's are left: the device also has to hold those of a waiting layer."""
+    """Start to copy slots from the host's memory: those of the layer, and those of the next layer, which arrive while
+    the layer computes. While layers wait for their cuts, the next layer's slots are not copied yet, since the device
+    also has to hold the slots of a waiting layer."""
     step, order = call.step, call.order
     following = order + (1 if step.chooser.held else 2)
     for index in [*step.plan.order][order:following]:
@@ -179,8 +186,8 @@ def _fetch(call: LayerCall) -> None:
 
 
 def decide(call: LayerCall) -> None:
-    """Let the step's chooser evict slots of a layer that has attended; if other layers read these slots, after the last
-    of them has. A recorded token's layers are only noted."""
+    """Let the step's chooser evict slots of a layer that has attended, or, if other layers read its slots, do so after
+    the last of these layers has attended. The layers of a token that is being recorded are only noted."""
     step = call.step
     if step.attended is not None:
         step.attended.append(replace(call, step=None))  # type: ignore[arg-type]  # `decide_later` sets it
@@ -192,12 +199,13 @@ def decide(call: LayerCall) -> None:
 
 
 def decide_later(step: Step, attended: list[LayerCall]) -> None:
-    """Let the step's chooser evict slots of all layers after a recorded token. The next token overwrites `attended`."""
+    """Let the step's chooser evict slots of all layers after a recorded token. attended: the token's call in each
+    layer; the next token overwrites its tensors."""
     for call in attended:
         layer, q, probs = step.cache.layers[call.index], call.q, call.probs
         if probs is not None:
             probs = probs[..., : layer.longest()]
-            probs = probs.clone() if layer.carry is None else probs  # else `carry` copies them
+            probs = probs.clone() if layer.carry is None else probs  # else adding them to `carry` copies
         q = q.clone() if layer.decode_queries is None else q
         call = replace(call, step=step, q=q, probs=probs, known={})
         if _is_due(call):
@@ -205,7 +213,8 @@ def decide_later(step: Step, attended: list[LayerCall]) -> None:
 
 
 def _is_due(call: LayerCall) -> bool:
-    """Whether slots of the layer may be evicted. A decoded token enters the archive, and carries its number, first."""
+    """Whether slots of the layer may be evicted. Before that, append a decoded token's slot to the archive, and let it
+    carry its score, if the policy needs this."""
     step, layer, plan = call.step, call.layer, call.step.plan
     if step.decoding:
         if plan.policy.recall and plan.policy.decode and layer.archive is not None:
@@ -220,7 +229,7 @@ def _is_due(call: LayerCall) -> bool:
 
 
 def _choose(call: LayerCall) -> None:
-    """Evict slots of the layer."""
+    """Let the step's chooser evict slots of a layer; after a decoded token, recall the slots of all tokens first."""
     if call.step.decoding:
         call.step.chooser.recall(call)
     storage = call.layer.storage

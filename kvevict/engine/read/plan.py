@@ -1,4 +1,4 @@
-"""The plan of a model's reads: what a policy needs of this model, and how it is run."""
+"""The plan of a model's reads: what a policy needs of one model, and how the policy is run."""
 
 import asyncio
 import threading
@@ -16,23 +16,26 @@ from ..memory.ranks import Ranks
 
 
 class Plan:
-    """A policy for one model: the layers that evict, and the `Meter` of each caller's last read. It does not refer to
-    the model, so that copies of the model stay independent.
+    """A policy for one model: the layers that evict, and the `Meter` of each caller's last read. A plan does not refer
+    to the model, so that copies of the model stay independent.
 
-    question   the kvevict.asking.question.Finder that finds a prompt's question; None: the policy's rows observe
+    question   the kvevict.asking.question.Finder of a prompt's question, which then observes; None: the policy's rows
+               observe
     """
 
     def __init__(self, policy: Policy, run: Run, decoder: Any, ranks: Ranks, question: Any = None) -> None:
         self.policy, self.run, self.ranks, self.question = policy, run, ranks, question
         self.kinds = kinds = families.layer_kinds(decoder.config)
         heads = families.heads(decoder.config)
-        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size  # query heads and kv heads of this rank
-        self.kv_heads = families.slot_heads(decoder.config)  # kv heads of all ranks that choose slots
+        # Number of query heads and number of kv heads on this rank
+        self.local_heads = heads[0] // ranks.size, heads[1] // ranks.size
+        self.kv_heads = families.slot_heads(decoder.config)  # number of kv heads, of all ranks, to choose slots for
         # decoder layer -> its number among the layers that evict
         self.order = {index: order for order, index in enumerate(families.evicting(decoder.config))}
+        # decoder layer without keys and values of its own -> the layer whose slots it reads
         self.readers = families.readers(decoder.config)
         self.last_reader = {producer: index for index, producer in sorted(self.readers.items())}
-        self.rotates, self.after_attention = {}, {}  # {layer: finding of `trial`}, if the policy needs them
+        self.rotates, self.after_attention = {}, {}  # layer -> what models/trial.py found, if the policy needs it
         policy.check_layers(len(self.order))
         self.all_full_attention = set(kinds) == {families.FULL_ATTENTION}
         self.keeps_state = bool({families.STATE, families.FULL_ATTENTION_AND_STATE} & set(kinds))
@@ -41,12 +44,13 @@ class Plan:
         self.needed = quantities.of_policy(policy)
         self.wants_outputs = any(each.outputs for each in self.needed)
         self.wants_hidden = any("hidden" in each.inputs for each in self.needed)
-        # The quantity that is the score and that a token's hidden state determines: decoded tokens carry it at once.
+        # `of_tokens`: the policy's quantity, if it needs only one and a token's hidden state alone determines that one.
+        # Then the slot of a decoded token carries its score at once
         alone = len(self.needed) == 1 and self.needed[0].of_tokens and policy.carry == "keep"
         self.of_tokens = self.needed[0] if alone else None
         self.replays: bool | None = None  # whether decoded tokens can be recorded (record/); None: not known yet
-        self.unrecorded: str | None = None  # the reason why they never can be
-        self.watches = 0  # number of caches that were watched to find that out
+        self.unrecorded: str | None = None  # the reason why decoded tokens can never be recorded; None: none is known
+        self.watches = 0  # number of caches whose decoded tokens were watched in order to set `replays`
         self._forget()
 
     def records(self, device: torch.device) -> bool:
@@ -54,30 +58,33 @@ class Plan:
         return self.run.records(device.type, bool(self.policy.decode))
 
     def _forget(self) -> None:
-        """Set what a copy does not share."""
-        self.meters: WeakKeyDictionary[asyncio.Task | threading.Thread, Meter] = WeakKeyDictionary()  # last reads'
-        self.last_meter = Meter()  # of the last read by any caller
-        self.unhooked: int | None = None  # number of hooks made in this process when the model last had none to call
+        """Set the attributes that a copy of a plan does not share with the original."""
+        # caller -> the meter of its last read
+        self.meters: WeakKeyDictionary[asyncio.Task | threading.Thread, Meter] = WeakKeyDictionary()
+        self.last_meter = Meter()  # the meter of the last read by any caller
+        # Number of hooks registered in this process so far, when the model was last found without hooks to call
+        self.unhooked: int | None = None
 
     def __getstate__(self) -> dict:
         return {name: x for name, x in self.__dict__.items() if name not in ("meters", "last_meter", "unhooked")}
 
     def __setstate__(self, state: dict) -> None:
-        """Restore a copy, possibly in another process, that has not read anything yet."""
+        """Restore a copied plan, possibly in another process. A copy has no meters, since it has not read anything."""
         self.__dict__.update(state)
         self._forget()
 
     def keep(self, meter: Meter) -> None:
-        """Note the meter of the caller's last read."""
+        """Note `meter` as that of the last read by the running task or thread."""
         self.meters[caller()] = self.last_meter = meter
 
     def meter(self) -> Meter:
-        """The meter of the caller's last read, or, if this caller has not read, of the last read by any."""
+        """Return the meter of the last read by the running task or thread, or, if it has not read, of the last read by
+        any other."""
         return self.meters.get(caller(), self.last_meter)
 
 
 def caller() -> asyncio.Task | threading.Thread:
-    """The running asyncio task; without one, the running thread."""
+    """Return the running asyncio task, or, outside of tasks, the running thread."""
     try:
         return asyncio.current_task() or threading.current_thread()
     except RuntimeError:  # no event loop runs
@@ -85,8 +92,9 @@ def caller() -> asyncio.Task | threading.Thread:
 
 
 def tsp_of(policy: Policy, all_full_attention: bool, layers: int) -> int | None:
-    """The last of `layers` decoder layers that reads every token; None: all layers do. all_full_attention: no layer has
-    a sliding window or a state. Raises ValueError if the layers after it cannot read fewer tokens."""
+    """Return the last of `layers` decoder layers that reads every token, by `Policy.tsp`; None if all layers do. Raises
+    ValueError if the layers after it cannot read fewer tokens. all_full_attention: no layer has a sliding window or a
+    state."""
     tsp: Any = policy.tsp
     if tsp == "half":
         tsp = layers // 2 - 1 if layers > 1 else None

@@ -1,5 +1,5 @@
-"""The loop around the text decoder: it reads the tokens of one call span by span. A prompt is read in chunks, each as
-[chunk | appended rows], and slots are evicted after each; tokens after a prompt are one span."""
+"""The loop around the text decoder, which reads the tokens of one call span by span. A prompt's spans are its chunks,
+each read as [chunk | appended rows], and slots are evicted after each chunk. Tokens after a prompt are one span."""
 
 import contextlib
 import threading
@@ -29,8 +29,8 @@ from .step import OF_EVERY_TOKEN, Read, Step, span
 
 
 class Spans:
-    """Reads the tokens of one call, with a `Step` for each span of them: a chunk, a decoded token, or candidates, which
-    crop() may take back.
+    """Reads the tokens of one call with a `Step` for each span, which is a chunk, a decoded token, or candidates of
+    assisted decoding, which crop() may remove again.
 
     arguments  the call's `kvevict.engine.hook.arguments.Arguments`
     run        the decoder's original forward
@@ -46,23 +46,23 @@ class Spans:
     def steps(self) -> Iterator[Step]:
         """Run the steps of the call; yields each step after it has run."""
         arguments, hidden, wanted = self.arguments, [], self.arguments.wanted
-        candidates = arguments.rolls_back and wanted == arguments.tokens  # whether the tokens are candidates
+        candidates = arguments.rolls_back and wanted == arguments.tokens  # whether the tokens may be removed again
         follows = arguments.columns > 0 and (arguments.tokens == 1 or candidates)
         for step in self._following() if follows else self._prompt():
             output = self._through(step)
             hidden.append(output.last_hidden_state)
-            while wanted and sum(h.shape[1] for h in hidden[1:]) >= wanted:  # 0: all rows are wanted
+            while wanted and sum(h.shape[1] for h in hidden[1:]) >= wanted:  # wanted 0: the caller wants all rows
                 hidden.pop(0)
             yield step
         output.last_hidden_state = hidden[0] if len(hidden) == 1 else torch.cat(hidden, 1)
         self.output = output
 
     def settle(self) -> None:
-        """End the model's call: note the batch rows' next positions, and that the cache is no longer half read."""
+        """End the model's call: note the next position of each batch row, and that the cache is not half read."""
         arguments, sequence = self.arguments, self.cache.sequence
         packed, before = arguments.packing.place is not None, sequence.next_position
         if packed:
-            sequence.fix()  # the last columns are not the last slots of every row
+            sequence.fix()  # crop() cannot remove the last columns, which are not the last slots of every batch row
             sequence.packed += ((arguments.columns, arguments.columns + arguments.tokens),)
         if packed or before is not None:
             after = (arguments.positions()[:, -1] + 1).masked_fill(arguments.first == arguments.tokens, 0)
@@ -83,11 +83,11 @@ class Spans:
         if step.chooser is not None:
             step.chooser.end(step, output.last_hidden_state[:, -1:])
         if self.policy.decode or not step.decoding:
-            host.wait()  # for copies to archives, which the host may read and move between steps
+            host.wait()  # for copies to archives, since the host may read or move archives between steps
         return output
 
     def _following(self) -> Iterator[Step]:
-        """Yield the one step of tokens after a prompt: a decoded token, or candidates, which are all stored."""
+        """Yield the one step of a call after a prompt: a decoded token, or candidates, whose slots are all stored."""
         arguments, plan, policy, layers = self.arguments, self.plan, self.policy, self.layers
         sequence, decodes = self.cache.sequence, arguments.tokens == 1
         chooser: Chooser | None = Chooser()
@@ -95,7 +95,7 @@ class Spans:
             raise ValueError("attention_mask hides the newly decoded token; its last column must be 1")
         self._begin()
         answers = decodes and sequence.awaits and not arguments.rolls_back
-        answers = answers and sequence.policy == policy  # the policy that read the prompt
+        answers = answers and sequence.policy == policy  # sequence.policy has read the prompt
         if not answers:
             archive.settle(sequence, layers)
         if not decodes or (policy.decode and sequence.policy is not policy):  # the step may evict slots
@@ -110,12 +110,12 @@ class Spans:
         yield span(self.arguments, 0, arguments.tokens, self.cache.meter or Meter(), chooser)
 
     def _most(self, order: int) -> np.ndarray:
-        """The number of slots [B] over all heads that decoding cuts a layer to."""
+        """Return the number of slots [B], over all kv heads, to which decoding cuts a layer."""
         layer = self.layers[order]
         return layer.budget + (layer.prompt.sum(1) if self.policy.keep_prompt else 0)
 
     def _prompt(self) -> Iterator[Step]:
-        """Yield the steps of a prompt's chunks, and of the candidates after it."""
+        """Yield the steps of a prompt's chunks, and then the step of the candidates after the prompt, if any."""
         held = zip(self.plan.order, self.layers, strict=True)
         meter = Meter((index, layer.chosen.live_bytes()) for index, layer in held)
         with meter.clock("read"):
@@ -126,14 +126,14 @@ class Spans:
                 yield span(self.arguments, chunk.start, chunk.end, meter, chooser, prompt.read, chunk, ahead)
         with meter.clock("read"):  # the report waits until a GPU has done the rest of the reading
             prompt.report()
-        if prompt.candidates:  # the report is of the prompt alone
+        if prompt.candidates:  # they are read after the report, which is of the prompt alone
             yield span(self.arguments, prompt.columns, self.arguments.tokens, meter, Chooser())
         prompt.end(chooser)
 
 
 class Prefill:
-    """The reading of a prompt, the call's first `columns` columns; the `candidates` after it may be taken back. Raises
-    ValueError if the prompt cannot be read."""
+    """The reading of a prompt, which is the call's first `columns` columns. The last `candidates` tokens of the call
+    may be removed again, and are not part of the prompt. Raises ValueError if the prompt cannot be read."""
 
     def __init__(self, arguments: Any, run: Callable, meter: Meter) -> None:
         self.arguments, self.run, self.meter, self.policy = arguments, run, meter, arguments.plan.policy
@@ -150,7 +150,8 @@ class Prefill:
         self.parts = list(schedule.chunks(policy, prompt, tokens.tolist() if evicts else (), rows))
         self._check(len(self.parts) + bool(self.candidates) + (self.parts[-1].appended > 0))
         budgets.check_groups(policy, cache, layers, plan.ranks)
-        scores = arguments.top is not None and wanted != 1 and arguments.tokens > 1  # a text whose logits are scored
+        # Whether the caller wants the logits of a text
+        scores = arguments.top is not None and wanted != 1 and arguments.tokens > 1
         if scores and arguments.own_cache and evicts and (policy.schedule == "prompt" or len(self.parts) == 1):
             cautions.of_scores(prompt)
         cautions.of_prompt(policy, cache, arguments.decoder.config, seen)
@@ -166,18 +167,19 @@ class Prefill:
         self.cache.sequence.policy = policy
         most = schedule.read(policy, self.narrow, np.array([part.rows for part in self.parts])).sum(1).tolist()
         for order, layer in enumerate(self.layers):
-            layer.decode_queries = None  # the slots of decoded queries are no longer the last ones
+            layer.decode_queries = None  # the slots of the remembered tokens are no longer the last ones
             if policy.schedule == "prompt" and len(self.parts) > 1 and not (policy.recall and read.evicts):
                 layer.expected = (layer.longest() if layer.is_initialized else 0) + most[order] + ROOM
         note_prompts(self.plan, self.layers)
         self.prompts = [layer.prompt for layer in self.layers]
 
     def chunks(self) -> Iterator[tuple[schedule.Chunk, int, Chooser]]:
-        """Yield (a chunk, the number of rows read after it, its chooser). Read each before asking for the next one."""
+        """Yield (a chunk, the number of rows to read after the chunk, the chunk's chooser). The caller has to read a
+        chunk before it asks for the next one."""
         plan, policy, read = self.plan, self.policy, self.read
         ahead = sum(each.rows + each.appended for each in self.parts)
         going_on = (read.tokens == 0) | self._decoded(self._stored().sum(0))
-        asks = policy.answered and context().asks and not self.arguments.rolls_back  # the answer's tokens choose, too
+        asks = policy.answered and context().asks and not self.arguments.rolls_back  # whether the answer is to choose
         for chunk in cautions.bar(self.parts, "reading", "chunk", plan.run.progress):
             if (chunk.last or policy.schedule == "prompt") and not going_on.any():
                 archive.recall_all(self.layers, self.meter, policy.schedule == "prompt" and read.evicts)
@@ -204,7 +206,7 @@ class Prefill:
             self.meter.report |= watcher.report(len(self.read.seen), own)
 
     def end(self, chooser: Chooser) -> None:
-        """End the reading, after the call's last step. chooser: the last chunk's."""
+        """End the reading of the prompt, after the call's last step. chooser: the chooser of the last chunk."""
         self.cache.meter = self.meter
         self.plan.keep(self.meter)
         if isinstance(chooser, Asking):
@@ -242,12 +244,13 @@ class Prefill:
         return Drafting(chooser, self.arguments, self.run) if drafts else chooser
 
     def _stored(self) -> np.ndarray:
-        """The number of stored slots over all heads: int [layers, B]."""
+        """Return the number of stored slots over all kv heads: int [layers, B]."""
         none, counts = 0 * self.read.tokens, self.plan.ranks.counts
         return np.stack([none if layer.counts is None else counts(layer).sum(1) for layer in self.layers])
 
     def _decoded(self, stored: np.ndarray) -> np.ndarray:
-        """bool [B] rows that decode one token beside other rows' prompts, and whose stored [B] slots fit the budget."""
+        """Return bool [B]: batch rows that decode one token while other batch rows read prompts, and whose stored [B]
+        slots, over all layers and kv heads, are within the budget."""
         policy, read = self.policy, self.read
         seen, each = np.array(read.seen), self.plan.kv_heads * len(self.layers)
         budget = np.array([policy.slots(n) for n in read.seen]) * each
@@ -257,14 +260,15 @@ class Prefill:
         return (read.tokens == 1) & (seen > 1) & (policy.carry == "none") & ~due
 
     def _set_budgets(self) -> None:
-        """Hand the layers their budgets."""
+        """Set the budget of each layer to what `Budgets` has decided."""
         if self.read.budgets.budgets is not None:
             for layer, slots in zip(self.layers, self.read.budgets.budgets, strict=True):
                 layer.budget = slots
 
 
 def note_prompts(plan: Plan, layers: list) -> None:
-    """Count all slots so far as prompt, in layers that have not noted one, if the policy has `keep_prompt`."""
+    """If the policy has `keep_prompt`, count all slots so far as slots of the prompt, in layers without such a
+    count."""
     for layer in layers if plan.policy.keep_prompt else ():
         if layer.prompt is None and layer.counts is not None:
             layer.prompt = plan.ranks.counts(layer).copy()

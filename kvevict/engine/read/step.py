@@ -29,7 +29,8 @@ _thread = threading.local()  # `_thread.paused`: a driver's `pause` runs in this
 
 
 def paused(pause: Callable[[], None]) -> None:
-    """Call `pause` before a layer of a prompt's chunk: it may decode tokens of other caches, and read no prompt."""
+    """Call a driver's `pause` before a layer of a prompt's chunk. `pause` may decode tokens of other caches, but may
+    not read a prompt."""
     _thread.paused = True
     try:
         pause()
@@ -39,29 +40,29 @@ def paused(pause: Callable[[], None]) -> None:
 
 @dataclass
 class OuterCall:
-    """A call of the model around the decoder."""
+    """A call of the model that calls the decoder."""
 
-    model: Any  # None: the decoder is called by itself
+    model: Any  # the model that was called; None: the decoder was called directly
     mask: Any  # the caller's attention_mask
     wanted: int  # number of last tokens whose logits, or hidden states, the caller uses; 0: all
-    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call, which the model's call settles
+    spans: Any = None  # the kvevict.engine.read.spans.Spans of the decoder's call; `settle` ends it after the model's
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
     """The reading of one prompt, in chunks."""
 
-    prompt: int  # columns of the prompt, padding included
+    prompt: int  # number of the prompt's columns, padding included
     tokens: np.ndarray  # [B] number of the prompt's tokens, without padding
-    rows: Rows  # the policy's rows, or rows made of them for the question that was found
+    rows: Rows  # says which rows observe: the policy's `Rows`, or one for the question found in the prompt
     budgets: Budgets
     prepared: Any = None  # result of `Rows.prepare` for the prompt
     watchers: tuple = ()  # kvevict.engine.watch.watcher.Watcher objects
     memory: dict[int, Any] = field(default_factory=dict)  # layer -> last result of `Rows.accumulate`
-    numbers: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its scores by the parts repeated so far
+    numbers: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> largest scores over the repeated parts
 
     policy = property(lambda self: self.budgets.policy)
-    seen = property(lambda self: self.budgets.seen)  # of each batch row the tokens read, this prompt included
+    seen = property(lambda self: self.budgets.seen)  # number of tokens read in each batch row, this prompt included
     evicts = property(lambda self: schedule.evicts(self.policy, self.seen))
 
 
@@ -73,28 +74,30 @@ class Step(CallRows):
     decoder: Any  # the text decoder that runs
     cache: Any  # the EvictionCache
     meter: Meter
-    inputs: dict[str, Any]  # of the decoder's forward
+    inputs: dict[str, Any]  # arguments of the decoder's forward
     chooser: Any = None  # the kvevict.engine.read.choosers.Chooser that evicts; None: all slots stay
     extra: AppendedRows | None = None  # rows that are read with the chunk and not stored
-    ahead: int = 0  # rows of the prompt's later chunks, appended ones included
+    ahead: int = 0  # number of rows in the prompt's later chunks, appended rows included
     final_position: int | None = None  # the prompt's largest position, if rotary frequencies depend on it
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> input of its attention block, if wanted
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> input of its attention block, if needed
     unread: dict[int, Any] = field(default_factory=dict)  # layer -> its LayerCall, while other layers read its slots
     attended: list | None = None  # LayerCalls of a recorded token, whose cuts come after the step; None: cut at once
 
-    unseen = property(lambda self: None if self.extra is None else self.extra.unseen)  # positions hidden from `extra`
-    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # whose rows observe
-    watchers = property(lambda self: () if self.read is None else self.read.watchers)  # none while decoding
+    # int32 [B, 2] positions (start, stop) that the rows of `extra` do not attend to; None: there are none
+    unseen = property(lambda self: None if self.extra is None else self.extra.unseen)
+    rows = property(lambda self: self.plan.policy.rows if self.read is None else self.read.rows)  # `Rows` that observe
+    watchers = property(lambda self: () if self.read is None else self.read.watchers)  # there are none while decoding
 
     @cached_property
     def unseen_columns(self) -> torch.Tensor:
-        """int32 [2, B] number of the chunk's columns with positions before `unseen`'s start, and before its stop."""
+        """int32 [2, B]: number of the chunk's columns with positions before the start of `unseen`, and number of those
+        before its stop."""
         chunk = self.positions.shape[1] - self.appended
         valid = torch.arange(chunk, device=self.first.device) >= self.first[:, None]
         return ((self.positions[:, :chunk] < self.unseen.T[..., None]) & valid).sum(-1, dtype=torch.int32)
 
     def on(self, device: torch.device) -> Step:
-        """This step with `positions`, `first` and `unseen` on `device`, for layers that compute there."""
+        """Return this step with `positions`, `first` and `unseen` on `device`, for layers that compute on it."""
         if self.positions.device == device:
             return self
         if device not in self._elsewhere:
@@ -110,7 +113,8 @@ class Step(CallRows):
         return {}
 
     def through(self, run: Callable[..., Any]) -> Any:
-        """Run the decoder's forward `run`, and count the columns as read. The output is without the rows of `extra`."""
+        """Run the decoder's forward `run`, and count the step's columns as read. Rows of `extra` are cut from the
+        output."""
         assert self.decoding or not getattr(_thread, "paused", False), "a prompt is read inside another's forward"
         enter(step=self)
         self._ready()
@@ -124,7 +128,8 @@ class Step(CallRows):
         return output
 
     def _ready(self) -> None:
-        """Copy the slots of forks that this step cannot read in place, and count a decoded token."""
+        """Copy a fork's shared slots in layers where this step cannot read them in place, and count the slots of a
+        decoded token."""
         layers = [self.cache.layers[index] for index in self.plan.order]
         for layer in layers:
             if layer.storage.prefix is not None and self._needs_copy(layer):
@@ -133,9 +138,9 @@ class Step(CallRows):
             self.cache.tick(layers, ROOM_TO_REPLAY if self.plan.records(self.positions.device) else ROOM)
 
     def _needs_copy(self, layer: EvictionLayer) -> bool:
-        """True if this step needs all slots of a forked layer in one buffer from the start: choosers, layers that read
-        another layer's slots, and CAKE's layers, which are cut again and again, see only the slots appended to a fork.
-        Otherwise `attend` copies the slots of a chunk's layers one layer at a time."""
+        """True if this step needs all slots of a forked layer in one buffer from the start, because choosers, layers
+        that read another layer's slots, and layers that are cut several times (CAKE) see only the buffer of the slots
+        appended to the fork. Otherwise `attend` copies a chunk's slots one layer at a time."""
         if self.plan.readers or (self.plan.policy.layers.cascades and not self.decoding):
             return True
         looks = self.chooser is not None and self.chooser.looks
@@ -146,7 +151,7 @@ def span(
     arguments: Any, start: int, end: int, meter: Meter, chooser: Any, read: Read | None = None,
     chunk: Chunk | None = None, ahead: int = 0,
 ) -> Step:  # fmt: skip
-    """The `Step` of columns start .. end-1 of a call's `Arguments`, and of the rows appended to the chunk."""
+    """Make the `Step` of columns start .. end-1 of a call's `Arguments`, and of the rows appended to the chunk."""
     extra = None
     if read is not None and chunk is not None and chunk.appended:
         extra = read.rows.rows_for(chunk, arguments, read)

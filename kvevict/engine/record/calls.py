@@ -1,5 +1,5 @@
-"""How the step of a decoded token is recorded: on a GPU as a CUDA graph; on a CPU as its operator calls, which are
-noted, compared with another token's, and repeated without the model."""
+"""Recordings of a decoded token's step: on a GPU a CUDA graph; on a CPU a list of operator calls, which is compared
+with another token's list and then repeated without running the model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
-# Methods that give Python a number, and the tags of operators whose result Python reads
+# Methods by which Python reads a number from a tensor
 READS = {
     Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.is_nonzero, Tensor.__array__, Tensor.__bool__, Tensor.__int__,
     Tensor.__float__, Tensor.__index__, Tensor.__contains__,
 }  # fmt: skip
 INDEX = torch.ops.aten.index.Tensor
+# Tags of operators whose result, or its shape, depends on numbers that Python reads from a tensor
 READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class OpCall(NamedTuple):
-    """One call of an operator, with the tensors themselves that it got and returned."""
+    """One call of an operator, with references to its argument tensors and result tensors."""
 
     operator: OpOverload
     args: tuple
@@ -33,18 +34,18 @@ class OpCall(NamedTuple):
     output: object
 
     def results(self) -> list[tuple[Tensor, bool]]:
-        """The tensors that were returned, each with whether it is new: neither an argument nor a view of one."""
+        """Return (tensor, whether it is new) for each result; a new tensor is neither an argument nor a view of one."""
         given = {_storage(x) for x in _tensors((*self.args, *self.options.values()))}
         return [(x, _storage(x) not in given) for x in _tensors((self.output,))]
 
 
 class Calls(TorchDispatchMode):
-    """A context that notes every call of an operator, and whether Python reads a number from a tensor."""
+    """A context manager that notes every operator call, and whether Python reads a number from a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[OpCall] = []  # it keeps all tensors alive, so that no address is used twice
-        self.reads: str | None = None  # the function or operator that read a number
+        self.noted: list[OpCall] = []  # keeps the calls' tensors alive, so that no address is used twice
+        self.reads: str | None = None  # the last function or operator that read a number; None: none did
 
     def __enter__(self) -> Calls:
         self.functions = _Reads(self)
@@ -54,7 +55,7 @@ class Calls(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.functions.__exit__(*error)
-        del self.functions  # a cycle of references would keep the tensors
+        del self.functions  # otherwise a cycle of references keeps the tensors alive
 
     def __torch_dispatch__(
         self, operator: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
@@ -66,13 +67,14 @@ class Calls(TorchDispatchMode):
         return output
 
     def difference(self, other: Calls) -> str | None:
-        """The name of the first operator that another token calls with other numbers, or on tensors at other addresses;
-        None: no such operator. A tensor that a noted call made is compared by the number of that call."""
+        """Return the name of the first operator that the two tokens call with different numbers, or on tensors at
+        different addresses; None if all calls agree. A tensor that a noted call has created is identified by the number
+        of that call instead of its address."""
         mine, its = (list(each._described()) for each in (self, other))
         return next((str((a or b)[0]) for a, b in zip_longest(mine, its) if a != b), None)
 
     def _described(self) -> Iterator[tuple]:
-        made: dict[int, int] = {}  # storage -> number of the call that made it
+        made: dict[int, int] = {}  # storage of a tensor -> number of the call that created it
 
         def described(value: object) -> object:
             if isinstance(value, (list, tuple)):
@@ -87,7 +89,8 @@ class Calls(TorchDispatchMode):
             made |= {_storage(x): at for x, is_new in call.results() if is_new}
 
     def again(self) -> Callable[[], None]:
-        """A function that repeats the calls on the same memory. Views of it are still valid and need no call."""
+        """Return a function that repeats the calls on the same memory. Calls that only create views are not repeated,
+        since these views stay valid."""
         steps = [_again(call) for call in self.noted if _writes(call.operator) or any(new for _, new in call.results())]
 
         def again() -> None:
@@ -99,7 +102,8 @@ class Calls(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """A context that notes when Python reads a number from a tensor: what Python does with it is no operator call."""
+    """A context manager that notes when Python reads a number from a tensor. A step in which Python does so cannot be
+    repeated, since what Python does with the number is not an operator call."""
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
@@ -122,17 +126,17 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _has_fixed_shape(indices: Iterable[Tensor | None]) -> bool:
-    """Whether the shape of x[indices] does not depend on the values of the indices: none is a mask."""
+    """Whether the shape of x[indices] does not depend on the values of the indices, because none of them is a mask."""
     return not any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number for the memory of a tensor, the same for its views."""
+    """Return a number that identifies the memory of a tensor; a tensor and its views have the same number."""
     return tensor.untyped_storage()._cdata
 
 
 def _again(call: OpCall) -> tuple[Callable, tuple, dict]:
-    """A function and its arguments that repeat a call and write the results to the memory of the first ones."""
+    """Return (function, arguments, options) that repeat a call and write the results over those of the first call."""
     operator, args, options, output = call
     into = _with_out(operator) if isinstance(output, Tensor) and not _writes(operator) else None
     if into is not None:
@@ -159,7 +163,8 @@ def _writes(operator: OpOverload) -> bool:
 
 @functools.cache
 def _with_out(operator: OpOverload) -> OpOverload | None:
-    """The overload that writes the result to an argument `out`; None: there is none, or it is a generated, slow one."""
+    """Return the overload that writes its result to an argument `out`; None if there is none, or only one that PyTorch
+    has generated, which is slow."""
     packet = operator._overloadpacket
     own = [(each.name, str(each.type)) for each in operator._schema.arguments]
     for name in packet.overloads():
@@ -173,7 +178,7 @@ def _with_out(operator: OpOverload) -> OpOverload | None:
 
 def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
     """Run a step on a GPU and record it as a CUDA graph. Returns the result, and a function that computes the step
-    again in the same memory, from inputs in the same memory."""
+    again: it reads the inputs from the same memory, and overwrites the result."""
     graph, side, here = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
@@ -189,15 +194,18 @@ def _graph(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelO
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # the default stream cannot record, and cuBLAS takes memory for each stream
+    # The default stream cannot record. A device gets one stream, since cuBLAS allocates memory for each stream.
+    return torch.cuda.Stream(device)
 
 
 def _program(run: Callable[[], ModelOutput], device: torch.device) -> tuple[ModelOutput, Callable[[], None]]:
-    """Run a step on a CPU and record its operator calls. Returns as `_graph`."""
+    """Run a step on a CPU and record its operator calls. Returns the result, and a function that computes the step
+    again, as `_graph` does."""
     with Calls() as calls:
         output = run()
     return output, calls.again()
 
 
 RECORDERS = {"cuda": _graph, "cpu": _program}
-PATIENCE = {"cuda": 1, "cpu": 8}  # tokens without a move of slots before one is recorded, since recording takes time
+# Number of tokens decoded without a move of slots before a token is recorded, since recording takes time
+PATIENCE = {"cuda": 1, "cpu": 8}

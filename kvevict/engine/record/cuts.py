@@ -1,4 +1,4 @@
-"""The evictions after a recorded token."""
+"""The evictions ("cuts") after each token of a recording, and recordings of these evictions."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,21 +14,22 @@ from ..read.layer import LayerCall, decide_later
 from ..read.step import Step
 from .calls import Calls
 
-PATIENCE = 8  # tokens in a row with equal cuts before a cut is recorded
+PATIENCE = 8  # number of consecutive tokens with equal cuts before a cut is recorded
 
 
 class Cuts:
-    """The cuts after the tokens of one recording. If each token evicts one slot of every head, as with h2o, streaming
-    and tova, the cuts are recorded, too, on a CPU. On a GPU Python runs ahead of the work anyway."""
+    """The cuts after the tokens of one recording. On a CPU, a cut is recorded as well if each token evicts one slot of
+    every head, as with h2o, streaming and tova. On a GPU there is no need, since Python runs ahead of the device."""
 
     def __init__(self) -> None:
-        self.state: tuple = ()  # `_state` after the last cut
-        self.equal = 0  # cuts in a row that left the same `_state` as before their token and as the cut before
-        self.carried: list = []  # the layers' carried numbers and remembered queries, written to in place
+        self.state: tuple = ()  # result of `_state` after the last cut
+        self.equal = 0  # number of cuts in a row after each of which `_state` was the same as before its token
+        self.carried: list = []  # the layers' carried scores and remembered queries, which a replay overwrites
         self.replay: Callable[[], None] | None = None
 
     def after(self, step: Step, attended: list[LayerCall], positions: torch.Tensor) -> None:
-        """Cut the layers of a token, `attended`. Its tensors, and positions, are in the recording's memory."""
+        """Evict slots of all layers after a token. attended: the token's call in each layer; its tensors and
+        `positions` are in the recording's memory."""
         layers, cache = [step.cache.layers[call.index] for call in attended], step.cache
         before, carried, step = _state(layers, 1), _carried(layers), replace(step, positions=positions)
         if self.replay is not None:
@@ -54,7 +55,8 @@ class Cuts:
             self.equal = -(2**30)  # never record a cut of these slots
 
     def _record(self, calls: Calls, layers: list, carried: list) -> None:
-        """Record a cut that read the tensors `carried`: replayed, it writes their new values to the same memory."""
+        """Make a cut that was noted in `calls` repeatable. carried: the layers' carried scores and remembered queries
+        before the cut; a replay writes the new values over the old ones."""
         changed = [(old, new) for old, new in zip(carried, _carried(layers), strict=True) if new is not old]
         moves = [(old, new) for old, new in changed if old is not None and new is not None and old.shape == new.shape]
         if len(moves) < len(changed):
@@ -77,7 +79,8 @@ class Cuts:
 
 
 def _repeats(policy: Policy) -> bool:
-    """Whether cuts at equal counts run the same operators: no number on the host but counts goes into them."""
+    """Whether any two cuts at equal slot counts run the same operators, because no other number on the host influences
+    a cut."""
     parts = policy.score, policy.refine, policy.heads, policy.rows, *policy.selections
     own = all(type(part).__module__.startswith("kvevict.") for part in parts)
     plain = not policy.recall and not policy.keep_prompt
@@ -85,7 +88,7 @@ def _repeats(policy: Policy) -> bool:
 
 
 def _state(layers: list, new: int) -> tuple:
-    """The layers' slot counts, less `new`, and their budgets."""
+    """Return the layers' slot counts minus `new`, and the layers' budgets, both as bytes to be compared."""
     counts, budgets = (np.stack(each) for each in ([x.storage.counts for x in layers], [x.budget for x in layers]))
     return (counts - new).tobytes(), budgets.tobytes()
 

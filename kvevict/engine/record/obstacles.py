@@ -1,5 +1,5 @@
-"""The reasons not to record decoded tokens, or not to replay a recording, each with its test. docs/usage.md lists them.
-replay.py finds further ones by comparing two tokens."""
+"""The reasons not to record decoded tokens, or not to replay a recording, each with its test. docs/usage.md lists the
+reasons. replay.py finds further reasons by comparing two tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,10 @@ from ..memory.layer import EvictionLayer
 from ..read.step import OF_EVERY_TOKEN, Step
 from .calls import RECORDERS
 
-Inputs = dict[str, Any]  # of a decoder's forward
+Inputs = dict[str, Any]  # argument's name -> value, for the decoder's forward
 Test = Callable[[Step, Inputs], bool]  # whether a reason holds for a decoded token
-HARMLESS = "kvevict.", "transformers.utils.output_capturing"  # modules whose hooks do nothing during a decoded token
+# Python modules that define hooks which do nothing during a decoded token
+HARMLESS = "kvevict.", "transformers.utils.output_capturing"
 
 
 def _has_other_layers(step: Step, inputs: Inputs) -> bool:
@@ -34,7 +35,8 @@ def _wants_more(step: Step, inputs: Inputs) -> bool:
 
 
 def _has_hooks(step: Step, inputs: Inputs) -> bool:
-    """Whether a hook would be called that is not harmless. Searched again only after a hook was added anywhere."""
+    """Whether the decoder has a hook that is not `HARMLESS`. If a search finds none, the next search waits until a hook
+    has been registered anywhere in the process."""
     made = RemovableHandle.next_id
     if step.plan.unhooked == made:
         return False
@@ -51,14 +53,14 @@ def _module_of(hook: object) -> str:
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
-LASTING: dict[str, Test] = {  # these hold for all tokens of a model and its policy
+LASTING: dict[str, Test] = {  # reasons that hold for all tokens of a model and its policy -> their tests
     "the model is on a {device}": lambda step, inputs: step.positions.device.type not in RECORDERS,
     "the model has layers with a window, a state or latents": _has_other_layers,
     "the model's rotary frequencies depend on the text's length":
         lambda step, inputs: rotary.rope_depends_on_length(step.decoder),
     "the model is spread over devices": _is_spread,
 }  # fmt: skip
-PASSING: dict[str, Test] = {  # these hold for one call
+PASSING: dict[str, Test] = {  # reasons that hold for one call -> their tests
     "the call wants other outputs, which a recorded token does not have": _wants_more,
     "autocast is on": lambda step, inputs: torch.is_autocast_enabled(step.positions.device.type),
     "a function or dispatch mode is on, which would not see a recorded token": lambda step, inputs: is_watched(),
@@ -67,11 +69,12 @@ PASSING: dict[str, Test] = {  # these hold for one call
 
 
 def of_plan(step: Step) -> str | None:
-    """The reason why tokens of this model and policy are never recorded; None: no such reason is known."""
+    """Return the reason why tokens of this model and policy are never recorded; None if no such reason is known."""
     reason = next((reason for reason, holds in LASTING.items() if holds(step, {})), None)
     return reason and reason.format(device=step.positions.device.type.upper())
 
 
 def of_call(step: Step, inputs: Inputs) -> str | None:
-    """The reason why this token is neither recorded nor replayed, or None. inputs: of the decoder's forward."""
+    """Return the reason why this token is neither recorded nor replayed, or None. inputs: arguments of the decoder's
+    forward."""
     return next((reason for reason, holds in PASSING.items() if holds(step, inputs)), None)
