@@ -65,8 +65,9 @@ def cut(
 
 
 def completed(observation: Observation, slots: Slots, outputs: bool) -> Observation:
-    """Complete the observers for the quantities: compute the log-sum-exp (lse) of their logits over the slots that they
-    see and, with `outputs`, their attention outputs. Observers that have both already are returned unchanged."""
+    """Return the observers with the attention outputs and the log-sum-exp (lse) of their rows over the slots that these
+    see. Both are computed for rows that see their own keys too, or to which some slots are hidden; for other rows only
+    with `outputs`, if they have no outputs yet."""
     return Observation(tuple(_completed(part, slots, outputs) for part in observation.parts))
 
 
