@@ -24,7 +24,7 @@ from .memory.carried import join, kept
 
 
 class Choice(NamedTuple):
-    """The surviving slots of a layer."""
+    """The slots of a layer that stay after a cut."""
 
     # [B, Hkv, K] indices of the slots that stay, ascending (mypy: a tuple has a method of this name)
     index: torch.Tensor  # type: ignore[assignment]
@@ -100,7 +100,7 @@ def joined(
     score, times each of the `factors`."""
     if policy.carry != "none":  # each head's slots carry their own numbers, even if all heads share one score
         score = score.expand(-1, slots.n.shape[1], -1)
-    carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # None only until it is built
+    carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # a built policy's `carry` is not None
     score = score if carried is None else carried
     for factor in factors:
         score = score * factor

@@ -114,7 +114,7 @@ def base_attention(module: torch.nn.Module, config: Any) -> Callable:
 
 @functools.cache
 def takes(function: Callable, name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Whether a function has a parameter called `name`."""
     return name in inspect.signature(function).parameters
 
 

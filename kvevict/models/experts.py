@@ -36,7 +36,7 @@ class _Separate:
     def __init__(self, rows: int, active: Callable[[], bool]) -> None:
         self.rows, self.active = rows, active
         self.shape: Any = None  # [batch, T] of the layer's input
-        self.last: Any = None  # the last rows' output, [batch * rows, E]
+        self.last: Any = None  # the experts' output for the last rows, [batch * rows, E]
 
     def note(self, layer: Module, args: tuple, kwargs: dict) -> None:
         if self.active():

@@ -20,7 +20,7 @@ _KINDS = {  # class name of one of Transformers' cache layers -> what the layer 
 }  # fmt: skip
 
 LAYER_LISTS = ("layers", "h", "blocks")
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # names of the output projection of attention
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")  # names of an attention module's output projection
 INNER = ("model", "transformer", "gpt_neox", "language_model", "text_model", "decoder")
 
 
@@ -266,7 +266,7 @@ def output_weight(module: torch.nn.Module, dtype: torch.dtype, split: bool = Fal
     if type(linear) in (torch.nn.Linear, Conv1D) and linear.weight.device.type != "meta":
         weight: Any = linear.weight.detach()
         weight = weight.T if type(linear) is Conv1D else weight
-        if hasattr(weight, "to_local"):  # a DTensor's method
+        if hasattr(weight, "to_local"):  # a DTensor, split over ranks
             weight = weight.to_local() if split else weight.full_tensor()
         return weight
     # A wrapper around a linear module may lack in_features, but the linear module in it has them.

@@ -72,7 +72,7 @@ class Owner:
 
 
 def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device of a model's weights."""
+    """Return the dtype and the device of a model's first weight."""
     weight = next(model.parameters())
     return weight.dtype, weight.device
 

@@ -232,7 +232,7 @@ def _after_attention(model: Module, decoder: Module) -> dict | str:
     def child(index: int, name: str) -> Callable:
         def note(module: Module, args: tuple) -> None:
             if args and isinstance(args[0], torch.Tensor) and (index, name) not in inputs:
-                alike = args[0].numel() == entered[index].numel()  # OPT's MLPs get inputs [B * T, E]
+                alike = args[0].numel() == entered[index].numel()  # compared by size, as OPT's MLPs get [B * T, E]
                 inputs[index, name] = alike and _error(args[0].reshape(entered[index].shape), entered[index])
 
         return note

@@ -26,18 +26,18 @@ SILENT = {
     "ignore_keys_at_rope_validation", "torch_dtype", "transformers_version",
     "_attn_implementation_internal", "_experts_implementation_internal", "base_model_ep_plan", "base_model_fsdp_plan",
     "base_model_pp_plan", "base_model_tp_plan", "distributed_config",
-    # the outputs of a call
+    # which outputs a call returns
     "_output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
     # special tokens that begin, end or fill a text; labels
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "id2label", "label2id", "problem_type",
-    # training
+    # used in training only
     "activation_dropout", "attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout",
     "initializer_range", "resid_pdrop", "router_aux_loss_coef",
 }  # fmt: skip
 
 
 class Unreadable(Exception):
-    """Raised for weights whose numbers are not in this process."""
+    """Raised if the numbers of a weight are not in this process."""
 
 
 def fingerprint(model: Any) -> str | None:
@@ -54,7 +54,7 @@ def fingerprint(model: Any) -> str | None:
             sample = _sampled(weight)
             dtypes.add(str(sample.dtype).removeprefix("torch."))
             digest.update(str(tuple(weight.shape)).encode() + sample.cpu().view(torch.uint8).numpy().tobytes())
-    except (Unreadable, RuntimeError, NotImplementedError):  # quantised tensors have few operations
+    except (Unreadable, RuntimeError, NotImplementedError):  # tensors of a quantiser do not support all operations
         return None
     return f"{'+'.join(sorted(dtypes))} {digest.hexdigest()[:16]}"
 
@@ -77,7 +77,7 @@ class Identity(NamedTuple):
 
 
 def identity(model: Any) -> Identity:
-    """Return the present identity of a decoder."""
+    """Return the `Identity` of a model with its present weights and configuration."""
     return Identity(fingerprint(model), _by_field(settings(model.config, adapted_in(model.modules()))))
 
 
@@ -161,7 +161,7 @@ def _weights(model: torch.nn.Module) -> Iterator[Any]:
     """Yield every tensor that a model saves, except those of inactive adapters, as one or several plain tensors."""
     modules = [*model.modules()]
     if any(getattr(module, "_hf_device_mesh", None) is not None for module in modules):
-        raise Unreadable  # a plain tensor may hold one rank's part of a weight
+        raise Unreadable  # split over ranks: even a plain tensor may be one rank's part of a weight
     for module, name, tensor in parts_of(modules):
         yield from plain_of(_offloaded(module, name) if tensor.is_meta else tensor)
     for module in modules:

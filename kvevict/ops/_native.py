@@ -30,7 +30,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Operand(NamedTuple):
-    """An argument or a result of an op: a row of csrc/ops.def."""
+    """A row of csrc/ops.def: an argument or a result of an op."""
 
     kind: str  # "tensor", "rows", "slots", "number", "flag", "integer", "count", "choice" or "result"
     type: str  # its type in the op's schema, such as "Tensor?"
@@ -156,7 +156,7 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
     if isinstance(error, NotImplementedError) and lead.device.type != "cpu":
         kernels = f"this build has no {lead.device.type.upper()} kernels"
         return ValueError(f"kvevict.{op}: {kernels}; move the model and its inputs to the CPU")
-    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # drop the file and line of csrc
+    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the location in csrc at its begin
     for arg, shown in zip(arguments(op), named):
         text = re.sub(rf"\b{arg.name}\b", shown.name, text)
     # An error with this text is about an option, since the checks above have found no wrong tensor

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._native import _C, DEVICES, build_info, cpu_isa, function, op  # noqa: F401  as _ops.build_info and the like
+from ._native import _C, DEVICES, build_info, cpu_isa, function, op  # noqa: F401  for users of `_ops`
 
 Tensor: TypeAlias = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""The arguments of one call of the decoder: checked before the cache changes, and cut to chunks."""
+"""The arguments of one call of the decoder, which are checked before the cache changes and cut to chunks."""
 
 import threading
 from typing import Any

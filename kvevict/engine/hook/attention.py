@@ -73,7 +73,7 @@ def _represent(
     """Choose how a layer packs its stored keys and values, from the first ones that it stores and before it attends.
     archive_kv: how the layer's archive packs its slots; None: leave the archive alone."""
     chunk = key.shape[2] - step.appended
-    first = step.first.clamp_max(chunk)  # at most all columns of the chunk are padding
+    first = step.first.clamp_max(chunk)  # number of padding columns in the chunk
     seen: Any = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
         layer.represent(step.plan.run.kv, *seen)
@@ -98,7 +98,8 @@ def _read(
     producer = step.plan.readers[module.layer_idx]
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
-    held = layer.storage.held(layer.len - int(step.decoding))  # a decoded token's row is stored already
+    # While decoding, the producer has stored the token's row already; it is passed as a new row instead
+    held = layer.storage.held(layer.len - int(step.decoding))
     with step.meter.clock("attend"):
         out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
     if producer in step.unread and step.plan.last_reader[producer] == module.layer_idx:
@@ -120,7 +121,7 @@ class _WithConfig:
 def _unpatched(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *more: object, **options: object
 ) -> tuple:
-    """Call the model's original attention function."""
+    """Call a module's original attention function with the arguments that `attention` got."""
     note = context().note
     if note is not None:
         note(module, query, key)

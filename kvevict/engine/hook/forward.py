@@ -49,7 +49,8 @@ def install_around(top: torch.nn.Module) -> None:
 
 
 def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
-    """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
+    """Restore the methods that `install` and `install_around` replaced in a decoder, its rotary embedding and the
+    models `tops` around it."""
     for module in (decoder, rotary.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)

@@ -23,7 +23,7 @@ class Inputs:
 
     def __init__(self, decoder: Any, ids: torch.Tensor | None, embeds: torch.Tensor | None, more: dict) -> None:
         self.decoder, self.ids, self.embeds, self.more = decoder, ids, embeds, more
-        self.tokens: torch.Tensor = ids if ids is not None else embeds  # type: ignore[assignment]  # not both None
+        self.tokens: torch.Tensor = ids if ids is not None else embeds  # type: ignore[assignment]  # one is given
 
     def packed(self, packing: Packing) -> "Inputs":
         """Return a copy in which the padding of every batch row is at the left."""

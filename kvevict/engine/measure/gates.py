@@ -20,7 +20,7 @@ FORMAT, VERSION = "kvevict gates", 1
 WEIGHTS, CONFIG = "gates.safetensors", "config.json"
 BESIDE = "kvevict_gates"  # name, inside a model's folder, of the folder with the model's gates
 AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
-KINDS = {"linear": 1, "mlp": 2}  # kind of gate -> number of affine maps in a layer
+KINDS = {"linear": 1, "mlp": 2}  # kind of gate -> number of affine maps in a layer's gate
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
 _named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the last folder that a policy named
 
@@ -53,7 +53,7 @@ class Gates:
         return ranks.mine(self.logs(layer, x).exp().transpose(1, 2))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write gates.safetensors and config.json to a folder. Raises OSError if they cannot be written."""
+        """Write the gates to a folder, as gates.safetensors and config.json. Raises OSError if that fails."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}

@@ -19,7 +19,7 @@ from .rope import Rope
 FORMAT = "kvevict-queries-3"
 NAMES = ("mean", "covariance", "size")
 BLOCK = 1024  # number of queries that are converted to fp32 at once
-_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: its contents}
+_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {path of a file: result of `load`}
 
 
 def sizes(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:

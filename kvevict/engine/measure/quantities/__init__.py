@@ -43,7 +43,7 @@ class Quantity:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the inputs in `needs`."""
+        """The names of the inputs in `needs`, without their options."""
         return tuple(each.name for each in as_needs(self.needs))
 
     def accumulate(self, rows: LayerRows, past: torch.Tensor | None) -> torch.Tensor | None:

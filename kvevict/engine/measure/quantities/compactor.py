@@ -15,7 +15,7 @@ from ..rope import Rope
 from . import QUANTITIES, Quantity
 
 RIDGE = 0.01  # added to the diagonal of X^T X before it is inverted
-SKETCH, SEED = 48, 0  # columns and seed of the Gaussian sketch of keys, as in kvpress
+SKETCH, SEED = 48, 0  # number of columns and random seed of the Gaussian sketch of keys, as in kvpress
 BLOCK = 256  # number of rows, and of slots, of a block of attention, as in kvpress
 
 

@@ -9,7 +9,7 @@ from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, Quantity
 
-QueryMoments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # result of `moments.summed`
+QueryMoments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (mean, covariance, mean size) by `moments.summed`
 SPAN = 512  # later queries are expected at this number of positions after the last token
 
 

@@ -31,7 +31,7 @@ class Trigonometric(OfQueries):
         mean, _, size = of_queries
         partner = rope.partners(width, mean.device)
         alone = partner == torch.arange(width, device=mean.device)
-        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # a pair counts in two dimensions
+        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # two dimensions per pair
         later = rotated_ahead(rope, last, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
         heads, group = stored.len.shape[1], mean.shape[1] // stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)
