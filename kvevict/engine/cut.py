@@ -26,10 +26,10 @@ from .memory.carried import join, kept
 class Choice(NamedTuple):
     """The slots of a layer that stay after a cut."""
 
-    # [B, Hkv, K] indices of the slots that stay, ascending (mypy: a tuple has a method of this name)
-    index: torch.Tensor  # type: ignore[assignment]
+    # [B, Hkv, K] indices of the slots that stay, ascending, -1 after a head's last one
+    index: torch.Tensor  # type: ignore[assignment]  # a tuple has a method `index`
     keep: np.ndarray  # [B, Hkv] number of slots that stay in each of this rank's heads, on the host
-    all_ranks: np.ndarray  # [B, heads of all ranks] the same number for the heads of all ranks
+    all_ranks: np.ndarray  # [B, heads] number of slots that stay in each head of all ranks (tensor parallel)
     carried: torch.Tensor | None = None  # [B, Hkv, K] numbers that these slots carry to the next cut; set by `cut`
 
 
@@ -65,9 +65,9 @@ def cut(
 
 
 def completed(observation: Observation, slots: Slots, outputs: bool) -> Observation:
-    """Return the observers with the attention outputs and the log-sum-exp (lse) of their rows over the slots that these
-    see. Both are computed for rows that see their own keys too, or to which some slots are hidden; for other rows only
-    with `outputs`, if they have no outputs yet."""
+    """Return the observers with the attention output and the log-sum-exp (lse) of each row over the slots that the row
+    sees. Both are computed for rows that also see their own keys, and for rows to which some slots are hidden; for all
+    other rows only with `outputs`, if they have no outputs yet."""
     return Observation(tuple(_completed(part, slots, outputs) for part in observation.parts))
 
 
@@ -95,9 +95,9 @@ def scored(policy: Policy, slots: Slots, quantities: list, query_heads: int) -> 
 def joined(
     policy: Policy, slots: Slots, score: torch.Tensor, carried: torch.Tensor | None, factors: list
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Join the score with the numbers that stored slots carry (METHODS section 9). Returns the numbers that slots carry
-    from now on (None if the policy carries none), and the score that ranks the slots: the joined numbers, or else the
-    score, times each of the `factors`."""
+    """Join the score with the numbers that stored slots carry (METHODS section 9). Returns the joined numbers, which
+    slots carry from now on (None if the policy's slots carry none), and the score that ranks the slots: the joined
+    numbers, or without them the given score, times each of the `factors`."""
     if policy.carry != "none":  # each head's slots carry their own numbers, even if all heads share one score
         score = score.expand(-1, slots.n.shape[1], -1)
     carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # a built policy's `carry` is not None
@@ -208,8 +208,8 @@ def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray 
 def protected(
     policy: Policy, observers: Rows, order: int, rows: LayerRows, sizes: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, last) int32 [B]: the numbers of first and of last slots that always stay. first + last is at most
-    sizes [B], numbers on the host."""
+    """(number of first slots, number of last slots) that always stay: int32 [B] each, together at most sizes [B], which
+    are on the host."""
     first, *lasts = *policy.score.protect(rows), observers.protect(rows), policy.selection(order).unfinished(rows)
     least, spared = policy.keep_first, policy.spared
     if {type(first), *map(type, lasts)} == {int}:

@@ -20,7 +20,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of table 5 of the LookaheadKV paper
 FORMAT, VERSION = "kvevict lookahead", 2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
-# Names in the file: of the embeddings, and what precedes a LoRA's name (PEFT's prefix for a causal model's decoder)
+# In the file: the name of the embeddings, and the prefix of each LoRA's name (PEFT's for a causal model's decoder)
 EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."
 # Fields of a model's config that must be equal in the model that an adapter was trained on and the one that uses it
 BASE = (

@@ -47,7 +47,7 @@ VERSION = checked(_installed())
 CROP_TAKES_LENGTH = VERSION < (5, 17)
 # The cache's name in a model's arguments and outputs. From 5.24 on the earlier name still works, with a warning.
 CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
-# Attribute of a text decoder with its `kvevict.engine.hook.installed.Installed`; it is not a submodule or a buffer.
+# Attribute of a patched text decoder: its `kvevict.engine.hook.installed.Installed`, which is no module or buffer
 STATE = "_kvevict"
 
 
@@ -120,7 +120,8 @@ def takes(function: Callable, name: str) -> bool:
 
 def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [B, H, p, D] by cos and sin [B, p, r], with the rotation function in the file of the module's class.
-    The last D - r dimensions are not rotated: this is left to the rotation function, or done here if it cannot."""
+    The last D - r dimensions are not rotated, by the rotation function itself or, if it takes r dimensions only, by
+    leaving them out here."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
     both = takes(function, "k")
     rotated = lambda part: function(part, part, cos, sin)[0] if both else function(part, cos, sin)  # noqa: E731

@@ -44,8 +44,8 @@ class _Separate:
 
     def before(self, module: Module, args: tuple) -> tuple | None:
         """Pre-hook of the experts: call their `forward` for the last rows, and return the arguments without these rows.
-        Arguments that do not have batch * T rows are left alone: they are a mixture's in which every expert gets every
-        row, so its products always have one shape."""
+        A mixture that does not pass batch * T rows is left alone: it passes every row to every expert, so its products
+        have the same shape in any call."""
         if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
             return None
         each = [x.unflatten(0, self.shape) for x in args]

@@ -16,8 +16,8 @@ class Type(NamedTuple):
 
     name      model_type of the whole model's config
     decoder   model_type of its text decoder's config
-    verdict   "equal": patched models equal the unpatched ones with every policy that was tested; "limited": so they do,
-              with the exceptions in `note`; "refused": they cannot be patched, for the reason in `note`; "untried":
+    verdict   "equal": the output of patched models equals that of unpatched ones with every policy; "limited": it does,
+              with the exceptions in `note`; "refused": models cannot be patched, for the reason in `note`; "untried":
               Transformers makes no tiny model of this type that reads token ids
     note      the reason or the exceptions that belong to the verdict
     since     a version of Transformers, such as "5.23": with it and with all later ones that were tested the verdict

@@ -29,8 +29,8 @@ def check_there(name: str) -> Path:
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """Load something by Transformers' `kind.from_pretrained`. name: a folder, a hub id, or a .gguf file. Raises
-    ValueError or OSError if it cannot be loaded."""
+    """Load a model or a tokenizer by `kind.from_pretrained`, kind being one of Transformers' classes. name: a folder, a
+    hub id, or a .gguf file. Raises ValueError or OSError if loading fails."""
     path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:

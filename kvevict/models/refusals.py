@@ -1,4 +1,5 @@
-"""Finds the reasons why a loaded model cannot be patched, with those that `families.reasons` finds in its config."""
+"""Finds the reasons why a loaded model cannot be patched, among them those that `families.reasons` finds in its
+config."""
 
 from typing import Any
 

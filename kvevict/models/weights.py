@@ -70,7 +70,7 @@ class Identity(NamedTuple):
     config: dict[str, str]
 
     def difference(self, other: "Identity") -> str | None:
-        """Describe in what two identities differ; None if nothing that is known of both differs."""
+        """Describe in what two identities differ; None if no difference is known."""
         if differ(self.weights, other.weights):
             return f"its weights are {self.weights!r}, this model's {other.weights!r}"
         return _difference(self.config, other.config)
@@ -100,7 +100,7 @@ def _written(value: object) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, PreTrainedConfig):
-        fields = vars(value) | dict(model_type=value.model_type)  # in `vars` only if the configuration was loaded
+        fields = vars(value) | dict(model_type=value.model_type)  # only a loaded configuration's `vars` has model_type
         value = {name: each for name, each in fields.items() if name not in SILENT}
     elif hasattr(value, "to_dict"):  # a quantiser's settings
         value = value.to_dict()

@@ -105,7 +105,7 @@ def peak(
 ) -> Tensor:  # fmt: skip
     """The largest attention weight of each row of q on a slot lo[b,h] <= i < hi[b,h], with 0 <= lo <= hi <= the head's
     number of alive slots (EDIE eq. 10). The result is 0 for a row that sees no such slot, and for rows before
-    row_first[b]. row_first, slots, causal and lse have the same meaning as in `score`.
+    row_first[b]. row_first, held, first, stop, causal and lse have the same meaning as in `score`.
     """
 
 
@@ -120,8 +120,8 @@ def error(
     eq. 7) or the 2-norm ("l2", CAOTE eq. 6); or of weight * a / (1 + alpha - a) * (|v_i|_1 + |o_r|_1) (kind "edie",
     EDIE eq. 9-11, alpha >= 0). The sum is then reduced over the query heads of a group, as in `score`.
 
-    Denominators are at least 1e-6. row_first, slots, causal, lse and columns have the same meaning as in `score`. o are
-    the rows' attention outputs from `attend`: `out[:, -R:]`.
+    Denominators are at least 1e-6. row_first, held, first, stop, causal, lse and columns have the same meaning as in
+    `score`. o has the rows' attention outputs, as `attend` returns them: `out[:, -R:]`.
     """
 
 
@@ -186,8 +186,8 @@ def refine(
     """CAOTE, an attention-output error, of every slot from its pooled score >= 0 (CAOTE eq. 6; with `squared` eq. 7):
     hn / (1 - hn) * |v_i - m|_2. hn is the slot's share of the head's scores, score / sum of scores over alive slots
     (1/n of n slots if this sum is 0); m is the mean value weighted by hn, or with `fast` the plain mean value
-    (FastCAOTE, eq. 8). A slot with hn > 1 - 1e-6 gets the largest float32. A NaN in one head does not reach others. The
-    score is not read past a head's alive slots, where the result is 0.
+    (FastCAOTE, eq. 8). A slot with hn > 1 - 1e-6 gets the largest float32. A NaN in a head makes the results of this
+    head NaN, but no others. The score is not read past a head's alive slots, where the result is 0.
     """
 
 
@@ -234,8 +234,8 @@ def decode(
     """Decode one token, as (out, lse, probs): store its key and value after each head's slots, then attend to these
     len + 1 slots. `held` must have room for the new row; len is not changed by the op.
 
-    prefix   slots in other buffers, which are only read and come first: columns are [prefix | stored | new]. prefix and
-             held must be packed alike, with equal centres
+    prefix   slots in other buffers, which are only read and come first: columns are [prefix | stored | new]. They must
+             be packed like the slots of held, around its centre
     columns  C, number of columns of probs, more than the largest len; 0: probs is not computed
 
     probs are the row's attention weights averaged over the query heads of a group, 0 past the new slot. A new row that

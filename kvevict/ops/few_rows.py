@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..context import context
 from . import _ops
 
-MEASURED = platform.machine().lower() in ("x86_64", "amd64")  # machines on which `_ops.linear` was measured as faster
+MEASURED = platform.machine().lower() in ("x86_64", "amd64")  # True where `_ops.linear` was measured to be faster
 HALVES = torch.bfloat16, torch.float16
 MOST = 32  # the largest number of rows; with more rows PyTorch is as fast
 TORCHS = torch.nn.functional.linear, torch.nn.Linear.forward  # PyTorch's functions; another library may replace them
 
 
 def has_few(model: torch.nn.Module, ids: Tensor | None, embeds: Tensor | None) -> bool:
-    """Whether a call of the model with ids [B, N] or embeddings [B, N, E] has few enough rows (B * N), and the model
-    the dtype and device, for `_ops.linear`."""
+    """Whether `_ops.linear` should compute the linear layers in a call of the model with ids [B, N] or embeddings
+    [B, N, E]: a call with few rows (B * N), on a CPU, of a model with 16-bit weights."""
     x = embeds if ids is None else ids
     few = MEASURED and x is not None and x.device.type == "cpu" and x.shape[:2].numel() <= MOST
     return few and next(model.parameters(), x).dtype in HALVES

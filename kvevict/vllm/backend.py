@@ -99,9 +99,9 @@ class Metadata(AttentionMetadata):
     (parts of a prompt)."""
 
     blocks: Tensor  # int64 [n] blocks of the first n requests
-    tokens: Tensor  # int64 [n] number of tokens that each of these requests has stored
+    tokens: Tensor  # int64 [n] number of tokens that each of these requests has read before this step
     last: list[tuple[int, int, int]]  # result of `last_of` for these requests
-    spans: list[tuple[slice, int, int]]  # for each other request: its rows in the step, its block, its stored tokens
+    spans: list[tuple[slice, int, int]]  # of each other request: rows in the step, block, tokens read before this step
 
 
 class Builder(AttentionMetadataBuilder):

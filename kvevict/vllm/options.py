@@ -46,8 +46,8 @@ class VllmOptions:
         return self.policy.slots(0)
 
     def place(self, tokens: int) -> int:
-        """The index of a row among the observing rows of its period, which are the last ones; negative for a row before
-        them. tokens: the number of tokens before the row."""
+        """The index of a token among the last `window` tokens of its period, which observe; negative for a token before
+        them. tokens: the number of the request's tokens before this one."""
         return tokens % self.period - (self.period - self.window)
 
     def ends(self, tokens: int) -> bool:

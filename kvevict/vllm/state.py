@@ -83,16 +83,16 @@ class States:
         self.no_positions = torch.zeros(len(self.k), dtype=torch.int32, device=self.device)
 
     def slots(self, blocks: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(first row in its block int64, number of slots int32) [n, Hkv] of each head of n requests, with the blocks
-        `blocks` [n] and the numbers of stored tokens `tokens` [n]."""
+        """(first row in the block, int64; number of slots, int32) [n, Hkv] of each head of n requests. blocks [n]: the
+        requests' blocks; tokens [n]: the numbers of tokens that they have read."""
         period = self.options.period
         # Before a request's first cut `kept` still has the counts of an earlier request in the same block
         kept = torch.where(tokens[:, None] < period, 0, self.kept[blocks])
         return _starts(kept, period), kept + (tokens % period)[:, None].to(torch.int32)
 
     def stored(self, block: int, tokens: int) -> Stored:
-        """The slots of the request in `block`, which has `tokens` tokens stored; rows count from the block's first
-        row."""
+        """The slots of the request in `block`, which has read `tokens` tokens. Their rows are counted from the block's
+        first row."""
         start, length = self.slots(*torch.tensor([[block], [tokens]], device=self.device))
         at = block * self.shape.plane
         k, v = (x[at : at + self.shape.rows] for x in (self.k, self.v))
@@ -100,9 +100,9 @@ class States:
         return Stored(k, v, self.positions[block], start, length, counts=counts, starts=starts, like=k[:0])
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, block: int, tokens: int) -> Tensor:
-        """Attend with the next T rows of the request in `block`, which has `tokens` tokens stored, and store their keys
-        and values: q [T, H, D], k and v [T, Hkv, D] -> outputs [T, H, D]. Rows up to a period's end are read together;
-        there slots are evicted."""
+        """Attend with the next T tokens of the request in `block`, which has read `tokens` tokens before, and store
+        their keys and values: q [T, H, D], k and v [T, Hkv, D] -> outputs [T, H, D]. Tokens up to a period's end are
+        read together, and slots are evicted at each period's end."""
         out, period = [], self.options.period
         while len(q):
             rows = min(len(q), period - tokens % period)
@@ -150,9 +150,10 @@ class States:
             part[block, places] = own
 
     def cut(self, block: int, tokens: int) -> None:
-        """Evict slots of the request in `block`, which has `tokens` tokens stored, a multiple of the period."""
+        """Evict slots of the request in `block`, which has read `tokens` tokens, a multiple of the period."""
         options, heads = self.options, self.shape.kv_heads
-        # `slots` counts the tokens since a multiple of the period: 0 for `tokens`, so ask for one token less and add 1
+        # `slots` counts tokens since the last multiple of the period, which is `tokens` itself: so take one token less,
+        # and then add it to the counts.
         stored = self.stored(block, tokens - 1)
         stored.len, stored.counts = stored.len + 1, stored.counts + 1
         slots = np.array([options.slots * heads])
@@ -195,8 +196,8 @@ class States:
 
 
 def last_of(options: VllmOptions, blocks: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
-    """(index of the row in the step, block, stored tokens) of those decoded rows that are among the observing rows of
-    their period, or end it."""
+    """(index in the step, block, number of tokens read before) for those decoded tokens that observe in their period,
+    or that end it. blocks, tokens: the blocks of a step's requests, and the tokens that the decoding ones have read."""
     # After these requests' blocks, `blocks` has those of the step's other requests
     rows = zip(range(len(tokens)), blocks, tokens, strict=False)
     return [row for row in rows if options.place(row[2]) >= 0 or options.ends(row[2] + 1)]

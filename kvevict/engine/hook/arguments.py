@@ -204,7 +204,8 @@ def make_ours(cache: DynamicCache, plan: Plan, config: Any, mask: torch.Tensor |
 
 
 def check_roll_back(arguments: Arguments) -> None:
-    """Raise ValueError if `generate` may take tokens back (assisted decoding) and the model or the policy cannot."""
+    """Raise ValueError if `generate` may take tokens back (assisted decoding), but the model or the policy forbids
+    it."""
     policy = arguments.policy
     if arguments.rolls_back and arguments.plan.keeps_state:
         raise ValueError(

@@ -70,8 +70,9 @@ def _represent(
     step: Step, layer: EvictionLayer, archive_kv: str | None, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, options: dict,
 ) -> None:  # fmt: skip
-    """Choose how a layer packs its stored keys and values, from the first ones that it stores and before it attends.
-    archive_kv: how the layer's archive packs its slots; None: leave the archive alone."""
+    """Choose how a layer packs the keys and values that it stores. This is done before the layer attends, from the
+    first keys and values that it will store. archive_kv: how the layer's archive of all slots is packed; None: leave
+    the archive alone."""
     chunk = key.shape[2] - step.appended
     first = step.first.clamp_max(chunk)  # number of padding columns in the chunk
     seen: Any = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
@@ -131,8 +132,8 @@ def _unpatched(
 
 
 def note_inputs(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHandle]:
-    """Add hooks to the attention modules of the layers `order`. In a call whose policy needs it, they put the input of
-    each attention block into `Step.hidden`."""
+    """Add hooks to the attention modules of the layers `order`. In calls whose policy needs it, the hooks put the input
+    of each attention block into `Step.hidden`."""
     return [m.register_forward_pre_hook(_note, with_kwargs=True) for m in families.attentions(decoder, order)]
 
 

@@ -96,7 +96,7 @@ def _check_after(
     **others: object,
 ) -> None:
     """Raise ValueError if the prompt of a `generate` call is not longer than the `held` tokens that the given cache
-    has read; new tokens alone are allowed with an attention_mask that covers both."""
+    has read. New tokens alone are allowed with an attention_mask that covers the held and the new tokens."""
     ids, mask = input_ids if inputs is None else inputs, attention_mask
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] > held:
         return

@@ -1,5 +1,5 @@
-"""The decoder's arguments for one chunk of a call: those of the chunk's columns, then those of the rows appended to
-the chunk."""
+"""The decoder's arguments for one chunk of a call: tensors with a row for each of the chunk's columns, followed by the
+rows that are appended to the chunk."""
 
 from typing import Any
 
@@ -85,9 +85,9 @@ def _per_layer(value: Any, start: int, end: int, appended: AppendedRows | None) 
 
 
 def _pictures(more: dict, start: int, end: int, appended: AppendedRows | None) -> dict:
-    """The chunk's part of the pictures' arguments in `more`. After its first layers Qwen3-VL adds embeddings to the
-    hidden states of picture tokens; its arguments are a mask [B, N] of these tokens, and for each of these layers a
-    tensor with a row for each picture token."""
+    """The chunk's part of the arguments for pictures in `more`. After its first layers Qwen3-VL adds embeddings to the
+    hidden states of picture tokens. The arguments for this are a mask [B, N], True for picture tokens, and for each of
+    these layers a tensor with a row for each picture token."""
     mask = more.get(PICTURES)
     if mask is None:
         return {}

@@ -20,7 +20,8 @@ from ..methods import propagate, residual
 from ..read.plan import Plan
 from . import attention, forward, states
 
-_installing = threading.RLock()  # held while the engine is installed or removed; `Installed.lock` guards one's fields
+# Held while the engine is installed in a model or removed from it; the fields of an `Installed` have their own lock
+_installing = threading.RLock()
 
 
 class Installed:
@@ -55,7 +56,8 @@ class Installed:
         return context().plans.get(self, self.own)
 
     def modules(self, decoder: torch.nn.Module) -> list[torch.nn.Module]:
-        """The attention modules of the layers that evict, and of the layers that read the keys and values of those."""
+        """The attention modules of the layers that evict, and of the layers that read an evicting layer's keys and
+        values."""
         return families.attentions(decoder, (*self.order, *self.readers))
 
     def enter(self, decoder: torch.nn.Module) -> bool:

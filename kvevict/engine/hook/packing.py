@@ -103,8 +103,8 @@ class Positions:
         return self.ids[-self.axes :].amax(0).masked_fill(padding, 0).cummax(1).values
 
     def follow(self, next_position: torch.Tensor) -> None:
-        """Move the positions of each batch row up so that its first token has at least next_position [B]. `generate`
-        counts from the last column before it, which may be padding."""
+        """Increase the positions of each batch row so that its first token has at least position next_position [B].
+        `generate` counts positions on from the previous column, which may be padding."""
         batch, tokens = len(self.packing.first), self.ids.shape[-1]
         first = self.packing.first.long().clamp_max(tokens - 1)[:, None]
         late = (next_position[:, None] - self.tokens().gather(1, first)).clamp_min(0)

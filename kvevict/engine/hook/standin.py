@@ -33,8 +33,8 @@ class StandIn:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         function = self.function
         if function is None or (function is few_rows.forward and torch.compiler.is_compiling()):
-            # Either a wrapper that was made while the module was patched calls it after unpatching, or torch.compile
-            # traces this call: it cannot trace the property `own`.
+            # The module is unpatched, but a wrapper made before still calls this stand-in; or torch.compile traces the
+            # call, and it cannot trace the property `own`.
             return self.before(*args, **kwargs) if self.before else self._of_class(self.module, *args, **kwargs)
         if torch.compiler.is_exporting():
             raise ValueError(NO_RECORD)

@@ -1,5 +1,5 @@
-"""Ops on the queries of decoded tokens that a layer remembers after their own slots may have been evicted (with rows
-that do not protect the observing tokens' slots)."""
+"""Ops on remembered queries of decoded tokens, whose own slots may have been evicted because the policy's rows do not
+protect them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

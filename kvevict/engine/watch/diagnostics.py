@@ -2,7 +2,7 @@
 their attention goes to slots that stay. `Diagnostics` does so at every eviction of a read, for `diagnose=True`.
 
 Shapes for one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees [R, n] True where a row
-sees a slot, kept [n] True for slots that stay. Attention matrices [G, R, n] exist, but for at most R = `ROWS` rows.
+sees a slot, kept [n] True for slots that stay. Attention matrices [G, R, n] are materialised, for R <= `ROWS` rows.
 """
 
 import numpy as np

@@ -60,7 +60,7 @@ class Quantity:
 
     def tokens(self, *inputs: Any) -> torch.Tensor:
         """Compute a quantity with `of_tokens` from the values of `needs`: fp32 [B, Hkv, T], a number per kv head and
-        token. Under carry="keep", a score that needs no other quantity is equal to it."""
+        token. With carry="keep", a score that needs only this quantity is equal to the quantity."""
         raise NotImplementedError
 
 

@@ -62,8 +62,8 @@ class OutputError(Quantity):
 
 
 def _unseen(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """Whether the slots lo <= i < hi of a head are none, or are all hidden from the observing rows: bool [B, Hkv]. lo,
-    hi: [B, Hkv]."""
+    """Whether the observing rows see no slot lo <= i < hi of a head, because lo >= hi or because these slots are hidden
+    from them: bool [B, Hkv]. lo, hi: [B, Hkv]."""
     if part.unseen is None:
         return hi <= lo
     start, stop = slots.around(part.unseen)

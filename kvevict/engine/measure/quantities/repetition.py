@@ -44,7 +44,8 @@ class RepeatedAttention(Quantity):
         return found
 
     def spanning(self, slots: Slots, part: Observers, appended: Appended) -> Observers:
-        """Return the observers with their log-sum-exp (lse) taken over the span that the class's docstring names."""
+        """Return the observers with their log-sum-exp (lse) taken over what the softmax spans: the first `sink` slots,
+        the chunk or part that is repeated, and the repeated rows."""
         kv, stored = slots.kv, slots.kv.stored
         if part.of is None:
             return self._spanning(part, kv, appended, 0 * stored.len, stored.len.clamp_max(self.sink))
