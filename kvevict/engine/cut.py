@@ -1,6 +1,6 @@
-"""The cut of a layer: score the alive slots, pool and refine the scores, select the best slots. Functions of values,
-not of calls: the engine runs the stages of `cut` one by one (read/choosers.py), as a layer may wait for others in
-between."""
+"""The cut of a layer: score the alive slots, pool and refine the scores, select the best slots. The functions here
+depend on their arguments only, not on a running model call. The engine runs the stages of `cut` one by one
+(read/choosers.py), as a layer may have to wait for other layers between two stages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,12 +24,13 @@ from .memory.carried import join, kept
 
 
 class Choice(NamedTuple):
-    """The surviving slots of a layer."""
+    """The slots of a layer that stay after a cut."""
 
-    index: torch.Tensor  # type: ignore[assignment]  # [B, Hkv, K] ascending (a tuple has a method of this name)
-    keep: np.ndarray  # [B, Hkv] slot count of each head, on the host
-    all_ranks: np.ndarray  # [B, heads of all ranks] `keep` of all ranks' heads
-    carried: torch.Tensor | None = None  # [B, Hkv, K] numbers that the survivors carry; set by `cut`
+    # [B, Hkv, K] indices of the slots that stay, ascending, -1 after a head's last one
+    index: torch.Tensor  # type: ignore[assignment]  # a tuple has a method `index`
+    keep: np.ndarray  # [B, Hkv] number of slots that stay in each of this rank's heads, on the host
+    all_ranks: np.ndarray  # [B, heads] number of slots that stay in each head of all ranks (tensor parallel)
+    carried: torch.Tensor | None = None  # [B, Hkv, K] numbers that these slots carry to the next cut; set by `cut`
 
 
 def cut(
@@ -43,13 +44,14 @@ def cut(
     given: Mapping[Need, Any] | None = None,
     bar: np.ndarray | None = None,
 ) -> Choice:
-    """Choose the slots of a layer that stay: keep[b] of batch row b over all heads, or all if it has fewer.
+    """Choose the slots of a layer that stay: keep[b] slots over all heads of batch row b, or all if the row has fewer.
 
-    observation   the rows that observe; None: the policy needs none (streaming, knorm)
-    order         the layer's number among those that evict, on which the policy's selection may depend
-    carried       fp32 [B, Hkv, *] numbers that stored slots carry (`Choice.carried` of the cut before), NaN for none
-    given         what quantities need besides slots and rows, by `Need` (measure/inputs.py)
-    bar           [B] the least score of a slot that stays; None: the policy has no threshold
+    observation   the rows that observe; None: the policy needs no rows (streaming, knorm)
+    order         the layer's number among the layers that evict, on which the policy's selection may depend
+    carried       fp32 [B, Hkv, *] numbers that stored slots carry (`Choice.carried` of the cut before); NaN: a slot
+                  without a number
+    given         inputs that quantities need besides slots and rows, by `Need` (measure/inputs.py)
+    bar           [B] the lowest score with which a slot may stay; None: the policy has no threshold
     """
     outputs = any(each.outputs for each in of_policy(policy))
     seen = None if observation is None else completed(observation, slots, outputs)
@@ -63,8 +65,9 @@ def cut(
 
 
 def completed(observation: Observation, slots: Slots, outputs: bool) -> Observation:
-    """The observers with what the quantities read of them: their lse over the slots that they see, and, if `outputs`,
-    their attention outputs. Observers that have these are returned unchanged."""
+    """Return the observers with the attention output and the log-sum-exp (lse) of each row over the slots that the row
+    sees. Both are computed for rows that also see their own keys, and for rows to which some slots are hidden; for all
+    other rows only with `outputs`, if they have no outputs yet."""
     return Observation(tuple(_completed(part, slots, outputs) for part in observation.parts))
 
 
@@ -83,8 +86,8 @@ def _completed(part: Observers, slots: Slots, outputs: bool) -> Observers:
 
 
 def scored(policy: Policy, slots: Slots, quantities: list, query_heads: int) -> torch.Tensor:
-    """The policy's score of alive slots: [B, Hkv, C], [B, 1, C] of all heads, or [B, query_heads, C] of each query
-    head."""
+    """The policy's score of the alive slots: [B, Hkv, C] per kv head, [B, 1, C] if all heads share it, or
+    [B, query_heads, C] per query head."""
     heads = query_heads if policy.score.per_query_head else 1
     return returned("score", policy.score, policy.score.score(slots, *quantities), slots.shape, (heads,))
 
@@ -92,11 +95,12 @@ def scored(policy: Policy, slots: Slots, quantities: list, query_heads: int) -> 
 def joined(
     policy: Policy, slots: Slots, score: torch.Tensor, carried: torch.Tensor | None, factors: list
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Join the score with the numbers that stored slots carry (METHODS section 9). Returns the numbers that slots carry
-    from now on, or None, and the score to rank slots by: the joined numbers times each of the `factors`."""
-    if policy.carry != "none":  # slots carry a number per head, also of a score that all heads share
+    """Join the score with the numbers that stored slots carry (METHODS section 9). Returns the joined numbers, which
+    slots carry from now on (None if the policy's slots carry none), and the score that ranks the slots: the joined
+    numbers, or without them the given score, times each of the `factors`."""
+    if policy.carry != "none":  # each head's slots carry their own numbers, even if all heads share one score
         score = score.expand(-1, slots.n.shape[1], -1)
-    carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # None only until it is built
+    carried = join(policy.carry, score, carried)  # type: ignore[arg-type]  # a built policy's `carry` is not None
     score = score if carried is None else carried
     for factor in factors:
         score = score * factor
@@ -104,11 +108,12 @@ def joined(
 
 
 def ranked(policy: Policy, slots: Slots, score: torch.Tensor, order: int = 0) -> torch.Tensor:
-    """Rank values [B, Hkv, C]: the pooled and refined scores, of whole runs if the policy selects runs. Slots within
-    `bounds.kept` get +inf, slots beyond the limit of `bounds.limited` -inf."""
+    """The values [B, Hkv, C] that rank the slots: pooled and refined scores; if the policy selects runs of slots, one
+    value for all slots of a run. Slots within `bounds.kept` get +inf, slots beyond the limit of `bounds.limited`
+    -inf."""
     refine, select = policy.refine, policy.selection(order)
     pooled = returned("score", policy.score, policy.score.pooled(slots, score), slots.shape, (1,))
-    if refine.refines:  # protected slots enter the refinement with scores that are not pooled
+    if refine.refines:  # a refinement gets the protected slots' scores without pooling
         pooled = torch.where(slots.competing, pooled, policy.score.plain(slots, score))
     score = returned("refine", refine, refine.refine(slots, pooled), slots.shape, (1,))
     score = score.expand(-1, slots.n.shape[1], -1)
@@ -134,8 +139,9 @@ def chosen(
     bar: np.ndarray | None = None,
     final: bool = True,
 ) -> Choice:
-    """Choose the best keep[b] slots of a row by `ranked` values, except those below bar[b]. With final=False keep a few
-    more, so that a later, smaller choice equals one made from all slots. picks: quantities for `Refinement.pick`."""
+    """Choose the best keep[b] slots of batch row b by the values `ranks` (result of `ranked`), except slots below
+    bar[b]. With final=False keep a few more slots, so that a later, smaller choice among them equals the choice among
+    all slots. picks: quantities for `Refinement.pick`."""
     heads, select, keep = policy.heads, policy.selection(order), np.minimum(keep, slots.alive)
     counts = _equal(policy, slots, select, keep) if bar is None else None
     if counts is not None:
@@ -148,7 +154,7 @@ def chosen(
         each = _within(select.trim_to_runs(whole, every, each), whole, every, bar)
     else:
         each = heads.reserve(whole, every, wanted, select.run)
-    counts, least = np.array(torch.stack([each, whole.least]).tolist())  # the only wait for the device
+    counts, least = np.array(torch.stack([each, whole.least]).tolist())  # the host waits for the device here only
     _check(policy, counts, least, whole, keep if final else whole.alive)
     return taken(policy, slots, ranks, each, picks, counts)
 
@@ -156,15 +162,16 @@ def chosen(
 def taken(
     policy: Policy, slots: Slots, ranks: torch.Tensor, keep: torch.Tensor, picks: list, counts: np.ndarray | None = None
 ) -> Choice:
-    """Choose the best keep [B, heads of all ranks] slots of each head by `ranked` values. counts: `keep` on the
-    host."""
+    """Choose the best slots of each head by the values `ranks` (result of `ranked`). keep: the number of slots that
+    each head keeps, [B, heads of all ranks]; counts: `keep` on the host."""
     heads = slots.heads.ranks
     counts = np.array(keep.tolist()) if counts is None else counts
     keep, mine = heads.mine(keep).contiguous(), heads.mine(counts)
     if policy.refine.picks:
         ranks = policy.refine.pick(slots, ranks, keep, *picks).contiguous()
     (first, last), n, shape = slots.protected, slots.n, slots.n.shape
-    if slots.prompt is not None:  # heads protect different numbers of slots: make each a batch row
+    # `select` takes one number of protected slots per batch row: if these numbers differ by head, heads become rows
+    if slots.prompt is not None:
         ranks, n, keep = (x.flatten(0, 1).unsqueeze(1) for x in (ranks, n, keep))
         first, last = slots.first.flatten(), last.repeat_interleave(shape[1])
     index = _ops.select(ranks, n, keep, first, last, int(mine.max()))
@@ -174,7 +181,8 @@ def taken(
 def of_layers(
     policy: Policy, layers: list[Slots], ranks: list[torch.Tensor], keep: np.ndarray, bar: np.ndarray | None = None
 ) -> list[torch.Tensor]:
-    """Split keep[b] slots over the heads of all layers by one ranking: for each layer [B, heads of all ranks]."""
+    """Split keep[b] slots of batch row b over the heads of all layers by one ranking. Returns, for each layer, the
+    number of slots that each head keeps: [B, heads of all ranks]."""
     whole = [slots.all_ranks(policy.shared) for slots in layers]
     every = [slots.heads.gather(each, one.columns) for slots, each, one in zip(layers, ranks, whole, strict=True)]
     split = policy.layers.keep(whole, every, _ops.upload(keep, layers[0].device))
@@ -182,8 +190,12 @@ def of_layers(
 
 
 def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray | None:
-    """The number of slots [B, Hkv] that each head keeps, keep[b] of counts [B, Hkv] in all, if every head simply drops
-    its smallest carried numbers. None: the policy does more than that, so all stages of `cut` are needed."""
+    """The number of slots [B, Hkv] that each head keeps, if a cut only drops the slots with each head's smallest
+    carried numbers. None: the policy does more than that, so all stages of `cut` are needed.
+
+    counts   [B, Hkv] alive slots of each head
+    keep     [B] slots that all heads of a batch row keep together
+    """
     apart = policy.n_reuse == 1 and policy.warmup_layers in (None, 1) and not policy.keep_prompt
     equal = _inherits(policy.heads, Equal.keep) and _inherits(policy.select, Selection.rank, Selection.trim_to_runs)
     refines = policy.refine.refines or policy.refine.picks
@@ -197,8 +209,8 @@ def by_sums(policy: Policy, counts: np.ndarray, keep: np.ndarray) -> np.ndarray 
 def protected(
     policy: Policy, observers: Rows, order: int, rows: LayerRows, sizes: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, last) int32 [B]: number of slots at either end that always stay, together at most sizes [B], on the
-    host."""
+    """(number of first slots, number of last slots) that always stay: int32 [B] each, together at most sizes [B], which
+    are on the host."""
     first, *lasts = *policy.score.protect(rows), observers.protect(rows), policy.selection(order).unfinished(rows)
     least, spared = policy.keep_first, policy.spared
     if {type(first), *map(type, lasts)} == {int}:
@@ -215,8 +227,9 @@ def protected(
 
 
 def _check(policy: Policy, counts: np.ndarray, least: np.ndarray, slots: Slots, most: np.ndarray) -> None:
-    """Raise ValueError unless a head budget's counts [B, Hkv] are at least `least`, the protected slots, at most the
-    alive slots, and sum to most[b] or less, or to the protected slots if these are more."""
+    """Raise ValueError unless a head budget's counts [B, Hkv] are valid: for each head at least its protected slots
+    `least` and at most its alive slots, and for each batch row a sum of at most most[b], or of at most the row's
+    protected slots where these exceed most[b]."""
     bad = ((counts < least) | (counts > slots.all_counts)).any(1) | (counts.sum(1) > np.maximum(most, least.sum(1)))
     if bad.any():
         b = int(bad.argmax())
@@ -227,7 +240,8 @@ def _check(policy: Policy, counts: np.ndarray, least: np.ndarray, slots: Slots, 
 
 
 def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) -> np.ndarray | None:
-    """The number of slots [B, heads] if all heads keep equally many, known on the host; None: the device decides."""
+    """The number of slots [B, heads] that each head keeps, on the host, if the policy gives all heads equally many;
+    None: the number depends on scores, which are on the device."""
     equal = _inherits(policy.heads, Equal.keep, Equal.reserve) and _inherits(select, Selection.trim_to_runs)
     if not equal or slots.prompt is not None:
         return None
@@ -237,12 +251,13 @@ def _equal(policy: Policy, slots: Slots, select: Selection, keep: np.ndarray) ->
 
 
 def _within(keep: torch.Tensor, slots: Slots, ranks: torch.Tensor, bar: np.ndarray | None) -> torch.Tensor:
-    """Limit keep [B, Hkv] to the number of slots whose rank values reach bar [B]; bar None: no threshold."""
+    """Limit each head's number of slots keep [B, Hkv] to its slots whose `ranks` reach bar [B]; bar None: no limit."""
     if bar is None:
         return keep
     return torch.minimum(keep, above(slots, ranks, _ops.upload(bar, slots.device, torch.float32)).to(keep.device))
 
 
 def _inherits(part: object, *methods: Callable) -> bool:
-    """True if a part of a policy does not override these methods of its base class, so that their results are known."""
+    """Whether a part of a policy (its score, its selection, ..) inherits these methods of its base class unchanged, so
+    that their results are known without a call."""
     return all(getattr(type(part), method.__name__, None) is method for method in methods)

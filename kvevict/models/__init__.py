@@ -1,1 +1,2 @@
-"""Facts about types of models (structure, rotation, weights, refusals), and how models are loaded."""
+"""What kvevict knows about Transformers models (their structure, rotation and weights, and which it refuses to patch),
+and how it loads them."""

@@ -1,4 +1,5 @@
-"""The trained part of LookaheadKV: embeddings of the lookahead rows, and a low-rank adapter for these rows alone."""
+"""The trained part of LookaheadKV (eviction by learned lookahead rows): the embeddings of these rows, and a low-rank
+adapter (LoRA) that is applied to these rows only."""
 
 import contextlib
 import math
@@ -16,11 +17,12 @@ from . import experts, families
 from .weights import differ, fingerprint
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of the paper's table 5
+SETS = {"all": TARGETS, "qv": ("q_proj", "v_proj"), "none": ()}  # the variants of table 5 of the LookaheadKV paper
 FORMAT, VERSION = "kvevict lookahead", 2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "config.json"
-EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."  # PEFT's prefix of a causal model's decoder
-# Fields of a base model's config that an adapter depends on.
+# In the file: the name of the embeddings, and the prefix of each LoRA's name (PEFT's for a causal model's decoder)
+EMBEDDINGS, PREFIX = "lookahead_embeddings", "base_model.model.model."
+# Fields of a model's config that must be equal in the model that an adapter was trained on and the one that uses it
 BASE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
@@ -28,7 +30,7 @@ BASE = (
 
 
 class LoRA(nn.Module):
-    """Maps x [.., inputs] to scale * B A x [.., outputs], which is 0 until trained."""
+    """A low-rank map of x [.., inputs] to scale * B A x [.., outputs]. B, and so the result, is 0 before training."""
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float, device: torch.device) -> None:
         super().__init__()
@@ -43,15 +45,19 @@ class LoRA(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Learned embeddings of `tokens` rows, and a LoRA of a decoder's linear layers that is active for these rows only.
+    """Learned embeddings of `tokens` lookahead rows, and a LoRA of a decoder's linear layers that is active for these
+    rows only.
 
-    model    the loaded model that the adapter is for (causal, its decoder or under PEFT); it is not changed
+    model    the loaded model that the adapter is for (a causal model, its decoder, or either under PEFT); it is not
+             changed
     tokens   number of lookahead rows n_la
-    rank     rank of the LoRA; its scale is alpha / rank
-    targets  "all", "qv", "none" (embeddings only), or names of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-             down_proj. Where a family fuses some of these the parts keep their names. Experts of a mixture carry none.
+    rank     rank of the LoRA
+    alpha    the LoRA's output is multiplied by alpha / rank
+    targets  the linear layers with a LoRA: "all", "qv", "none" (embeddings only), or names among q_proj, k_proj,
+             v_proj, o_proj, gate_proj, up_proj, down_proj. If a family of models fuses some of these layers, the parts
+             of the fused layer keep these names. Experts of a mixture have no LoRA.
 
-    Linear layers after the keys of the last evicting layer cannot change a score and carry no LoRA (METHODS section 6).
+    Linear layers after the keys of the last evicting layer cannot change a score and have no LoRA (METHODS section 6).
     Parameters are float32, on the model's device. Raises ValueError or TypeError for options that do not fit.
     """
 
@@ -72,14 +78,14 @@ class Adapter(nn.Module):
             index, block, name = path
             layer = _inner(_inner(self.layers, str(index)), block)
             layer[name] = LoRA(inputs, outputs, rank, alpha / rank, device)
-        with torch.no_grad():  # they start as embeddings of random tokens
+        with torch.no_grad():  # the learned embeddings start as those of random tokens
             ids = torch.randint(embedding.weight.shape[0], (tokens,), device=device)
             self.embeddings = nn.Parameter(embedding(ids).detach().clone().float())
 
     @contextlib.contextmanager
     def on(self, decoder: Any) -> Iterator["Adapter"]:
-        """Apply the LoRA to the last `tokens` rows of every call of the decoder in this block and thread. Experts of a
-        mixture are called for these rows separately."""
+        """Apply the LoRA to the last `tokens` rows of every call of the decoder in this block and thread. In these
+        calls a mixture's experts are called separately for the last rows and for the others (experts.py)."""
         token = object()
         hooks = [
             module.register_forward_hook(_Add(token, parts, self.tokens)) for module, parts in self._places(decoder)
@@ -93,7 +99,8 @@ class Adapter(nn.Module):
                 hook.remove()
 
     def _places(self, decoder: Any) -> Iterator[tuple[nn.Module, list]]:
-        """Yield (linear module, [(first output, LoRA)]) of every linear that carries a LoRA."""
+        """Yield (linear module, [(first output, LoRA), ..]) for every linear module with a LoRA. The outputs of a LoRA
+        are added to the module's outputs from `first output` on; a module of fused layers may have several LoRAs."""
         layers: Any = self.layers
         for index, blocks in layers.items():
             for block, own in blocks.items():
@@ -103,13 +110,14 @@ class Adapter(nn.Module):
                         yield module, parts
 
     def check(self, model: Any) -> None:
-        """Raise ValueError, naming the difference, unless this is an adapter for a model of these sizes and weights."""
+        """Raise ValueError, naming the difference, if the adapter was made for a model of other sizes or weights."""
         _check(self.base, self.weights, _decoder(model))
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None, **about: object) -> None:
-        """Write adapter_model.safetensors, with PEFT's names of the LoRA, and config.json, with a checksum of both, to
-        a folder, each completely or not at all. Tensors get `dtype` (None: unchanged), config.json gets the further
-        fields `about`. Raises OSError if the files cannot be written."""
+        """Write the adapter to a folder: adapter_model.safetensors, in which the LoRA has PEFT's names, and
+        config.json, which has a checksum of both. Each file is written completely or not at all. dtype: dtype of the
+        saved tensors (None: unchanged); about: further fields of config.json. Raises OSError if the files cannot be
+        written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -122,7 +130,8 @@ class Adapter(nn.Module):
 
 
 class _Add:
-    """Forward hook of a linear module that adds the LoRA of the module's input to the last rows of its output."""
+    """Forward hook of a linear module: in the last `rows` rows, add to the module's output what its LoRAs compute from
+    its input."""
 
     def __init__(self, token: object, parts: list, rows: int) -> None:
         self.token, self.parts, self.rows = token, parts, rows
@@ -137,8 +146,9 @@ class _Add:
 
 
 def load(folder: str | Path, model: Any) -> Adapter:
-    """Read the adapter that `Adapter.save` wrote, to the model's device; no code of the folder is run. Raises
-    ValueError for a folder without an adapter, for a damaged one, and, naming the difference, for another model's."""
+    """Read the adapter that `Adapter.save` wrote to a folder, without running code of the folder, and put it on the
+    model's device. Raises ValueError if the folder has no adapter, if the adapter is damaged, or, naming the
+    difference, if it is another model's."""
     folder, config = Path(folder), config_of(folder)
     try:
         tensors = sealed.tensors_of_pair(folder / WEIGHTS, folder / CONFIG)
@@ -163,7 +173,8 @@ def load(folder: str | Path, model: Any) -> Adapter:
 
 
 def config_of(folder: str | Path) -> dict[str, Any]:
-    """Read the fields of a saved adapter's config.json. Raises ValueError for another file."""
+    """Read the fields of config.json in the folder of a saved adapter. Raises ValueError if the file is not an
+    adapter's config."""
     path = Path(folder) / CONFIG
     try:
         config = parsed(path.read_text(encoding="utf-8"))
@@ -188,12 +199,12 @@ def config_of(folder: str | Path) -> dict[str, Any]:
 
 
 def bundled() -> str:
-    """Return the folder of the adapter for the model that comes with the package (`kvevict.small_llama()`)."""
+    """Return the folder of the adapter that comes with the package, for its small model (`kvevict.small_llama()`)."""
     return str(Path(__file__).with_name("small_llama_lookahead"))
 
 
 def targets_of(targets: str | Iterable[str]) -> tuple[str, ...]:
-    """Return `Adapter`'s targets as names of linear layers, in the order of TARGETS."""
+    """Return `targets`, an option of `Adapter`, as names of linear layers in the order of TARGETS."""
     names = SETS.get(targets) if isinstance(targets, str) else tuple(targets)
     if names is None or not set(names) <= set(TARGETS):
         raise ValueError(f"targets must be one of {', '.join(SETS)}, or names of {', '.join(TARGETS)}, got {targets!r}")
@@ -201,7 +212,8 @@ def targets_of(targets: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def base_of(decoder: Any) -> dict[str, Any]:
-    """Return the sizes that an adapter depends on."""
+    """Return the facts about a decoder's config that an adapter depends on: the fields `BASE`, with the head
+    dimension that its attention uses."""
     found = {name: getattr(decoder.config, name, None) for name in BASE}
     return found | dict(head_dim=decoder.layers[0].self_attn.head_dim)
 
@@ -223,7 +235,8 @@ def _check(base: dict[str, Any], weights: Any, decoder: Any) -> None:
 
 
 def sizes(decoder: Any, targets: Iterable[str]) -> Iterator[tuple[tuple, int, int]]:
-    """Yield ((layer, block, name), inputs, outputs) of every linear that can reach a score."""
+    """Yield ((layer, block, name), number of inputs, number of outputs) of every linear layer named in `targets` whose
+    output can change a score."""
     last = max(i for i, kind in enumerate(families.layer_kinds(decoder.config)) if kind == families.FULL_ATTENTION)
     for index in range(last + 1):
         for block in ("self_attn", "mlp"):
@@ -234,8 +247,8 @@ def sizes(decoder: Any, targets: Iterable[str]) -> Iterator[tuple[tuple, int, in
 
 
 def linears(layer: nn.Module, block: str) -> Iterator[tuple[Any, list]]:
-    """Yield (linear module, [(name, first output, outputs)]) of a decoder layer's block. A module of a family that
-    fuses linears has several pieces."""
+    """Yield (linear module, its pieces [(name, first output, number of outputs), ..]) for a block of a decoder layer. A
+    module in which a family of models fuses several linear layers has one piece for each of them."""
     parent = getattr(layer, block)
     if hasattr(parent, "qkv_proj"):
         config, dim = parent.config, parent.head_dim

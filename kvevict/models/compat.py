@@ -1,5 +1,5 @@
-"""All branches on the version of Transformers, and the stand-ins for methods of its models. Transformers, whose import
-is slow, is imported in functions only."""
+"""All code that depends on the version of Transformers, and the stand-ins for methods of its models. Transformers is
+imported in functions only, as its import is slow."""
 
 import functools
 import inspect
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-TESTED = (5, 4), (5, 24)  # the oldest and the newest version that the tests have run with
+TESTED = (5, 4), (5, 24)  # the oldest and the newest version of Transformers that the tests have run with
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 
 
 def checked(found: str) -> tuple:
-    """Return (major, minor) of a version of Transformers. Raises ImportError for one that is too old, and warns of one
-    that is newer than the tested ones."""
+    """Return (major, minor) of a version of Transformers. Raises ImportError if the version is too old, and warns if it
+    is newer than the tested ones."""
     version = tuple(int(part) for part in found.split(".")[:2])
     if version < TESTED[0]:
         raise ImportError(
@@ -32,7 +32,8 @@ def checked(found: str) -> tuple:
 
 
 def _installed() -> str:
-    """Return the version of Transformers, without its import; the newest tested one if it is not installed."""
+    """Return the installed version of Transformers without importing it; if it is not installed, the newest tested
+    version."""
     try:
         return metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -41,27 +42,29 @@ def _installed() -> str:
 
 VERSION = checked(_installed())
 
-# crop(n) of a cache layer keeps n slots for a positive n up to 5.16; later versions only remove -n slots.
+# True: `crop(n)` of a cache layer keeps the first n slots if n is positive (up to version 5.16). Later versions only
+# accept a negative n, which removes -n slots.
 CROP_TAKES_LENGTH = VERSION < (5, 17)
-# The cache's name in a model's calls and outputs; versions from 5.24 on take the earlier name too, with a warning.
+# The cache's name in a model's arguments and outputs. From 5.24 on the earlier name still works, with a warning.
 CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
-# Attribute of the text decoder for its `kvevict.engine.hook.installed.Installed`, outside nn.Module's registries.
+# Attribute of a patched text decoder: its `kvevict.engine.hook.installed.Installed`, which is no module or buffer
 STATE = "_kvevict"
 
 
 def cache_of(output: Any) -> Any:
-    """Return the cache of a model's output."""
+    """Return the cache in a model's output, under this version's name."""
     return getattr(output, CACHE)
 
 
 def named(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments, with the cache by this version's name."""
+    """Return the arguments of a model's call, with the cache under this version's name."""
     return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
 
 def _get_candidate_generator(model: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Mark the cache of assisted and prompt-lookup decoding, whose calls have candidates that may be taken back:
-    Transformers calls `activate_past_recording` before the cache is an `EvictionCache`."""
+    """Stand in for `run`, the method by which `generate` begins assisted or prompt-lookup decoding: mark its cache, as
+    candidate tokens may be taken back from it. (Transformers' own mark, `activate_past_recording`, comes before the
+    cache is an `EvictionCache`.)"""
     if getattr(kwargs.get("generation_config"), "assistant_early_exit", None) is not None:
         raise ValueError(
             "assistant_early_exit drafts with some of the model's layers, whose cache kvevict cannot share: give an "
@@ -92,8 +95,8 @@ def _init_continuous_batching(model: torch.nn.Module, run: Callable, *args: obje
     )
 
 
-# Stand-ins for methods of a patched model: function(model, the method, *args, **kwargs). A model without such a method
-# is left as it is: its kind of decoding then has another entrance, or none.
+# {method name: stand-in for this method of a patched model, called as function(model, original method, *args,
+# **kwargs)}. A model without a method of this name is left as it is.
 STAND_INS = {
     "_get_candidate_generator": _get_candidate_generator,
     "init_continuous_batching": _init_continuous_batching,
@@ -101,7 +104,8 @@ STAND_INS = {
 
 
 def base_attention(module: torch.nn.Module, config: Any) -> Callable:
-    """Return the attention function that an unpatched `module` calls under its original config."""
+    """Return the attention function that `module` calls when it is not patched. config: the module's original
+    config."""
     from transformers import AttentionInterface
 
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -110,25 +114,26 @@ def base_attention(module: torch.nn.Module, config: Any) -> Callable:
 
 @functools.cache
 def takes(function: Callable, name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Whether a function has a parameter called `name`."""
     return name in inspect.signature(function).parameters
 
 
 def apply_rotary(module: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, H, p, D] by cos and sin [B, p, r], with the function of the module's own file. If r < D, that
-    function or its caller leaves the last D - r dimensions alone."""
+    """Rotate x [B, H, p, D] by cos and sin [B, p, r], with the rotation function in the file of the module's class.
+    The last D - r dimensions are not rotated, by the rotation function itself or, if it takes r dimensions only, by
+    leaving them out here."""
     function = sys.modules[type(module).__module__].apply_rotary_pos_emb
     both = takes(function, "k")
     rotated = lambda part: function(part, part, cos, sin)[0] if both else function(part, cos, sin)  # noqa: E731
     width = cos.shape[-1]
     try:
         return rotated(x)
-    except RuntimeError:  # the caller passes r dimensions only (Phi, StableLM)
+    except RuntimeError:  # the function takes r dimensions only, as Phi's and StableLM's do
         return torch.cat([rotated(x[..., :width]), x[..., width:]], -1)
 
 
 def keeps_state(kind: type) -> None:
-    """Let Transformers look for a convolution's or a recurrent state in cache layers of this class."""
+    """Register a class of cache layers with Transformers as one that keeps a convolution's or a recurrent state."""
     from transformers import cache_utils
 
     mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)

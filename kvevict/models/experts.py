@@ -1,7 +1,9 @@
-"""Calls the experts of a mixture separately for a LookaheadKV adapter's rows and for the others (METHODS section 6).
+"""Calls the experts of a mixture separately for the rows of a LookaheadKV adapter and for the other rows (METHODS
+section 6).
 
-The number of rows that an expert multiplies may change how each product is rounded (another kernel, another order of
-summation). The adapter changes how its own rows are routed, so in a common call it would change other rows' bits.
+An adapter changes which experts its own rows go to, and so how many rows each expert gets. The number of rows may
+change how an expert rounds each product (another kernel, another order of summation). Without separate calls the
+adapter would therefore change the last bits of other rows.
 """
 
 from collections.abc import Callable
@@ -12,8 +14,8 @@ from torch.nn import Module
 
 
 def hooks(decoder: Any, rows: int, active: Callable[[], bool]) -> list:
-    """Install hooks that call a mixture's experts separately for the last `rows` rows of every sequence, while active()
-    is true. Returns the hooks' handles."""
+    """Install hooks that call the experts of each mixture in the decoder separately for the last `rows` rows of every
+    sequence, whenever active() is true. Returns the hooks' handles."""
     found = []
     for layer in decoder.layers:
         for name, module in layer.named_modules():
@@ -28,21 +30,22 @@ def hooks(decoder: Any, rows: int, active: Callable[[], bool]) -> list:
 
 
 class _Separate:
-    """Hooks of a module of experts, whose arguments are rows [batch * T, E] and each row's experts and weights [..,
-    k]."""
+    """The hooks of a module of experts and its layer. The module's arguments are rows [batch * T, E], and for each row
+    the indices and the weights of its k experts, [batch * T, k] each."""
 
     def __init__(self, rows: int, active: Callable[[], bool]) -> None:
         self.rows, self.active = rows, active
         self.shape: Any = None  # [batch, T] of the layer's input
-        self.last: Any = None  # the last rows' output, [batch * rows, E]
+        self.last: Any = None  # the experts' output for the last rows, [batch * rows, E]
 
     def note(self, layer: Module, args: tuple, kwargs: dict) -> None:
         if self.active():
             self.shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
     def before(self, module: Module, args: tuple) -> tuple | None:
-        """Call `forward` for the last rows, and return the arguments without these rows. A mixture in which every
-        expert gets every row passes another number of rows. Its products have one shape, so it is left alone."""
+        """Pre-hook of the experts: call their `forward` for the last rows, and return the arguments without these rows.
+        A mixture that does not pass batch * T rows is left alone: it passes every row to every expert, so its products
+        have the same shape in any call."""
         if not self.active() or self.shape[1] == self.rows or any(len(x) != self.shape.numel() for x in args):
             return None
         each = [x.unflatten(0, self.shape) for x in args]

@@ -1,15 +1,16 @@
-"""Loads models: the bundled one, and those that the user names."""
+"""Loads models: the small one that comes with the package, and models that the user names."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-CONFIGS = ("config.json", "adapter_config.json")  # one is in the folder of a model, or of PEFT's adapters
+CONFIGS = ("config.json", "adapter_config.json")  # the folder of a model has the first, of PEFT's adapters the second
 
 
 def small_llama() -> str:
-    """Return the folder, for `from_pretrained`, of a small Llama for trying policies: 4 layers, 8/4 heads of 64,
-    context 2048, weights and tokenizer. It recalls made-up facts and little else; examples/small_llama trains it."""
+    """Return the folder, for `from_pretrained`, of a small Llama model and its tokenizer, for trying policies: 4
+    layers, 8 query heads and 4 kv heads of dimension 64, a context of 2048 tokens. It can recall made-up facts from a
+    prompt and little else; examples/small_llama trains it."""
     folder = Path(__file__).parent / "small_llama"
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors; install kvevict again, or from a full clone")
@@ -17,7 +18,8 @@ def small_llama() -> str:
 
 
 def check_there(name: str) -> Path:
-    """Return a model's name as a path. Raises FileNotFoundError for a folder that is missing or not a model's."""
+    """Return the name of a model as a path. Raises FileNotFoundError if the name is that of a folder which does not
+    exist or has no model."""
     path = Path(name)
     if path.suffix != ".gguf" and not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"there is no folder {name}; give the folder of a model, a .gguf file or a hub id")
@@ -27,15 +29,15 @@ def check_there(name: str) -> Path:
 
 
 def pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """Call `kind.from_pretrained` with a folder, a hub id, or a .gguf file, for Transformers' loader. Raises ValueError
-    or OSError if it fails."""
+    """Load a model or a tokenizer by `kind.from_pretrained`, kind being one of Transformers' classes. name: a folder, a
+    hub id, or a .gguf file. Raises ValueError or OSError if loading fails."""
     path = check_there(name)
     if path.suffix != ".gguf" or path.is_dir():
         try:
             return kind.from_pretrained(name, **options)
         except (OSError, ValueError):
             raise
-        except Exception as error:  # Transformers checks configs in many places, with many kinds of errors
+        except Exception as error:  # Transformers checks configs in many places, which raise many kinds of errors
             raise ValueError(f"{name} cannot be loaded: {error!r}; give another model, or repair its files") from None
     if not path.is_file():
         raise FileNotFoundError(f"{name} does not exist; give a .gguf file, a folder or a hub id")
@@ -43,7 +45,7 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
         return kind.from_pretrained(str(path.parent), gguf_file=path.name, **options)
     except ImportError as error:
         raise ValueError(f"{name}: {error}; run: pip install 'kvevict[gguf]'") from None
-    except Exception as error:  # the loader raises many kinds of errors, most with a key of the file alone
+    except Exception as error:  # the loader raises many kinds of errors, most of which only name a key of the file
         raise ValueError(
             f"{name} cannot be loaded: {error!r}; give a folder with safetensors, or a GGUF file of an architecture "
             "that Transformers' loader knows"
@@ -51,8 +53,8 @@ def pretrained(kind: Any, name: str, **options: Any) -> Any:
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
-    """Load a causal language model in eval mode, on `place(device)`, and its tokenizer, by a name that `pretrained`
-    takes."""
+    """Load a causal language model and its tokenizer, and return both; the model is in eval mode and on the device
+    `place(device)`. name: a name for `pretrained`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = place(device)
@@ -62,8 +64,9 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> tup
 
 
 def place(device: str | None = None) -> str:
-    """Return the named device; by default a GPU, if there is one and this build has kernels for it, else the CPU.
-    Processes of one launch (accelerate, torchrun) take a GPU each. Raises ValueError for a device that is unusable."""
+    """Return the device to use: `device`, or by default a GPU, if there is one and this build has kernels for it, else
+    the CPU. By default each process of a launch (accelerate, torchrun) gets its own GPU. Raises ValueError if `device`
+    cannot be used."""
     import torch
 
     from ..ops._ops import DEVICES, build_info

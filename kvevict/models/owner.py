@@ -1,4 +1,4 @@
-"""Tells whether a model has changed since it filled a cache."""
+"""Finds out whether a model has changed since it filled a cache."""
 
 import contextlib
 import weakref
@@ -9,13 +9,14 @@ import torch
 from . import weights
 from .weights import Identity, Unreadable, adapted_in, adapters_of, identity, parts_of, plain_of, settings
 
-RUNS, WIDTH = 16, 16  # at the start of a turn, RUNS runs of WIDTH numbers of each tensor are compared
-ROUNDED = 2**-17  # largest error of a float32 weight after adapters were merged and unmerged, of the run's maximum
+RUNS, WIDTH = 16, 16  # of each tensor, RUNS runs of WIDTH numbers each are compared at the start of a turn
+# Largest error of a float32 weight after adapters were merged and unmerged, relative to the maximum of its run
+ROUNDED = 2**-17
 
 
 class Owner:
-    """The model that filled a cache. Its weights are hashed on request, and only while the model exists with unchanged
-    weights, adapters and configuration."""
+    """Remembers the model that filled a cache. Its weights are hashed on request, which is possible as long as the
+    model exists with unchanged weights, adapters and configuration."""
 
     def __init__(self, model: Any, known: Identity | None = None) -> None:
         self.model = (lambda: None) if model is None else weakref.ref(model)
@@ -23,8 +24,8 @@ class Owner:
         self.form = None if model is None else form(model)
 
     def identity(self) -> Identity | None:
-        """Return the identity of the weights that filled the cache; None if no model did. Raises ValueError if it was
-        not computed while the model had these weights."""
+        """Return the identity (hash of weights, configuration) of the model that filled the cache; None if no model
+        did. Raises ValueError if it was not computed before the model was changed or deleted."""
         if self.known is None and self.state is not None:
             model = self.model()
             reason = "that is gone" if model is None else self._change(model)
@@ -37,11 +38,11 @@ class Owner:
         return self.known
 
     def difference(self, model: Any, thorough: bool = True) -> str | None:
-        """Describe how a model differs from the one that filled the cache, in words that follow "the model"; None if no
-        difference is seen. With thorough=False only the adapters of an identical object are checked, a microsecond
-        each."""
+        """Describe how `model` differs from the model that filled the cache, in words that can follow "the model"; None
+        if no difference is found. With thorough=False, if both are the same object, only its PEFT adapters are checked,
+        in about a microsecond each."""
         if self.model() is not model:
-            with contextlib.suppress(ValueError):  # of a model that is gone or has changed
+            with contextlib.suppress(ValueError):  # raised if the model that filled the cache is gone or has changed
                 known = self.identity()
                 differs = known and known.difference(identity(model))
                 return differs and f": {differs}"
@@ -51,7 +52,7 @@ class Owner:
         return change and f", {change}"
 
     def agrees(self, other: "Owner") -> bool:
-        """Whether one model, with equal weights, filled two caches."""
+        """Whether the two caches of these owners were filled by one model object, with equal weights."""
         one, two = self.state, other.state
         if self is other or self.model() is not other.model() or one is None or two is None:
             return self.model() is other.model()
@@ -60,7 +61,7 @@ class Owner:
     def _change(self, model: Any) -> str | None:
         before: Any = self.state
         if self.model() is not model:
-            before = before._replace(versions={})  # a key is an id, which may be another tensor's by now
+            before = before._replace(versions={})  # its keys are ids of tensors, which new tensors may have by now
         return _change(before, _state(model))
 
     def __deepcopy__(self, memo: dict) -> "Owner":
@@ -71,21 +72,23 @@ class Owner:
 
 
 def form(model: torch.nn.Module) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and the device of a model's weights."""
+    """Return the dtype and the device of a model's first weight."""
     weight = next(model.parameters())
     return weight.dtype, weight.device
 
 
 class _State(NamedTuple):
-    """Facts about a model that change when its weights, buffers or configuration do, or when adapters are switched or
-    merged."""
+    """Facts about a model that change if its weights, buffers or configuration change, or if its adapters are switched
+    on, off or merged."""
 
-    switches: list  # (reference to a PEFT module, its `_switches`)
-    on: list  # per PEFT module with active adapters, the set of their names
-    versions: dict  # id of a tensor -> its `_version`, which counts most writes
+    switches: list  # (weak reference to a PEFT module, its `_switches`) for each PEFT module
+    on: list  # for each PEFT module with active adapters, the set of their names
+    versions: dict  # id of a tensor -> its `_version`, which counts most writes to the tensor
     names: list  # names of the sampled tensors
-    sample: dict  # (device, dtype, width, whether adapters merge into them) -> bytes of tensors' numbers; {}: unknown
-    settings: str  # `settings` of its configuration
+    # (device, dtype, length of a run, whether adapters merge into the tensors) -> bytes of numbers sampled from these
+    # tensors; {} if they cannot be read
+    sample: dict
+    settings: str  # result of `weights.settings` for its configuration
 
 
 def _state(model: Any) -> _State:
@@ -93,9 +96,10 @@ def _state(model: Any) -> _State:
     adapted = adapted_in(modules)
     switches = [(weakref.ref(module), _switches(module)) for module in adapted]
     on = [frozenset(name for name, _, is_on in adapters_of(module) if is_on) for module in adapted]
-    parts = [each for each in parts_of(modules, derived=True) if not each[2].is_meta]  # meta: offloaded, not written
+    # Tensors on the device "meta" are offloaded ones, which are not written to
+    parts = [each for each in parts_of(modules, derived=True) if not each[2].is_meta]
     versions = {id(part): 0 if part.is_inference() else part._version for _, _, part in parts}
-    split = (getattr(model, "tp_size", None) or 1) > 1  # tensor parallel: ranks might come to different results
+    split = (getattr(model, "tp_size", None) or 1) > 1  # tensor parallel: samples could make ranks decide differently
     sample = {} if split else _sample(parts, {id(module.base_layer) for module in adapted})
     names = [name for _, name, _ in parts]
     return _State(switches, [*filter(None, on)], versions, names, sample, settings(model.config, adapted))
@@ -106,11 +110,12 @@ def _switches(module: Any) -> tuple:
 
 
 def _sample(parts: list, merging: set[int]) -> dict:
-    """Make `_State.sample`: numbers of each tensor, at even distances; {} if a tensor cannot be read. The numbers of a
-    device are copied at once."""
+    """Make `_State.sample`: runs of numbers of each tensor, at even distances; {} if a tensor cannot be read. All
+    numbers of one device are copied to the host at once. merging: ids of the modules into which adapters may be
+    merged."""
     runs: dict = {}
     found = {}
-    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # the errors of `fingerprint`
+    with contextlib.suppress(Unreadable, RuntimeError, NotImplementedError):  # as in `weights.fingerprint`
         for module, _, part in parts:
             for tensor in plain_of(part):
                 run = _runs(tensor)
@@ -124,8 +129,8 @@ def _sample(parts: list, merging: set[int]) -> dict:
 
 
 def _runs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view [RUNS, WIDTH] of a tensor's storage, from the first number to the last; [1, n] of a short
-    tensor."""
+    """Return a view [RUNS, WIDTH] of a tensor's storage: RUNS runs at even distances, from its first number to its
+    last. A tensor of n <= RUNS * WIDTH numbers gives a view [1, n] of all of them."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = tensor.numel() if tensor.is_contiguous() else 1 + sum((size - 1) * step for size, step in steps)
     if span <= RUNS * WIDTH:
@@ -134,7 +139,7 @@ def _runs(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _change(before: _State, now: _State) -> str | None:
-    """Describe how a model has changed between two states; None if it has not."""
+    """Describe how a model has changed between two states; None if no change is found."""
     if now.on != before.on:
         was, are = (", ".join(sorted(frozenset().union(*each.on))) or "none" for each in (before, now))
         return f"whose PEFT adapters on were {was}, this one's are {are}"
@@ -147,7 +152,8 @@ def _change(before: _State, now: _State) -> str | None:
 
 
 def _alike(before: _State, now: _State) -> bool:
-    """Whether two states' numbers are equal, except for rounding by adapters that were merged and unmerged."""
+    """Whether the sampled numbers of two states are equal, except for the rounding of weights into which adapters were
+    merged, and unmerged again."""
     if before.names != now.names or before.sample.keys() != now.sample.keys():
         return False
     return all(_near(held, now.sample[key], *key[1:]) for key, held in before.sample.items())

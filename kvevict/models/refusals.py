@@ -1,4 +1,5 @@
-"""Finds the reasons why a loaded model cannot be patched; `families.reasons` finds those of its config alone."""
+"""Finds the reasons why a loaded model cannot be patched, among them those that `families.reasons` finds in its
+config."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from .families import base_model, find_decoder
 
 
 def check_model(model: Any) -> None:
-    """Raise one ValueError with all the reasons why a model's decoder cannot be patched, if there are any."""
+    """Raise a ValueError with the reasons why a model's decoder cannot be patched, if there are any."""
     decoder = find_decoder(model)
     reasons = families.reasons(decoder.config) or _of_structure(decoder)
     reasons = reasons or _of_loaded(model, decoder)
@@ -20,7 +21,8 @@ def check_model(model: Any) -> None:
 
 
 def _of_structure(decoder: torch.nn.Module) -> list[str]:
-    """List the reasons in a decoder's modules why it cannot be patched although its kind of cache is supported."""
+    """List the reasons, found in a decoder's modules, why it cannot be patched although `families.reasons` found no
+    reason in its config."""
     kinds, layers = families.layer_kinds(decoder.config), families.layers_of(decoder)
     if len(kinds) != len(layers):
         return [f"it has {len(layers)} layers and caches for {len(kinds)}"]
@@ -52,7 +54,8 @@ def _of_structure(decoder: torch.nn.Module) -> list[str]:
 
 
 def _of_loaded(model: torch.nn.Module, decoder: torch.nn.Module) -> list[str]:
-    """List the reasons why this loaded model cannot be patched, although models of its type can be."""
+    """List the reasons why a loaded model cannot be patched although others of its type can be: its dtype, its device,
+    its attention implementation, how it is split over ranks, or its head dimension."""
     reasons, own = [], families.attentions(decoder, families.evicting(decoder.config))
     implementation = own[0].config._attn_implementation
     if "flex" in implementation or "paged" in implementation:

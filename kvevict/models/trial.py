@@ -1,5 +1,6 @@
-"""Runs a model on a few tokens, before it is patched, to find out whether chunks change its output, whether its layers
-rotate queries as expected, and which submodule gets the residual stream with attention's output."""
+"""Runs a model on a few tokens to find out facts that its structure does not show: whether reading a prompt in chunks
+changes its output, whether its layers rotate queries and keys as expected, and which submodule of a layer gets the
+residual stream after attention's output is added."""
 
 import contextlib
 import threading
@@ -16,17 +17,18 @@ from ..engine.memory.cache import EvictionCache
 from . import families, rotary
 from .compat import CACHE, cache_of
 
-SEEN, NEW, PAD = 24, 2, 3  # tokens of the prompt, tokens decoded after it, left padding of the second row
-FAR = 100_000  # the highest position tried
-TOLERANCE = {torch.float32: 5e-5}  # relative error in the 2-norm
-ROUNDED = 5e-2  # relative error with 16-bit weights
+# Numbers of columns of the prompt, of tokens decoded after it, and of padding columns of the second row
+SEEN, NEW, PAD = 24, 2, 3
+FAR = 100_000  # the highest position at which rotation is tested
+TOLERANCE = {torch.float32: 5e-5}  # dtype of the output -> allowed relative error in the 2-norm
+ROUNDED = 5e-2  # allowed relative error of all other dtypes, and with quantised weights
 
-_known = WeakKeyDictionary()  # {decoder: {function: its finding}}
+_known = WeakKeyDictionary()  # decoder -> {function of this file: what it found for the decoder}
 
 
 @contextlib.contextmanager
 def quiet(model: Module) -> Iterator[None]:
-    """Inside, dropout is off and nothing is recorded for gradients."""
+    """Switch the model's dropout and the recording of gradients off during this block."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -39,8 +41,9 @@ def quiet(model: Module) -> Iterator[None]:
 
 
 def difference(model: Module, patched: Callable[[str, dict], AbstractContextManager]) -> str | None:
-    """Describe how the output of a model of unknown type changes if its prompt is read in chunks; None if it does not.
-    `patched` makes, of a policy's name and options, a context manager that patches the model."""
+    """Describe how the output of a model of unknown type changes if its prompt is read in chunks; None if it does not
+    change. patched: a function of a policy's name and options that returns a context manager, in which the model is
+    patched."""
     try:
         ids = plain_ids(model.config, 2, SEEN + NEW)
         mask = torch.ones_like(ids)
@@ -61,12 +64,12 @@ def difference(model: Module, patched: Callable[[str, dict], AbstractContextMana
         if not isinstance(cache, EvictionCache):
             return "its cache is not filled by its text decoder"
         got = said[valid]
-        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # numbers the valid tokens, row by row
+        place = (valid.flatten().cumsum(0) - 1).view(valid.shape)  # number of each valid token, counted row by row
         prompt = place[:, :SEEN][part]
         errors = {"rows appended to a chunk": _error(read, want[prompt]), "chunks": _error(got, want)}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    # Rounding by quantised weights depends on the number of rows.
+    # The rounding in products with quantised weights depends on the number of rows.
     quantised = any(not p.is_floating_point() or hasattr(p, "__tensor_flatten__") for p in model.parameters())
     limit = ROUNDED if quantised else TOLERANCE.get(want.dtype, ROUNDED)
     wrong = [f"{what} change its output by {error:.0e}" for what, error in errors.items() if not error < limit]
@@ -78,8 +81,9 @@ def difference(model: Module, patched: Callable[[str, dict], AbstractContextMana
 def itself(
     model: Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, want: torch.Tensor, limit: float
 ) -> str | None:
-    """Describe how the unpatched model's output for input_ids [B, N] changes in two calls with its default cache; None
-    if it does not. `want` has the logits or hidden states of the valid tokens, from one call."""
+    """Describe how the unpatched model's output for input_ids [B, N] changes if they are read in two calls with its
+    default cache, not in one; None if it does not change. want: logits or hidden states of the valid tokens, read in
+    one call; limit: the relative error up to which outputs count as equal."""
     try:
         with quiet(model):
             said, _ = _in_calls(model, input_ids, attention_mask, (SEEN, input_ids.shape[1]))
@@ -92,7 +96,7 @@ def itself(
 
 
 def plain_ids(config: Any, batch: int, length: int) -> torch.Tensor:
-    """Draw token ids [batch, length], none of which is special."""
+    """Draw random token ids [batch, length] among those that the config does not name as special tokens."""
     text = config.get_text_config(decoder=True)
     special = {value for each in (config, text) for name, value in vars(each).items() if name.endswith("token_id")}
     plain = [token for token in range(5, min(text.vocab_size, 1000)) if token not in special]
@@ -101,7 +105,8 @@ def plain_ids(config: Any, batch: int, length: int) -> torch.Tensor:
 
 
 def _in_calls(model: Module, ids: torch.Tensor, mask: torch.Tensor, ends: Iterable[int]) -> tuple:
-    """Read ids [B, N] in calls that end at each column of `ends`; return the output and the cache."""
+    """Read ids [B, N] in several calls, each up to the next column in `ends`. Returns the outputs of all calls,
+    concatenated, and the last cache."""
     said, cache, start = [], None, 0
     for end in ends:
         out = model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}, use_cache=True)
@@ -119,8 +124,8 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _found(find: Callable[[Module, Module], dict | str], model: Module, decoder: Module, advice: str) -> dict:
-    """Return what `find` returns for a model; it is called once. If it returns a text, raise ValueError with the text
-    and the advice."""
+    """Return what find(model, decoder) returns; it is called once for a decoder. If the result is a text, it is the
+    reason why nothing was found: raise ValueError with the text and the advice."""
     known = _known.setdefault(decoder, {})
     if find not in known:
         known[find] = find(model, decoder)
@@ -133,10 +138,10 @@ def _found(find: Callable[[Module, Module], dict | str], model: Module, decoder:
 
 
 def rotating(model: Module, decoder: Module) -> dict[int, bool]:
-    """Find out which of the layers that evict rotate queries and keys by their positions: {layer: True or False}.
+    """Find out, for each layer that evicts, whether it rotates queries and keys by their positions: {layer: bool}.
 
-    Every attention module gets two equal rows at two positions, so that their queries differ by the rotation only.
-    Raises ValueError if they differ and `rotary.rotate` does not turn one into the other.
+    Every attention module gets two equal rows at two positions, so the two queries differ by the rotation only, and so
+    do the two keys. Raises ValueError if they differ, but not by the rotation that `rotary.rotate` computes.
     """
     return _found(
         _rotating, model, decoder, "; kvevict cannot rotate its queries or keys: pass ema_alpha=0.0 with rows='probe', "
@@ -145,7 +150,7 @@ def rotating(model: Module, decoder: Module) -> dict[int, bool]:
 
 
 def _here(hook: Callable) -> Callable:
-    """Return a hook that only sees the calls of this thread."""
+    """Return `hook`, restricted to calls of the model in the present thread."""
     thread = threading.get_ident()
 
     def own(*args: object) -> object:
@@ -190,7 +195,8 @@ def _rotating(model: Module, decoder: Module) -> dict | str:
 
 
 def _is_rotated(decoder: Module, module: Module, positions: torch.Tensor, *pair: torch.Tensor) -> bool:
-    """Whether equal rows at two positions differ. Raises ValueError if they do, but not by the known rotation."""
+    """Whether an attention module rotates its queries and keys. pair: the module's queries and keys [1, heads, 2, D] of
+    two equal rows at `positions` [1, 2]. Raises ValueError if the two rows differ, but not by `rotary.rotate`."""
     if all(torch.equal(x[:, :, 0], x[:, :, 1]) for x in pair):
         return False
     exact = next((weight.dtype for weight in module.parameters()), None) == torch.float32
@@ -208,9 +214,10 @@ def _is_rotated(decoder: Module, module: Module, positions: torch.Tensor, *pair:
 
 
 def after_attention(model: Module, decoder: Module) -> dict[int, str]:
-    """Find, for each of the layers that evict, the submodule that takes the residual stream with attention's output
-    added: {layer: name of the submodule}. The submodule's input equals the layer's only if attention's output is set to
-    0. Raises ValueError for a layer without such a submodule (attention and MLP in parallel, for example)."""
+    """Find, for each layer that evicts, the submodule whose input is the residual stream after attention's output was
+    added: {layer: name of the submodule}. It is recognised by its input, which equals the layer's input if attention's
+    output is set to 0, and differs otherwise. Raises ValueError if a layer has no such submodule (for example because
+    its attention and MLP run in parallel)."""
     return _found(_after_attention, model, decoder, ": give the layer budget cd='layer' or cd='off'")
 
 
@@ -225,7 +232,7 @@ def _after_attention(model: Module, decoder: Module) -> dict | str:
     def child(index: int, name: str) -> Callable:
         def note(module: Module, args: tuple) -> None:
             if args and isinstance(args[0], torch.Tensor) and (index, name) not in inputs:
-                alike = args[0].numel() == entered[index].numel()  # OPT's MLPs get inputs [B * T, E]
+                alike = args[0].numel() == entered[index].numel()  # compared by size, as OPT's MLPs get [B * T, E]
                 inputs[index, name] = alike and _error(args[0].reshape(entered[index].shape), entered[index])
 
         return note
@@ -234,8 +241,8 @@ def _after_attention(model: Module, decoder: Module) -> dict | str:
         return tuple(0 * x if i == 0 else x for i, x in enumerate(output)) if isinstance(output, tuple) else 0 * output
 
     def same(silent: bool) -> set:
-        """Find the submodules that get the layer's input, with attention's output (silent=False) or zeros in its
-        place."""
+        """Find the submodules (layer, name) whose input equals their layer's input. silent: set attention's output to
+        0."""
         inputs.clear()
         with quiet(model), contextlib.ExitStack() as stack:
             for index in order:

@@ -1,1 +1,1 @@
-"""The compiled kernels as Python functions, and linear layers of few rows."""
+"""The compiled kernels as Python functions, and their use in linear layers that multiply few rows."""

@@ -1,5 +1,6 @@
-"""Loads the compiled extension `_C` and makes Python functions of its ops. `_C.ops()` returns csrc/ops.def, the list of
-every op's arguments and results, from which functions, error messages, documented shapes and fake tensors are made."""
+"""Loads the compiled extension `_C` and makes a Python function of each of its ops. `_C.ops()` returns csrc/ops.def,
+the list of every op's arguments and results. The functions, their error messages, the shapes in their docstrings and
+their fake tensors (torch.compile) are all made from this list."""
 
 import functools
 import re
@@ -24,24 +25,24 @@ except ImportError as failed:
         "pip install --no-build-isolation . (in the source tree: pip install --no-build-isolation -e .)"
     ) from failed
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of q, k, v and slots
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that queries, keys, values and slots may have
 Function = TypeVar("Function", bound=Callable)
 
 
 class Operand(NamedTuple):
-    """An argument or a result of an op: a row of csrc/ops.def."""
+    """A row of csrc/ops.def: an argument or a result of an op."""
 
-    kind: str  # tensor, rows, slots, number, flag, integer, count, choice, result
-    type: str  # in the op's schema
+    kind: str  # "tensor", "rows", "slots", "number", "flag", "integer", "count", "choice" or "result"
+    type: str  # its type in the op's schema, such as "Tensor?"
     name: str
-    dtype: str  # of a tensor; "": the dtype of the op's first argument
-    words: list[str]  # names of a tensor's sizes; name of the size that a count equals; the words of a choice
+    dtype: str  # a tensor's dtype; "": the dtype of the op's first argument
+    words: list[str]  # the names of a tensor's sizes; the name of the size that a count equals; a choice's strings
 
     def is_tensor(self) -> bool:
         return self.kind in ("tensor", "rows", "slots")
 
     def dtype_beside(self, first: torch.Tensor) -> torch.dtype:
-        """The dtype of this tensor in a call with the tensor `first` as its first argument."""
+        """The dtype of this operand, a tensor, in a call of the op whose first argument is the tensor `first`."""
         return getattr(torch, self.dtype) if self.dtype else first.dtype
 
 
@@ -49,30 +50,31 @@ OPS: dict[str, list[Operand]] = {}
 for _line in _C.ops().splitlines():
     _op, *_row, _words = _line.split("\t")
     OPS.setdefault(_op, []).append(Operand(*_row, words=_words.split(", ")))
-# The fields of a `Held`, which are arguments held_k, held_v ..
+# The fields of `_ops.Held` (k, v, ..) that ops take as separate arguments held_k, held_v, ..
 PARTS = {row.name.removeprefix("held_") for rows in OPS.values() for row in rows if row.name.startswith("held_")}
 
 
 def arguments(op: str) -> list[Operand]:
-    """The arguments of an op, without its results."""
+    """The op's rows of csrc/ops.def that are arguments, not results."""
     return [row for row in OPS[op] if row.kind != "result"]
 
 
 def places(op: str, parameters: Collection[str]) -> list[str]:
-    """The expression of each argument of the op in a function with these parameters: `q` for the parameter q, `held.k`
-    for the argument held_k, if `held` is a parameter."""
+    """For each argument of the op, the expression that gives its value in a function with these parameters: `q` for the
+    argument q; `held.k` for the argument held_k, if `held` is one of the parameters."""
     split = [(arg.name, *arg.name.partition("_")[::2]) for arg in arguments(op)]
     return [f"{held}.{part}" if held in parameters and part in PARTS else name for name, held, part in split]
 
 
 def function(op: str, parameters: str = "") -> Callable:
-    """Make a Python function that calls the op. parameters: those of the function, as text; "": the op's arguments. The
-    function is compiled from source text, so that a call costs nothing besides torch's own."""
+    """Make a Python function that calls the op. parameters: the parameter list of the function, as text; "": the op's
+    arguments. The function is compiled from source text, so that its calls cost no more than torch's own."""
     parameters = parameters or ", ".join(arg.name for arg in arguments(op))
     names: dict = dict(call=getattr(torch.ops.kvevict, op).default, explained=explained, note_written=note_written)
     values, written = [], []
     for arg, place in zip(arguments(op), places(op, re.findall(r"\w+", parameters))):
-        if "." in place and arg.type in ("Tensor?", "int"):  # held None: pass None, or 0 for a kind
+        # If the `Held` is None, None is passed for a tensor and 0 for a kind
+        if "." in place and arg.type in ("Tensor?", "int"):
             place = f"{place.split('.')[0]} and {place}{' or 0' * (arg.type == 'int')}"
         values.append(f"{arg.name}_of[{place}]" if arg.kind == "choice" else place)
         names[f"{arg.name}_of"] = {word: i for i, word in enumerate(arg.words)}
@@ -91,8 +93,8 @@ def {op}({parameters}):
 
 
 def op(stub: Function) -> Function:
-    """Make a function with the name, signature and docstring of `stub` that calls this op; shapes join the
-    docstring."""
+    """Decorator: replace `stub`, an empty function named like an op, by one that calls the op. It keeps the stub's
+    signature and its docstring, to which the shapes of the op's tensors are added."""
     code = stub.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     options = names[code.co_argcount :]
@@ -104,7 +106,8 @@ def op(stub: Function) -> Function:
 
 
 def shapes(op: str, parameters: Collection[str]) -> str:
-    """A text of the op's tensors with their shapes and dtypes: arguments, then results."""
+    """The lines of a docstring that list the op's tensors with their shapes and dtypes: arguments, then results. A
+    tensor has the name by which a function with these parameters reads it (`places`)."""
     lines, named = [], [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, parameters))]
     for head, rows in ("", [arg for arg in named if arg.is_tensor()]), ("-> ", OPS[op][len(named) :]):
         alike = groupby(rows, lambda row: (row.dtype, row.words, row.type == "Tensor?"))
@@ -117,7 +120,12 @@ def shapes(op: str, parameters: Collection[str]) -> str:
 
 
 def explained(op: str, error: Exception, given: dict) -> Exception:
-    """The exception that says best why a call failed. Only failed calls are checked, since checks take time."""
+    """The exception to raise for a failed call of an op: it names the wrong argument, if there is one. Arguments are
+    checked only here, after a failure, since checks take time.
+
+    error   the exception that the call raised
+    given   the arguments of the Python function, by name
+    """
     named = [arg._replace(name=place) for arg, place in zip(arguments(op), places(op, given))]
     values, packed = [], set()
     for arg in named:
@@ -148,22 +156,24 @@ def explained(op: str, error: Exception, given: dict) -> Exception:
     if isinstance(error, NotImplementedError) and lead.device.type != "cpu":
         kernels = f"this build has no {lead.device.type.upper()} kernels"
         return ValueError(f"kvevict.{op}: {kernels}; move the model and its inputs to the CPU")
-    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # drop the file and line of csrc
+    text = re.sub(r"^\w+, \S+:\d+, ", "", str(error))  # without the location in csrc at its begin
     for arg, shown in zip(arguments(op), named):
         text = re.sub(rf"\b{arg.name}\b", shown.name, text)
-    is_option = re.match(r"[\w.]+ is .*, expected", text)  # errors about a tensor were returned above
+    # An error with this text is about an option, since the checks above have found no wrong tensor
+    is_option = re.match(r"[\w.]+ is .*, expected", text)
     return (ValueError if is_option else RuntimeError)(f"kvevict.{op}: {text}")
 
 
 def note_written(*tensors: torch.Tensor) -> None:
-    """Tell autograd that an op has overwritten these tensors, so that it refuses a backward pass through them."""
+    """Tell autograd that an op has overwritten these tensors, so that autograd refuses a backward pass that needs their
+    earlier values."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
 
 def fake(op: str) -> Callable:
-    """Make a function that returns empty results of the right shapes, for torch.compile and fake tensors. It also runs
-    for real tensors if one of them is on the device "meta"."""
+    """Make a function that returns an op's results as empty tensors of the right shapes, for torch.compile and fake
+    tensors. Torch also calls this function for real tensors if one of them is on the device "meta"."""
 
     def results(*values: Any) -> Any:
         given = list(zip(arguments(op), values))
@@ -189,14 +199,15 @@ for _op in OPS:
 
 def cpu_isa() -> str:
     """The instruction set of the CPU kernels: "amxbf16" or "avx512bf16" (both multiply bf16 without conversion),
-    "avx512", "avx2" or "scalar", on ARM "neonbf16" or "neon". The environment variable KVEVICT_CPU_ISA caps it, or
-    chooses "avx512bf16" where that is not the fastest; any other name is an error here and in every op."""
+    "avx512", "avx2" or "scalar"; on ARM "neonbf16" or "neon". The environment variable KVEVICT_CPU_ISA names the
+    highest set that may be chosen, or "avx512bf16" on a CPU where this set is not the fastest; a name that is not an
+    instruction set of this build is an error here and in every op."""
     return _C.cpu_isa()
 
 
 def build_info() -> dict:
-    """The build of the extension: {"cuda": bool, "cuda_archs": "80,90", "torch_target": "2.10"}."""
+    """Facts about the extension's build, such as {"cuda": True, "cuda_archs": "80,90", "torch_target": "2.10"}."""
     return _C.build_info()
 
 
-DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # device types on which ops run
+DEVICES = ("cpu", "cuda") if build_info()["cuda"] else ("cpu",)  # device types for which this build has kernels

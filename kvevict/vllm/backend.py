@@ -1,9 +1,9 @@
-"""An attention backend of vLLM whose block is the whole state of a request.
+"""An attention backend of vLLM in which one block of the cache holds the whole state of a request.
 
-`customize_spec` makes a block as long as the longest request, so every request has exactly one, whatever its length:
-scheduler, admission, block tables and preemption stay vLLM's. Slots are evicted at fixed token positions, so a state
-depends on a request's tokens alone, and not on the steps that the scheduler reads them in: nothing is kept from step to
-step but the state itself, and a request that lost its block is recomputed as it was.
+`customize_spec` makes a block as long as the longest request, so every request has exactly one block, whatever its
+length; vLLM's scheduler, admission, block tables and preemption work unchanged. Slots are evicted at fixed token
+positions. So a state depends on the request's tokens alone, not on how the scheduler splits them into steps: nothing
+but the state is kept from step to step, and a request that lost its block is recomputed with the same result.
 """
 
 import functools
@@ -32,7 +32,8 @@ from .state import States, StateShape, last_of
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(FullAttentionSpec):
-    """A block of it is a request's state. vLLM's manager is the one of its base class."""
+    """vLLM's description of a layer's cache in which a block is one request's state. As a `FullAttentionSpec` it is
+    managed like the cache of full attention."""
 
     @property
     def prefix_cacheable(self) -> bool:
@@ -40,7 +41,7 @@ class StateSpec(FullAttentionSpec):
 
 
 class Backend(AttentionBackend):
-    """kvevict's backend; `backend_of` gives it the options."""
+    """kvevict's attention backend. `backend_of` makes a subclass with the options of a model."""
 
     options: ClassVar[VllmOptions]
     max_tokens: ClassVar[int]
@@ -50,7 +51,7 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks it up in its enum
+        return "CUSTOM"  # a member of vLLM's `AttentionBackendEnum`
 
     @classmethod
     def get_impl_cls(cls) -> type:
@@ -66,7 +67,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
-        return (KVCacheLayout.LHBNC,)  # the planes of all blocks are dense: `States`
+        return (KVCacheLayout.LHBNC,)  # `States` needs each plane of all blocks to be dense
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -86,24 +87,26 @@ class Backend(AttentionBackend):
 
 @functools.cache
 def backend_of(options: VllmOptions, max_tokens: int) -> type[Backend]:
-    """The backend of a model that reads at most so many tokens. vLLM calls it without saying for which model."""
+    """The backend class of a model with these options, whose requests have at most `max_tokens` tokens. Options are
+    attributes of the class, since vLLM calls a backend's methods without naming the model."""
     impl = type("Impl", (Impl,), dict(options=options))
     return type("Backend", (Backend,), dict(options=options, max_tokens=max_tokens, impl=impl, __module__=__name__))
 
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """The rows of a step: one of each of some requests, then those of others."""
+    """The rows of a step: first n requests with one row each (decoded tokens), then requests with any number of rows
+    (parts of a prompt)."""
 
-    blocks: Tensor  # int64 [n] of the first n requests, which have one row
-    tokens: Tensor  # int64 [n] before that row
-    last: list[tuple[int, int, int]]  # `last_of` them
-    spans: list[tuple[slice, int, int]]  # of the others: rows in the step, block, tokens before them
+    blocks: Tensor  # int64 [n] blocks of the first n requests
+    tokens: Tensor  # int64 [n] number of tokens that each of these requests has read before this step
+    last: list[tuple[int, int, int]]  # result of `last_of` for these requests
+    spans: list[tuple[slice, int, int]]  # of each other request: rows in the step, block, tokens read before this step
 
 
 class Builder(AttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.NEVER
-    reorder_batch_threshold: int | None = 1  # requests of one row come first
+    reorder_batch_threshold: int | None = 1  # vLLM puts requests with one row first
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -166,7 +169,7 @@ class Impl(AttentionImpl):
         attn_metadata: Metadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if attn_metadata is None or kv_cache.numel() == 0:  # vLLM measures memory
+        if attn_metadata is None or kv_cache.numel() == 0:  # vLLM runs the model without a cache to measure memory
             return output.zero_()
         states, step, n = self._states(layer, kv_cache), attn_metadata, len(attn_metadata.tokens)
         if n:

@@ -1,7 +1,9 @@
-"""The attention backend of the model that vLLM builds, by the name of a member of vLLM's `AttentionBackendEnum`.
+"""Chooses the attention backend of the model that vLLM builds. Each attribute of this module is a backend, named like a
+member of vLLM's `AttentionBackendEnum`.
 
-vLLM resolves a registered path as an attribute of a module while a model's configuration is in force, so this module
-makes the attribute then: kvevict's backend for a model with kvevict's options, vLLM's own for any other.
+vLLM looks a registered backend up as an attribute of a module while a model's configuration is current. So
+`__getattr__` can choose by the configuration: kvevict's backend for a model with options of kvevict, vLLM's own for any
+other model.
 """
 
 from vllm.config import get_current_vllm_config

@@ -1,4 +1,5 @@
-"""The options of a model, from vLLM's `additional_config={"kvevict": {...}}`, and everything that is refused."""
+"""The options of kvevict for a model, from vLLM's `additional_config={"kvevict": {...}}`, and the checks that refuse
+policies, models and configurations of vLLM."""
 
 import contextlib
 import functools
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What kvevict does in a model.
+    """The options of kvevict for one model.
 
-    policy   the slots that stay; its `budget` is the number of slots of each kv head on average
-    period   tokens between two cuts, of a prompt and of its answer
-    group    query heads of a kv head
+    policy   the policy that chooses the slots that stay; its `budget` is the mean number of slots per kv head
+    period   number of tokens, of a prompt or its answer, between two evictions
+    group    number of query heads per kv head
     """
 
     policy: Policy
@@ -36,24 +37,26 @@ class VllmOptions:
 
     @property
     def window(self) -> int:
-        """Number of a period's last queries that observe."""
+        """The number of a period's last tokens whose queries observe, that is, score the slots."""
         return self.policy.rows.most or 0
 
     @property
     def slots(self) -> int:
-        """Number of slots that a cut leaves to a kv head on average."""
+        """The mean number of slots per kv head after an eviction."""
         return self.policy.slots(0)
 
     def place(self, tokens: int) -> int:
-        """The place of the row after so many tokens among its period's last rows, which observe; below 0: before."""
+        """The index of a token among the last `window` tokens of its period, which observe; negative for a token before
+        them. tokens: the number of the request's tokens before this one."""
         return tokens % self.period - (self.period - self.window)
 
     def ends(self, tokens: int) -> bool:
-        """Whether so many tokens end with a period's last."""
+        """Whether a period ends after this number of tokens of a request."""
         return tokens % self.period == 0
 
 
-# What a layer's slots and a period's last rows cannot give: (refused, reason, options that do without).
+# Policies that need more than a layer's slots and a period's last rows: (function of a policy, True if it is refused;
+# the reason; an option that avoids it, or "").
 REFUSED = (
     (lambda p: p.recall, "an archive of all slots has no constant size", "recall=False"),
     (lambda p: p.keep_prompt, "a prompt's slots have no constant number", "keep_prompt=False"),
@@ -72,7 +75,7 @@ INSTEAD = "snapkv, edie, paasvn, chunkkv, take+edie, streaming, tova, knorm, key
 
 
 def options_of(config: "VllmConfig") -> VllmOptions | None:
-    """Return the options of a `VllmConfig`; None: it has none, and kvevict leaves the model alone."""
+    """Return kvevict's options from a `VllmConfig`; None: it has none, and the model is served without kvevict."""
     more = config.additional_config
     if not isinstance(more, dict) or "kvevict" not in more:
         return None
@@ -96,8 +99,9 @@ def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: 
 
 
 def policy_of(given: dict, period: int) -> Policy:
-    """Build the policy of the options `policy`, `budget` and others of it. Raises ValueError, with the reason and what
-    to give, for a policy that needs more than a layer's slots and the rows before a cut."""
+    """Build a policy from `given`: its name and options as the text "policy", and further options such as "budget".
+    Raises ValueError, with the reason and a policy to give in its place, if the policy needs more than a layer's slots
+    and the last rows of a period."""
     given = dict(given)
     text = given.pop("policy")
     name, own = parse_policy(text)
@@ -133,7 +137,8 @@ def _lacking(policy: Policy) -> list[tuple[str, str]]:
 
 
 def _tokenizer(name: str, revision: str | None, trusted: bool) -> object:
-    """The model's tokenizer; None where Transformers does not load it, as of models in vLLM's own formats."""
+    """The model's tokenizer; None if Transformers cannot load it, for example for a model in one of vLLM's own
+    formats."""
     from transformers import AutoTokenizer
 
     with contextlib.suppress(Exception):
@@ -142,8 +147,8 @@ def _tokenizer(name: str, revision: str | None, trusted: bool) -> object:
 
 
 def check(config: "VllmConfig", latents: bool = False) -> None:
-    """Raise ValueError, with the reason, for a model or a configuration of vLLM that kvevict cannot serve. latents:
-    the model's attention is MLA."""
+    """Raise ValueError, with the reason, if kvevict cannot serve the model under this configuration of vLLM. latents:
+    whether vLLM asks for a backend for latent attention (MLA)."""
     model, parallel = config.model_config, config.parallel_config
     for refused, reason in (
         (latents or model.use_mla, "the model stores latents (MLA), which heads share: serve it without kvevict"),

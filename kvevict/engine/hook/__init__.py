@@ -1,1 +1,2 @@
-"""Hooks in a model: stand-ins for its forwards and its attention function, and the arguments of its calls."""
+"""The hooks of a patched model: stand-ins for its forwards and its attention function, and the arguments of its
+calls."""

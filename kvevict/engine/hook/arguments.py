@@ -1,4 +1,4 @@
-"""The arguments of one call of the decoder: checked before the cache changes, and cut to chunks."""
+"""The arguments of one call of the decoder, which are checked before the cache changes and cut to chunks."""
 
 import threading
 from typing import Any
@@ -18,7 +18,8 @@ from ..watch.diagnostics import Diagnostics
 from .inputs import Inputs
 from .packing import Packing, Positions, packed_mask, padding_of
 
-Mask = torch.Tensor | dict[str, torch.Tensor] | None  # 2D: padding; 4D, or a 4D one for each kind of layer: expanded
+# A 2D mask marks padding. An expanded mask is 4D (which row sees which column), or a dict: kind of layer -> 4D mask
+Mask = torch.Tensor | dict[str, torch.Tensor] | None
 OF_ANOTHER_THREAD = (
     "another thread is reading into past_key_values, or an error left it half read there: give each thread a fork "
     "(cache.fork()), or read the prompt into a new one"
@@ -26,7 +27,8 @@ OF_ANOTHER_THREAD = (
 
 
 class Arguments:
-    """The arguments of a call: ids or embeddings [B, N], mask, positions, and the cache, which holds earlier tokens.
+    """The arguments of one call of the decoder: token ids [B, N] or embeddings [B, N, E], mask, positions, and the
+    cache, which holds earlier tokens.
 
     Raises ValueError, before the cache changes, for arguments that eviction does not support.
     """
@@ -58,7 +60,7 @@ class Arguments:
         self.given = inputs.packed(packing)
         self.ids: Any = self.given.ids
         self.tokens_at, self.embedded = self.given.at, self.given.embedded
-        self.positions = self.places.tokens  # a function that returns [B, N]
+        self.positions = self.places.tokens  # a function that returns the new tokens' positions [B, N]
         if self.asks("output_attentions"):
             raise ValueError(
                 "output_attentions=True is not possible: kvevict never builds attention matrices; leave it out, or "
@@ -67,7 +69,8 @@ class Arguments:
         self.rolls_back = getattr(self.cache, "record_past", False)
         check_roll_back(self)
         if isinstance(self.cache, EvictionCache):
-            one_by_one = self.tokens == 1 or (self.rolls_back and self.wanted == self.tokens)  # or candidates
+            # A decoded token, or the candidates of assisted decoding
+            one_by_one = self.tokens == 1 or (self.rolls_back and self.wanted == self.tokens)
             self.cache.check_owner(decoder, plan.kinds, thorough=not one_by_one)
         make_ours(self.cache, plan, decoder.config, mask, self.columns)
         if not self.columns or self.cache.owner.model() is not decoder:
@@ -78,23 +81,24 @@ class Arguments:
 
     @property
     def seen(self) -> list[int]:
-        """Number of tokens that each batch row has read before this call, without padding."""
+        """The number of tokens, without padding, that each batch row has read before this call."""
         seen = self.cache.sequence.seen
         return [0] * self.batch if seen is None else seen.tolist()
 
     def asks(self, flag: str) -> bool:
-        """Whether the call or the model's config sets a flag, such as "output_attentions"."""
+        """Whether the call sets a flag such as "output_attentions", or else the model's config does."""
         return bool(self.given.more.get(flag, getattr(self.decoder.config, flag, False)))
 
     def inputs(self, start: int, end: int, appended: AppendedRows | None = None) -> dict[str, Any]:
-        """The decoder's arguments for columns start..end-1 and, after them, the appended rows."""
+        """The decoder's arguments for the call's columns start .. end - 1, followed by the appended rows."""
         mask = self.mask_for(end, 0 if appended is None else appended.tokens.shape[1])
         cached = dict(attention_mask=mask, use_cache=True, return_dict=True) | {CACHE: self.cache}
         return self.given.chunk(start, end, appended, self.wanted) | cached
 
     def mask_for(self, end: int, appended: int = 0) -> torch.Tensor | None:
-        """The 2D mask for the columns up to `end` and `appended` rows, of which Transformers makes those of sliding
-        layers. Evicting layers read no mask: if all layers evict, a 4D one keeps Transformers from making any."""
+        """The 2D mask for the columns before `end` and `appended` rows. From it Transformers makes the masks of sliding
+        layers. Evicting layers read no mask: if all layers evict, an empty 4D mask is returned, which keeps
+        Transformers from making masks."""
         if self.plan.all_full_attention:
             return torch.empty(1, 1, 1, 1, device=self.device)
         if self._mask is None:
@@ -104,7 +108,7 @@ class Arguments:
 
 
 def check_tokens(tokens: int, cache: Cache | None) -> None:
-    """Raise ValueError for a call without tokens."""
+    """Raise ValueError if a call has no new tokens."""
     if tokens == 0:
         held = cache.get_seq_length() if cache is not None else 0
         raise ValueError(
@@ -116,8 +120,8 @@ def check_tokens(tokens: int, cache: Cache | None) -> None:
 
 
 def columns_of(cache: Cache, batch: int) -> int:
-    """Number of columns, padding included, that a cache has seen. Raises ValueError if `batch` rows cannot continue
-    it."""
+    """The number of columns, padding included, that a cache has seen. Raises ValueError if a call with `batch` rows
+    cannot continue this cache."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
         advice = "drop cache_implementation and offloading" if isinstance(cache, Cache) else "give one, or none"
         raise ValueError(
@@ -142,8 +146,8 @@ def columns_of(cache: Cache, batch: int) -> int:
 
 
 def plain_mask(mask: Mask, outer: OuterCall, tokens: int) -> Mask:
-    """Return the decoder's mask, or, if the outer model has expanded the caller's 2D mask to 4D ones, the caller's.
-    Raises ValueError if an expanded mask lets a token see a later one (Gemma 3's pictures)."""
+    """Return the mask that the decoder got, or, if the outer model expanded the user's 2D mask to 4D masks, the user's
+    2D mask. Raises ValueError if an expanded mask lets a token see a later one (Gemma 3's pictures)."""
     given = outer.mask
     is_expanded = isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
     is_plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2)
@@ -164,7 +168,8 @@ def plain_mask(mask: Mask, outer: OuterCall, tokens: int) -> Mask:
 
 
 def checked_mask(mask: Mask, batch: int, columns: int, tokens: int) -> torch.Tensor | None:
-    """Return a mask. Raises ValueError unless it is None, or 2D and covers the columns seen and the new tokens."""
+    """Return the mask unchanged. Raises ValueError unless the mask is None, or 2D with a column for each of the
+    `columns` that the cache has seen and for each of the `tokens` new tokens."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
@@ -182,7 +187,8 @@ def checked_mask(mask: Mask, batch: int, columns: int, tokens: int) -> torch.Ten
 
 
 def make_ours(cache: DynamicCache, plan: Plan, config: Any, mask: torch.Tensor | None, columns: int) -> None:
-    """Make a cache an `EvictionCache`, unless it is one. Raises ValueError if eviction from it is impossible."""
+    """Turn a `DynamicCache` into an `EvictionCache`, unless it is one already. Raises ValueError if slots cannot be
+    evicted from the cache."""
     layers, first = cache.layers, None
     ours = len(layers) == len(plan.kinds) and all(isinstance(layers[index], EvictionLayer) for index in plan.order)
     if ours and isinstance(cache, EvictionCache):
@@ -198,7 +204,8 @@ def make_ours(cache: DynamicCache, plan: Plan, config: Any, mask: torch.Tensor |
 
 
 def check_roll_back(arguments: Arguments) -> None:
-    """Raise ValueError if the caller may roll tokens back and the model or the policy does not allow that."""
+    """Raise ValueError if `generate` may take tokens back (assisted decoding), but the model or the policy forbids
+    it."""
     policy = arguments.policy
     if arguments.rolls_back and arguments.plan.keeps_state:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The attention function of patched layers: attend to [stored | new] slots, then let the step's chooser evict some."""
+"""The attention function of patched layers: attend to a layer's stored and new slots, then evict some of them."""
 
 import copy
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from ..read.step import Step, paused
 from .standin import UNTRACED, untraced
 
 NAME = "kvevict"
-ORIGINAL = "_kvevict_original"  # a module's original config, as an attribute of the changed copy
+ORIGINAL = "_kvevict_original"  # attribute of a module's changed config: the original config
 
 
 def attention(
@@ -31,9 +31,10 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Transformers' attention interface: query [B, H, T, D], key and value [B, Hkv, T, D] -> ([B, T, H, D], None).
+    """Attend and evict, with the signature of Transformers' attention interface: query [B, H, T, D], key and value
+    [B, Hkv, T, D] -> (attention output [B, T, H, D], None).
 
-    Without a running `Step` (training, use_cache=False) it calls the model's original function.
+    Without a running `Step` (training, use_cache=False) the model's original attention function is called.
     """
     here = context()
     if here.step is None:
@@ -69,34 +70,37 @@ def _represent(
     step: Step, layer: EvictionLayer, archive_kv: str | None, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, options: dict,
 ) -> None:  # fmt: skip
-    """Choose how a layer packs the keys and values that it stores for the first time, before it attends. archive_kv:
-    the kind of its archive's slots; None: the archive is left alone."""
+    """Choose how a layer packs the keys and values that it stores. This is done before the layer attends, from the
+    first keys and values that it will store. archive_kv: how the layer's archive of all slots is packed; None: leave
+    the archive alone."""
     chunk = key.shape[2] - step.appended
-    first = step.first.clamp_max(chunk)  # at most all columns of the chunk are padding
+    first = step.first.clamp_max(chunk)  # number of padding columns in the chunk
     seen: Any = *(x[:, :, :chunk] for x in (query, key, value)), first, options, step.plan.ranks
     if not layer.is_represented:
         layer.represent(step.plan.run.kv, *seen)
-        if step.decoding:  # `Step.through` has counted the token in the other layers
+        if step.decoding:  # `Step.through` counts a decoded token only in layers whose packing was chosen before it
             layer.tick()
     if archive_kv is not None:
         archive.represent(layer, archive_kv, *seen)
 
 
 def _stored_form(layer: EvictionLayer, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast tensors to the dtype of the layer's first keys, which autocast may change later, and pad them to one
-    width."""
+    """Cast tensors to the dtype of the layer's first keys (autocast may give later keys another dtype), and pad them to
+    one width."""
     return fit(*(x.to(layer.dtype) for x in tensors))
 
 
 def _read(
     step: Step, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict
 ) -> torch.Tensor:
-    """Attend to the slots of another layer, the producer, and to its new keys and values [B, Hkv, S, D], with a query
-    [B, H, T, D] of the call's last T rows. After the producer's last reader its slots are chosen."""
+    """Attend, in a layer that reads another layer's keys and values (the producer's), to the producer's stored slots
+    and its new keys and values [B, Hkv, S, D]. query [B, H, T, D] has the call's last T rows. Once the last of the
+    producer's readers has attended, the producer's slots are chosen."""
     producer = step.plan.readers[module.layer_idx]
     layer, width = step.cache.layers[producer], value.shape[-1]
     query, key, value = _stored_form(layer, query, key, value)
-    held = layer.storage.held(layer.len - int(step.decoding))  # a decoded token's row is stored already
+    # While decoding, the producer has stored the token's row already; it is passed as a new row instead
+    held = layer.storage.held(layer.len - int(step.decoding))
     with step.meter.clock("attend"):
         out, _ = unseen.attend(step, query, key, value, held, layer.longest(), options)
     if producer in step.unread and step.plan.last_reader[producer] == module.layer_idx:
@@ -106,7 +110,7 @@ def _read(
 
 
 class _WithConfig:
-    """Stands for a module, with its original config, before the model's original attention function."""
+    """A view of a diverted attention module that shows its original config, for the original attention function."""
 
     def __init__(self, module: torch.nn.Module, config: object) -> None:
         self.__dict__.update(module=module, config=config)
@@ -118,7 +122,7 @@ class _WithConfig:
 def _unpatched(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *more: object, **options: object
 ) -> tuple:
-    """Call the model's original attention function."""
+    """Call a module's original attention function with the arguments that `attention` got."""
     note = context().note
     if note is not None:
         note(module, query, key)
@@ -128,7 +132,8 @@ def _unpatched(
 
 
 def note_inputs(decoder: torch.nn.Module, order: Iterable[int]) -> list[RemovableHandle]:
-    """Add hooks that put the input of each layer's attention block into `Step.hidden`, if the policy needs it."""
+    """Add hooks to the attention modules of the layers `order`. In calls whose policy needs it, the hooks put the input
+    of each attention block into `Step.hidden`."""
     return [m.register_forward_pre_hook(_note, with_kwargs=True) for m in families.attentions(decoder, order)]
 
 
@@ -139,7 +144,7 @@ def _note(module: Any, args: tuple, kwargs: Any = None) -> None:
 
 
 def divert(module: Any, name: str = NAME) -> None:
-    """Make an attention module call the registered function `name`, by a changed copy of the module's config."""
+    """Make an attention module call the function registered as `name`: give the module a changed copy of its config."""
     config = copy.copy(module.config)
     config.__dict__[ORIGINAL] = module.config
     config._attn_implementation_internal = name
@@ -147,18 +152,18 @@ def divert(module: Any, name: str = NAME) -> None:
 
 
 def original(module: Any) -> Any:
-    """The config of a module before `divert`; of a module that is not diverted, its config."""
+    """The config that a module had before `divert`; for a module that is not diverted, its present config."""
     return module.config.__dict__.get(ORIGINAL, module.config)
 
 
 def restore(module: Any) -> None:
-    """Undo `divert`."""
+    """Give an attention module back the config that it had before `divert`."""
     module.config = original(module)
 
 
 def register() -> None:
-    """Make `attention` known to Transformers by its name; called when a model is patched, not on import."""
-    from transformers import AttentionInterface  # here, since it imports the dependencies of all models
+    """Register `attention` with Transformers under `NAME`. Called when a model is patched, not on import."""
+    from transformers import AttentionInterface  # not at the top: this imports the dependencies of all models
 
     AttentionInterface.register(NAME, untraced(attention))
 

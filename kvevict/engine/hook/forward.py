@@ -1,5 +1,6 @@
-"""Stand-ins for the forwards of the text decoder and of the model around it; their installation and removal. A call of
-the decoder runs in a copy of the context (contextvars), so that its changes there end with it, also after an error."""
+"""Stand-ins for the forwards of the text decoder and of the model around it, with their installation and removal. A
+call of the decoder runs in a copy of the context (contextvars), so its changes to the context end with the call, also
+after an error."""
 
 import contextvars
 import functools
@@ -26,15 +27,16 @@ from .standin import NO_RECORD, UNTRACED, WRAPPED, StandIn, replace, restore
 
 
 def install(decoder: torch.nn.Module) -> None:
-    """Replace the decoder's forward, and its rotary embedding's if the frequencies depend on a prompt's length."""
+    """Replace the decoder's forward; if the rotary frequencies depend on a prompt's length, also replace the forward of
+    its rotary embedding."""
     replace(decoder, forward)
     if rotary.rope_depends_on_length(decoder):
         replace(rotary.rotary_of(decoder), _rotary_forward)
 
 
 def install_around(top: torch.nn.Module) -> None:
-    """Replace the forward of the model around a decoder, its methods in `STAND_INS`, and the forwards of its linear
-    layers that `few_rows` computes, unless already replaced."""
+    """Replace methods of the model around a decoder, unless they are replaced already: its forward, its methods named
+    in `STAND_INS`, and the forwards of the linear layers that `few_rows` can compute."""
     if WRAPPED not in top.__dict__:
         replace(top, _top_forward)
         for module in filter(few_rows.is_product, top.modules()):
@@ -47,7 +49,8 @@ def install_around(top: torch.nn.Module) -> None:
 
 
 def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
-    """Restore the forwards and methods of a decoder, its rotary embedding and the models around it."""
+    """Restore the methods that `install` and `install_around` replaced in a decoder, its rotary embedding and the
+    models `tops` around it."""
     for module in (decoder, rotary.rotary_of(decoder), *tops):
         if module is not None and WRAPPED in module.__dict__:
             restore(module)
@@ -63,7 +66,7 @@ def remove(decoder: torch.nn.Module, tops: Iterable[torch.nn.Module]) -> None:
 
 
 def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for the model's `generate`, which uses one policy from its first token to its last."""
+    """Stand in for `run`, the model's `generate`: use one policy from its first token to its last."""
     decoder = find_decoder(self)
     installed = decoder.__dict__.get(STATE)
     plan = None if installed is None else installed.chosen()
@@ -73,7 +76,7 @@ def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -
     cache = kwargs.get(compat.CACHE)
     try:
         if isinstance(cache, EvictionCache) and cache.sequence.columns and not cache.sequence.half_read:
-            cache.record_past = False  # tokens of earlier calls cannot be taken back any more
+            cache.record_past = False  # from now on tokens of earlier calls cannot be taken back
             _check_after(cache.sequence.columns, *args, **kwargs)
         with within(plans={**context().plans, installed: plan}):
             output = run(*args, **kwargs)
@@ -92,7 +95,8 @@ def _check_after(
     attention_mask: torch.Tensor | None = None,
     **others: object,
 ) -> None:
-    """Raise ValueError if the prompt of a `generate` is not longer than the `held` tokens of its cache."""
+    """Raise ValueError if the prompt of a `generate` call is not longer than the `held` tokens that the given cache
+    has read. New tokens alone are allowed with an attention_mask that covers the held and the new tokens."""
     ids, mask = input_ids if inputs is None else inputs, attention_mask
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] > held:
         return
@@ -105,22 +109,22 @@ def _check_after(
 
 
 def _top_forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for the forward of the model around the decoder."""
-    if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # remote code may not take it
+    """Stand in for `run`, the forward of the model around the decoder."""
+    if compat.takes(getattr(run, "__func__", run), compat.CACHE):  # a model of remote code may use another name
         kwargs = compat.named(kwargs)
     wanted, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
     wanted = wanted if isinstance(wanted, int) and kwargs.get("labels") is None else 0
     call = OuterCall(self, kwargs.get("attention_mask"), wanted)
     with within(outer=call, few_rows=few_rows.has_few(self, ids, kwargs.get("inputs_embeds"))):
         output = run(*args, **kwargs)
-    spans, call.spans = call.spans, None  # without this, a cycle would keep the cache's memory alive
+    spans, call.spans = call.spans, None  # a reference cycle would keep the cache's memory alive
     if spans is not None:
         spans.settle()
     return output
 
 
 def forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `run`, the decoder's forward, with its arguments and its result."""
+    """Stand in for `run`, the decoder's forward: take the same arguments and return the same kind of output."""
     ready = context().ready
     if ready is not None and ready[0] is self:
         return ready[1]
@@ -135,7 +139,8 @@ def forward(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def _forward(self: torch.nn.Module, run: Callable, plan: Plan, args: tuple, kwargs: dict) -> Any:
-    """Call the decoder with a policy, or its original forward while it trains or has no cache."""
+    """Run the decoder with the policy of `plan`; while the decoder trains or uses no cache, call its original forward
+    `run`."""
     if args:
         bound = inspect.signature(type(self).forward).bind_partial(self, *args).arguments
         kwargs |= {name: value for name, value in bound.items() if name != "self"}
@@ -163,7 +168,7 @@ def _forward(self: torch.nn.Module, run: Callable, plan: Plan, args: tuple, kwar
 
 
 def _read(decoder: torch.nn.Module, run: Callable, plan: Plan, kwargs: dict) -> tuple[Arguments, Any]:
-    """Read all tokens of a call; returns its `Arguments` and the decoder's output."""
+    """Read all tokens of a call of the decoder; return the call's `Arguments` and the decoder's output."""
     arguments = Arguments(decoder, plan, kwargs)
     spans = Spans(arguments, run)
     for _ in spans.steps():
@@ -172,13 +177,14 @@ def _read(decoder: torch.nn.Module, run: Callable, plan: Plan, kwargs: dict) -> 
     if arguments.top is None:
         spans.settle()
     else:
-        arguments.outer.spans = spans  # `_top_forward` settles them once the model's call has ended
+        arguments.outer.spans = spans  # `_top_forward` calls their `settle` once the model's call has ended
     return arguments, spans.output
 
 
 def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Cache | None) -> Generator[Step, None, Any]:
-    """Read a prompt's ids [B, N] into a cache, as `top(ids)` does: yield each `Step` but the last after it has run, so
-    that the caller can work between chunks. Returns the model's output, with logits of the last token. No gradients."""
+    """Read a prompt's ids [B, N] into a cache, as the call `top(ids)` does, without gradients. Yields the `Step` of
+    each chunk but the last after the chunk is read, so that the caller can work between chunks. Returns the model's
+    output, with the logits of the last token."""
     decoder, inside = find_decoder(top), contextvars.copy_context()
     given = {"input_ids": ids, compat.CACHE: cache, "use_cache": True, "return_dict": True}
 
@@ -201,8 +207,8 @@ def reading(top: torch.nn.Module, ids: torch.Tensor, cache: Cache | None) -> Gen
 def _rotary_forward(
     self: torch.nn.Module, run: Callable, x: torch.Tensor, position_ids: torch.Tensor, *args: object, **kwargs: object
 ) -> tuple:
-    """Stand in for a rotary embedding's forward, so that each chunk gets the frequencies of the full prompt: append the
-    prompt's last position, and drop its cos and sin from the result."""
+    """Stand in for `run`, a rotary embedding's forward, so that each chunk gets the frequencies of the full prompt:
+    append the prompt's last position to the chunk's, and drop that position's cos and sin from the result."""
     step = current()
     if step is None or step.final_position is None:
         return run(x, position_ids, *args, **kwargs)
@@ -212,7 +218,8 @@ def _rotary_forward(
 
 
 def _refuse_backward(grad: torch.Tensor) -> None:
-    """Raise RuntimeError as a backward hook: without it the decoder's gradients would silently be missing."""
+    """Backward hook of the decoder's output: raise RuntimeError, since the decoder was run without gradients and they
+    would silently be missing."""
     raise RuntimeError(
         "attention over an evicted cache has no gradient; call model.train(), pass use_cache=False, or "
         "kvevict.unpatch(model) before training"
@@ -220,14 +227,15 @@ def _refuse_backward(grad: torch.Tensor) -> None:
 
 
 def _when_patched(function: Callable, model: torch.nn.Module, run: Callable, *args: object, **kwargs: object) -> Any:
-    """Call `function`, a stand-in for a method of the model, if the caller has a policy, else the method `run`."""
+    """Call `function`, which stands in for a method of the model, if the present call has a policy; otherwise call the
+    original method `run`."""
     installed = find_decoder(model).__dict__.get(STATE)
     patched = installed is not None and installed.chosen() is not None
     return function(model, run, *args, **kwargs) if patched else run(*args, **kwargs)
 
 
 UNTRACED.update({forward: True, _top_forward: False})
-# Stand-ins for methods of the model around the decoder, by name
+# {method name: stand-in for this method of the model around the decoder}
 STAND_INS: dict[str, Callable] = {
     name: functools.partial(_when_patched, function) for name, function in compat.STAND_INS.items()
 }

@@ -1,8 +1,8 @@
 """Installation of the engine in a model, and the choice of each call's policy.
 
-The engine is installed in a model once: it replaces forwards and diverts attention modules. A call has the policy of
-its thread and context (`using`), or else the model's default (`kvevict.patch`); a call without either runs unpatched.
-The model is restored once it has no default policy and no call or `using` block needs the engine any more.
+The engine is installed in a model once: it replaces forwards and diverts attention modules. A call uses the policy of
+its thread and context (`using`), or else the model's default policy (`kvevict.patch`); without either it runs
+unpatched. The model is restored once it has no default policy and no call or `using` block needs the engine any more.
 """
 
 import contextlib
@@ -20,58 +20,64 @@ from ..methods import propagate, residual
 from ..read.plan import Plan
 from . import attention, forward, states
 
-_installing = threading.RLock()  # held while the engine is installed or removed; an `Installed` locks its own fields
+# Held while the engine is installed in a model or removed from it; the fields of an `Installed` have their own lock
+_installing = threading.RLock()
 
 
 class Installed:
-    """The installation in one text decoder. It does not refer to the model, so that copies of that stay independent."""
+    """The engine's installation in one text decoder. It holds no reference to the model, so a copy of the model stays
+    independent."""
 
     def __init__(self, decoder: torch.nn.Module) -> None:
         config = decoder.config
         self.kinds, self.readers = families.layer_kinds(config), families.readers(config)
         self.order = families.evicting(config)
-        self.own: Plan | None = None  # of the model's default policy
-        self.hooks: dict[str, list[RemovableHandle]] = {}  # handles by the hooks' purpose
+        self.own: Plan | None = None  # the `Plan` of the model's default policy
+        self.hooks: dict[str, list[RemovableHandle]] = {}  # purpose of some hooks -> their handles
         self._forget()
 
     def _forget(self) -> None:
-        """Set what a copy of the model does not share: the outer models, the number of users, the lock."""
+        """Reset the fields that a copy of the model does not share: the outer models, the number of users (running
+        calls and `using` blocks), the lock."""
         self.tops, self.users, self.lock = weakref.WeakSet(), 0, threading.RLock()
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name not in ("tops", "users", "lock")}
 
     def __setstate__(self, state: dict) -> None:
-        """Restore a copy, maybe in another process. It has no running call, and `_held` notes its outer model anew."""
+        """Restore a copy, maybe in another process. A copy has no running call, and `_held` adds its outer model when
+        a policy is set or used."""
         self.__dict__.update(state)
         self._forget()
         attention.register()
 
     def chosen(self) -> Plan | None:
-        """The `Plan` of a call in this thread and context; None: it runs unpatched."""
+        """The `Plan` that a call of the model has in this thread and context; None: the call runs unpatched."""
         return context().plans.get(self, self.own)
 
     def modules(self, decoder: torch.nn.Module) -> list[torch.nn.Module]:
-        """The attention modules of the layers that evict, and of the layers that read their keys and values."""
+        """The attention modules of the layers that evict, and of the layers that read an evicting layer's keys and
+        values."""
         return families.attentions(decoder, (*self.order, *self.readers))
 
     def enter(self, decoder: torch.nn.Module) -> bool:
-        """Add a user, who keeps the engine installed until `leave`. Returns False if the engine was removed before."""
+        """Count one more user (a call or a block), for whom the engine stays installed until `leave`. Returns False if
+        the engine was removed before."""
         with self.lock:
             here = of(decoder) is self
             self.users += here
             return here
 
     def leave(self, decoder: torch.nn.Module) -> None:
-        """Remove a user, and the engine if it was the last one and the model has no default policy."""
+        """Count one user less. Remove the engine if no user is left and the model has no default policy."""
         with _installing, self.lock:
             self.users -= 1
             if self.users == 0 and self.own is None:
                 self._remove(decoder)
 
     def _hook(self, decoder: torch.nn.Module, plan: Plan) -> None:
-        """Add the hooks that a policy needs; they do nothing in calls with other policies. If another thread adds or
-        removes a hook during a forward, torch may call these without kwargs."""
+        """Add the hooks that the policy of `plan` needs; in calls with other policies the hooks do nothing. If another
+        thread adds or removes a hook during a forward, torch may call these hooks without kwargs."""
         if plan.tsp is not None and "tsp" not in self.hooks:
             self.hooks["tsp"] = propagate.install(decoder)
         if plan.wants_hidden and "hidden" not in self.hooks:
@@ -103,19 +109,19 @@ class Installed:
 
 
 def of(decoder: torch.nn.Module) -> Installed | None:
-    """The `Installed` of a decoder; None: the engine is not installed."""
+    """The `Installed` of a decoder; None: the engine is not installed in it."""
     return decoder.__dict__.get(STATE)
 
 
 def plan_of(decoder: torch.nn.Module) -> Plan | None:
-    """The `Plan` of a decoder's call in this thread and context; None: it runs unpatched."""
+    """The `Plan` that a call of the decoder has in this thread and context; None: the call runs unpatched."""
     installed = of(decoder)
     return None if installed is None else installed.chosen()
 
 
 @contextlib.contextmanager
 def _held(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> Iterator[Installed]:
-    """Inside, the engine is installed in a model, with the hooks that a `Plan` needs."""
+    """Keep the engine installed in a model during this block, with the hooks that `plan` needs."""
     with _installing:
         installed = of(decoder)
         if installed is None:
@@ -136,14 +142,16 @@ def _held(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> 
 
 
 def set_own(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> None:
-    """Set or replace the `Plan` of a model's default policy; None: remove it."""
+    """Set the `Plan` of a model's default policy, in place of an earlier one; None: leave the model without a default
+    policy."""
     with _held(top, decoder, plan) as installed:
         installed.own = plan
 
 
 @contextlib.contextmanager
 def using(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> Iterator[None]:
-    """Inside, the model's calls in this thread and context have the policy of a `Plan`; None: they run unpatched."""
+    """Give the model's calls in this block, thread and context the policy of `plan`; None: these calls run
+    unpatched."""
     with _held(top, decoder, plan) as installed, within(plans={**context().plans, installed: plan}):
         yield
 
@@ -152,7 +160,7 @@ def using(top: torch.nn.Module, decoder: torch.nn.Module, plan: Plan | None) -> 
 def overheard(
     top: torch.nn.Module, decoder: torch.nn.Module, note: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], None]
 ) -> Iterator[None]:
-    """Inside, the model's calls in this thread and context run unpatched, and every layer that would evict calls
-    note(module, query, key) with the inputs of its attention."""
+    """Run the model's calls in this block, thread and context unpatched, and call note(module, query, key) in every
+    layer that would evict, with the inputs of its attention function."""
     with using(top, decoder, None), within(note=note):
         yield

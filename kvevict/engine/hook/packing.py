@@ -1,4 +1,4 @@
-"""Padding and positions of a batch's tokens. The engine reads every row with its padding at the left."""
+"""Padding and positions of a batch's tokens. The engine reads every batch row with its padding at the left."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,12 +10,12 @@ from ...models import families, rotary
 
 
 class Packing:
-    """Moves the padding of a call's new tokens [B, N] to the left. mask: these tokens' part of the attention mask;
-    None: no padding.
+    """Moves the padding of a call's new tokens [B, N] to the left. The argument mask [B, N] is the attention mask of
+    these tokens; None: no padding.
 
-    first     int32 [B] number of padding columns of each row
+    first     int32 [B] number of padding columns of each batch row
     padding   `first` on the host
-    place     [B, N] the column that each column is moved to; None: padding is at the left already
+    place     [B, N] the column to which each column is moved; None: all padding is at the left already
     """
 
     def __init__(self, mask: torch.Tensor | None, batch: int, device: torch.device) -> None:
@@ -30,11 +30,12 @@ class Packing:
             self.place = (self.first[:, None] + mask.cumsum(1) - 1).clamp_min(0)
 
     def pack(self, x: Any, dim: int = 1) -> Any:
-        """Move the padding among the columns of a tensor x, its dimension `dim`, to the left; None for None."""
+        """Return x with the padding among its columns (dimension `dim`) moved to the left; x may be None."""
         return x if x is None or self.place is None else _take(x, self.order, dim)
 
     def unpack(self, output: Any) -> None:
-        """Move the rows of an output back to the caller's columns; padding after a token gets that token's row."""
+        """Move the rows of a model's output, in place, back to the columns of the unpacked input. A padding column
+        after a token gets that token's row."""
         if self.place is None:
             return
         for name in ("last_hidden_state", "logits"):
@@ -45,7 +46,8 @@ class Packing:
 
 
 def padding_of(mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray, bool]:
-    """(int32 [B] number of zeros in each row of a 2D mask; these numbers on the host; whether a zero follows a one)."""
+    """(number of zeros in each row of a 2D mask, int32 [B]; the same numbers on the host; whether a zero follows a one
+    in any row)."""
     mask = mask.bool()
     zeros = (~mask).sum(1)
     *padding, holes = torch.cat([zeros, (mask.int().diff(dim=1) < 0).any()[None]]).tolist()
@@ -53,14 +55,14 @@ def padding_of(mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray, bool]:
 
 
 def packed_mask(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """Move the padding within each (start, stop) span of columns of a mask [B, columns] to the span's left."""
+    """Return mask [B, columns] with the zeros within each span of columns (start, stop) moved to the span's left."""
     for start, stop in spans:
         mask = torch.cat([mask[:, :start], mask[:, start:stop].sort(1).values, mask[:, stop:]], 1)
     return mask
 
 
 def _take(x: torch.Tensor, columns: torch.Tensor, dim: int) -> torch.Tensor:
-    """Put the columns of x in the order `columns` [B, N]: dimension `dim`, which follows that of the batch rows."""
+    """Put the columns of x, its dimension `dim` right after the batch dimension, in the order `columns` [B, N]."""
     rest = x.ndim - 1 if dim == -1 else 1
     index = columns.to(x.device)
     index = index.view(*(1,) * (rest - 1), *index.shape, *(1,) * (x.ndim - rest - 1))
@@ -68,10 +70,12 @@ def _take(x: torch.Tensor, columns: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class Positions:
-    """Positions of the new tokens [B, N] of a call, as `ids` that the decoder takes: [1 or B, N], or [axes, 1 or B, N].
+    """The positions of a call's new tokens [B, N], as the decoder's argument `ids` (position_ids): [1 or B, N], or
+    [axes, 1 or B, N] for pictures (M-RoPE).
 
-    ids None: tokens are counted from `columns`, the number that the cache has seen, or, if the decoder does so, by the
-    mask [B, columns + N]. Raises ValueError for ids of another shape.
+    With ids=None tokens are numbered from `columns` on, the number of columns that the cache has seen; a decoder that
+    leaves padding out of its numbering (OPT) gets numbers counted from mask [B, columns + N]. Raises ValueError for ids
+    of another shape.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Positions:
             raise ValueError("position_ids must be [batch, tokens]")
 
     def tokens(self) -> torch.Tensor:
-        """Positions [B, N], non-decreasing; with several axes (pictures) the largest of a token's positions."""
+        """One position per token [B, N], non-decreasing: with several axes (pictures), a token's largest position."""
         batch = len(self.packing.first)
         if self.ids.ndim == 2:
             return self.ids.expand(batch, -1)
@@ -99,15 +103,16 @@ class Positions:
         return self.ids[-self.axes :].amax(0).masked_fill(padding, 0).cummax(1).values
 
     def follow(self, next_position: torch.Tensor) -> None:
-        """Begin each row at next_position [B] or later: `generate` counts from the last column, maybe of padding."""
+        """Increase the positions of each batch row so that its first token has at least position next_position [B].
+        `generate` counts positions on from the previous column, which may be padding."""
         batch, tokens = len(self.packing.first), self.ids.shape[-1]
         first = self.packing.first.long().clamp_max(tokens - 1)[:, None]
         late = (next_position[:, None] - self.tokens().gather(1, first)).clamp_min(0)
         self.ids = self.ids.expand(*self.ids.shape[:-2], batch, -1) + late
 
     def chunk(self, start: int, end: int, positions: torch.Tensor) -> torch.Tensor:
-        """The position_ids for columns start..end-1 and the rows appended after them, all of which have positions [B,
-        T]."""
+        """The decoder's position_ids for columns start .. end - 1 and the rows appended after them. positions [B, T]:
+        one position for each of these columns and rows."""
         if self.ids.ndim == 2:
             return positions
         own = self.ids[..., start:end].expand(-1, len(positions), -1)

@@ -1,1 +1,1 @@
-"""Measurements of a layer's slots: quantities that scores are made of, and their inputs."""
+"""Measurements of a layer's slots: the quantities from which scores are computed, and the inputs of these."""

@@ -1,5 +1,5 @@
-"""Trained gates (METHODS section 9): they predict, from the input of a layer's attention block, how much each kv head
-will need a token's slot. A folder holds them."""
+"""Trained gates (KVzap, METHODS section 9): small networks that predict, from the input of a layer's attention block,
+how much each kv head will need a token's slot. A model's gates are stored in a folder."""
 
 import os
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from .moments import other_model
 
 FORMAT, VERSION = "kvevict gates", 1
 WEIGHTS, CONFIG = "gates.safetensors", "config.json"
-BESIDE = "kvevict_gates"  # the folder of a model's gates, inside the model's folder
+BESIDE = "kvevict_gates"  # name, inside a model's folder, of the folder with the model's gates
 AGAIN = "give a folder that `kvevict train --kind gates` wrote for this model"
-KINDS = {"linear": 1, "mlp": 2}  # kind of gate -> number of affine maps in a layer
+KINDS = {"linear": 1, "mlp": 2}  # kind of gate -> number of affine maps in a layer's gate
 _loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> (folder, Gates)
-_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the folder that a policy last named
+_named: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> the last folder that a policy named
 
 
 @dataclass
 class Gates:
-    """Gates of a model, by decoder layer.
+    """The gates of a model, one for each decoder layer that evicts.
 
     layers   {layer: ((weight [outputs, inputs], bias [outputs]), ..)} fp32: one affine map ("linear"), or two with GELU
-             between them ("mlp"). The last one's outputs are logarithms of scores, one per kv head
+             between them ("mlp"). The last map's outputs are the logarithms of a token's scores, one per kv head
     about    entries of config.json: `kind`, the base model, how the gates were trained, and measurements
     """
 
@@ -38,7 +38,8 @@ class Gates:
     about: dict
 
     def logs(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Logarithms of the tokens' scores, fp32 [B, T, heads], from the inputs x [B, T, E] of a layer's attention."""
+        """Compute the logarithms of the tokens' scores, fp32 [B, T, kv heads], from the input x [B, T, E] of a layer's
+        attention block."""
         first, *rest = self.layers[layer]
         x = F.linear(x.float(), *first)
         for affine in rest:
@@ -46,13 +47,13 @@ class Gates:
         return x
 
     def numbers(self, layer: int, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
-        """The tokens' scores in this rank's kv heads, fp32 [B, Hkv, T], from the inputs x [B, T, E] of a layer's
-        attention. The layer's gates move to x's device."""
+        """Compute the tokens' scores in this rank's kv heads, fp32 [B, Hkv, T], from the input x [B, T, E] of a layer's
+        attention block. This moves the layer's gates to x's device."""
         self.layers[layer] = tuple(tuple(each.to(x.device) for each in affine) for affine in self.layers[layer])
         return ranks.mine(self.logs(layer, x).exp().transpose(1, 2))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write gates.safetensors and config.json to a folder. Raises OSError if they cannot be written."""
+        """Write the gates to a folder, as gates.safetensors and config.json. Raises OSError if that fails."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
@@ -65,8 +66,9 @@ class Gates:
 
 
 def load(folder: str | Path, model: Any) -> Gates:
-    """The gates in a folder that `kvevict.gates.train` wrote for this model. No code of the folder is run. Raises
-    ValueError for a folder without gates, for damaged ones, and for another model's (naming the difference)."""
+    """Read the gates that `kvevict.gates.train` wrote to a folder for this model, without running code of the folder.
+    Raises ValueError if the folder has no gates, if they are damaged, or, naming the difference, if they are another
+    model's."""
     decoder, name = families.find_decoder(model), repr(os.fspath(folder))
     config = _config(Path(folder), name)
     if other := other_model(config["base"], decoder):
@@ -91,8 +93,8 @@ def load(folder: str | Path, model: Any) -> Gates:
 
 
 def loaded(folder: str | None, decoder: torch.nn.Module, anew: bool = False) -> Gates:
-    """`load` gates once for a decoder, or anew, since the folder may hold others now. folder None: the one that `own`
-    finds, which is the last one named here, if any was."""
+    """Return a decoder's gates, which are read from the folder once, or again with `anew`, as its files may have
+    changed. With folder=None `own` finds the folder; it prefers the last folder that was passed here."""
     known = None if anew else _loaded.get(decoder)
     if known is None or known[0] != folder:
         found = own(decoder) if folder is None else folder
@@ -108,8 +110,8 @@ def loaded(folder: str | None, decoder: torch.nn.Module, anew: bool = False) -> 
 
 
 def own(decoder: Any) -> Path | None:
-    """The folder of a model's gates: the last one named by a policy, or the one in the model's folder; None: no
-    folder."""
+    """The folder of a model's gates: the last folder that a policy named, or else `BESIDE` in the model's folder;
+    None: neither exists."""
     named = _named.get(decoder)
     if named is not None and (Path(named) / CONFIG).is_file():
         return Path(named)
@@ -118,13 +120,14 @@ def own(decoder: Any) -> Path | None:
 
 
 def fit(decoder: torch.nn.Module) -> bool:
-    """Whether `own` finds gates trained on the decoder's present weights. Raises ValueError for a damaged folder."""
+    """Whether the folder that `own` finds has gates for the decoder's present weights. Raises ValueError for a damaged
+    folder."""
     folder = own(decoder)
     return folder is not None and not other_model(_config(folder, repr(os.fspath(folder)))["base"], decoder)
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
-    """The checked content of a folder's config.json. name: the folder in error messages."""
+    """Read and check a folder's config.json. name: the folder's name in error messages."""
     try:
         config = parsed((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

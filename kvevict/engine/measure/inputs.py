@@ -1,5 +1,5 @@
-"""Inputs of quantities besides `Slots` and `Observation`, by the names in their `needs`; only named ones are
-computed."""
+"""Computes the inputs that quantities name in `needs`, besides the `Slots` and the `Observation` that every quantity
+gets. Only inputs that a quantity of the policy names are computed."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -17,26 +17,26 @@ INPUTS = Registry("input of a quantity", listed=True)
 
 
 def given(at: Any, quantities: Iterable[Any]) -> dict[Need, Any]:
-    """The inputs that quantities need, of a layer's `kvevict.engine.read.layer.LayerCall`."""
+    """Compute the inputs that `quantities` need, by `Need`. at: a layer's `kvevict.engine.read.layer.LayerCall`."""
     needs = dict.fromkeys(each for quantity in quantities for each in as_needs(quantity.needs))
     return {each: INPUTS[each.name](at, **dict(each.options)) for each in needs}
 
 
 def rope_of(step: Any, module: Any) -> Rope:
-    """The `Rope` of an attention module in a step."""
+    """The `Rope` of an attention module in a step (`kvevict.engine.read.step.Step`)."""
     return Rope(step.decoder, module, step.plan.rotates.get(module.layer_idx))
 
 
 INPUTS.update({
     "rope": lambda at: rope_of(at.step, at.module),  # the layer's `Rope`
     "hidden": lambda at: at.hidden,  # [B, T, E] the input of the layer's attention block
-    # k, v [B, heads, p, D] of the appended rows, which are not stored
+    # (k, v) [B, heads, p, D] of the p rows that are read after the chunk and not stored
     "appended": lambda at: (at.k[:, :, at.columns :], at.v[:, :, at.columns :]),
-    # `Gates.numbers` of the layer, as a function of `hidden`; folder None: the model's own gates
+    # the layer's `Gates.numbers` as a function of "hidden" above; folder None: the gates that `gates.own` finds
     "gates": lambda at, folder: partial(gates.loaded(folder, at.step.decoder).numbers, at.index, at.step.plan.ranks),
-    # the layer's last result of `accumulate` under the name `of` (`Quantity.remembers`); None: there is none
+    # the last result of `Quantity.accumulate` in this layer, by its name `of` (`Quantity.remembers`); None: no result
     "memory": lambda at, of: at.layer.memory.get(of),
-    # fp32 [B, Hkv, *] the numbers that stored slots carry, NaN where a slot carries none; None: no slot does
+    # fp32 [B, Hkv, *] the numbers that stored slots carry, NaN for a slot without a number; None: no slot has one
     "carried": lambda at: at.layer.carry,
     "ends_prompt": lambda at: at.step.ends_prompt,  # True for a prompt's last chunk
 })  # fmt: skip
@@ -44,21 +44,22 @@ INPUTS.update({
 
 @INPUTS.add("output_weight")
 def _output_weight(at: Any) -> torch.Tensor:
-    """The weights of the projection after attention, of this rank's query heads: [H, Dv, E]."""
+    """The weights of the output projection, by query head of this rank: [H, Dv, E]."""
     weight = families.output_weight(at.module, at.k.dtype, at.step.plan.ranks.size > 1)
     return weight.T.unflatten(0, (at.step.plan.local_heads[0], -1))
 
 
 @INPUTS.add("output_gram")
 def _output_gram(at: Any) -> torch.Tensor:
-    """The products W_O,h^T W_O,h of this rank's query heads: fp32 [H, D, D]."""
+    """The products W_O,h^T W_O,h for each query head h of this rank, W_O,h being the output projection's weights for
+    head h: fp32 [H, D, D]."""
     return projection.gram(_output_weight(at), at.k)
 
 
 @INPUTS.add("moments")
 def _moments(at: Any, stats: str | None = None) -> tuple[torch.Tensor, ...]:
-    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of queries before rotation, from the file `stats`;
-    None: of the queries read into the cache."""
+    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of a layer's queries before rotation. stats: the
+    file that has them; None: take them over all queries that were read into the cache."""
     plan, like = at.step.plan, at.k
     batch, heads, width = like.shape[0], plan.local_heads[0], like.shape[3]
     if stats is None:
@@ -75,8 +76,8 @@ def _moments(at: Any, stats: str | None = None) -> tuple[torch.Tensor, ...]:
 
 @INPUTS.add("last_position")
 def _last_position(at: Any) -> torch.Tensor:
-    """The position of the last token that was read: int64 [B]."""
+    """The position of the last token that was read, without appended rows: int64 [B]."""
     step = at.step
     tokens = step.positions.shape[1] - step.appended
-    # Without new tokens the rows repeat the prompt, from the position after its last token on.
+    # A step without new tokens repeats the prompt; its first row has the position after the prompt's last token.
     return (step.positions[:, tokens - 1] if tokens else step.positions[:, 0] - 1).long()

@@ -1,5 +1,6 @@
-"""Mean, covariance and sizes of a layer's queries before rotation, of the text read so far or, from a file, of other
-text. Rotation acts on pairs (x, y) of dimensions; the size of either dimension is sqrt(x^2 + y^2)."""
+"""Mean, covariance and mean size of a layer's queries before rotation (RoPE), taken over the text read so far or read
+from a file that `kvevict statistics` wrote. Rotation acts on pairs (x, y) of dimensions; the size of both dimensions of
+a pair is sqrt(x^2 + y^2)."""
 
 import json
 import os
@@ -17,13 +18,13 @@ from .rope import Rope
 
 FORMAT = "kvevict-queries-3"
 NAMES = ("mean", "covariance", "size")
-BLOCK = 1024  # rows that are converted to fp32 at once
-_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {file: its contents}
+BLOCK = 1024  # number of queries that are converted to fp32 at once
+_loaded: WeakKeyDictionary = WeakKeyDictionary()  # decoder -> {path of a file: result of `load`}
 
 
 def sizes(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-    """The size of each dimension of x [..., D], which rotation leaves: sqrt(x^2 + y^2) with its `Rope.partners` y, or
-    |x| of a dimension that is its own partner."""
+    """The size of each dimension of x [..., D], which rotation does not change: sqrt(x^2 + y^2) for a dimension x that
+    is rotated with y, or |x| for one that is not rotated. partner [D]: result of `Rope.partners`."""
     alone = partner == torch.arange(len(partner), device=partner.device)
     return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())
 
@@ -31,13 +32,14 @@ def sizes(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
 def added(
     past: torch.Tensor | None, queries: torch.Tensor, counts: torch.Tensor, size: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add rows to moments: fp32 [B, H, 1 + D, 1 + D] with the number of rows at [0, 0], their mean in the rest of row
-    0, their mean size in the rest of column 0, and elsewhere the sum of products of their distances from the mean.
+    """Add queries to moments. Returns the moments, fp32 [B, H, 1 + D, 1 + D]: at [0, 0] the number of queries, in the
+    rest of row 0 their mean, in the rest of column 0 their mean size, and elsewhere [D, D] the sum over queries of
+    (q - mean) (q - mean)^T.
 
-    past      moments of earlier rows; None: of no rows
+    past      moments of earlier queries; None: there are no earlier queries
     queries   fp32 [B, H, T, D]
-    counts    bool [B, T] the rows to add
-    size      [B, H, T, D] result of `sizes`; None: 0
+    counts    bool [B, T] True for the queries to add
+    size      [B, H, T, D] the queries' `sizes`; None: mean sizes are not needed, and stay 0
     """
     one, rest, inside = slice(0, 1), slice(1, None), counts[:, None, :, None]
     new = queries.new_zeros(*queries.shape[:2], 1 + queries.shape[3], 1 + queries.shape[3])
@@ -60,23 +62,25 @@ def added(
 def accumulated(
     past: torch.Tensor | None, rope: Rope, queries: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Add rotated queries [B, H, T, D] at positions [B, T] to moments, as `added`, block by block."""
+    """Rotate queries [B, H, T, D] back from their positions [B, T] and add those with counts [B, T] to the moments
+    `past`, block by block. Returns the moments in the form that `added` describes."""
     partner = rope.partners(queries.shape[3], queries.device)
     for start in range(0, queries.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
         block = rope.unrotated(queries[:, :, rows], positions[:, rows])
         past = added(past, block, counts[:, rows], sizes(block, partner))
-    return past  # type: ignore[return-value]  # there are rows
+    return past  # type: ignore[return-value]  # not None: there is at least one query
 
 
 def summed(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) of moments; 0 if no row was added."""
+    """Compute (mean [B, H, D], covariance [B, H, D, D], mean size [B, H, D]) from moments, a result of `added`; all are
+    0 if no query was added."""
     number = moments[..., :1, :1].clamp_min(1)
     return moments[..., 0, 1:], moments[..., 1:, 1:] / number, moments[..., 1:, 0]
 
 
 def model_of(decoder: Any) -> dict:
-    """The facts of a model that determine its queries, as they are written to files."""
+    """The facts about a model that determine its queries, in the form that `save` writes."""
     config = decoder.config
     rope = getattr(config, "rope_parameters", None)
     facts = dict(
@@ -87,7 +91,8 @@ def model_of(decoder: Any) -> dict:
 
 
 def other_model(facts: dict, decoder: Any) -> str:
-    """A text on the first difference between facts from a file and `model_of` this decoder; "" if they are equal."""
+    """Describe the first difference between a file's facts about its model and `model_of(decoder)`; "" if there is
+    none."""
     for name, value in model_of(decoder).items():
         known = facts.get(name)
         if differ(known, value) if name == "weights" else known != value:
@@ -96,7 +101,8 @@ def other_model(facts: dict, decoder: Any) -> str:
 
 
 def save(path: str | os.PathLike, decoder: Any, moments: dict, **about: Any) -> None:
-    """Write a decoder's moments {layer: [H, 1 + D, 1 + D]} to a file. about: further facts for it."""
+    """Write a decoder's moments {layer: [H, 1 + D, 1 + D]} to a file, with facts about the model and the further facts
+    `about`."""
     facts = model_of(decoder) | about
     tensors = {}
     for index, each in moments.items():
@@ -105,8 +111,8 @@ def save(path: str | os.PathLike, decoder: Any, moments: dict, **about: Any) -> 
 
 
 def load(path: str | Path, decoder: Any) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Read {layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} of the layers that evict from a file. Raises
-    ValueError for a file that is missing, damaged, or of another model (naming the difference)."""
+    """Read {layer: (mean [H, D], covariance [H, D, D], mean size [H, D])} from a file, for the layers that evict.
+    Raises ValueError if the file is missing or damaged, or, naming the difference, if it is of another model."""
     path, again = os.fsdecode(path), "give a file that `kvevict statistics` wrote for this model"
     if not Path(path).is_file():
         raise ValueError(f"stats: {path!r} does not exist; {again}")
@@ -132,7 +138,8 @@ def load(path: str | Path, decoder: Any) -> dict[int, tuple[torch.Tensor, ...]]:
 
 
 def loaded(path: str | Path, decoder: Any, anew: bool = False) -> dict[int, tuple[torch.Tensor, ...]]:
-    """`load` a file once for a decoder, or anew, since the file may have changed."""
+    """Return what `load` reads from a file; it is read once for a decoder, or again with `anew`, as the file may have
+    changed."""
     if anew:
         _loaded.pop(decoder, None)
     known = _loaded.setdefault(decoder, {})

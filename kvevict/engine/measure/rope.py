@@ -1,4 +1,4 @@
-"""The rotation of queries and keys by their positions (RoPE), as an attention module does it."""
+"""Rotation of queries and keys by their positions (RoPE), as the model's attention modules do it."""
 
 import torch
 
@@ -6,8 +6,8 @@ from ...models import rotary
 
 
 class Rope:
-    """An attention module's rotation. rotates: whether there is one; None: not known, and `rotated` raises
-    ValueError."""
+    """The rotation of an attention module's queries and keys. rotates: whether the module rotates them; None: that was
+    not tested, and `rotated` raises ValueError."""
 
     __slots__ = ("_decoder", "_module", "rotates")
 
@@ -15,7 +15,8 @@ class Rope:
         self._decoder, self._module, self.rotates = decoder, module, rotates
 
     def rotated(self, x: torch.Tensor, position_from: torch.Tensor, position_to: torch.Tensor) -> torch.Tensor:
-        """Rotate x [B, H, p, D] from positions [B] to others [B]; to others [B, n]: the mean over the n rotations."""
+        """Rotate x [B, H, p, D] from position_from [B] to position_to [B]. With position_to [B, n] the result is the
+        mean over the n rotations."""
         if self.rotates is None:
             raise ValueError(
                 "a part that rotates must declare it, so that models are checked: rows with rotates = True, a quantity "
@@ -26,7 +27,7 @@ class Rope:
         return rotary.rotate(self._decoder, self._module, x, position_from, position_to)
 
     def unrotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate x [B, H, T, D] from positions [B, T] back to position 0, in fp32."""
+        """Rotate x [B, H, T, D] back from positions [B, T] to position 0, in fp32."""
         if not self.rotates:
             return x.float()
         batch, _, rows, _ = x.shape
@@ -36,7 +37,8 @@ class Rope:
         return rotated[:, :, 0].unflatten(0, (batch, rows)).transpose(1, 2)
 
     def partners(self, width: int, device: torch.device) -> torch.Tensor:
-        """int64 [width] the dimension that rotation mixes each of `width` ones with; itself if it is not rotated."""
+        """For each of `width` dimensions, the index of the dimension that rotation pairs it with, int64 [width]; its
+        own index if it is not rotated."""
         own = torch.arange(width, device=device)
         if not self.rotates:
             return own

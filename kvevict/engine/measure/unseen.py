@@ -1,5 +1,5 @@
-"""Attention of rows that do not see some slots: where a question stands before a text, its copies after a chunk, and
-the rows that observe, do not see the slots of that question."""
+"""Attention of rows to which some slots are hidden. If a question stands before a text, neither the copies of the
+question that are appended to each chunk nor the observing rows see the slots of the question itself."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from ...policy.seen.slots import Slots
 def attend(
     step: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: _ops.Held, longest: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the rows of a step: (out [B, T, H, D], lse [B, H, T]). Appended rows do not see slots at the step's
-    `unseen` positions.
+    """Attend with the rows of a step, a `kvevict.engine.read.step.Step`: (out [B, T, H, D], lse [B, H, T]). Rows
+    appended to a chunk do not see slots at the positions `step.unseen`.
 
-    step     a `kvevict.engine.read.step.Step`
-    q        [B, H, T, D], with k and v [B, heads, S, D] the call's rows; held: the stored slots, with their positions
-    longest  stored slots of the fullest head
+    q, k, v  queries [B, H, T, D], new keys and values [B, heads, S, D]
+    held     the layer's stored slots, with their positions
+    longest  number of stored slots of the fullest head
     options  scale, softcap, sinks of attention
     """
     if step.unseen is None:
@@ -39,11 +39,13 @@ def attend(
 
 
 def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with observers to slots that are not at `unseen` positions: (out [B, R, H, D], lse [B, H, R])."""
+    """Attend with the queries of `part` to all slots but those at the positions `part.unseen`: (out [B, R, H, D], lse
+    [B, H, R])."""
     kv, stop = slots.kv, part.stop.to(torch.int32)
 
     counts = slots.around(part.unseen)
-    old = [torch.minimum(count, kv.stored.len) for count in counts]  # a head's stored slots come before its new ones
+    # The number of stored slots among a head's first `count` slots, since its new slots come after its stored ones
+    old = [torch.minimum(count, kv.stored.len) for count in counts]
     new = [(count - stored)[:, 0] for count, stored in zip(counts, old, strict=True)]
     before, after = _around(kv.stored, *old)
     begin, end = (torch.minimum(kv.first + count, stop) for count in new)
@@ -54,14 +56,15 @@ def observe(part: Observers, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _around(held: _ops.Held, start: torch.Tensor, stop: torch.Tensor) -> tuple[_ops.Held, _ops.Held]:
-    """The stored slots before a span and after it. start, stop: the number of stored slots of each head before the
-    span's start and before its stop, int32 [B, heads]."""
+    """Return the stored slots before the slots start .. stop - 1 of each head, and those after them. start, stop: int32
+    [B, heads]."""
     return held.within(0, start), held.within(stop, held.len - stop)
 
 
 def _joined(one: tuple, other: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over different slots, (out [B, R, H, D], lse [B, H, R]) each; sinks are in one of them."""
+    """Merge two attention results (out [B, R, H, D], lse [B, H, R]) over disjoint slots into the result over all of
+    them. Only one of the two may include attention sinks."""
     (out, lse), (more, more_lse) = one, other
-    share = (more_lse - lse).sigmoid().nan_to_num(0)  # NaN, from -inf - -inf, in a row that sees no slot
+    share = (more_lse - lse).sigmoid().nan_to_num(0)  # a row that sees no slot: -inf - -inf is NaN
     joined = torch.lerp(out.float(), more.float(), share.transpose(1, 2)[..., None])
     return joined.to(out.dtype), torch.logaddexp(lse, more_lse)

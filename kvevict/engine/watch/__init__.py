@@ -1,1 +1,1 @@
-"""The cost and the steps of a read, seen from outside."""
+"""Watchers, which observe how a prompt is read, and the one that measures what each eviction costs."""

@@ -1,8 +1,8 @@
-"""What an eviction costs the rows that observe it: how far their attention outputs move, how much attention is lost.
+"""Measures the cost of an eviction for the rows that observe it: how far their attention outputs move, and how much of
+their attention goes to slots that stay. `Diagnostics` does so at every eviction of a read, for `diagnose=True`.
 
-The functions are for one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees [R, n] True for
-slots visible to a row, kept [n] True for slots that stay. They compute rows x slots, of at most `ROWS` rows.
-`Diagnostics` watches every eviction of a read, for `diagnose=True`.
+Shapes for one kv head: q [G, R, D] the queries of its group, k and v [n, D] its slots, sees [R, n] True where a row
+sees a slot, kept [n] True for slots that stay. Attention matrices [G, R, n] are materialised, for R <= `ROWS` rows.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ NAMES = ("evictions", "joint_error", "output_error", "recall")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention a [G, R, n] over the slots seen, in fp32, and outputs o [G, R, D]; sinks [G] take a share of
-    it. A row that sees nothing gets 0."""
+    """(Attention weights [G, R, n], attention outputs [G, R, D]) of one kv head, in fp32. The softmax spans the slots
+    that a row sees and, if given, the group's attention sinks [G]; a row that sees nothing gets 0."""
     x = _ops.softcapped(q.float() @ k.float().T * scale, softcap)
     x = x.masked_fill(~sees, -torch.inf)
     if sinks is not None:
@@ -32,30 +32,33 @@ def attention(
 
 
 def joint_error(before: Tensor, after: Tensor) -> Tensor:
-    """CAOTE eq. 24 of evicted slots S, || sum_S a_i (o - v_i) || / (1 - sum_S a_i), as || o - o' || (theorem A.2): from
-    outputs [H, R, D] before and after the eviction, the norm over all heads, [R]. Eq. 24 itself would cancel if S had
-    nearly all attention. If a row loses all slots that it sees, o' is 0."""
+    """The change of the attention output by an eviction: || o - o' || over all heads, [R], from the outputs o
+    [H, R, D] `before` and o' `after`; o' is 0 if a row loses all slots that it sees.
+
+    By CAOTE's theorem A.2 this is eq. 24, || sum_S a_i (o - v_i) || / (1 - sum_S a_i) for the evicted slots S with
+    attention weights a_i and values v_i, which would lose its digits when S has nearly all attention."""
     return (before - after).square().sum((0, 2)).sqrt()
 
 
 def output_error(before: Tensor, after: Tensor) -> Tensor:
-    """`joint_error` relative to the length of all heads' outputs: [R]."""
+    """`joint_error` divided by || o ||, the norm of all heads' outputs before the eviction: [R]."""
     return joint_error(before, after) / before.square().sum((0, 2)).sqrt().clamp_min(torch.finfo(before.dtype).tiny)
 
 
 def by_group(q: Tensor, kv_heads: int, sinks: Tensor | None, **options: float) -> list[tuple[Tensor, dict]]:
-    """Split q [H, R, D] by kv head: (queries [G, R, D] of its group, the options of `attention`) of each."""
+    """Split q [H, R, D] and sinks [H] by kv head. Returns, for each head, the queries [G, R, D] of its group and its
+    keyword arguments for `attention`."""
     own = [None] * kv_heads if sinks is None else sinks.unflatten(0, (kv_heads, -1))
     return [(queries, options | {"sinks": sink}) for queries, sink in zip(q.unflatten(0, (kv_heads, -1)), own)]
 
 
 class Diagnostics(Watcher):
-    """Measures every cut of a read."""
+    """A watcher that measures the cost of every eviction of a read."""
 
     rows = ROWS
 
     def __init__(self) -> None:
-        self.sums: dict[int, Tensor] = {}  # layer -> fp64 [4, B], sums of `NAMES` over its cuts
+        self.sums: dict[int, Tensor] = {}  # layer -> fp64 [4, B]: each of `NAMES`, summed over the layer's evictions
 
     @torch.no_grad()
     def cut(self, call: LayerCall, choice: Choice) -> None:
@@ -66,7 +69,7 @@ class Diagnostics(Watcher):
             sums = self.sums.setdefault(slots.index, torch.zeros(len(NAMES), len(choice.keep), **exact))
             observing, q = step.rows.observing(step).clip(0, ROWS).tolist(), call.watched(ROWS)
             for b in losing:
-                if not observing[b]:  # the rows that observe were those of an earlier call
+                if not observing[b]:  # the observing rows belong to an earlier call and cannot be measured here: NaN
                     sums[:, b] += torch.tensor([1, *[torch.nan] * 3], **exact)
                     continue
                 queries = by_group(q[b, :, -observing[b] :], slots.kv.k.shape[1], **slots.kv.options)
@@ -78,7 +81,8 @@ class Diagnostics(Watcher):
                 sums[:, b] += torch.tensor([1, *errors], **exact)
 
     def report(self, rows: int, own: list[bool]) -> dict:
-        """`NAMES` -> [layer][row]: the number of evictions, and means over them; None: the layer does not evict."""
+        """The entry "diagnostics": for each of `NAMES` a list [layer][batch row] of the number of evictions, or of the
+        mean over them; None in place of a layer that does not evict. own: for each layer, whether it evicts."""
         found: dict[str, list] = {name: [] for name in NAMES}
         for index, ours in enumerate(own):
             counts, *totals = self.sums.get(index, torch.zeros(len(NAMES), rows)).tolist()
@@ -92,11 +96,12 @@ class Diagnostics(Watcher):
 
 
 def _head(call: LayerCall, b: int, h: int, index: Tensor, q: Tensor, options: dict) -> tuple[Tensor, ...]:
-    """Outputs [G, R, D] of a kv head with and without the slots that it loses, and attention [G, R] in all and on the
-    slots index [n] that it keeps.
+    """Measure kv head h of batch row b, with the queries q [G, R, D] of its group. Returns its attention outputs
+    [G, R, D] before and after the eviction, and the sums of attention weights [G, R] on all slots and on the slots
+    index [n] that it keeps, both before the eviction.
 
-    The rows are the call's last, so a new slot is visible to rows at or after its column, a stored slot to all. Copies
-    of a question do not see that question before the text.
+    The queries are the call's last R rows: each sees all stored slots, and new slots up to its own column. Appended
+    copies of a question that stands before the text do not see the question itself (`Step.unseen`).
     """
     kv, slots = call.slots.kv, call.slots.kv.stored
     stored, first = int(slots.counts[b, h]), int(call.slots.padding[b])

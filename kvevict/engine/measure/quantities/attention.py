@@ -11,11 +11,12 @@ from . import QUANTITIES, Quantity, observed
 @QUANTITIES.add("attention")
 @dataclass(frozen=True)
 class AttentionWeight(Quantity):
-    """Attention weights of the observing rows, reduced over rows, then over the heads of a group: [B, Hkv, C].
+    """The attention weights a of the observing rows on each slot, reduced over rows and then over the query heads of a
+    GQA group: [B, Hkv, C].
 
-    reduce   over rows: "sum", "mean", "max"
-    group    over the query heads of a kv head: "mean", "sum", "max"; "none": [B, H, C]
-    term     the reduced term: "a", its "square", or "entropy", -a ln a
+    reduce   the reduction over rows: "sum", "mean" or "max"
+    group    the reduction over the query heads of a kv head: "mean", "sum" or "max"; "none": no reduction, [B, H, C]
+    term     what is reduced: the weight "a", its "square", or its "entropy" -a ln a
     """
 
     reduce: str = "sum"
@@ -28,10 +29,10 @@ class AttentionWeight(Quantity):
             if parts[0].probs is not None and self.group == "mean" and self.term == "a":
                 return parts[0].probs
             return self._of(slots, parts[0], reduce, group)
-        if reduce == "max":  # first over the rows of all parts, then over heads
+        if reduce == "max":  # the maximum over the rows of all parts comes before the reduction over heads
             each = [self._of(slots, part, "max", "max" if group == "max" else "none") for part in parts]
             return slots.heads.reduce(torch.stack(each).amax(0), "none" if group == "max" else group)
-        # Sums over rows are added up part by part, before a maximum over heads.
+        # A maximum over heads comes after the sum over the rows of all parts.
         inner = group if group != "max" else "none"
         total: Any = sum(self._of(slots, part, "sum", inner) for part in parts)
         total = total / observation.row_count[:, None, None] if reduce == "mean" else total
@@ -44,8 +45,8 @@ class AttentionWeight(Quantity):
 @QUANTITIES.add("moments")
 @dataclass(frozen=True)
 class Moments(Quantity):
-    """(mean, sample variance) over the observing rows of the attention weights, [B, H, C] each; variance 0 of one
-    row."""
+    """(mean, sample variance) of each slot's attention weights over the observing rows: [B, H, C] each. With a single
+    row the variance is 0."""
 
     def measure(self, slots: Slots, observation: Observation) -> tuple[torch.Tensor, torch.Tensor]:
         rows = observation.row_count.float()[:, None, None]

@@ -1,5 +1,5 @@
-"""Compactor's quantities (Chari & Van Durme 2025), from a chunk's keys, values and queries. They are computed for fresh
-slots only: other slots carry the numbers of earlier cuts (carry="keep")."""
+"""The quantities of Compactor (Chari & Van Durme 2025), from a chunk's keys, values and queries. They are computed for
+slots that have no score yet; other slots carry their scores from earlier cuts (carry="keep")."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,31 +14,31 @@ from ....policy.seen.slots import Heads
 from ..rope import Rope
 from . import QUANTITIES, Quantity
 
-RIDGE = 0.01  # on the diagonal of X^T X
-SKETCH, SEED = 48, 0  # columns and seed of the Gaussian sketch of keys, as in kvpress
-BLOCK = 256  # rows and slots of a block of attention, as in kvpress
+RIDGE = 0.01  # added to the diagonal of X^T X before it is inverted
+SKETCH, SEED = 48, 0  # number of columns and random seed of the Gaussian sketch of keys, as in kvpress
+BLOCK = 256  # number of rows, and of slots, of a block of attention, as in kvpress
 
 
 class Fresh(NamedTuple):
-    """The slots of one batch row that carry no number, L in each head: those decoded since the last chunk, then the new
-    ones, without the text's first `sink`."""
+    """The slots of one batch row that have no score yet, L in each of H kv heads: first those decoded since the last
+    chunk, then the chunk's new slots, without the first `sink` tokens of the text."""
 
-    row: int
-    columns: torch.Tensor  # [H, L] their columns among the head's alive slots
-    k: torch.Tensor  # fp32 [H, L, D]
-    pos: torch.Tensor  # [L]
-    decoded: int  # number of slots that were decoded: the first ones
-    counted: int  # number of slots that means and deviations are taken over: the first ones
+    row: int  # the batch row
+    columns: torch.Tensor  # [H, L] the slots' indices among the head's alive slots
+    k: torch.Tensor  # fp32 [H, L, D] their keys
+    pos: torch.Tensor  # [L] their positions
+    decoded: int  # number of decoded slots, which come first
+    counted: int  # means and deviations are taken over this number of first slots
 
 
 def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, ends: bool) -> Iterator[Fresh]:
-    """Yield the `Fresh` slots of every batch row. ends: the prompt ends, and its last `recent` slots are not
-    counted."""
+    """Yield the `Fresh` slots of every batch row. carried: the scores that stored slots carry; None: no slot has one.
+    ends: the chunk ends the prompt, so its last `recent` slots stay out of `Fresh.counted`."""
     kv, stored = slots.kv, slots.kv.stored
     for b, first in enumerate(slots.padding.tolist()):
         first += int((slots.pos[b, first:] < sink).sum())
         decoded = _unnumbered(slots.stored, carried, b)
-        old = stored.offset[b] + stored.len[b] - decoded  # [H]
+        old = stored.offset[b] + stored.len[b] - decoded  # [H] buffer row of each head's first decoded slot
         old = old[:, None] + torch.arange(decoded, device=slots.device)
         k = torch.stack([stored.numbers("k", b, h, rows) for h, rows in enumerate(old)])
         k = torch.cat([k, kv.k[b, :, first:]], 1)
@@ -50,7 +50,7 @@ def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, e
 
 
 def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
-    """The number of a batch row's last stored slots that carry no number."""
+    """The number of last stored slots of batch row `row` that have no score in `carried`."""
     if carried is None:
         return int(stored.counts[row].min())
     there = torch.arange(carried.shape[-1], device=carried.device) < stored.len[row, :, None]
@@ -58,7 +58,8 @@ def _unnumbered(stored: Any, carried: torch.Tensor | None, row: int) -> int:
 
 
 def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
-    """Standardise x [H, L] by the mean and the deviation of the first `counted` slots of all ranks' heads."""
+    """Subtract from x [H, L] the mean over the first `counted` slots of all ranks' heads, and divide by their standard
+    deviation."""
     part = x[:, :counted].double()
     number = max(part.numel() * heads.ranks.size, 1)
     mean = heads.sum(part.sum()) / number
@@ -68,7 +69,8 @@ def _standard(x: torch.Tensor, counted: int, heads: Heads) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class OfFresh(Quantity):
-    """A quantity [B, Hkv, C] of the `Fresh` slots; other slots, also the text's first `sink`, get 0."""
+    """Base class of quantities [B, Hkv, C] that are computed for `Fresh` slots only. All other slots, among them the
+    first `sink` tokens of the text, get 0."""
 
     sink: int = 8
     recent: int = 4
@@ -83,15 +85,16 @@ class OfFresh(Quantity):
         return slots.heads.merge(out)
 
     def _of(self, slots: Slots, fresh: Fresh, observation: Any, *more: Any) -> torch.Tensor:
-        """The quantity [H, L] of one batch row's fresh slots."""
+        """The quantity [H, L] of the `fresh` slots, which are those of one batch row."""
         raise NotImplementedError
 
 
 @QUANTITIES.add("leverage")
 @dataclass(frozen=True)
 class Leverage(OfFresh):
-    """Statistical leverage of un-rotated keys: diag X (X^T X + 0.01)^-1 X^T, X being centred keys times a Gaussian
-    sketch that all heads share; in standard deviations over the row's heads and slots."""
+    """The statistical leverage of each key before rotation (Compactor): diag X (X^T X + 0.01 I)^-1 X^T, where X are the
+    head's centred keys times a Gaussian sketch that all heads share. It is standardised over the slots of all heads of
+    a batch row."""
 
     observes: ClassVar[bool] = False
     needs: ClassVar[tuple[str | Need, ...]] = (*OfFresh.needs, "rope")
@@ -100,7 +103,7 @@ class Leverage(OfFresh):
         keys = rope.unrotated(fresh.k[None], fresh.pos[None])[0] if len(fresh.pos) else fresh.k
         counted = keys[:, : fresh.counted]
         mean = counted.sum(1, keepdim=True) / max(fresh.counted, 1)
-        # In fp64: the rounding error of (X^T X)^-1 grows with the spread of its eigenvalues.
+        # fp64, since the rounding error of (X^T X)^-1 grows with the spread of its eigenvalues.
         x = ((keys - mean) @ sketch(keys.shape[-1]).to(keys)).double()
         inner = x[:, : fresh.counted]
         eye = torch.eye(SKETCH, dtype=x.dtype, device=x.device)
@@ -111,9 +114,10 @@ class Leverage(OfFresh):
 @QUANTITIES.add("block_attention")
 @dataclass(frozen=True)
 class BlockAttention(OfFresh):
-    """Non-causal attention to slots within blocks of the chunk, logits not scaled: summed over rows, mean over the
-    group, times ||v_i||_2, averaged over 3 slots; in standard deviations over the row's heads and slots. Decoded slots
-    have the mean, because their queries are gone."""
+    """Attention within blocks of the chunk (Compactor): each row attends, without a causal mask and without scaling its
+    logits, to the slots of its own block. The weights on slot i are summed over rows, averaged over the query heads of
+    a group, multiplied by ||v_i||_2, averaged over 3 neighbouring slots, and standardised over the slots of all heads
+    of a batch row. Decoded slots get the mean, 0, because their queries are gone."""
 
     def _of(self, slots: Slots, fresh: Fresh, observation: Observation) -> torch.Tensor:
         kv, b = slots.kv, fresh.row
@@ -133,6 +137,6 @@ class BlockAttention(OfFresh):
 
 
 def sketch(width: int) -> torch.Tensor:
-    """A Gaussian sketch [width, SKETCH] with entries of variance 1 / SKETCH, equal on every device."""
+    """A Gaussian sketch [width, SKETCH], whose entries have variance 1 / SKETCH and are equal on every device."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randn(width, SKETCH, generator=generator) / SKETCH**0.5

@@ -9,15 +9,15 @@ from .. import moments
 from ..rope import Rope
 from . import QUANTITIES, Quantity
 
-QueryMoments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # result of `moments.summed`
-SPAN = 512  # number of positions after the last token that later queries are expected at
+QueryMoments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (mean, covariance, mean size) by `moments.summed`
+SPAN = 512  # later queries are expected at this number of positions after the last token
 
 
 @dataclass(frozen=True)
 class OfQueries(Quantity):
-    """A quantity of the moments of queries before rotation (engine/measure/moments.py).
+    """Base class of quantities computed from moments of queries before rotation (engine/measure/moments.py).
 
-    sink    number of first positions whose queries do not count
+    sink    the queries at this number of first positions are left out of the moments
     stats   file with the moments (`kvevict statistics`); None: moments of all prompts read into the cache
     """
 
@@ -44,18 +44,21 @@ class OfQueries(Quantity):
 
 
 def rotated_ahead(rope: Rope, last: torch.Tensor, x: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, H, p, D] from position 0 to the positions last[b] + ahead[i], and take the mean over i."""
+    """Rotate x [B, H, p, D] from position 0 to the positions last[b] + ahead[i], last [B] and ahead [n], and return the
+    mean over i."""
     return rope.rotated(x, 0 * last, last[:, None] + ahead.to(last.device))
 
 
 @QUANTITIES.add("expected_attention")
 @dataclass(frozen=True)
 class ExpectedAttention(OfQueries):
-    """The expected attention of later queries to a slot (Devoto et al. 2025): [B, Hkv, C].
+    """The attention weight that later queries are expected to give to a slot (Expected Attention, Devoto et al. 2025):
+    [B, Hkv, C].
 
-    With queries before rotation of mean mu and covariance S, and R the mean rotation to the next `SPAN` positions:
-    z_i = exp((R mu).k_i scale + k_i^T (R S R^T) k_i scale^2 / 2), divided by its sum over the slots after the first
-    `sink`, and 0 for these; then the mean over the query heads of a group. Softcaps and attention sinks are left out.
+    With mean mu and covariance S of a query head's queries before rotation, and R the mean rotation to the next `SPAN`
+    positions, z_i = exp((R mu).k_i scale + k_i^T (R S R^T) k_i scale^2 / 2). The result is z_i divided by its sum over
+    the slots after the first `sink` ones, which get 0; averaged over the query heads of a group. Softcaps and attention
+    sinks are left out.
     """
 
     def measure(
@@ -71,11 +74,12 @@ class ExpectedAttention(OfQueries):
         return slots.heads.reduce(power.masked_fill(others, -torch.inf).softmax(-1).masked_fill(others, 0), "mean")
 
     def _later(self, rope: Rope, of_queries: QueryMoments, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The (mean [B, H, D], covariance [B, H, D, D]) of queries rotated to the next `SPAN` positions."""
+        """The (mean R mu [B, H, D], covariance R S R^T [B, H, D, D]) of queries after the mean rotation R to the next
+        `SPAN` positions."""
         mean, covariance, _ = of_queries
         if not rope.rotates:
             return mean, covariance
         ahead = 1 + torch.arange(SPAN)
         both = torch.cat([mean[:, :, None], covariance], 2)
-        both = rotated_ahead(rope, last, both, ahead)  # the rows R mu, and those of S R^T
+        both = rotated_ahead(rope, last, both, ahead)  # [B, H, 1 + D, D]: the row R mu, then the rows of S R^T
         return both[:, :, 0], rotated_ahead(rope, last, both[:, :, 1:].mT, ahead)

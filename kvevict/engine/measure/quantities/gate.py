@@ -8,16 +8,17 @@ from ....policy.inputs import Need, Observation, Slots, need
 from .. import gates
 from . import QUANTITIES, Quantity
 
-NumbersOf = Callable[[torch.Tensor], torch.Tensor]  # hidden [B, T, E] -> fp32 [B, Hkv, T]
+# `Gates.numbers` of a layer: input of its attention block [B, T, E] -> scores of the tokens, fp32 [B, Hkv, T]
+NumbersOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 @QUANTITIES.add("gate")
 @dataclass(frozen=True)
 class GateOutput(Quantity):
-    """What trained gates predict for the new slots (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
+    """The scores that trained gates predict for the new slots (KVzap, Jegou and Jeblick 2026): [B, Hkv, C].
 
-    Slots carry their numbers (carry="keep") from the moment that their tokens are read. A slot that was stored earlier
-    gets the mean of its head's new numbers here, which counts only if it carries none.
+    Stored slots carry the scores that they got when their tokens were read (carry="keep"). Here they get the mean of
+    the new slots' scores in their head, which is used only for a stored slot that carries no score.
     """
 
     gates: str | None = None
@@ -40,7 +41,7 @@ class GateOutput(Quantity):
         kv, new = slots.kv, slots.kv.k.shape[2]
         if not new:
             return torch.ones(*slots.n.shape, slots.columns, device=slots.device)
-        # The new column of each alive slot; it is less than the row's padding if the slot was stored earlier.
+        # Each alive slot's column among the new ones; for stored slots it is below kv.first, the row's padding.
         columns = torch.arange(slots.columns, device=slots.device) + (new - slots.n[..., None]).long()
         numbers = numbers_of(hidden[:, :new])
         padding = torch.arange(new, device=slots.device) < kv.first[:, None, None]

@@ -10,14 +10,15 @@ from . import QUANTITIES, Quantity, each_head
 @QUANTITIES.add("lag")
 @dataclass(frozen=True)
 class Lag(Quantity):
-    """A slot's rank within its part of the text, from 0 to 1 - 1 / part, by how much its key and value deviate when
-    scaled by the part that follows (LagKV, eq. 4-9): [B, Hkv, C].
+    """A slot's rank within its part of the text by the spread of its key and value (LagKV, eq. 4-9): [B, Hkv, C], from
+    0 for the smallest spread to 1 - 1 / part.
 
-    part    tokens of a part; parts follow each other from position `sink` on
+    part    number of tokens of a part
+    sink    position at which the first part begins; the parts follow each other without gaps
 
-    Each channel of a part is scaled by its minimum and maximum in the next part. The deviation of a key or value is the
-    standard deviation across channels, as softmax over the part; keys' and values' are averaged. Slots get NaN (no
-    number) if their part, or the next one, is incomplete.
+    Each channel of a part's keys is scaled by its minimum and maximum in the next part. A key's spread is its standard
+    deviation across the scaled channels, then a softmax over the slots of the part. Values are treated alike, and the
+    two spreads are averaged. Slots get NaN (no score) if the head lacks a slot of their part or of the next one.
     """
 
     part: int = 128
@@ -41,8 +42,9 @@ class Lag(Quantity):
 
 
 def _deviations(x: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Deviations [P, part] of parts x [P, part, D] scaled by the next ones, without channels that are constant
-    there."""
+    """The spread [P, part] of each row of P parts x [P, part, D]: the standard deviation across channels, each scaled
+    by its minimum and maximum in the next part, then a softmax over the part. following [P, part, D]: each part's next
+    one; channels that are constant in it are left out."""
     low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)
     scale = high - low
     varies = (scale > 0).expand_as(x)

@@ -1,4 +1,4 @@
-"""Norms and cosines of every alive slot's key or value; for latents, their mean over the heads."""
+"""Norms and cosines of every alive slot's key or value; for latents (MLA), the mean over the heads that share one."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,10 +13,10 @@ from . import QUANTITIES, Quantity, per_head
 
 @dataclass(frozen=True)
 class Norm(Quantity):
-    """The p-norm of every alive slot's key or value."""
+    """Base class: the p-norm of every alive slot's key or value, [B, Hkv, C]."""
 
-    p: int = 2  # 1 or 2
-    of: ClassVar[str]  # "k" or "v"
+    p: int = 2  # the norm: 1 or 2
+    of: ClassVar[str]  # whose norm: "k" for keys, "v" for values
     observes: ClassVar[bool] = False
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
@@ -28,7 +28,7 @@ class Norm(Quantity):
 @QUANTITIES.add("key_norm")
 @dataclass(frozen=True)
 class KeyNorm(Norm):
-    """||k_i||_p: [B, Hkv, C]."""
+    """The norm ||k_i||_p of every alive slot's key: [B, Hkv, C]."""
 
     of: ClassVar[str] = "k"
 
@@ -36,7 +36,7 @@ class KeyNorm(Norm):
 @QUANTITIES.add("value_norm")
 @dataclass(frozen=True)
 class ValueNorm(Norm):
-    """||v_i||_p: [B, Hkv, C]."""
+    """The norm ||v_i||_p of every alive slot's value: [B, Hkv, C]."""
 
     p: int = 1
     of: ClassVar[str] = "v"
@@ -45,9 +45,9 @@ class ValueNorm(Norm):
 @QUANTITIES.add("key_cosine")
 @dataclass(frozen=True)
 class KeyCosine(Quantity):
-    """cos(k_i, mean k), with the mean over the head's alive keys: [B, Hkv, C].
+    """The cosine between each alive slot's key and the mean of its head's alive keys: [B, Hkv, C].
 
-    unit   keys are scaled to length 1 before the mean
+    unit   whether keys are scaled to length 1 before the mean is taken
     """
 
     unit: bool = False

@@ -11,14 +11,14 @@ from . import QUANTITIES, Quantity, observed
 @QUANTITIES.add("output_error")
 @dataclass(frozen=True)
 class OutputError(Quantity):
-    """How far the observing rows' attention outputs move when one slot is removed, summed over rows, as defined by
-    `kvevict.ops._ops.error`.
+    """How far the observing rows' attention outputs move when one slot is removed, per slot and summed over rows, as
+    `kvevict.ops._ops.error` computes it.
 
-    kind     "edie" (EDIE eq. 9-11), "l1" (eq. 7), "l2" (CAOTE eq. 6)
+    kind     formula of the error: "edie" (EDIE eq. 9-11), "l1" (EDIE eq. 7) or "l2" (CAOTE eq. 6)
     alpha    keeps the denominator 1 + alpha - a of "edie" from vanishing
-    weight   c_j of row j (EDIE eq. 10, table 3): 1 ("none"), or the largest attention weight of the row over the slots
-             at all positions ("all"), w <= i < T - 2w ("middle"), i < T - 2w ("i<=t-2w"), w <= i ("i>w"); w is the
-             number of observing rows, T the tokens seen
+    weight   weight c_j of row j (EDIE eq. 10, table 3): 1 ("none"), or the row's largest attention weight on the slots
+             at all positions i ("all"), w <= i < T - 2w ("middle"), i < T - 2w ("i<=t-2w") or w <= i ("i>w"), with w
+             the number of observing rows and T the number of tokens seen
     group    reduction over the query heads of a kv head: "sum", "mean", "max" or "none"
     """
 
@@ -33,7 +33,7 @@ class OutputError(Quantity):
         total: Any = None
         for part in observation.parts:
             rows, out = part.q.shape[2], part.out
-            assert out is not None  # `outputs` asks for them
+            assert out is not None  # because `outputs` is True
             own = None if weights is None else weights[:, :, start : start + rows].contiguous()
             options = dict(kind=self.kind, alpha=self.alpha, weight=own, columns=slots.columns)
             each = observed(_ops.error, slots, part, (out,), self.group, **options)
@@ -41,12 +41,12 @@ class OutputError(Quantity):
         return total
 
     def row_weights(self, slots: Slots, observation: Observation) -> torch.Tensor | None:
-        """The weights c_j [B, H, R]; None: all are 1. A head without a slot in the range takes the slots before the
-        observing rows' own, or, without any of these, 1."""
+        """The weights c_j [B, H, R] of the rows; None: all are 1. For a head without a slot in the range of `weight`,
+        the maximum is taken over the slots before the observing rows' own slots; if there are none, c_j is 1."""
         if self.weight == "none":
             return None
         rows, n = observation.row_count[:, None], slots.n
-        end = slots.positions.amax(-1).amax(-1, keepdim=True) + 1  # T
+        end = slots.positions.amax(-1).amax(-1, keepdim=True) + 1  # T, the number of tokens seen
         first, last, outside = slots.below(torch.cat([rows, end - 2 * rows, end - rows], 1)).unbind()
         zero = torch.zeros_like(n)
         lo = first if self.weight in ("middle", "i>w") else zero
@@ -62,7 +62,8 @@ class OutputError(Quantity):
 
 
 def _unseen(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """Whether the observers see none of the slots lo <= i < hi [B, Hkv]: bool [B, Hkv]."""
+    """Whether the observing rows see no slot lo <= i < hi of a head, because lo >= hi or because these slots are hidden
+    from them: bool [B, Hkv]. lo, hi: [B, Hkv]."""
     if part.unseen is None:
         return hi <= lo
     start, stop = slots.around(part.unseen)
@@ -70,7 +71,8 @@ def _unseen(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -
 
 
 def peak(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """The largest attention weight of each observer over slots lo <= i < hi [B, Hkv]: [B, H, R]."""
+    """The largest attention weight of each observing row on the slots lo <= i < hi of a head: [B, H, R]. lo, hi: [B,
+    Hkv]."""
     heads = slots.kv.stored.len.shape[1]
 
     def largest(*ends: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ def peak(slots: Slots, part: Observers, lo: torch.Tensor, hi: torch.Tensor) -> t
 
     hi = torch.minimum(
         hi, slots.n - (slots.kv.k.shape[2] - part.stop.to(torch.int32))[:, None]
-    )  # without new slots that the observers do not see
+    )  # new columns from `part.stop` on are not seen
     if part.unseen is None:
         return largest(lo, hi)
     start, stop = slots.around(part.unseen)

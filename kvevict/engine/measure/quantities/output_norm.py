@@ -7,14 +7,14 @@ from ....policy.inputs import Need, Observation, Slots
 from .. import projection
 from . import QUANTITIES, Quantity, each_head
 
-BLOCK = 1024  # slots whose product with W_O exists at once
+BLOCK = 1024  # number of slots that are multiplied by W_O at once, to bound the memory
 
 
 @QUANTITIES.add("output_norm")
 @dataclass(frozen=True)
 class OutputNorm(Quantity):
-    """||W_O,h v_i||_1, mean over the query heads h of a group, W_O,h being the output projection's weights for head h:
-    [B, Hkv, C], in fp32."""
+    """The norm ||W_O,h v_i||_1 of every alive slot's value v_i after the output projection, averaged over the query
+    heads h of a group: fp32 [B, Hkv, C]. W_O,h: the output projection's weights for head h."""
 
     observes: ClassVar[bool] = False
     needs: ClassVar[tuple[str | Need, ...]] = ("output_weight",)
@@ -24,7 +24,7 @@ class OutputNorm(Quantity):
 
     def measure(self, slots: Slots, observation: Observation, weight: torch.Tensor) -> torch.Tensor:
         kv = slots.kv
-        group = len(weight) // kv.stored.len.shape[1]  # 1 for latents, of which every query head has separate values
+        group = len(weight) // kv.stored.len.shape[1]  # query heads per head of values; 1 for latents (MLA)
         out = torch.zeros(*kv.stored.len.shape, slots.columns, device=slots.device)
         for b, h, v in each_head(slots, "v"):
             for head in weight[h * group : (h + 1) * group]:

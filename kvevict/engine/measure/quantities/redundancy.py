@@ -9,14 +9,15 @@ from . import QUANTITIES, Quantity, per_head
 from .worst_attention import logits
 
 ALIKE = 0.5  # cosine above which two keys count as copies, as in R-KV's source
-BLOCK = 512  # rows of a head's matrix of cosines that exist at once
+BLOCK = 512  # number of rows of a head's matrix of cosines that are computed at once, to bound the memory
 
 
 @QUANTITIES.add("redundancy")
 @dataclass(frozen=True)
 class Redundancy(Quantity):
-    """Redundancy of a key (R-KV, 2505.24133): the mean cosine to the head's other keys, as softmax over its alive
-    slots: [B, Hkv, C]. In each key's cosines to others, the newest of its copies (cosine above `ALIKE`) counts 0."""
+    """The redundancy of each key (R-KV, 2505.24133): its mean cosine to the head's other keys, then a softmax over the
+    head's alive slots: [B, Hkv, C]. In the mean of key j the cosine to a key i counts as 0 if j is the newest of i's
+    copies (other keys whose cosine to i is above `ALIKE`)."""
 
     observes: ClassVar[bool] = False
 
@@ -37,8 +38,8 @@ class Redundancy(Quantity):
 @QUANTITIES.add("group_attention")
 @dataclass(frozen=True)
 class GroupAttention(Quantity):
-    """R-KV's importance (2505.24133): the softmax, over all slots but the last protected ones, of a row's largest
-    logits in a group of query heads; mean over rows: [B, Hkv, C]."""
+    """The importance of a slot in R-KV (2505.24133): for each observing row, the largest logit of the group's query
+    heads, then a softmax over all slots but the last protected ones; the mean over rows: [B, Hkv, C]."""
 
     def measure(self, slots: Slots, observation: Observation) -> torch.Tensor:
         heads, best = slots.kv.stored.len.shape[1], {}
@@ -48,7 +49,7 @@ class GroupAttention(Quantity):
                 at, x = (
                     (b, h * slots.n.shape[1] // heads),
                     x.amax(0)[int(part.skip[b]) :],
-                )  # latents: head 0
+                )  # latents (MLA) are chosen once for all heads, as head 0
                 best[at] = torch.maximum(best[at], x) if at in best else x
             for (b, g), x in best.items():
                 end = int(slots.counts[b, g]) - int(slots.protected[1][b])

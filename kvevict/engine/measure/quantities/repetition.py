@@ -10,17 +10,18 @@ from ....policy.seen.slots import KV
 from .. import projection
 from . import QUANTITIES, Quantity, observed
 
-Appended = tuple[torch.Tensor, torch.Tensor]  # k, v [B, heads, p, D] of the appended rows
+Appended = tuple[torch.Tensor, torch.Tensor]  # (k, v) [B, heads, p, D] of the p repeated rows, which are not stored
 
 
 @QUANTITIES.add("repetition")
 @dataclass(frozen=True)
 class RepeatedAttention(Quantity):
-    """The largest attention weight that repeated rows (rows="repeat") and the heads of a group give to a slot (KVzip,
-    section 3.2): [B, Hkv, C]. The softmax spans a head's first `sink` slots, the chunk, and the repeated rows so far.
+    """The largest attention weight on a slot over the repeated rows (rows="repeat") and the query heads of a group
+    (KVzip, section 3.2): [B, Hkv, C]. The softmax of a repeated row spans the head's first `sink` slots, the slots of
+    the chunk or part that is repeated, and the repeated rows up to this row.
 
-    The weight of a slot outside this span is exp(logit - lse) as for a slot inside, capped at 1. If the prompt is
-    repeated in parts, slots of the other parts get NaN.
+    A slot outside this span gets exp(logit - lse), like a slot inside, but at most 1. If the prompt is repeated in
+    parts, only slots of the repeated part and slots before the prompt get a number, all others NaN.
     """
 
     sink: int = 4
@@ -43,7 +44,8 @@ class RepeatedAttention(Quantity):
         return found
 
     def spanning(self, slots: Slots, part: Observers, appended: Appended) -> Observers:
-        """The observers with lse over the span of their softmax."""
+        """Return the observers with their log-sum-exp (lse) taken over what the softmax spans: the first `sink` slots,
+        the chunk or part that is repeated, and the repeated rows."""
         kv, stored = slots.kv, slots.kv.stored
         if part.of is None:
             return self._spanning(part, kv, appended, 0 * stored.len, stored.len.clamp_max(self.sink))
@@ -53,12 +55,13 @@ class RepeatedAttention(Quantity):
     def _spanning(
         self, part: Observers, kv: KV, appended: Appended, begin: torch.Tensor, count: torch.Tensor
     ) -> Observers:
-        """The observers with lse over the stored slots begin .. begin + count - 1 [B, heads], the first `sink` slots if
-        these come before them, the chunk and the repeated rows."""
+        """Return the observers with their log-sum-exp (lse) taken over each head's stored slots
+        begin .. begin + count - 1, those of its first `sink` slots that come before them, the chunk's new slots and the
+        repeated rows. begin, count: [B, heads]."""
         within, options = kv.within(begin, count).stored, kv.options
         k, v = (torch.cat(pair, 2) for pair in zip((kv.k, kv.v), appended, strict=True))
         moved = bool(part.skip.any())
-        q = rolled(part.q, -part.skip) if moved else part.q  # in the order of the appended keys
+        q = rolled(part.q, -part.skip) if moved else part.q  # queries in the order of the appended keys
         _, lse = _ops.attend(q, within, k, v, kv.first, **options)
         sinks = begin.clamp_max(self.sink).contiguous()
         if bool(sinks.any()):
@@ -69,12 +72,14 @@ class RepeatedAttention(Quantity):
 
 
 def _largest(slots: Slots, part: Observers, columns: int) -> torch.Tensor:
-    """The largest attention weight on each of the first `columns` slots, at most 1: [B, Hkv, columns]."""
+    """The largest attention weight of the rows and heads of a group on each of the first `columns` slots, capped at 1:
+    [B, Hkv, columns]."""
     return observed(_ops.score, slots, part, reduce="max", group="max", columns=columns).clamp_max(1)
 
 
 def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Put `own` [B, Hkv, K] into columns begin .. begin + count - 1 [B, Hkv] of a copy of `found` [B, Hkv, C]."""
+    """Return a copy of `found` [B, Hkv, C] with the first `count` columns of `own` [B, Hkv, K] in its columns from
+    `begin` on. begin, count: [B, Hkv]."""
     place = torch.arange(found.shape[2], device=found.device) - begin[..., None]
     inside = (place >= 0) & (place < count[..., None])
     return torch.where(inside, own.gather(2, place.clamp(0, own.shape[2] - 1)), found)
@@ -83,8 +88,9 @@ def _placed(found: torch.Tensor, own: torch.Tensor, begin: torch.Tensor, count: 
 @QUANTITIES.add("repeated_output")
 @dataclass(frozen=True)
 class RepeatedOutput(RepeatedAttention):
-    """a_ji ||W_O,h v_i||_2 / ||x_j||_2, the largest over repeated rows j and the heads h of a group (KVzip+, Jegou
-    and Jeblick 2026, section 2.2): slot i's contribution to row j, relative to the attention block's input x_j."""
+    """The largest contribution of slot i to a repeated row j, relative to the attention block's input x_j (KVzip+,
+    Jegou and Jeblick 2026, section 2.2): the maximum over rows j and the heads h of a group of
+    a_ji ||W_O,h v_i||_2 / ||x_j||_2, with attention weight a_ji, value v_i and output projection W_O,h."""
 
     needs: ClassVar[tuple[str | Need, ...]] = ("appended", "hidden", "output_gram")
 
@@ -97,7 +103,7 @@ class RepeatedOutput(RepeatedAttention):
         (part,) = observation.parts
         part = self.spanning(slots, part, appended)
         size = hidden[:, -part.q.shape[2] :].float().norm(dim=-1)
-        size = rolled(size[:, None], part.skip)  # [B, 1, R], in the observers' order
+        size = rolled(size[:, None], part.skip)  # [B, 1, R] norms ||x_j||_2, in the order of the observers' rows
         counts = torch.arange(size.shape[2], device=size.device) >= part.skip[:, None, None]
         most = 1 / torch.where(counts, size, torch.inf).amin(2, keepdim=True)
         weighed = replace(part, lse=part.lse + size.log())  # a / ||x|| = exp(logit - lse - ln ||x||)

@@ -14,12 +14,14 @@ AHEAD = tuple(1 << n for n in range(17))  # distances from the last token: 1 .. 
 @QUANTITIES.add("trigonometric")
 @dataclass(frozen=True)
 class Trigonometric(OfQueries):
-    """TriAttention's score (2604.04921): [B, Hkv, C].
+    """The score of each slot in TriAttention (2604.04921): [B, Hkv, C].
 
-    Rotation acts on pairs f of dimensions, here complex numbers: q_f of a query before rotation, k_f of a key, with
-    frequency w_f and the angle phi_f between E q_f and k_f after the last row. The score of a query head is sum_f
-    (|E q_f| |k_f| mean_D cos(w_f D + phi_f) + (E|q_f| - |E q_f|) |k_f|), D = 1, 2, 4 .. 65536. It is scaled to mean 0
-    and variance 1 over the slots that compete; the largest of a group counts. A dimension without rotation is alone.
+    Rotation acts on pairs f of dimensions, written as complex numbers: q_f of a query before rotation and k_f of a key.
+    w_f is the pair's frequency, and phi_f the angle between the mean query E q_f, rotated to the last position, and the
+    key k_f at its own position. A query head's score is the sum over f of
+    |E q_f| |k_f| mean_D cos(w_f D + phi_f) + (E|q_f| - |E q_f|) |k_f|, for the distances D = 1, 2, 4 .. 65536. It is
+    scaled to mean 0 and variance 1 over the slots that compete, and the largest score of a group is the result. A
+    dimension that is not rotated forms a pair alone.
     """
 
     def measure(
@@ -29,7 +31,7 @@ class Trigonometric(OfQueries):
         mean, _, size = of_queries
         partner = rope.partners(width, mean.device)
         alone = partner == torch.arange(width, device=mean.device)
-        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # a pair counts in two dimensions
+        spread = (size - moments.sizes(mean, partner)) * torch.where(alone, 1.0, 0.5)  # two dimensions per pair
         later = rotated_ahead(rope, last, mean[:, :, None], torch.tensor(AHEAD))[:, :, 0]
         heads, group = stored.len.shape[1], mean.shape[1] // stored.len.shape[1]
         out = torch.zeros(slots.n.shape[0], heads, slots.columns, device=slots.device)

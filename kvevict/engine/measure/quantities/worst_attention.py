@@ -12,9 +12,11 @@ from . import QUANTITIES, Quantity, each_head
 @QUANTITIES.add("worst_attention")
 @dataclass(frozen=True)
 class WorstAttention(Quantity):
-    """The largest attention weight over rows and the heads of a group (DefensiveKV): [B, Hkv, C], 0 for slots that do
-    not compete. Each row's weights are first averaged over `kernel` neighbouring slots that compete, and rescaled to
-    their sum before; no op does that, so that one head's matrix of all rows' weights exists at a time.
+    """The largest attention weight on a slot over the observing rows and the query heads of a group (DefensiveKV):
+    [B, Hkv, C], 0 for slots that do not compete. Before the maximum, each row's weights are averaged over `kernel`
+    neighbouring competing slots and rescaled to the sum that they had.
+
+    No op computes this, so the attention matrix [G, R, n] of one kv head at a time is materialised.
     """
 
     kernel: int = 5
@@ -27,7 +29,7 @@ class WorstAttention(Quantity):
             skip = part.skip.tolist()
             for b, h, x, lse in logits(slots, part):
                 a = (x - lse[..., None]).exp().nan_to_num(0)[:, skip[b] :]
-                start = first[b][min(h, len(first[b]) - 1)]  # latents have one number for all heads
+                start = first[b][min(h, len(first[b]) - 1)]  # latents (MLA) have one number for all heads
                 inside = slice(start, max(a.shape[-1] - last[b], start))
                 a = a[..., inside]
                 if a.numel():
@@ -38,12 +40,12 @@ class WorstAttention(Quantity):
 
 
 def logits(slots: Slots, part: Observers) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """Yield (b, h, x [G, R, n], lse [G, R]) of each kv head: the observers' logits, fp32, -inf at slots unseen by a
-    row."""
+    """Yield (b, h, x [G, R, n], lse [G, R]) for every kv head h of batch row b: the fp32 logits of the observing rows
+    in the group's query heads, -inf at slots that a row does not see, and their log-sum-exp."""
     kv, stored = slots.kv, slots.kv.stored
     group, scale = part.q.shape[1] // stored.len.shape[1], kv.options["scale"]
     softcap, sinks = kv.options["softcap"], kv.options["sinks"]
-    stop = (kv.k.shape[2] - part.stop).tolist()  # number of new columns that are not seen
+    stop = (kv.k.shape[2] - part.stop).tolist()  # [B] number of last new columns that the rows do not see
     rows = torch.arange(part.q.shape[2], 0, -1, device=slots.device)
     for b, h, k in each_head(slots, "k"):
         mine, column = slice(h * group, (h + 1) * group), torch.arange(len(k), device=slots.device)
