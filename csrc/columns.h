@@ -1,6 +1,6 @@
-/* How the keys or values of one head's alive slots are read on a CPU: the one place that knows how a slot's numbers are
- * stored. A row is read as floats, as pairs of bf16, or in place with the rows after it. Only compact and decode write
- * rows: compact moves a stored row as bytes, and both pack a new row when they store it. */
+/* Reads the keys or values of one head's alive slots on a CPU. Only this file knows how a slot's numbers are stored. A
+ * reader gets a row as floats, as pairs of bf16, or as a pointer into the buffer, where the next rows follow. compact
+ * and decode alone write rows: compact copies stored rows as bytes; both pack the rows that they store first. */
 #ifndef KVEVICT_COLUMNS_H
 #define KVEVICT_COLUMNS_H
 #include "half.h"

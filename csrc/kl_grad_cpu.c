@@ -13,7 +13,7 @@ typedef struct {
   float *weight_grad; /* [G, KEYS] g of the formulas above, for a block's columns */
   float *keys;        /* [KEYS, width] a block's keys as floats */
   float *o, *q;       /* o [rows, width] sums of w k; q [D] a query */
-  float *zeros;       /* [rows] zeros for all rows of a tile, which are more than TILE in a large group */
+  float *zeros;       /* [rows] zeros, one per row of a tile, which may have more than TILE rows */
 } kv_kl_space;
 
 static void *kv_kl_alloc(kv_kl_space *x, const kv_observers *a, void **tile) {

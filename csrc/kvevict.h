@@ -177,7 +177,7 @@ typedef struct {
   const float *target; /* [B, H, N] >= 0 */
   float *loss;         /* [B, H] */
   float *lse;          /* [B, H, R] the rows' log-sum-exp, an input of kv_kl_grad */
-  float *mean_attn;    /* [B, H, C] the mean of a[r,i], not divided by its sum; C >= every n; columns from n on are 0 */
+  float *mean_attn;    /* [B, H, C] mean of a[r,i] over rows r, not rescaled to sum to 1 over i; 0 in columns >= n */
 } kv_kl;
 
 /* The gradients of the sum of grad times kv_kl's loss over all query heads, to the queries and the new keys; stored

@@ -54,9 +54,9 @@ KV_INLINE int kv_vector_bytes(kv_form form) {
   return VL * (form == KV_FROM_F32 || form == KV_BY_BF16 ? 4 : form == KV_BY_INT4 ? 1 : 2);
 }
 
-/* Loads a vector of a row: half 0 is the first and half 1 the second of the two vectors that begin at x; half 2 is the
- * last vector of an odd number of them, at x. For bf16 as floats, half 0 has the numbers at even places and half 1
- * those at odd places, since a shift or a mask makes them; q and o are kept in this order. */
+/* Loads one vector of a row. half 0 or 1: the first or second of the two vectors that begin at x. half 2: the vector at
+ * x that is left over where a row has an odd number of vectors. Of bf16 read as floats, half 0 has the numbers at even
+ * places and half 1 those at odd places: a shift gives the one, a mask the other. q and o are kept in that order. */
 KV_INLINE vf kv_stream_half(kv_form form, int half, const char *x) {
   if (form == KV_BY_INT4) return (vf)kv_nibbles(x, half);
   if (form == KV_FROM_BF16 && half < 2) {

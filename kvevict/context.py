@@ -13,7 +13,7 @@ class Context:
     outer: Any = None  # the kvevict.engine.read.step.OuterCall: the model's call around the decoder's
     step: Any = None  # the running kvevict.engine.read.step.Step
     question: Any = None  # the kvevict.asking.question.Finder that finds the question in each prompt
-    asks: bool = True  # whether an answer follows the prompt: its first tokens may attend to all slots
+    asks: bool = True  # whether an answer follows the prompt; the answer's first tokens may attend to all slots
     learns: bool = True  # whether the policy may learn from a prompt for later reads (TADA's history)
     watchers: tuple = ()  # kvevict.engine.watch.watcher.Watcher objects, called with every layer and chunk of a read
     pause: Callable | None = None  # called before each layer of a read; it may decode tokens of other caches meanwhile

@@ -15,7 +15,8 @@ def _tool(name: str) -> dict:
     return dict(type="function", function=dict(name=name, description=name, parameters=schema))
 
 
-TOOLS = _tool("a"), dict(reversed(_tool("b").items()))  # their renderings share only the template's text
+# Two tools that share no text, so that what a template writes for both is the template's own.
+TOOLS = _tool("a"), dict(reversed(_tool("b").items()))
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,14 @@ def error(
     lse: Tensor | None = None, sinks: Tensor | None = None, weight: Tensor | None = None, *, scale: float,
     softcap: float = 0.0, causal: bool = False, kind: str, alpha: float = 0.0, group: str = "sum", columns: int,
 ) -> Tensor:  # fmt: skip
-    """For every alive slot i, how far the rows' attention outputs o_r move when the slot is removed: the sum over rows
-    r, with attention weight a and value v_i, of weight * a / (1 - a) * |v_i - o_r|, in the 1-norm (kind "l1", EDIE
-    eq. 7) or the 2-norm ("l2", CAOTE eq. 6); or of weight * a / (1 + alpha - a) * (|v_i|_1 + |o_r|_1) (kind "edie",
-    EDIE eq. 9-11, alpha >= 0). The sum is then reduced over the query heads of a group, as in `score`.
+    """Estimate for every alive slot i how far the rows' attention outputs o_r move when the slot is removed. Let a be
+    row r's attention weight on slot i, v_i the slot's value, and w the row's factor in `weight`. The estimate is the
+    sum over rows r of
+
+        w * a / (1 - a) * |v_i - o_r|                       kind "l1" (1-norm, EDIE eq. 7) or "l2" (2-norm, CAOTE eq. 6)
+        w * a / (1 + alpha - a) * (|v_i|_1 + |o_r|_1)       kind "edie" (EDIE eq. 9-11, alpha >= 0)
+
+    It is then reduced over the query heads of a group, as in `score`.
 
     Denominators are at least 1e-6. row_first, held, first, stop, causal, lse and columns have the same meaning as in
     `score`. o has the rows' attention outputs, as `attend` returns them: `out[:, -R:]`.

@@ -36,8 +36,8 @@ def is_product(module: torch.nn.Module) -> bool:
 
 
 def forward(module: torch.nn.Linear, run: Callable[..., Tensor], input: Tensor) -> Tensor:
-    """Stand in for `run`, the forward of a `torch.nn.Linear`. In a call of the model for which `has_few` is true,
-    `_ops.linear` computes the product if it takes these tensors, in all other cases `run`."""
+    """Take the place of `run`, the forward of a `torch.nn.Linear`. `_ops.linear` computes the product if the running
+    call of the model has few rows and the op supports these tensors; otherwise `run` does."""
     if not context().few_rows:
         return run(input)
     weight, bias = module.weight, module.bias

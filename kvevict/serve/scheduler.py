@@ -63,7 +63,7 @@ class Scheduler:
         self._turns: list[Turn] = []  # turns that have not begun
         self._inside: list[Turn] = []  # turns that have begun: they read a prompt, or their answers are decoded
         self._groups: list[Group] = []
-        # Plans of earlier groups, reused because a plan remembers whether its steps can be recorded.
+        # Plans of earlier groups. New groups reuse a plan, which knows whether its decode steps can be recorded.
         self._plans: deque[Plan] = deque(maxlen=8)
         self._reading: list[Turn] = []  # turns with chunks left to read; each has interrupted the one before it
         self._changed = threading.Condition()  # notified when a turn is submitted

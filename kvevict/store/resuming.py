@@ -208,8 +208,8 @@ class Reading(Watcher):
         return TextPart(path, text["start"], text["stop"], tensors, texts)
 
     def _text(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the facts by which a part names its text: its first token, its end (exclusive), and a hash of all ids
-        before its end."""
+        """Return what identifies the text of a stored part: the positions of the part's first token and of its end
+        (exclusive), and a hash of all token ids before that end."""
         return dict(start=start, stop=stop, ids=hashlib.sha256(self.ids[:stop].tobytes()).hexdigest())
 
     def _texts(self, start: int, stop: int) -> dict[str, str]:

@@ -62,7 +62,8 @@ def packed_mask(mask: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.T
 
 
 def _take(x: torch.Tensor, columns: torch.Tensor, dim: int) -> torch.Tensor:
-    """Put the columns of x, its dimension `dim` right after the batch dimension, in the order `columns` [B, N]."""
+    """Reorder x along its dimension `dim` by the indices `columns` [B, N], each batch row by its own. The batch
+    dimension of x is the one before `dim`."""
     rest = x.ndim - 1 if dim == -1 else 1
     index = columns.to(x.device)
     index = index.view(*(1,) * (rest - 1), *index.shape, *(1,) * (x.ndim - rest - 1))

@@ -104,8 +104,8 @@ def go_on(caches: Items[EvictionCache]) -> bool:
 
 def join(caches: Items[EvictionCache]) -> EvictionCache:
     """Concatenate the batch rows of caches into one cache, which replaces the given caches. Each row keeps its own
-    archive. Answers that attend to the slots of all tokens (`Policy.recall_after`) continue to do so if `go_on` returns
-    True; otherwise they continue with the slots kept at their prompts' ends.
+    archive, the slots of all its tokens. An answer that attends to its archive (`Policy.recall_after`) still does so
+    after the join if `go_on` returns True for the caches; otherwise it goes on with the slots kept at its prompt's end.
 
     Raises ValueError for caches that cannot share a step.
     """

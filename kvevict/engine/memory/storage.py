@@ -21,7 +21,7 @@ from .pool import SlotPool
 from .stored import Stored
 
 ROOM = 64  # free rows per head after an eviction, so that decoding appends without moving anything
-ROOM_TO_REPLAY = 256  # `ROOM` when decoding is recorded, since a recording ends when slots move
+ROOM_TO_REPLAY = 256  # `ROOM` while recorded decode steps are replayed: more, as they are invalid once slots move
 OF_ROWS = "offset", "len", "counts", "capacity", "starts", "centre", "centred"  # fields [B, ..] of a storage
 Lender = SlotPool | Files  # an object that lends buffers
 Decoded = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, probs) as `_ops.decode` returns them

@@ -39,7 +39,8 @@ class Replay:
         self.kind: type = ModelOutput  # the class of the decoder's output
         self.fields: dict[str, torch.Tensor | None] = {}  # of that output; None: the cache
         self.cuts = Cuts()
-        self.attended: list[LayerCall] = []  # the layers of the last token, in the recording's memory
+        # Each layer's call for the last token, whose tensors lie in the recording's memory.
+        self.attended: list[LayerCall] = []
         self.replay: Callable[[], None] | None = None
 
     def fits(self, step: Step, inputs: Inputs) -> bool:

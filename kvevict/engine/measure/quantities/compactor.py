@@ -28,7 +28,7 @@ class Fresh(NamedTuple):
     k: torch.Tensor  # fp32 [H, L, D] their keys
     pos: torch.Tensor  # [L] their positions
     decoded: int  # number of decoded slots, which come first
-    counted: int  # means and deviations are taken over this number of first slots
+    counted: int  # number of first slots whose scores give the means and standard deviations
 
 
 def _fresh(slots: Slots, sink: int, recent: int, carried: torch.Tensor | None, ends: bool) -> Iterator[Fresh]:

@@ -88,7 +88,7 @@ def only_prompts(task: Callable[[TaskSettings], Iterator[Case]], settings: TaskS
 
 
 def opening(question: str, mark: str = "Answer:") -> str:
-    """Return the answer's opening, with which a question ends: its text from the last `mark` on."""
+    """Return the end of the question from the last `mark` on, which opens the answer (for example "Answer:")."""
     return question[question.rindex(mark) :]
 
 
