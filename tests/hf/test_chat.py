@@ -114,6 +114,7 @@ def test_what_fails_leaves_the_chat_as_it_was(net, words):
         (dict(content="no role"), TypeError, "message must be"),
         (dict(role="tool"), ValueError, "refuses this chat"),
         ("\u0001", ValueError, "chat template does not give"),
+        ("x" * 4096, ValueError, "the model's context is 4096"),
     ):
         with pytest.raises(error, match=match):
             chat.ask(message, **NEW)
