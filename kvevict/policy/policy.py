@@ -295,7 +295,6 @@ def from_json(text: str) -> tuple[Policy, Run]:
     for name in data:
         one_of("field of a policy", name, {*OPTIONS, *(f.name for f in dataclasses.fields(Policy))})
     fields, run = apart(data)
-    if run.get("compiled") is False:  # the default of the version that wrote it, which every policy had
-        del run["compiled"]
+    run = {name: value for name, value in run.items() if (name, value) != ("compiled", False)}  # the older default
     kinds = {name: "select" if name == "select_by_layer" else name for name in fields}
     return Policy(**{name: from_plain(value, kinds[name]) for name, value in fields.items()}), Run(**run)
