@@ -71,7 +71,7 @@ def read(
     head, _ = frame(tokenizer, "")
     inner = unwrapped(model)  # a PEFT model puts its learned tokens before the text
     ids = torch.tensor([head + body], device=device_of(inner))
-    _check(model, ids.shape[1], "the text")
+    check_can_answer(model, ids.shape[1], "the text")
 
     def forward(past: EvictionCache | None, at: int) -> EvictionCache:
         return cache_of(
@@ -134,7 +134,7 @@ def answer(
     elif not isinstance(context, EvictionCache):
         raise TypeError(f"context must be a text or a cache that a patched model filled, got {type(context).__name__}")
     ids = [frame(tokenizer, f"\n\n{question}")[1] for question in asked]
-    _check(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
+    check_can_answer(model, context.get_seq_length() + max(map(len, ids), default=0), "the text and a question")
     by, run = context.sequence.policy, context.sequence.run
     recalls = by is not None and by.recall
     asks = Chosen(by, run) if recalls else Chosen(KEEPS, Run(compiled=run.compiled))
@@ -234,7 +234,7 @@ def within_positions(policy: Policy, config: Any, tokens: int) -> Policy:
     return build(policy, **{name: room}) if SHORTEST <= room < size else policy
 
 
-def _check(model: torch.nn.Module, tokens: int, what: str) -> None:
+def check_can_answer(model: torch.nn.Module, tokens: int, what: str) -> None:
     """Raise ValueError for a model in training mode, and if `tokens` + 1 exceed the model's context."""
     decoder = find_decoder(model)
     if decoder.training:

@@ -15,7 +15,7 @@ from ..asking import prompts
 from ..asking.prompts import MARK, Tokenizer, rendered
 from ..engine.memory.cache import EvictionCache
 from ..models.compat import CACHE
-from ..models.families import context_of, device_of, find_decoder, unwrapped
+from ..models.families import device_of, find_decoder, unwrapped
 from ..patch import evicting
 from ..policy.building import Chosen, choose
 from ..policy.checks import parsed
@@ -25,6 +25,7 @@ from ..policy.tokenizer import of_model
 from ..store import sealed
 from ..store.loading import load_cache
 from ..store.saving import write
+from .answer import check_can_answer
 from .writing import ends_of
 
 Message = dict[str, Any]  # has "role", "content" and any other field that the chat template takes
@@ -85,12 +86,7 @@ class Chat:
             carries = self.cache is not None and self._chosen.policy.recall
             cache: Any = self.cache.fork() if carries else DynamicCache(config=find_decoder(self.model).config)
             ids = (self._ids if carries else []) + self._new(said, carries)
-            context = context_of(find_decoder(self.model).config)
-            if context is not None and len(ids) >= context:
-                raise ValueError(
-                    f"the chat takes {len(ids)} tokens with this message, and the model's context is {context}, with "
-                    "the answer: say less, or begin another chat"
-                )
+            check_can_answer(self.model, len(ids), "the chat and the message")
             written = self._generate(ids, cache, generation)
         text = self.tokenizer.decode(written, skip_special_tokens=True).strip()
         if written and written[-1] in ends_of(self.model, self.tokenizer):
