@@ -43,7 +43,7 @@ class Storage(Stored):
     capacity: np.ndarray = None  # type: ignore[assignment]  # [B, Hkv] buffer rows of each head, on the host
     pool: Lender | None = None  # lends the buffers that slots move to; None: they move to new tensors
     before: Held = field(default=None, init=False)  # type: ignore[assignment]  # the slots without the newest one
-    table: Any = field(default=None, init=False)  # a weak reference to the `Table` that holds the counts, if one does
+    table: int = field(default=0, init=False)  # the `number` of the `Table` that owns the counts; 0: none does
     coming: Coming[Storage] | None = field(default=None, init=False)  # a far storage's slots, copied to its device
 
     @classmethod
@@ -70,7 +70,7 @@ class Storage(Stored):
         return object.__reduce_ex__(alone, protocol)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | dict(before=None, table=None, coming=None)
+        return self.__dict__ | dict(before=None, table=0, coming=None)
 
     @property
     def room(self) -> int:
@@ -270,9 +270,6 @@ class Storage(Stored):
         with torch.inference_mode(self.len.is_inference()):
             self.len.copy_(filled.len)
         self.counts[...], self.centred, self.coming = counts, filled.centred, None
-        table = None if self.table is None else self.table()
-        if table is not None:
-            table.room = min(table.room, self.room)
         return self
 
     def _filled(self, source: Stored, index: Tensor | None, counts: np.ndarray, *new: Tensor) -> Storage:

@@ -37,7 +37,6 @@ class Cuts:
                 self.replay()
                 for counts in cache.table.groups.values():
                     counts.host -= 1
-                cache.table.room += 1
                 cache.sequence.fix()
                 return
             self.replay, self.equal = None, 0

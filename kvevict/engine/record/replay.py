@@ -30,7 +30,7 @@ class Replay:
     memory is free once the caller drops it."""
 
     def __init__(self, step: Step, inputs: Inputs) -> None:
-        self.decoder, self.plan, self.storages = step.decoder, step.plan, step.cache.table.storages
+        self.decoder, self.plan, self.table = step.decoder, step.plan, step.cache.table.number
         with torch.inference_mode(False):  # a cache filled in inference mode is decoded outside of it, too
             self.positions = step.positions.clone()
             self.inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
@@ -45,7 +45,7 @@ class Replay:
 
     def fits(self, step: Step, inputs: Inputs) -> bool:
         """Whether this step is a later token on the same slots."""
-        same = step.decoder is self.decoder and step.plan is self.plan and step.cache.table.storages is self.storages
+        same = step.decoder is self.decoder and step.plan is self.plan and step.cache.table.number == self.table
         return same and inputs.keys() == self.inputs.keys() and all(map(_alike, inputs.values(), self.inputs.values()))
 
     def step(self, step: Step, run: Callable[[Inputs], ModelOutput], inputs: Inputs) -> ModelOutput:
@@ -138,7 +138,7 @@ def decoded(step: Step, run: Callable[..., ModelOutput], **inputs: Any) -> Model
     if step.plan.replays is None and (reason := obstacles.of_plan(step)):
         _refuse(step, reason)
     step.meter.unrecorded = step.plan.unrecorded
-    if step.plan.replays is False or not step.cache.table.storages:
+    if step.plan.replays is False or not step.cache.table.groups:
         return run(**inputs)
     own = {name: x for name, x in inputs.items() if x is not step.cache}
     if reason := obstacles.of_call(step, own):
