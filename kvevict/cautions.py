@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 from .models.families import context_of
 
 T = TypeVar("T")
-LITTLE = 0.25  # if a smaller share of a text is kept, answers about the text are often wrong
+# When the question is known (`Policy.question`) -> share of the slots with which most answers were measured to be those
+# of the full cache (docs/usage.md, Which budget?). Below it a call warns.
+ENOUGH = {"known": 1 / 16, "later": 1 / 4}
 _given: set[Hashable] = set()
 
 
@@ -19,16 +21,19 @@ def once(key: Hashable, text: str, stacklevel: int = 2) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-def of_text(meter: Any, budget: Hashable, stacklevel: int) -> None:
-    """Warn, once per budget, if a read kept less than the share `LITTLE` of a text whose questions come later."""
+def of_share(meter: Any, policy: Any, asked: str, stacklevel: int) -> None:
+    """Warn, once per budget, if a read kept a smaller share of its slots than is `ENOUGH` for what is asked of it.
+    asked: when the question is known, one of the values of `Policy.question`. With recall nothing is lost."""
     kept, tokens = min(zip(meter.report["kept_share"], meter.report["seen"], strict=True))
-    if kept < LITTLE:
-        once(
-            ("text", budget),
-            f"{kept:.0%} of the {tokens} tokens are kept, and answers about the rest are often wrong: give more slots "
-            "(budget=0.5 keeps half), or recall=True, with which each question chooses from all tokens",
-            stacklevel,
-        )
+    if policy.recall or kept >= ENOUGH.get(asked, 0):
+        return
+    told = {
+        "later": "answers about the rest are often wrong: give more slots (budget=0.5 keeps half), or recall=True, "
+        "with which each question chooses from all tokens",
+        "known": f"with less than 1/16 more answers are wrong: give more slots (budget={-(-tokens // 16)} or more), or "
+        "recall=True, with which the answer chooses from all tokens",
+    }
+    once(("share", policy.budget), f"{kept:.1%} of the {tokens} tokens are kept, and {told[asked]}", stacklevel)
 
 
 def of_prompt(policy: Any, cache: Any, config: Any, seen: list[int]) -> None:

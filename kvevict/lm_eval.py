@@ -46,7 +46,7 @@ class KVEvict(HFLM):
     to evict from.
     """
 
-    def __init__(self, pretrained: Any, policy: Any = DEFAULT, budget: Any = 512, **arguments: Any) -> None:
+    def __init__(self, pretrained: Any, policy: Any = DEFAULT, budget: Any = None, **arguments: Any) -> None:
         names = option_names()
         options = {name: arguments.pop(name) for name in list(arguments) if name in names}
         peers.check(arguments)

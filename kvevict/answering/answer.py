@@ -51,16 +51,16 @@ def read(
                       for questions that come later (unlike take+edie, snapkv, h2o, ...); else, with recall=True,
                       "take+edie"; else "gate", if gates were trained for the model (in its folder, or named for it
                       before); else "read-twice", in chunks that can be repeated within the model's positions. Budget
-                      and kv are by default a patched model's. With recall=True each question chooses its slots from all
-                      tokens
+                      and kv are by default a patched model's, if it has a policy. With recall=True each question
+                      chooses its slots from all tokens
     file              with recall=True: the file that the cache is written to, as by `save_cache`. During the read every
                       chunk is written to a part in the folder FILE.parts. A call with an equal text, model and policy
                       loads the file, or goes on after the parts that a killed process left. If the text begins with the
                       file's text and is longer, only the rest is read. Raises ValueError for a file of another text,
                       model or policy, and OSError if the folder cannot be written to or another process reads into it
 
-    The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, a
-    missing budget or a model in training mode. Warns, once per budget, if less than a quarter of a text is kept.
+    The model is left as it was. Raises ValueError for an empty text, one that is longer than the model's context, or
+    a model in training mode. Warns, once per budget, if less than a quarter of a text is kept.
     """
     if not isinstance(context, str):
         raise TypeError(f"context must be a text, got {type(context).__name__}")
@@ -84,8 +84,7 @@ def read(
         else:
             plan = plan_of(find_decoder(model))
             cache = Reading(file, model, plan.policy, plan.run, head + body).cache(forward)
-    if not cache.sequence.policy.recall:
-        cautions.of_text(cache.meter, cache.sequence.policy.budget, 3)
+    cautions.of_share(cache.meter, cache.sequence.policy, "later", 3)
     return cache
 
 

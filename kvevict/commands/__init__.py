@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..policy.checks import byte_count
+from ..policy.checks import SLOTS, byte_count
 from ..policy.registry import Registry, load_folder
 from ..policy.text import DEFAULT, FORM, parse_policy
 from ..store.files import decoded
@@ -65,7 +65,9 @@ class Unsaid(str):
     """The default value of an option. Its type tells it from the same text given by the user."""
 
 
-def add_budget(parser: argparse.ArgumentParser, budget: int | float | str = 512, chunk_size: int | None = None) -> None:
+def add_budget(
+    parser: argparse.ArgumentParser, budget: int | float | str = SLOTS, chunk_size: int | None = None
+) -> None:
     parser.add_argument("--budget", default=Unsaid(budget),
                         help="slots per kv head, the fraction kept, or bytes of all slots of a sequence (64MiB); "
                         f"default {budget}")  # fmt: skip

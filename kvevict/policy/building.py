@@ -64,11 +64,6 @@ def build(policy: Any, **options: Any) -> Policy:
                     f"and {kind}={policy!r}"
                 )
         choices = dict(PRESETS.find(policy))
-        if budget is None and options.get("threshold") is None:
-            raise ValueError(
-                "budget is missing: slots per kv head (int), the fraction kept (float in (0, 1)), bytes ('64MiB'), or "
-                "threshold=, the smallest score that stays"
-            )
     elif isinstance(policy, Policy):
         if budget is None and chunk_size is None and not options:
             return policy  # not a copy, so that a cache recognises the policy that read its prompt

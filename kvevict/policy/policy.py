@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import rules, values
-from .checks import PLENTY, builtin, byte_count, one_of, parsed
+from .checks import PLENTY, SLOTS, builtin, byte_count, one_of, parsed
 from .heads import HeadBudget
 from .layers import LayerBudget
 from .parts import PARTS, as_part, from_plain, to_plain
@@ -32,7 +32,7 @@ class Policy:
     refine         a change of the score before slots are ranked: a name of `kvevict.REFINEMENTS` or an object
     budget         slots kept per kv head and layer on average, window and sinks included (int), or the fraction of
                    the tokens seen that is kept (float in (0, 1)), or the bytes that all slots of a sequence may take
-                   (text such as "64MiB"); None: 512, or no limit if there is a threshold
+                   (text such as "64MiB"); None: 4,096, or no limit if there is a threshold
     threshold      slots that score below this number are evicted, even if the budget has room for them, so the number
                    of slots kept depends on the text. It needs scores that are comparable between layers, and head
                    budgets in which heads compete; None: the budget alone decides
@@ -116,7 +116,7 @@ class Policy:
         for kind in PARTS:
             fill(kind, as_part(kind, getattr(self, kind)))
         fill("select_by_layer", values.as_ranges(self.select_by_layer))
-        fill("budget", 512 if self.budget is None and self.threshold is None else self.budget)
+        fill("budget", SLOTS if self.budget is None and self.threshold is None else self.budget)
         for name in ("budget", "recall_slots", "threshold", "tsp_len"):
             fill(name, builtin(getattr(self, name)))
         by_chunk = self.chunk_size is not None and not self.rows.needs_full_prompt

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..policy.checks import SLOTS
 from ..policy.text import DEFAULT
 
 
@@ -10,7 +11,7 @@ class Options:
     """The options of `kvevict serve` (docs/commands.md)."""
 
     policy: str = DEFAULT
-    budget: int | float | str = 512
+    budget: int | float | str = SLOTS
     chunk_size: int | None = 512
     kv: str = "model"
     dtype: str = "auto"

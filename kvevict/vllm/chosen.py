@@ -26,6 +26,6 @@ def __getattr__(name: str) -> type:
     if name == "CUSTOM":
         raise ValueError(
             "the attention backend CUSTOM is kvevict's, which has no options here: give --additional-config "
-            '\'{"kvevict": {"budget": 512}}\', or leave --attention-backend out'
+            '\'{"kvevict": {"budget": 4096}}\', or leave --attention-backend out'
         )
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..engine.measure.quantities import of_policy
 from ..policy.building import build
-from ..policy.checks import count
+from ..policy.checks import SLOTS, count
 from ..policy.layers import LayerBudget
 from ..policy.policy import Policy
 from ..policy.rows.probe import Probe
@@ -82,26 +82,26 @@ def options_of(config: "VllmConfig") -> VllmOptions | None:
     model = config.model_config
     heads = [get(config.parallel_config) for get in (model.get_num_attention_heads, model.get_num_kv_heads)]
     tokenizer = model.tokenizer, model.tokenizer_revision, model.trust_remote_code
-    return _made(json.dumps(more["kvevict"]), heads[0] // heads[1], *tokenizer)
+    return _made(json.dumps(more["kvevict"]), heads[0] // heads[1], model.max_model_len, *tokenizer)
 
 
 @functools.cache
-def _made(text: str, group: int, tokenizer: str, revision: str | None, trusted: bool) -> VllmOptions:
+def _made(text: str, group: int, context: int, tokenizer: str, revision: str | None, trusted: bool) -> VllmOptions:
     given = json.loads(text)
-    if not isinstance(given, dict) or "budget" not in given:
-        raise ValueError(f'kvevict in vLLM: give {{"kvevict": {{"budget": 512}}}}, got {text}')
+    if not isinstance(given, dict):
+        raise ValueError(f'kvevict in vLLM: give {{"kvevict": {{"budget": {SLOTS}}}}}, got {text}')
     given = {"policy": DEFAULT, "period": 512} | given
     period = count("kvevict's period", given.pop("period"), 1)
-    policy = policy_of(given, period)
+    policy = policy_of(given, period, min(SLOTS, context))
     if depends(policy) and (its := _tokenizer(tokenizer, revision, trusted)) is not None:
         policy = told(policy, its)
     return VllmOptions(policy, period, group)
 
 
-def policy_of(given: dict, period: int) -> Policy:
-    """Build a policy from `given`: its name and options as the text "policy", and further options such as "budget".
-    Raises ValueError, with the reason and a policy to give in its place, if the policy needs more than a layer's slots
-    and the last rows of a period."""
+def policy_of(given: dict, period: int, slots: int = SLOTS) -> Policy:
+    """Build a policy from `given`: its name and options as the text "policy", and further options such as "budget",
+    which is `slots` if it is not given. Raises ValueError, with the reason and a policy to give in its place, if the
+    policy needs more than a layer's slots and the last rows of a period."""
     given = dict(given)
     text = given.pop("policy")
     name, own = parse_policy(text)
@@ -110,11 +110,11 @@ def policy_of(given: dict, period: int) -> Policy:
             f"kvevict in vLLM: {option} is not an option here: slots are stored in the model's dtype, and evicted "
             "every `period` tokens of a prompt and its answer; leave it out"
         )
-    policy = build(name, **(own | given), chunk_size=period)
+    policy = build(name, **(dict(budget=slots) | own | given), chunk_size=period)
     if not isinstance(policy.budget, int) or policy.threshold is not None:
         raise ValueError(
             "kvevict in vLLM: a request has the same memory whatever its text: give budget as a number of slots "
-            "of each head, as in 512, and no threshold"
+            "of each head, as in 4096, and no threshold"
         )
     lacking, instead = _lacking(policy), INSTEAD
     if lacking:
@@ -123,7 +123,7 @@ def policy_of(given: dict, period: int) -> Policy:
         fixed = name + ":" + ",".join(f"{option}={value}" for option, value in options.items())
         with contextlib.suppress(ValueError):
             others = {option: value for option, value in given.items() if option not in changes}
-            if not _lacking(build(fixed, **others, chunk_size=period)):
+            if not _lacking(build(fixed, **dict(budget=slots) | others, chunk_size=period)):
                 instead = repr(fixed)
         reasons = "; ".join(reason for reason, _ in lacking)
         raise ValueError(f"kvevict in vLLM: policy {text!r} cannot work here, because {reasons}: give {instead}")

@@ -77,7 +77,7 @@ def test_a_policy_for_later_questions_reads_where_it_is_the_models(net, policy):
 def test_little_of_a_text_is_told(net):
     """By `read`, under any policy, and by `generate` under one for later questions; once for a budget."""
     tokenizer, inputs = tiny.byte_tokenizer(), row(TEXT)
-    said = "22% of the 267 tokens are kept, and answers about the rest are often wrong: give more slots"
+    said = "22.5% of the 267 tokens are kept, and answers about the rest are often wrong: give more slots"
     for policy in (None, "snapkv"):
         kvevict.cautions._given.clear()
         assert said in told(lambda policy=policy: kvevict.read(net, tokenizer, TEXT, policy, budget=60))[0]
@@ -91,6 +91,25 @@ def test_little_of_a_text_is_told(net):
             assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
     with kvevict.evicting(net, "keydiff", budget=90):
         assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
+
+
+def test_a_smaller_share_than_was_measured_is_told(net):
+    """With a known question 1/16, once for a budget; nothing is lost with recall, and a text that goes on was not
+    measured."""
+    inputs = row(TEXT * 2)
+    said = (
+        "6.2% of the 534 tokens are kept, and with less than 1/16 more answers are wrong: give more slots (budget=34 "
+    )
+    for policy, options, warns in (
+        ("snapkv:window=8", dict(budget=33), True), ("snapkv:window=8", dict(budget=34), False),
+        ("take+edie:probe=8", dict(budget=33), True), ("snapkv:window=8", dict(budget=33, recall=True), False),
+        ("streaming", dict(budget=33), False),
+    ):  # fmt: skip
+        kvevict.cautions._given.clear()
+        with kvevict.evicting(net, policy, tokenizer=False, **options):
+            found = told(lambda: net.generate(**inputs, max_new_tokens=2))
+            assert [said in each for each in found] == [True] * warns
+            assert not told(lambda: net.generate(**inputs, max_new_tokens=2))
 
 
 def test_a_text_beyond_the_context(short):

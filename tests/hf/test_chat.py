@@ -130,8 +130,6 @@ def test_refusals(net, words, tmp_path):
         kvevict.Chat(net, byte_tokenizer(), budget=64)
     with pytest.raises(TypeError, match="tokenizer"):
         kvevict.Chat(net, None, budget=64)
-    with pytest.raises(ValueError, match="budget is missing"):
-        kvevict.Chat(net, words)
     with pytest.raises(ValueError, match="budget"):
         kvevict.Chat(net, words, budget=1)
     cache = kvevict.read(net, chat_tokenizer(), "The rain. " * 9, budget=64, recall=True)

@@ -35,7 +35,7 @@ WRONG = [  # of `patch`, beside budget=64
     (dict(policy="snapkv", schedule="chunks"), "unknown schedule 'chunks'.*did you mean 'chunk'"),
     (dict(policy="snapkv", score="tovaa"), "did you mean 'tova'"),
     (dict(policy="snapkv", select="tokens"), "did you mean 'token'"),
-    (dict(budget=None, policy="snapkv"), "budget is missing"), (dict(policy=512), "got int; write budget=512"),
+    (dict(policy=512), "got int; write budget=512"),
     (dict(policy="snapkv", budget=32), "budget=32 is too small.*budget >= 33"),
     (dict(policy="streaming", budget=4), "budget >= 5"), (dict(policy="take", budget=6, probe=(10, 16)), "budget >= 7"),
     (dict(policy="h2o", budget=8, recent=8), "budget >= 9"),

@@ -1,15 +1,20 @@
 """A threshold in place of a budget, or within one: slots with a high enough score stay."""
 
 import pytest
+import tiny
 import torch
 from caches import kept
 from policy_cases import BUDGET, CHUNK, Slots, compare, model, tokens
 
 import kvevict
+from kvevict.commands import add_budget
+from kvevict.engine.hook import installed
 from kvevict.lab.analysis.slots import Layers
-from kvevict.policy.building import build
+from kvevict.policy.building import build, choose
+from kvevict.policy.checks import SLOTS
 from kvevict.policy.heads import above
 from kvevict.policy.policy import Policy
+from kvevict.serve.options import Options
 
 CHOICES = {  # "preset, remark": options in chunks, the threshold of a whole prompt
     "kvzip": (dict(threshold=0.1), 0.04),
@@ -110,9 +115,17 @@ def test_a_budget_is_optional_beside_a_threshold():
     policy = build("kvzip", threshold=0.25)
     assert policy.budget is None and Policy.from_json(policy.to_json()) == policy
     assert build("kvzip", threshold=0.25, budget=300).budget == 300 == build(policy, budget=300).budget
-    assert Policy().budget == 512
-    with pytest.raises(ValueError, match=r"budget is missing: .* or threshold="):
-        build("kvzip")
+    assert build("kvzip", threshold=0.25, budget=None).budget is None
+
+
+def test_the_budget_that_nobody_named():
+    """4,096 slots, in a policy, in a preset, in `patch` and in a command alike; a policy keeps its own."""
+    plan = installed.plan_of(kvevict.patch(tiny.model()).get_decoder())
+    assert {Policy().budget, build("kvzip").budget, choose("snapkv").policy.budget, plan.policy.budget, SLOTS} == {4096}
+    assert {add_budget.__defaults__[0], Options.budget} == {SLOTS}
+    assert build(build("snapkv", budget=64)).budget == build("snapkv:budget=64", budget=None).budget == 64
+    with pytest.raises(ValueError, match="budget=4096 is too small: the policy always keeps 5000 slots"):
+        build("snapkv", window=5000)
 
 
 def test_the_plan_has_the_most_that_may_stay():

@@ -182,6 +182,14 @@ def test_what_cannot_work_is_refused_by_name(given, said):
         policy_of(dict(budget=512) | given, 64)
 
 
+def test_the_budget_that_nobody_named():
+    """4,096 slots, or as many as the model's context has tokens."""
+    assert policy_of(dict(policy="snapkv"), 64).budget == 4096
+    assert policy_of(dict(policy="snapkv"), 64, 900).budget == 900
+    assert policy_of(dict(policy="snapkv:budget=70"), 64, 900).budget == 70
+    assert policy_of(dict(policy="snapkv", budget=80), 64, 900).budget == 80
+
+
 @pytest.mark.parametrize(("changes", "said"), [
     (dict(use_mla=True), "latents"),
     (dict(is_hybrid=True), "layers with a state"),

@@ -125,7 +125,6 @@ def test_compiled_and_by_transformers_implementation(tmp_path, llama):
     ("gemma2", FITS, {}, "the model has layers with a sliding window"),
     ("llama", dict(policy="take", budget=64), {}, "layers do not wait for each other: give 'take:warmup_layers=none'"),
     ("llama", dict(policy="snapkv", budget=32), {}, "always keeps 32 slots of each head"),
-    ("llama", dict(policy="snapkv"), {}, '"budget": 512'),
     ("llama", FITS, dict(speculative_config=NGRAM), "leave --speculative-config out"),
 ])  # fmt: skip
 def test_refused_at_start_up(tmp_path, family, options, llm, said):

@@ -82,8 +82,8 @@ def _generate(self: torch.nn.Module, run: Callable, *args: Any, **kwargs: Any) -
             output = run(*args, **kwargs)
     finally:
         installed.leave(decoder)
-    if plan.meter() is not before and plan.policy.question == "later":
-        cautions.of_text(plan.meter(), plan.policy.budget, 4)
+    if plan.meter() is not before:
+        cautions.of_share(plan.meter(), plan.policy, plan.policy.question, 4)
     return output
 
 
